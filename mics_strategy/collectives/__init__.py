@@ -1,0 +1,1 @@
+"""How numbers travel between ranks."""

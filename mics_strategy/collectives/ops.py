@@ -1,0 +1,104 @@
+"""What does a collective look like to its caller?
+
+A collective is started and gives a `Handle`; its result is valid after `Handle.wait()`. Work that needs the
+result (adding a received sum, copying out) is part of the handle, so a caller never sees half a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from mics_strategy.errors import CommunicationError
+
+
+class Work(Protocol):
+    """The part of ``torch.distributed.Work`` that every backend honours."""
+
+    def wait(self) -> object:
+        """Block (CPU) or make the current stream wait (CUDA)."""
+
+
+class Handle:
+    """One started collective and what must follow it.
+
+    Args:
+        what: Names the collective, the unit and the axis in an error.
+        works: Started transport work; empty when nothing had to be sent.
+        finish: Runs once, after the work, on the stream that waits.
+    """
+
+    __slots__ = ("_finish", "_works", "what")
+
+    def __init__(self, what: str, works: list[Work], finish: Callable[[], None] | None = None) -> None:
+        self.what = what
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Make the result valid on the current stream. Calling it again does nothing.
+
+        Raises:
+            CommunicationError: The transport failed: a peer died or did not take part in time.
+        """
+        works, self._works = self._works, []
+        finish, self._finish = self._finish, None
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"{self.what} failed: {error}. A rank died or left the common schedule; look for the first error of "
+                    "the other ranks. All ranks must run the same units in the same order while parameters are sharded."
+                ) from error
+        if finish is not None:
+            finish()
+
+    def then(self, finish: Callable[[], None]) -> Handle:
+        """The same handle, with more to do after the work."""
+        before = self._finish
+
+        def both() -> None:
+            if before is not None:
+                before()
+            finish()
+
+        self._finish = both
+        return self
+
+
+class Collective(Protocol):
+    """Collectives over one span of ranks. Inputs and outputs are contiguous and on the span's device."""
+
+    size: int
+
+    def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
+        """Put every rank's `shard` into `out`, in the order of the ranks' index.
+
+        Args:
+            out: [size * n], same dtype as `shard`; overwritten.
+            shard: [n].
+            what: Names the caller in errors.
+        """
+
+    def reduce(self, out: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor, accumulate: bool, what: str) -> Handle:
+        """Sum every rank's `full` and keep this rank's slice.
+
+        Args:
+            out: [n], fp32 (or any wider dtype): holds the sum, or has it added.
+            full: [size * n], the wire dtype; must stay unchanged until the handle has been waited for.
+            scratch: [size * n], same dtype as `full`; overwritten.
+            accumulate: Add to `out` instead of overwriting it.
+            what: Names the caller in errors.
+        """
+
+    def all_reduce(self, tensor: torch.Tensor, scratch: torch.Tensor, what: str) -> Handle:
+        """Sum `tensor` over the ranks, in place; every rank ends with the same bits.
+
+        Args:
+            tensor: [n], fp32 (or any wider dtype).
+            scratch: The wire dtype, at least ``3 * size * ceil(n / size)`` elements; unused when that is the dtype of `tensor`.
+            what: Names the caller in errors.
+        """

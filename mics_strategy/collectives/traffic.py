@@ -1,0 +1,43 @@
+"""How many bytes does each hop carry?
+
+Bytes that one rank sends in one collective, by closed formula. The plan is priced with these numbers, the
+executor counts what it hands to the transport with its own tensors, and the tests compare the two.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+GATHER = "all_gather"
+REDUCE_SCATTER = "reduce_scatter"
+ALL_REDUCE = "all_reduce"
+
+
+def gather_bytes(full_bytes: int, ranks: int) -> int:
+    """Sent per rank by an all-gather of `full_bytes` over `ranks`: its own shard to each of the others' needs.
+
+    Source:
+        MiCS (arXiv:2205.00119) section 3.3, ``(p - 1) M / p``.
+    """
+    return full_bytes // ranks * (ranks - 1)
+
+
+def reduce_scatter_bytes(full_bytes: int, ranks: int) -> int:
+    """Sent per rank by a reduce-scatter of `full_bytes` over `ranks`.
+
+    Source:
+        MiCS (arXiv:2205.00119) section 3.4, ``(p - 1) M / p``.
+    """
+    return full_bytes // ranks * (ranks - 1)
+
+
+def all_reduce_bytes(full_bytes: int, ranks: int) -> int:
+    """Sent per rank by a ring all-reduce of `full_bytes` over `ranks`, rounded down.
+
+    Source:
+        AMSP (arXiv:2311.00257) equation A2, ``2 (p - 1) v / p``.
+    """
+    return 2 * full_bytes * (ranks - 1) // ranks
+
+
+SENT_BYTES = {GATHER: gather_bytes, REDUCE_SCATTER: reduce_scatter_bytes, ALL_REDUCE: all_reduce_bytes}

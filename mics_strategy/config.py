@@ -1,0 +1,156 @@
+"""What did the user ask for?
+
+One frozen object. Model states (parameters P, gradients G, optimizer states OS) each name the *scope* over
+which they are sharded; everything else is how the collectives between those scopes travel. Nothing here
+knows the job: what needs the number of ranks is resolved by `topology.resolve_scopes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from mics_strategy.errors import ConfigError
+from mics_strategy.topology import Topology
+
+Scope = str | int
+OVERLAPS = frozenset({"gather", "reduce", "second_hop", "update"})
+
+_LETTER_SCOPES = {"n": "none", "i": "partition", "g": "world"}
+_PRESET_LETTERS = {"ddp": "nnn", "zero1": "nng", "zero2": "ngg", "zero3": "ggg", "mics": "iii", "hsdp": "iii"}
+_COARSENESS = {"n": 0, "i": 1, "g": 2}
+_PARO_LETTERS = tuple(
+    p + g + os for p in "nig" for g in "nig" for os in "nig" if _COARSENESS[os] >= max(_COARSENESS[p], _COARSENESS[g])
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardConfig:
+    """How the model states are sharded, and how they travel.
+
+    Args:
+        partition_size: Ranks that the word ``"partition"`` means: ``"node"``, ``"world"``, a number of ranks,
+            or ``"auto"`` (the ranks of one node).
+        params: Scope of the parameters between uses: ``"none"`` (every rank keeps all of them),
+            ``"partition"``, ``"world"`` or a number of ranks.
+        grads: Scope to which gradients are reduced in every micro-step.
+        optimizer: Scope of the optimizer states and of the parameters it updates. Never coarser than
+            `params` or `grads`.
+        secondary_params: Scope of a second copy of the parameters kept for the backward pass.
+            Only ``"none"`` is available in this version.
+        hierarchical: Two-stage collectives where a scope spans nodes. ``"auto"`` and ``False`` are flat in
+            this version.
+        topology: ``"auto"`` reads the launcher's environment; `Topology` states it.
+        weight_codec: Compression of parameter gathers. Only ``"none"`` is available in this version.
+        grad_codec: Compression of gradient reductions. Only ``"none"`` is available in this version.
+        grad_codec_until: Share of the training after which `grad_codec` is off.
+        param_dtype: Dtype in which parameters are gathered and used; ``"auto"`` keeps each parameter's own.
+        reduce_dtype: Dtype in which gradients travel; ``"auto"`` is fp32. Sums are always kept in fp32.
+        optimizer_layout: ``"rows"`` shards every tensor. Only ``"rows"`` is available in this version.
+        second_hop: When gradients meet beyond their scope: ``"boundary"`` (once per optimizer step) or
+            ``"micro_step"`` (after every backward, the schedule that MiCS compares itself with).
+        overlap: ``"all"``, ``"none"`` or a set of ``{"gather", "reduce", "second_hop", "update"}``: which
+            communication may run under compute.
+        prefetch: Units gathered ahead of the one in use. Each costs one more slot of the largest unit.
+
+    Raises:
+        ConfigError: An unknown value, or a value that this version does not offer.
+    """
+
+    partition_size: Scope = "auto"
+    params: Scope = "partition"
+    grads: Scope = "partition"
+    optimizer: Scope = "partition"
+    secondary_params: Scope = "none"
+    hierarchical: str | bool = "auto"
+    topology: str | Topology = "auto"
+    weight_codec: str = "none"
+    grad_codec: str = "none"
+    grad_codec_until: float = 1.0
+    param_dtype: str | torch.dtype = "auto"
+    reduce_dtype: str | torch.dtype = "auto"
+    optimizer_layout: str = "rows"
+    second_hop: str = "boundary"
+    overlap: str | frozenset[str] | set[str] = "all"
+    prefetch: int = 1
+
+    PRESETS: ClassVar[tuple[str, ...]] = (*_PRESET_LETTERS, *(f"paro-{letters}" for letters in _PARO_LETTERS))
+
+    def __post_init__(self) -> None:
+        _check_scope("partition_size", self.partition_size, words=("auto", "node", "world"))
+        for name in ("params", "grads", "optimizer"):
+            _check_scope(name, getattr(self, name), words=("none", "partition", "world"))
+        _check_choice("secondary_params", self.secondary_params, ("none",))
+        _check_choice("hierarchical", self.hierarchical, ("auto", False))
+        _check_choice("weight_codec", self.weight_codec, ("none",))
+        _check_choice("grad_codec", self.grad_codec, ("none",))
+        _check_choice("optimizer_layout", self.optimizer_layout, ("rows",))
+        _check_choice("second_hop", self.second_hop, ("boundary", "micro_step"))
+        if not (isinstance(self.topology, Topology) or self.topology == "auto"):
+            raise ConfigError(f"`topology={self.topology!r}` is neither 'auto' nor a Topology. Use Topology(ranks_per_node=8).")
+        for name in ("param_dtype", "reduce_dtype"):
+            object.__setattr__(self, name, _as_dtype(name, getattr(self, name)))
+        object.__setattr__(self, "overlap", _as_overlap(self.overlap))
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 1:
+            raise ConfigError(f"`prefetch={self.prefetch!r}` is not a positive number of units. Use 1 or more.")
+        if not 0.0 <= self.grad_codec_until <= 1.0:
+            raise ConfigError(f"`grad_codec_until={self.grad_codec_until!r}` is not a share of the training. Use 0.0 to 1.0.")
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> ShardConfig:
+        """The configuration of a published system, by name, with any field overridden.
+
+        Args:
+            name: One of `ShardConfig.PRESETS`: ``ddp zero1 zero2 zero3 mics hsdp`` or ``paro-XYZ`` with the
+                letters n (none), i (partition), g (world) for parameters, gradients and optimizer states.
+            **overrides: Fields of `ShardConfig`.
+
+        Raises:
+            ConfigError: Unknown preset or field.
+
+        Source:
+            MiCS (arXiv:2205.00119); ZeRO (arXiv:1910.02054); PaRO (arXiv:2310.06003), table 1.
+        """
+        key = name.lower().replace("_", "-")
+        letters = _PRESET_LETTERS.get(key) or (key[5:] if key.startswith("paro-") and key[5:] in _PARO_LETTERS else None)
+        if letters is None:
+            raise ConfigError(f"`preset={name!r}` is not known. Use one of {', '.join(cls.PRESETS)}.")
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(overrides) - known)
+        if unknown:
+            raise ConfigError(f"Unknown option {', '.join(map(repr, unknown))}. Known: {', '.join(sorted(known))}.")
+        params, grads, optimizer = (_LETTER_SCOPES[letter] for letter in letters)
+        return cls(**{"params": params, "grads": grads, "optimizer": optimizer, **overrides})
+
+    def replace(self, **changes: Any) -> ShardConfig:
+        """A copy with some fields changed, validated again."""
+        return dataclasses.replace(self, **changes)
+
+
+def _check_scope(name: str, value: object, words: tuple[str, ...]) -> None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not is_count and value not in words:
+        raise ConfigError(f"`{name}={value!r}` is not a scope. Use {', '.join(map(repr, words))} or a number of ranks.")
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if not any(value is choice or (value == choice and type(value) is type(choice)) for choice in choices):
+        raise ConfigError(f"`{name}={value!r}` is not available. Use {' or '.join(map(repr, choices))}.")
+
+
+def _as_dtype(name: str, value: str | torch.dtype) -> str | torch.dtype:
+    found = getattr(torch, value, None) if isinstance(value, str) and value != "auto" else value
+    if found != "auto" and found not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise ConfigError(f"`{name}={value!r}` is not a floating dtype. Use 'auto', 'float32', 'bfloat16' or 'float16'.")
+    return found  # type: ignore[return-value]
+
+
+def _as_overlap(value: object) -> frozenset[str]:
+    if value in ("all", "none"):
+        return OVERLAPS if value == "all" else frozenset()
+    if isinstance(value, (set, frozenset, list, tuple)) and set(value) <= OVERLAPS:
+        return frozenset(value)
+    raise ConfigError(f"`overlap={value!r}` is not known. Use 'all', 'none' or a set of {', '.join(sorted(OVERLAPS))}.")

@@ -1,0 +1,163 @@
+"""Which ranks work together? The only file that makes process groups.
+
+Every rank makes every group, in one order. A group lists its ranks by shard index, not by number
+(``sort_ranks=False``): the local-rank-major order is not ascending, and DTensor returns wrongly ordered data,
+without an error, for a mesh whose order differs from its group's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from mics_strategy import errors
+from mics_strategy.collectives.flat import FlatCollective, Ledger
+from mics_strategy.config import ShardConfig
+from mics_strategy.topology import Place, Scopes, Span, Topology, resolve_scopes, topology_from_places
+
+T = TypeVar("T")
+_NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")
+
+
+class Mesh:
+    """The process groups of one sharded model, by what they carry.
+
+    A collective is None where its span holds one rank: such an axis sends nothing. Gathers and reductions
+    have groups of their own, so that one never waits for the other.
+
+    Args:
+        scopes: Ranks and axes of each model state.
+        device_type: ``"cpu"`` or ``"cuda"``.
+    """
+
+    def __init__(self, scopes: Scopes, device_type: str) -> None:
+        self.scopes = scopes
+        self.rank = dist.get_rank()
+        self.ledger = Ledger()
+        world = scopes.world_size
+        self.gather_params = self._collective("gather", scopes.span(1, scopes.params))
+        self.gather_update = self._collective("update", scopes.span(scopes.params, scopes.optimizer))
+        self.reduce_grads = self._collective("reduce", scopes.span(1, scopes.grads))
+        self.second_scatter = self._collective("second_hop", scopes.span(scopes.grads, scopes.optimizer))
+        self.second_reduce = self._collective("second_hop", scopes.span(scopes.optimizer, world))
+        self.control = self._collective("control", scopes.span(1, world))
+        self.shard_span = scopes.span(1, scopes.optimizer)
+        self.replicate_span = scopes.span(scopes.optimizer, world)
+        self.device_mesh = self._device_mesh(device_type)
+
+    def _collective(self, purpose: str, span: Span) -> FlatCollective | None:
+        group = self._group(purpose, span)
+        return None if group is None else FlatCollective(group, span.name, self.ledger)
+
+    def _group(self, purpose: str, span: Span) -> dist.ProcessGroup | None:
+        if span.size == 1:
+            return None
+        mine = None
+        for members in span.groups(self.scopes.world_size):
+            group = dist.new_group(members, sort_ranks=False, group_desc=f"mics.{purpose}.{span.name}")
+            if self.rank in members:
+                mine = group
+        return mine
+
+    def _device_mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh that labels parameters: replicas by shards, axes of one rank left out."""
+        shard = self._group("shard", self.shard_span)
+        self._shard = None if shard is None else FlatCollective(shard, self.shard_span.name, self.ledger)
+        replicate = self._group("replicate", self.replicate_span)
+        shard_ranks = self.shard_span.members(self.rank)
+        if shard is not None and replicate is not None:
+            first = shard_ranks[0]
+            ranks = torch.tensor([self.shard_span.members(member) for member in self.replicate_span.members(first)])
+            return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+        if replicate is not None:
+            ranks = torch.tensor(self.replicate_span.members(self.rank))
+            return DeviceMesh.from_group(replicate, device_type, mesh=ranks, mesh_dim_names=("replicate",))
+        group = shard if shard is not None else dist.new_group([self.rank], use_local_synchronization=True)
+        return DeviceMesh.from_group(group, device_type, mesh=torch.tensor(shard_ranks), mesh_dim_names=("shard",))
+
+    def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
+        """Combine a scalar over the ranks that hold different shards, in place: its sum, or its maximum. Not part of the plan."""
+        return value if self._shard is None else self._shard.combine(value, is_max=is_max)
+
+    @property
+    def shard_index(self) -> int:
+        """Which optimizer shard this rank holds."""
+        return self.shard_span.index(self.rank)
+
+
+def discover_topology(config: ShardConfig) -> Topology:
+    """The explicit topology of `config`, or the one that the ranks' environment describes.
+
+    Cost: one object gather over the world when the topology is not explicit.
+
+    Raises:
+        ConfigError: Uneven or cyclic placement of ranks on nodes.
+    """
+    if isinstance(config.topology, Topology):
+        return config.topology
+    node = next((os.environ[name] for name in _NODE_VARIABLES if name in os.environ), "")
+    place = Place(node=f"{socket.gethostname()}:{node}", local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    return topology_from_places(gather_objects(place))
+
+
+def discover_scopes(config: ShardConfig) -> Scopes:
+    """The scopes of this job; the same, or the same error, on every rank."""
+    return resolve_scopes(config, discover_topology(config), dist.get_world_size())
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's `value`, in rank order."""
+    if dist.get_world_size() == 1:
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_every_rank(check: Callable[[], T]) -> T:
+    """Run a local check; if it raises on any rank, raise on all of them.
+
+    A rank that raises alone leaves the others waiting in their next collective.
+
+    Raises:
+        MiCSError: The first rank's error, of the same class, naming the ranks that found it.
+    """
+    result: T | None = None
+    failure: tuple[str, str] | None = None
+    own: errors.MiCSError | None = None
+    try:
+        result = check()
+    except errors.MiCSError as error:
+        own, failure = error, (type(error).__name__, str(error))
+    failures = gather_objects(failure)
+    found = [rank for rank, other in enumerate(failures) if other is not None]
+    if not found:
+        return result  # type: ignore[return-value]
+    name, message = failures[found[0]] or ("MiCSError", "")
+    where = "" if len(found) == len(failures) else f" (found on rank {', '.join(map(str, found))})"
+    raise getattr(errors, name)(message + where) from own
+
+
+def require_same(values: dict[str, str]) -> None:
+    """Refuse a job whose ranks disagree.
+
+    Args:
+        values: What must be equal, by a name that the error can show.
+
+    Raises:
+        ConfigError: On every rank, naming the value and the two ranks that differ.
+    """
+    everyone = gather_objects(values)
+    for name, value in everyone[0].items():
+        for rank, other in enumerate(everyone):
+            if other.get(name) != value:
+                raise errors.ConfigError(
+                    f"`{name}` differs between ranks: {value} on rank 0, {other.get(name)} on rank {rank}. "
+                    "Give every rank the same script and the same configuration."
+                )

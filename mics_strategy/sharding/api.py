@@ -1,0 +1,242 @@
+"""How is a model sharded, and what can be done with it then?"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mics_strategy.config import ShardConfig
+from mics_strategy.errors import ConfigError, LifecycleError
+from mics_strategy.mesh import Mesh, discover_scopes, on_every_rank, require_same
+from mics_strategy.sharding import materialize, norm, validate
+from mics_strategy.sharding.buffers import Memory
+from mics_strategy.sharding.build import Site, add_sharded_parameters, build_engine, build_units
+from mics_strategy.sharding.engine import Engine
+from mics_strategy.sharding.gradient import BucketGradient
+from mics_strategy.sharding.hooks import install
+from mics_strategy.sharding.materialize import Initializer
+from mics_strategy.sharding.optimizer import StepHooks, adopt
+from mics_strategy.sharding.parameter import ShardedParameter
+from mics_strategy.sharding.replicated import ReplicatedBuffers
+from mics_strategy.sharding.unit import Unit
+from mics_strategy.sharding.wrap import UnitModule, UnitRule, find_units
+
+
+def shard(
+    model: nn.Module,
+    config: ShardConfig | str = "mics",
+    *,
+    units: UnitRule = "auto",
+    device: torch.device | str = "auto",
+    initializer: Initializer | str = "auto",
+) -> Sharded:
+    """Shard the model states of `model` in place.
+
+    Afterwards `model.parameters()` are DTensors with the same names and shapes, and forward, backward, clipping, stepping
+    and evaluation work as before. Every rank must be given different data.
+
+    Args:
+        model: With values, equal or not (rank 0's are taken), or on the meta device.
+        config: Which state is sharded over which ranks; a preset's name for short.
+        units: Modules whose parameters travel together: ``"auto"`` (the layer classes that the model repeats), module
+            classes, a predicate of a module, or the least number of parameters of a unit.
+        device: Where to train; ``"auto"`` is this rank's GPU when the process group is NCCL's, else the CPU.
+        initializer: For a meta model, called with each module that owns parameters or buffers, inner ones first;
+            ``"auto"`` uses the model's `_init_weights` (transformers) or each module's `reset_parameters`.
+
+    Returns:
+        The handle of the sharded model.
+
+    Raises:
+        ConfigError: On every rank, before anything is sent but the question whether all ranks agree: an option that
+            does not fit the job, a model that cannot be sharded, ranks that disagree.
+
+    Cost:
+        All memory that the engine will ever use (`Sharded.memory`); a broadcast of parameters that differ between ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError("`shard()` was called before the process group exists. Call `torch.distributed.init_process_group()` first.")
+    chosen = ShardConfig.preset(config) if isinstance(config, str) else config
+    target = on_every_rank(lambda: validate.target_device(device))
+    on_every_rank(lambda: validate.model(model, target))
+    require_same({"config": repr(chosen), "model": validate.describe(model)})
+    scopes = on_every_rank(lambda: discover_scopes(chosen))
+    modules = on_every_rank(lambda: find_units(model, units))
+    require_same({"units": ", ".join(module.name for module in modules)})
+    with torch.inference_mode(False), torch.no_grad():
+        return Sharded(model, chosen, modules, Site(config=chosen, mesh=Mesh(scopes, target.type), device=target, memory=Memory()), initializer)
+
+
+class _Link:
+    """What a sharded parameter knows of its gradient."""
+
+    def __init__(self, engine: Engine, gradient: BucketGradient | None) -> None:
+        self._engine = engine
+        self._gradient = gradient
+
+    def finish_gradients(self) -> None:
+        self._engine.finish_gradients()
+
+    def clear_gradient(self, position: int) -> None:
+        if self._gradient is not None:
+            self._engine.reducer.clear(self._gradient, position)
+
+
+class Sharded:
+    """A sharded model. Made by `shard`.
+
+    Attributes:
+        model: The model, sharded in place.
+        config: As given.
+        scopes: Ranks and axes of every model state in this job.
+        memory: Bytes that the engine has allocated, by purpose.
+    """
+
+    def __init__(self, model: nn.Module, config: ShardConfig, modules: list[UnitModule], site: Site, initializer: Initializer | str) -> None:
+        self.model = model
+        self.config = config
+        self.scopes = site.mesh.scopes
+        self.memory = site.memory
+        self.keeps_optimizer_whole = self.scopes.optimizer == 1
+        self._mesh = site.mesh
+        self._units = build_units(modules, site)
+        _fill(modules, self._units, site, initializer, model)
+        add_sharded_parameters(self._units, modules, site)
+        self._engine = build_engine(self._units, modules, site)
+        self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._link(modules)
+        self._buffers = ReplicatedBuffers(model, site.mesh, site.device)
+        weak_self = weakref.ref(self)
+        install(self._engine, lambda: _before_root_forward(weak_self))
+        self._step_hooks = StepHooks(self)
+        weakref.finalize(self, self._step_hooks.remove)
+        validate.mark_sharded(model, self)
+
+    def _link(self, modules: list[UnitModule]) -> None:
+        for unit, module in zip(self._units, modules, strict=True):
+            plain = {entry.name: entry.parameter for entry in module.parameters}
+            gradients = iter(self._engine.reducer.gradients.get(unit.index, []))
+            for bucket in unit.buckets:
+                link = _Link(self._engine, next(gradients) if bucket.spec.trainable else None)
+                for position, sharded in enumerate(bucket.sharded):
+                    sharded.mics_owner, sharded.mics_position = link, position
+                    self._replaced[plain[sharded.mics_name]] = sharded
+
+    @property
+    def parameters(self) -> list[ShardedParameter]:
+        """All sharded parameters, unit by unit."""
+        return [sharded for unit in self._units for bucket in unit.buckets for sharded in bucket.sharded]
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units, in module order; the root is the first."""
+        return self._units
+
+    # -- training ---------------------------------------------------------------------------------------------
+
+    def adopt(self, optimizer: Optimizer) -> Optimizer:
+        """Point an optimizer that was built on the plain parameters at the sharded ones; groups and states are kept.
+
+        Args:
+            optimizer: Built before `shard`, on parameters of this model only. Changed in place.
+
+        Returns:
+            The same optimizer.
+
+        Raises:
+            ConfigError: On every rank, for an optimizer over other parameters, or one that needs whole tensors.
+        """
+        on_every_rank(lambda: adopt(optimizer, self))
+        return optimizer
+
+    @contextmanager
+    def micro_step(self, index: int, *, of: int) -> Iterator[None]:
+        """Say which micro-step of an optimizer step runs inside; the last one then sends its second hop under the backward.
+
+        Args:
+            index: From 0.
+            of: Micro-steps per optimizer step.
+        """
+        if not 0 <= index < of:
+            raise ConfigError(f"`micro_step({index}, of={of})` is not one of {of} micro-steps. Count from 0 to {of - 1}.")
+        reducer = self._engine.reducer
+        before, reducer.is_boundary = reducer.is_boundary, index == of - 1
+        try:
+            yield
+        finally:
+            reducer.is_boundary = before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`.
+
+        Args:
+            max_norm: The largest norm to leave.
+            norm_type: Of the p-norm; `math.inf` for the largest element.
+            error_if_nonfinite: Raise when the norm is NaN or infinite.
+
+        Returns:
+            The norm before, a plain scalar tensor, the same on all ranks.
+
+        Raises:
+            LifecycleError: The norm is not finite and `error_if_nonfinite` is set.
+        """
+        self._engine.finish_gradients()
+        total = norm.total_norm(self.parameters, self._mesh, norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise LifecycleError(f"The gradient norm is {total.item()}. Lower the learning rate or the loss scale, or look for the first NaN.")
+        norm.clip(self.parameters, total, max_norm)
+        return total
+
+    def finish_gradients(self) -> None:
+        """Make every gradient the mean over all ranks now. Stepping, clipping and reading `grad` do it by themselves. Collective."""
+        self._engine.finish_gradients()
+
+    # -- what the optimizer's step hooks ask ------------------------------------------------------------------
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether `parameter` is a sharded parameter of this model."""
+        return isinstance(parameter, ShardedParameter) and getattr(parameter.mics_owner, "_engine", None) is self._engine
+
+    def replaced(self, parameter: torch.Tensor) -> ShardedParameter | None:
+        """The sharded parameter in the place of the plain `parameter` of before."""
+        return self._replaced.get(parameter)
+
+    def before_update(self) -> None:
+        """An optimizer is about to read gradients."""
+        self._engine.finish_gradients()
+
+    def after_update(self, stepped: list[ShardedParameter]) -> None:
+        """An optimizer has changed `stepped`."""
+        for parameter in stepped:
+            parameter.mics_changes += 1
+        self._engine.forget_calls()
+
+
+def _before_root_forward(weak: weakref.ref[Sharded]) -> None:
+    sharded = weak()
+    if sharded is not None:
+        for unit in sharded._units:
+            unit.check_unchanged()
+        sharded._buffers.before_forward()
+
+
+def _fill(modules: list[UnitModule], units: list[Unit], site: Site, initializer: Initializer | str, model: nn.Module) -> None:
+    """Put the first values into the shards."""
+    if not any(materialize.is_meta(module.parameters) for module in modules):
+        for module, unit in zip(modules, units, strict=True):
+            materialize.fill_from_values(module, unit.buckets, site.mesh, site.device)
+        return
+    initialize = materialize.find_initializer(model) if isinstance(initializer, str) else initializer
+    with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
+        torch.manual_seed(materialize.shared_seed())
+        for module, unit in sorted(zip(modules, units, strict=True), key=lambda pair: -pair[0].depth):
+            materialize.fill_from_initializer(module, unit.buckets, initialize, site.device)
+
+

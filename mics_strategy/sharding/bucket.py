@@ -1,0 +1,139 @@
+"""Where are one bucket's tensors, and how do its parameters get from shard to whole?
+
+Three levels, each a tensor that may be the same memory as the one before:
+
+- `master`: this rank's shard at the optimizer scope, in the parameters' own dtype; what the optimizer updates.
+- `params_shard`: this rank's shard at the parameter scope, in the compute dtype. It is `master` itself when scope
+  and dtype agree, and none when parameters are not sharded.
+- `whole`: the parameters themselves, in a slot (or for good, when parameters are not sharded).
+
+`update` goes from the first to the second once per optimizer step, `unshard` from the second to the third.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mics_strategy.collectives.ops import Handle
+from mics_strategy.mesh import Mesh
+from mics_strategy.sharding.layout import BucketLayout
+from mics_strategy.sharding.parameter import ShardedParameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSpec:
+    """What a bucket is to hold, before anything is allocated.
+
+    `homes` lists for each parameter the (module, attribute) pairs that refer to it; more than one when it is tied.
+    """
+
+    name: str
+    layout: BucketLayout
+    homes: tuple[tuple[tuple[nn.Module, str], ...], ...]
+    master_dtype: torch.dtype
+    param_dtype: torch.dtype
+    trainable: bool
+
+
+class Bucket:
+    """The parameters of one unit that share dtype and trainability.
+
+    Args:
+        spec: Names, shapes, dtypes.
+        mesh: The process groups.
+        master: [shard_numel], a piece of the optimizer arena.
+        params_shard: [numel_at(params scope)], or None (see the module's docstring).
+        whole: [compact_numel] in the compute dtype: a piece of a slot, or memory of its own.
+    """
+
+    def __init__(self, spec: BucketSpec, mesh: Mesh, master: torch.Tensor, params_shard: torch.Tensor | None, whole: torch.Tensor) -> None:
+        self.spec = spec
+        self.layout = spec.layout
+        self.mesh = mesh
+        self.master = master
+        self.params_shard = params_shard
+        self.whole = whole
+        views = self.layout.compact_views(whole)
+        self.unsharded = [nn.Parameter(view, requires_grad=spec.trainable) for view in views]
+        self._whole_views = [parameter.data for parameter in self.unsharded]
+        self.sharded: list[ShardedParameter] = []
+        self.updated_version = -1
+        self.unsharded_version = -1
+
+    @property
+    def version(self) -> int:
+        """Grows whenever a parameter of the bucket may have changed."""
+        return sum(parameter.version for parameter in self.sharded)
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether the parameters are the master itself: nothing ever has to move."""
+        return self.whole.data_ptr() == self.master.data_ptr() and self.whole.dtype == self.master.dtype and self.layout.full_numel > 0
+
+    @property
+    def needs_cast(self) -> bool:
+        """Whether an update changes the dtype."""
+        return self.spec.param_dtype != self.spec.master_dtype
+
+    def update(self, staging: torch.Tensor, cast: torch.Tensor) -> Handle | None:
+        """Bring the optimizer's result to the parameter scope.
+
+        Args:
+            staging: [full_numel] in the compute dtype; used when parameters are not sharded.
+            cast: [shard_numel] in the compute dtype; used when an update changes the dtype and travels.
+
+        Returns:
+            The gather over the axes that the optimizer scope has and the parameter scope lacks; None when nothing travels.
+        """
+        self.updated_version = self.version
+        across = self.mesh.gather_update
+        if across is None:
+            self._update_in_place()
+            return None
+        shard = self.master
+        if self.needs_cast:
+            shard = cast.copy_(self.master)
+        if self.params_shard is not None:
+            return across.gather(self.params_shard, shard, self.spec.name)
+        return across.gather(staging, shard, self.spec.name).then(lambda: self._copy_out(staging))
+
+    def _update_in_place(self) -> None:
+        if self.params_shard is not None:
+            if self.params_shard.data_ptr() != self.master.data_ptr():
+                self.params_shard.copy_(self.master)
+        elif not self.is_aliased:
+            self.whole.copy_(self.master)
+
+    def unshard(self, staging: torch.Tensor) -> Handle | None:
+        """Gather the whole parameters.
+
+        Args:
+            staging: [full_numel] in the compute dtype.
+
+        Returns:
+            The gather over the parameter scope, which ends with the parameters in place; None when they are not sharded.
+        """
+        self.unsharded_version = self.updated_version
+        gather = self.mesh.gather_params
+        if gather is None or self.params_shard is None:
+            return None
+        return gather.gather(staging, self.params_shard, self.spec.name).then(lambda: self._copy_out(staging))
+
+    def _copy_out(self, flat: torch.Tensor) -> None:
+        """From the flat form to the parameters themselves."""
+        with torch.no_grad():
+            for position, view in enumerate(self._whole_views):
+                for piece, part in self.layout.pieces(flat, view, position):
+                    if self.layout.regions[position].dim is None:
+                        view.copy_(piece[0])
+                    else:
+                        part.copy_(piece)
+
+    def load(self, position: int, value: torch.Tensor) -> None:
+        """Keep this rank's piece of the whole parameter `value`."""
+        region = self.layout.regions[position]
+        index = self.mesh.shard_index
+        region.local_view(self.master, index).copy_(region.slice_of(value, index))

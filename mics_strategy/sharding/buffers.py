@@ -1,0 +1,139 @@
+"""Who owns each buffer, and until when?
+
+Everything is allocated once, when the model is sharded, and lives as long as the sharded model:
+
+- *arenas* hold model states: one tensor per dtype and purpose, of which every bucket has a piece;
+- *slots* hold unsharded parameters: a unit is bound to one slot for good, so its parameters keep one address;
+- *stagings* hold what is travelling; whoever took one last is landed before the next may have it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+_ALIGN_BYTES = 64
+
+
+@dataclass(slots=True)
+class Memory:
+    """Bytes that the engine allocated, by purpose."""
+
+    bytes_by_purpose: dict[str, int] = field(default_factory=dict)
+
+    def zeros(self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A zeroed flat tensor, accounted under `purpose`."""
+        with torch.inference_mode(False):
+            tensor = torch.zeros(numel, dtype=dtype, device=device)
+        self.bytes_by_purpose[purpose] = self.bytes_by_purpose.get(purpose, 0) + numel * dtype.itemsize
+        return tensor
+
+    @property
+    def total_bytes(self) -> int:
+        """All purposes together."""
+        return sum(self.bytes_by_purpose.values())
+
+
+def arena(memory: Memory, purpose: str, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device) -> list[torch.Tensor]:
+    """One allocation per dtype, cut into consecutive pieces.
+
+    Args:
+        memory: Accounts for the bytes.
+        purpose: What the arena holds.
+        sizes: Elements and dtype of each piece.
+        device: Where.
+    """
+    whole = {
+        dtype: memory.zeros(purpose, sum(n for n, other in sizes if other is dtype), dtype, device) for dtype in dict.fromkeys(d for _, d in sizes)
+    }
+    used = dict.fromkeys(whole, 0)
+    pieces = []
+    for numel, dtype in sizes:
+        pieces.append(whole[dtype][used[dtype] : used[dtype] + numel])
+        used[dtype] += numel
+    return pieces
+
+
+def packed_bytes(sizes: Sequence[tuple[int, torch.dtype]]) -> int:
+    """Bytes of a buffer that holds all of `sizes` side by side, each aligned."""
+    return sum(math.ceil(numel * dtype.itemsize / _ALIGN_BYTES) * _ALIGN_BYTES for numel, dtype in sizes)
+
+
+def cut(buffer: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    """Typed views of a byte buffer, side by side, each aligned.
+
+    The views have a version counter of their own: autograd saves parameters that live here, and a later gather
+    into the same bytes is no modification that it should refuse.
+    """
+    views, start = [], 0
+    for numel, dtype in sizes:
+        piece = buffer.data[start : start + numel * dtype.itemsize]
+        views.append(piece.view(dtype).data)
+        start += packed_bytes([(numel, dtype)])
+    return views
+
+
+class Tenant(Protocol):
+    """A unit that lives in a slot."""
+
+    def evict(self) -> None:
+        """The slot's content is about to be overwritten."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Bytes in which the units bound to it are unsharded, one at a time."""
+
+    buffer: torch.Tensor
+    tenant: Tenant | None = None
+
+    def take(self, tenant: Tenant) -> None:
+        """Make `tenant` the one whose parameters are here."""
+        if self.tenant is not None and self.tenant is not tenant:
+            self.tenant.evict()
+        self.tenant = tenant
+
+
+@dataclass(slots=True, eq=False)
+class Staging:
+    """A buffer that one transfer after another borrows."""
+
+    buffer: torch.Tensor
+    land: Callable[[], None] | None = None
+
+    def take(self, land: Callable[[], None]) -> torch.Tensor:
+        """Borrow the buffer; `land` is called when the next borrower comes."""
+        before, self.land = self.land, None
+        if before is not None:
+            before()
+        self.land = land
+        return self.buffer
+
+
+class StagingRing:
+    """Stagings handed out in turn.
+
+    Args:
+        memory: Accounts for the bytes.
+        purpose: What travels.
+        count: How many transfers may be under way.
+        num_bytes: Size of each.
+        device: Where.
+    """
+
+    def __init__(self, memory: Memory, purpose: str, count: int, num_bytes: int, device: torch.device) -> None:
+        buffers = [memory.zeros(purpose, num_bytes, torch.uint8, device) for _ in range(count if num_bytes else 0)]
+        self._stagings = [Staging(buffer) for buffer in buffers]
+        self._next = 0
+
+    def take(self, land: Callable[[], None]) -> torch.Tensor:
+        """The next buffer in turn, after whoever had it has landed. Empty when nothing of this kind travels."""
+        if not self._stagings:
+            return torch.empty(0, dtype=torch.uint8)
+        staging = self._stagings[self._next]
+        self._next = (self._next + 1) % len(self._stagings)
+        return staging.take(land)

@@ -1,0 +1,194 @@
+"""What happens when a unit is about to run, has run, or gets its gradient?
+
+The engine owns no tensors. Hooks tell it what the model does; it tells units to gather and release, and the reducer to
+collect and send. Nothing is assumed about the training loop: gathers follow the forward that really runs, the backward
+follows the calls that it left behind, and what a loop forgets to say costs overlap only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mics_strategy.errors import LifecycleError
+from mics_strategy.sharding.buffers import StagingRing
+from mics_strategy.sharding.gradient import BucketGradient
+from mics_strategy.sharding.lifecycle import Phase
+from mics_strategy.sharding.order import Call, LiveCalls, RecordedOrder
+from mics_strategy.sharding.reducer import Reducer
+from mics_strategy.sharding.streams import Streams
+from mics_strategy.sharding.unit import Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherBuffers:
+    """What travels towards the units: their flat form by unit index, and this rank's shard in the compute dtype."""
+
+    staging: dict[int, StagingRing]
+    cast: dict[int, StagingRing]
+
+
+class Engine:
+    """Follows one sharded model through forward, backward and step.
+
+    Args:
+        units: By index; the root is the first.
+        reducer: Takes the gradients.
+        streams: Where gathers run.
+        buffers: For gathers.
+        prefetch: Units gathered ahead; 0 gathers each when it is needed.
+        second_hop_every_backward: Finish gradients after every backward instead of before the step.
+    """
+
+    def __init__(
+        self, units: list[Unit], reducer: Reducer, streams: Streams, buffers: GatherBuffers, prefetch: int, second_hop_every_backward: bool
+    ) -> None:
+        self.units = units
+        self.reducer = reducer
+        self.recorded = RecordedOrder()
+        self._streams = streams
+        self._buffers = buffers
+        self._prefetch = prefetch
+        self._second_hop_every_backward = second_hop_every_backward
+        self._live = LiveCalls()
+        self._clock = 0
+        self._in_backward = False
+
+    # -- forward ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether autograd is at work, so that a forward now is a recomputation."""
+        return self._in_backward and torch._C._current_graph_task_id() != -1
+
+    def before_forward(self, unit: Unit) -> int:
+        """Make the unit's parameters usable. Returns the time of the call, for `after_forward`."""
+        self._clock += 1
+        if self._in_backward and not self.is_recomputing:
+            self._abandon_backward()
+        self._unshard(unit)
+        unit.enter_forward()
+        if not self.is_recomputing:
+            if torch.is_grad_enabled():
+                self.recorded.enter(unit.index)
+            self._start_ahead(unit, (self.units[index] for index in self.recorded.ahead(self._prefetch)))
+        return self._clock
+
+    def after_forward(self, unit: Unit, entered: int, outputs: list[torch.Tensor]) -> None:
+        """Release the unit's parameters and watch its outputs for the backward.
+
+        Args:
+            unit: Whose forward has ended (or raised).
+            entered: What `before_forward` returned.
+            outputs: Tensors that the forward returned; empty when it raised.
+        """
+        unit.exit_forward()
+        watched = [tensor for tensor in outputs if tensor.requires_grad]
+        if not watched or not torch.is_grad_enabled():
+            return
+        self._clock += 1
+        call = Call(unit, entered, self._clock, tuple(bucket.version for bucket in unit.buckets))
+        if not self.is_recomputing:
+            self._live.push(call)
+        torch.autograd.graph.register_multi_grad_hook(watched, lambda _: self._before_backward(call), mode="any")
+
+    def _unshard(self, unit: Unit) -> None:
+        self._start(unit)
+        unit.finish_unshard()
+
+    def _start(self, unit: Unit) -> None:
+        unit.start_unshard(self._streams, self._buffers.staging[unit.index], self._buffers.cast[unit.index])
+
+    def _start_ahead(self, current: Unit, following: Iterable[Unit]) -> None:
+        """Gather the following units while `current` computes, as far as their slots are free."""
+        for unit in following:
+            tenant = unit.slot.tenant
+            is_free = tenant is None or tenant is unit or (isinstance(tenant, Unit) and tenant.phase is Phase.IDLE)
+            if unit is not current and is_free and self._prefetch:
+                self._start(unit)
+
+    # -- backward ---------------------------------------------------------------------------------------------
+
+    def _enter_pass(self) -> None:
+        """The first sign of a backward: agree on the order of reductions and ask to be told of its end."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self.recorded.freeze()
+        self.reducer.begin_backward(self._live.reduction_order())
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _before_backward(self, call: Call) -> None:
+        """The gradient of a unit's output has arrived: its backward is next."""
+        self._enter_pass()
+        unit = call.unit
+        skipped = list(self._live.pop_until(call))
+        self._complete_before(call)
+        for other in skipped:
+            self._unshard(other.unit)
+        if call.versions != tuple(bucket.version for bucket in unit.buckets):
+            raise LifecycleError(
+                f"The parameters of unit `{unit.name}` changed between its forward and its backward (an optimizer step, a load, or a write "
+                "into a parameter). Run the backward before changing parameters, or run the forward again."
+            )
+        self._unshard(unit)
+        unit.enter_backward()
+        following = self._live.next
+        if following is not None:
+            self._start_ahead(unit, [following])
+
+    def _complete_before(self, call: Call) -> None:
+        """Release the units that were entered after `call` had left: autograd is done with them."""
+        for unit in self.units:
+            if unit.num_live_calls == 0 and unit.earliest_enter > call.leave:
+                unit.earliest_enter = -1
+                if unit.phase is Phase.BACKWARD:
+                    unit.exit_backward()
+                self.reducer.complete(unit)
+
+    def on_gradient(self, unit: Unit, gradient: BucketGradient, position: int, parameter: nn.Parameter) -> None:
+        """Autograd has accumulated the gradient of an unsharded parameter."""
+        self._enter_pass()
+        if unit.phase is not Phase.BACKWARD and gradient.bucket.params_shard is not None:
+            raise LifecycleError(
+                f"A gradient of unit `{unit.name}` arrived although its backward was never announced, so its parameters may not have been "
+                "gathered. Let its forward return tensors, or tuples, lists, dicts or dataclasses of tensors."
+            )
+        self.reducer.collect(unit, gradient, position, parameter)
+
+    def _end_backward(self) -> None:
+        """Autograd is done: follow what other ranks may have run, send what is left, release everything."""
+        for call in self._live.drain():
+            self._unshard(call.unit)
+        for unit in self.units:
+            unit.earliest_enter = -1
+            if unit.phase is Phase.BACKWARD:
+                unit.exit_backward()
+        self.reducer.end_backward()
+        self._in_backward = False
+        if self._second_hop_every_backward:
+            self.finish_gradients()
+
+    def _abandon_backward(self) -> None:
+        """An exception ended a backward; the model is used again."""
+        self._in_backward = False
+        for _ in self._live.drain():
+            pass
+        for unit in self.units:
+            unit.abandon()
+        self.reducer.abandon()
+
+    # -- step -------------------------------------------------------------------------------------------------
+
+    def finish_gradients(self) -> None:
+        """Make every gradient final and visible. Collective; does nothing inside a backward or when nothing is due."""
+        if not self._in_backward or torch._C._current_graph_task_id() == -1:
+            self.reducer.finish()
+
+    def forget_calls(self) -> None:
+        """Graphs from before a step cannot be backpropagated any more."""
+        for _ in self._live.drain():
+            pass

@@ -1,0 +1,207 @@
+"""What happens to one bucket's gradients?
+
+1. `collect`: autograd's gradient of a parameter is copied into the flat form, in the wire dtype, and freed.
+2. First hop, in every backward: the flat form is summed over the gradient scope and this rank's slice is added to
+   the accumulator. (Gradients that are not sharded are added to the accumulator directly.)
+3. Second hop, once per optimizer step: the accumulator is summed over the remaining ranks, scattered over the axes
+   that the optimizer scope has and the gradient scope lacks, and divided by the number of ranks.
+
+The accumulator holds a *sum* while the gradient is PARTIAL, the result its *mean* once it is SHARDED. A finished
+gradient that receives more is turned back into a sum, so finishing early costs traffic and never correctness.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mics_strategy.collectives.ops import Handle
+from mics_strategy.sharding.bucket import Bucket
+from mics_strategy.sharding.lifecycle import COLLECTION, GRADIENT, Collection, Gradient, advance
+from mics_strategy.sharding.parameter import label
+
+
+class BucketGradient:
+    """The gradient of one trainable bucket, from autograd to the optimizer.
+
+    Args:
+        bucket: Whose gradient.
+        accumulator: [numel_at(gradient scope)], fp32 or wider.
+        result: [shard_numel], same dtype: what the optimizer reads; the accumulator itself when both scopes agree.
+        result_cast: [shard_numel] in the parameters' dtype when that is another one; otherwise `result`.
+        wire_dtype: Dtype in which gradients travel.
+    """
+
+    def __init__(
+        self, bucket: Bucket, accumulator: torch.Tensor, result: torch.Tensor, result_cast: torch.Tensor, wire_dtype: torch.dtype
+    ) -> None:
+        self.bucket = bucket
+        self.name = bucket.spec.name
+        self.accumulator = accumulator
+        self.result = result
+        self.wire_dtype = wire_dtype
+        self.collection = Collection.EMPTY
+        self.state = Gradient.NONE
+        self._all = frozenset(range(len(bucket.layout.regions)))
+        self.used: set[int] = set()  # this rank has contributed, in this window
+        self._live: set[int] = set()  # some rank may have contributed, in this window
+        self._fired: set[int] = set()  # arrived in this backward
+        self._written: set[int] = set()  # the accumulator holds a sum of it
+        self._kept: set[int] = set()  # the result holds an earlier mean of it
+        self._flat: torch.Tensor | None = None
+        self._scratch: torch.Tensor | None = None
+        self._result_cast = result_cast
+        self._is_one_buffer = accumulator.data_ptr() == result.data_ptr()
+        mesh = bucket.mesh
+        self._divisor = mesh.scopes.world_size
+        self._replicas = mesh.second_reduce.size if mesh.second_reduce is not None else 1
+        index = mesh.shard_index
+        self._labels: list[DTensor] = [label(region.local_view(result_cast, index), region, mesh.device_mesh) for region in bucket.layout.regions]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether gradients are reduced in every backward."""
+        return self.bucket.mesh.reduce_grads is not None
+
+    @property
+    def num_fired(self) -> int:
+        """Parameters whose gradient has arrived in this backward."""
+        return len(self._fired)
+
+    # -- collecting -----------------------------------------------------------------------------------------
+
+    def begin_collecting(self, flat: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Use `flat` and `scratch`, both [full_numel] in the wire dtype, until this backward's first hop has landed."""
+        self._flat, self._scratch = flat, scratch
+        self.collection = advance(COLLECTION, self.collection, "collect", self.name)
+
+    def collect(self, position: int, grad: torch.Tensor) -> None:
+        """Take one parameter's gradient; the caller then drops its own reference."""
+        if self._flat is not None:
+            target, add = self._flat, position in self._fired
+        else:
+            self._open()
+            target, add = self.accumulator, position in self._written
+            self._written.add(position)
+        for piece, part in self.bucket.layout.pieces(target, grad.detach(), position):
+            piece.add_(part) if add else piece.copy_(part)
+        self._fired.add(position)
+        self.used.add(position)
+
+    def end_backward(self) -> None:
+        """The next backward starts with nothing collected."""
+        self._fired.clear()
+
+    def abandon(self) -> None:
+        """Forget what an interrupted backward collected but did not send."""
+        self._fired.clear()
+        self._flat = None
+        if self.collection is not Collection.REDUCING:
+            self.collection = advance(COLLECTION, self.collection, "abandon", self.name)
+
+    # -- first hop ------------------------------------------------------------------------------------------
+
+    def launch(self) -> Handle | None:
+        """Start the first hop of what was collected; parameters without a gradient count as zero."""
+        across, flat, scratch = self.bucket.mesh.reduce_grads, self._flat, self._scratch
+        if across is None or flat is None or scratch is None:
+            return None
+        self._zero(flat, self._all - self._fired)
+        self._fired.clear()
+        self.collection = advance(COLLECTION, self.collection, "launch", self.name)
+        self._open()
+        accumulate = bool(self._written)
+        if accumulate:
+            self._zero(self.accumulator, self._all - self._written)
+        self._written.update(self._all)
+        self._flat = None
+        return across.reduce(self.accumulator, flat, scratch, accumulate, self.name).then(self._landed)
+
+    def _landed(self) -> None:
+        self.collection = advance(COLLECTION, self.collection, "land", self.name)
+
+    def _open(self) -> None:
+        """Make the gradient a sum to which more can be added."""
+        before = self.state
+        self.state = advance(GRADIENT, before, "accumulate", self.name)
+        if before is Gradient.PARTIAL:
+            return
+        if before is Gradient.NONE:
+            self._kept.clear()
+        else:
+            self._reopen()
+        self._written = set(self._kept) if self._is_one_buffer else set()
+        self._live = set(self._all)
+
+    def _reopen(self) -> None:
+        """From the mean back to a sum: the parts of all replicas together are again the mean times the divisor."""
+        for parameter, shown in zip(self.bucket.sharded, self._labels, strict=True):
+            if parameter.stored_grad is shown:
+                parameter.stored_grad = None
+        if self._result_cast is not self.result:
+            self.result.copy_(self._result_cast)
+        self.result.mul_(self._divisor / self._replicas)
+
+    # -- second hop -----------------------------------------------------------------------------------------
+
+    def scatter(self, wire: torch.Tensor, scratch: torch.Tensor) -> Handle | None:
+        """Sum over the axes that the optimizer scope has and the gradient scope lacks, keeping this rank's slice.
+
+        Args:
+            wire: [numel_at(gradient scope)] in the wire dtype; used when that is not the accumulator's.
+            scratch: Same size and dtype.
+        """
+        if self.state is Gradient.NONE:
+            self._open()
+        self._zero(self.accumulator, self._all - self._written)
+        self._written.update(self._all)
+        across = self.bucket.mesh.second_scatter
+        if across is None:
+            return None
+        if self._kept:
+            self._zero(self.result, self._all - self._kept)
+        full = self.accumulator
+        if self.wire_dtype != full.dtype:
+            full = wire.copy_(full)
+        return across.reduce(self.result, full, scratch, bool(self._kept), self.name)
+
+    def all_reduce(self, scratch: torch.Tensor) -> Handle | None:
+        """Sum over the replicas. `scratch` as `Collective.all_reduce` asks."""
+        across = self.bucket.mesh.second_reduce
+        if across is None:
+            return None
+        return across.all_reduce(self.result, self.result if self.wire_dtype == self.result.dtype else scratch, self.name)
+
+    def finish(self) -> None:
+        """Divide, once, by the number of ranks."""
+        if self._divisor > 1:
+            self.result.div_(self._divisor)
+        if self._result_cast is not self.result:
+            self._result_cast.copy_(self.result)
+        self.state = advance(GRADIENT, self.state, "finish", self.name)
+        self._kept = set(self._all)
+        self._live.clear()
+
+    def publish(self, position: int) -> None:
+        """Let the parameter at `position` show its gradient; one that was set or penalised directly is added."""
+        self._live.add(position)
+        parameter, shown = self.bucket.sharded[position], self._labels[position]
+        stored = parameter.stored_grad
+        if stored is not None and stored is not shown:
+            shown.to_local().add_(stored.to_local() if isinstance(stored, DTensor) else stored)
+        parameter.stored_grad = shown
+
+    # -- clearing -------------------------------------------------------------------------------------------
+
+    def clear(self, position: int) -> None:
+        """Forget one parameter's gradient."""
+        for positions in (self.used, self._live, self._written, self._kept):
+            positions.discard(position)
+        if not self._live:
+            self.state = advance(GRADIENT, self.state, "clear", self.name)
+
+    def _zero(self, buffer: torch.Tensor, positions: frozenset[int] | set[int]) -> None:
+        rows = buffer.view(-1, self.bucket.layout.shard_numel)
+        for position in positions:
+            region = self.bucket.layout.regions[position]
+            rows[:, region.offset : region.offset + region.chunk_numel].zero_()

@@ -1,0 +1,79 @@
+"""When do the model and autograd call us?
+
+Two module hooks per unit and one hook per unsharded parameter; autograd's hooks on a unit's outputs are made anew in
+every forward. A hook may not be traced: `torch.compile` sees a unit's forward and never these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mics_strategy.sharding.engine import Engine
+from mics_strategy.sharding.gradient import BucketGradient
+from mics_strategy.sharding.unit import Unit
+
+T = TypeVar("T")
+
+
+def install(engine: Engine, before_root_forward: Callable[[], None]) -> None:
+    """Put the hooks on the units of `engine`.
+
+    Args:
+        engine: Is told of every event.
+        before_root_forward: Called first when the root's forward begins.
+    """
+    for unit in engine.units:
+        _watch_forward(engine, unit, before_root_forward if unit.index == 0 else None)
+        for gradient in engine.reducer.gradients.get(unit.index, []):
+            for position, parameter in enumerate(gradient.bucket.unsharded):
+                parameter.register_post_accumulate_grad_hook(_gradient_hook(engine, unit, gradient, position))
+
+
+def _gradient_hook(engine: Engine, unit: Unit, gradient: BucketGradient, position: int) -> Callable[[torch.Tensor], None]:
+    def hook(parameter: torch.Tensor) -> None:
+        engine.on_gradient(unit, gradient, position, parameter)  # type: ignore[arg-type]
+
+    return hook
+
+
+def _watch_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) -> None:
+    entered: list[int] = []
+    compute_dtype = next((b.spec.param_dtype for b in unit.buckets if b.needs_cast), None)
+
+    @torch.compiler.disable
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if first is not None:
+            first()
+        entered.append(engine.before_forward(unit))
+        if compute_dtype is None or torch.is_autocast_enabled(unit.buckets[0].whole.device.type):
+            return None
+        return cast_floating(args, compute_dtype), cast_floating(kwargs, compute_dtype)
+
+    @torch.compiler.disable
+    def after(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> None:  # noqa: ANN401
+        if entered:
+            engine.after_forward(unit, entered.pop(), list(tensors_in(outputs)))
+
+    unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    unit.module.register_forward_hook(after, always_call=True)
+
+
+def cast_floating(tree: T, dtype: torch.dtype) -> T:
+    """Every floating tensor of `tree` in `dtype`."""
+    return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, tree)
+
+
+def tensors_in(tree: object) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists, dicts, registered containers and dataclasses."""
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name))

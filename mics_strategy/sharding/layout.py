@@ -1,0 +1,168 @@
+"""Where does each parameter sit in its unit's buffer?
+
+A *bucket* is the part of a unit that travels together: its parameters of one dtype, trainable or frozen. Its
+flat form is ``[ranks, shard_numel]``: for every rank of the optimizer scope the chunk which that rank owns of
+each parameter, one after the other. A shard at any smaller scope is a contiguous run of those rows, so every
+gather and reduction between scopes is one contiguous collective; only the step between the flat form and the
+parameters themselves copies.
+
+A parameter is cut along one dimension into ``ceil(length / ranks)`` pieces (the last ones may be shorter or
+empty), exactly as DTensor's ``Shard(dim)`` does: along dimension 0 unless that would pad more than an eighth
+and another dimension pads less. A scalar is repeated for every rank.
+
+Pure: shapes and numbers only, plus views of tensors that a caller passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+ALIGN_NUMEL = 8  # regions start at multiples of 16 bytes in bf16; whole blocks for vectorised kernels
+_MAX_PADDING = 1 / 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """One parameter inside its bucket's shard."""
+
+    name: str
+    shape: torch.Size
+    dim: int | None
+    chunk: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return self.shape.numel()
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements that one rank's full chunk takes in the shard."""
+        return self.numel if self.dim is None else self.numel // self._length * self.chunk
+
+    @property
+    def _length(self) -> int:
+        return max(1, self.shape[self.dim]) if self.dim is not None else 1
+
+    def rows(self, index: int) -> tuple[int, int]:
+        """Start and number of positions along `dim` that shard `index` owns."""
+        if self.dim is None:
+            return 0, 1
+        start = min(index * self.chunk, self.shape[self.dim])
+        return start, min(self.chunk, self.shape[self.dim] - start)
+
+    def local_shape(self, index: int) -> torch.Size:
+        """Shape of the piece that shard `index` owns."""
+        if self.dim is None:
+            return self.shape
+        shape = list(self.shape)
+        shape[self.dim] = self.rows(index)[1]
+        return torch.Size(shape)
+
+    def local_view(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+        """The piece that shard `index` owns, as a contiguous view of the flat `shard` [shard_numel]."""
+        shape = self.local_shape(index)
+        return shard[self.offset : self.offset + shape.numel()].view(shape)
+
+    def slice_of(self, full: torch.Tensor, index: int) -> torch.Tensor:
+        """The piece that shard `index` owns, as a view of the whole parameter `full`."""
+        if self.dim is None:
+            return full
+        start, length = self.rows(index)
+        return full.narrow(self.dim, start, length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketLayout:
+    """Where the parameters of one bucket sit, for `ranks` ranks of the optimizer scope."""
+
+    regions: tuple[Region, ...]
+    ranks: int
+    shard_numel: int
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the flat form, padding included."""
+        return self.shard_numel * self.ranks
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of the flat form that belong to no parameter."""
+        return self.full_numel - sum(region.numel for region in self.regions)
+
+    def numel_at(self, degree: int) -> int:
+        """Elements of a shard over `degree` ranks; `degree` divides `ranks`."""
+        return self.full_numel // degree
+
+    @property
+    def compact_numel(self) -> int:
+        """Elements of the parameters side by side, each whole, every one aligned."""
+        return sum(_aligned(region.numel) for region in self.regions)
+
+    def compact_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The whole parameters side by side, as contiguous views of `buffer` [compact_numel]."""
+        views, offset = [], 0
+        for region in self.regions:
+            views.append(buffer[offset : offset + region.numel].view(region.shape))
+            offset += _aligned(region.numel)
+        return views
+
+    def pieces(self, flat: torch.Tensor, full: torch.Tensor, position: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Pairs of equal-shaped views (in the flat form, in the whole parameter) that cover one parameter.
+
+        One pair where all chunks are whole, which is the rule along dimension 0: the copy between the two
+        forms is then a single strided copy. Empty pairs are left out.
+
+        Args:
+            flat: [full_numel], the flat form.
+            full: The whole parameter, or a tensor of its shape.
+            position: Which region.
+        """
+        region = self.regions[position]
+        table = flat.view(self.ranks, self.shard_numel)[:, region.offset : region.offset + region.chunk_numel]
+        if region.dim is None:
+            yield table.view(self.ranks, *region.shape), full.expand(self.ranks, *region.shape)
+            return
+        whole = region.shape[region.dim] // region.chunk if region.chunk else 0
+        outer, inner = region.shape[: region.dim], region.shape[region.dim + 1 :]
+        if whole:
+            cut = full.narrow(region.dim, 0, whole * region.chunk).unflatten(region.dim, (whole, region.chunk))
+            yield table[:whole].unflatten(1, (*outer, region.chunk, *inner)), cut.movedim(region.dim, 0)
+        if whole < self.ranks and (rest := region.local_shape(whole)).numel():
+            yield table[whole, : rest.numel()].view(rest), region.slice_of(full, whole)
+
+
+def plan_bucket(parameters: list[tuple[str, torch.Size]], ranks: int) -> BucketLayout:
+    """Lay out the parameters of one bucket, in their order.
+
+    Args:
+        parameters: Name and shape of each.
+        ranks: Ranks of the optimizer scope.
+    """
+    regions: list[Region] = []
+    offset = 0
+    for name, shape in parameters:
+        dim = _choose_dim(shape, ranks)
+        chunk = 1 if dim is None else -(-shape[dim] // ranks)
+        region = Region(name=name, shape=shape, dim=dim, chunk=chunk, offset=offset)
+        regions.append(region)
+        offset += _aligned(region.chunk_numel)
+    return BucketLayout(regions=tuple(regions), ranks=ranks, shard_numel=offset)
+
+
+def _choose_dim(shape: torch.Size, ranks: int) -> int | None:
+    if len(shape) == 0:
+        return None
+    if shape.numel() == 0:
+        return 0
+    padding = [-(-length // ranks) * ranks / length - 1 for length in shape]
+    return 0 if padding[0] <= _MAX_PADDING else min(range(len(shape)), key=lambda dim: (padding[dim], dim))
+
+
+def _aligned(numel: int) -> int:
+    return math.ceil(numel / ALIGN_NUMEL) * ALIGN_NUMEL

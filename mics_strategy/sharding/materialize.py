@@ -1,0 +1,111 @@
+"""How do the first values get into the shards?
+
+A model with values: ranks compare a fingerprint of every parameter and take rank 0's where they differ, as plain data
+parallel training does. A model on the meta device: one unit at a time is given memory and initialised, with one random
+seed on all ranks, and only this rank's shards are kept, so no rank ever holds more than one whole unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from mics_strategy.errors import ConfigError
+from mics_strategy.mesh import Mesh, gather_objects
+from mics_strategy.sharding.bucket import Bucket
+from mics_strategy.sharding.wrap import OwnedParameter, UnitModule
+
+Initializer = Callable[[nn.Module], None]
+
+
+def fill_from_values(unit: UnitModule, buckets: list[Bucket], mesh: Mesh, device: torch.device) -> None:
+    """Shard the values that the unit's parameters have, rank 0's where ranks disagree.
+
+    Cost: a broadcast of every parameter that differs; otherwise one small object gather per unit.
+    """
+    owned = {entry.name: entry.parameter.detach() for entry in unit.parameters}
+    everyone = gather_objects({name: fingerprint(value) for name, value in owned.items()})
+    for bucket in buckets:
+        for position, region in enumerate(bucket.layout.regions):
+            value = owned[region.name].to(device)
+            if mesh.control is not None and any(other[region.name] != everyone[0][region.name] for other in everyone):
+                value = value.clone()
+                mesh.control.broadcast(value, region.name)
+            bucket.load(position, value)
+
+
+def fingerprint(value: torch.Tensor) -> tuple[int, float]:
+    """Two numbers that differ when tensors differ, except by a rare coincidence."""
+    flat = value.detach().reshape(-1)
+    if not flat.numel():
+        return 0, 0.0
+    words = flat.view(torch.uint8) if flat.element_size() % 4 else flat.view(torch.int32)
+    weights = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.float64)
+    return int(words.sum(dtype=torch.int64)), float((words.to(torch.float64) * weights).sum())
+
+
+def fill_from_initializer(unit: UnitModule, buckets: list[Bucket], initializer: Initializer, device: torch.device) -> None:
+    """Give one unit memory, initialise it, keep this rank's shards. Call it for inner units before outer ones.
+
+    The random generators must have the same state on all ranks.
+    """
+    values = {entry.name: torch.empty_like(entry.parameter, device=device) for entry in unit.parameters}
+    modules = _own_modules(unit)
+    for entry in unit.parameters:
+        whole = nn.Parameter(values[entry.name], requires_grad=entry.parameter.requires_grad)
+        for module, attribute in entry.homes:
+            module._parameters[attribute] = whole
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    with torch.no_grad():
+        for module in reversed(modules):
+            initializer(module)
+    for bucket in buckets:
+        for position, region in enumerate(bucket.layout.regions):
+            bucket.load(position, values[region.name])
+
+
+def _own_modules(unit: UnitModule) -> list[nn.Module]:
+    """Modules whose parameters or buffers belong to the unit, in module order; without those of inner units."""
+    from_parameters = {module for entry in unit.parameters for module, _ in entry.homes}
+    inner = {module for child in unit.inner for module in child.modules()}
+    return [module for module in unit.module.modules() if module in from_parameters or module not in inner]
+
+
+def find_initializer(model: nn.Module) -> Initializer:
+    """How modules of `model` initialise themselves: ``_init_weights`` of transformers, or ``reset_parameters``.
+
+    Raises:
+        ConfigError: From the initializer: a module with meta tensors of its own has neither.
+    """
+    whole_model = getattr(model, "_init_weights", None) or next(
+        (module._init_weights for module in model.modules() if callable(getattr(module, "_init_weights", None))), None
+    )
+
+    def initialize(module: nn.Module) -> None:
+        own = getattr(module, "reset_parameters", None)
+        if whole_model is not None:
+            whole_model(module)
+        elif callable(own):
+            own()
+        elif any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
+            raise ConfigError(
+                f"{type(module).__name__} is on the meta device and has no `reset_parameters()`, so its values are unknown. "
+                "Give it one, pass `initializer=` to `shard()`, or build the model on a real device."
+            )
+
+    return initialize
+
+
+def shared_seed() -> int:
+    """Rank 0's next random seed, on every rank."""
+    return gather_objects(int(torch.randint(0, 2**62, ()).item()))[0]
+
+
+def is_meta(entries: list[OwnedParameter]) -> bool:
+    """Whether any of the parameters has no memory yet."""
+    return any(entry.parameter.is_meta for entry in entries)

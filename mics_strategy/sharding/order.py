@@ -1,0 +1,104 @@
+"""Which unit comes next?
+
+Two kinds of knowledge. The *recorded* order of a first training forward says what to gather ahead in later ones; it
+is a hint, and a forward that goes another way only loses the head start. The *live calls* are the forwards whose
+backward is still to come: they say exactly in what order the backward will need units, and every rank has the same
+ones, so what one rank's backward skips it can still follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mics_strategy.sharding.unit import Unit
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One forward of a unit whose outputs need gradients. `enter` and `leave` count events of all units."""
+
+    unit: Unit
+    enter: int
+    leave: int
+    versions: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class LiveCalls:
+    """Forwards whose backward has not happened, in the order in which they ended."""
+
+    calls: list[Call] = field(default_factory=list)
+
+    def push(self, call: Call) -> None:
+        """A forward has ended."""
+        self.calls.append(call)
+        call.unit.num_live_calls += 1
+
+    def pop_until(self, call: Call) -> Iterator[Call]:
+        """Remove and give, latest first, the calls that ended after `call` (the backward skips them); remove `call` too.
+
+        Gives nothing for a call that is not live any more: a second backward through one graph.
+        """
+        if call not in self.calls:
+            return
+        while True:
+            last = self._pop()
+            if last is call:
+                return
+            yield last
+
+    def drain(self) -> Iterator[Call]:
+        """Remove and give all, latest first."""
+        while self.calls:
+            yield self._pop()
+
+    def _pop(self) -> Call:
+        call = self.calls.pop()
+        call.unit.num_live_calls -= 1
+        return call
+
+    @property
+    def next(self) -> Unit | None:
+        """The unit that the backward needs next."""
+        return self.calls[-1].unit if self.calls else None
+
+    def reduction_order(self) -> list[Unit]:
+        """Units by the time of their first live call, latest first: the order in which they can be complete."""
+        first: dict[int, Call] = {}
+        for call in self.calls:
+            known = first.get(call.unit.index)
+            if known is None or call.enter < known.enter:
+                first[call.unit.index] = call
+        for call in first.values():
+            call.unit.earliest_enter = call.enter
+        return [call.unit for call in sorted(first.values(), key=lambda call: -call.enter)]
+
+
+@dataclass(slots=True)
+class RecordedOrder:
+    """The order in which the first training forward entered the units."""
+
+    entered: list[int] = field(default_factory=list)
+    is_frozen: bool = False
+    _cursor: int = -1
+
+    def enter(self, index: int) -> None:
+        """A unit's forward begins."""
+        if not self.is_frozen:
+            self.entered.append(index)
+            self._cursor = len(self.entered) - 1
+            return
+        following = self._cursor + 1
+        if following < len(self.entered) and self.entered[following] == index:
+            self._cursor = following
+        elif index in self.entered:
+            self._cursor = self.entered.index(index)
+
+    def freeze(self) -> None:
+        """The first pass is over."""
+        self.is_frozen = self.is_frozen or bool(self.entered)
+
+    def ahead(self, count: int) -> list[int]:
+        """Indices of the next units, nearest first; none while the order is being recorded."""
+        return self.entered[self._cursor + 1 : self._cursor + 1 + count] if self.is_frozen else []

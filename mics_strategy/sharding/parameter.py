@@ -1,0 +1,138 @@
+"""What does a user see of a sharded parameter?
+
+A DTensor with the name and the global shape of the plain parameter, whose local part is a view of the
+optimizer arena. Reading `grad` finishes a reduction that is still due, so clipping, logging and stepping see
+the mean over all ranks whatever the training loop looks like; setting it to None empties the accumulators.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, Protocol, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from typing_extensions import override
+
+from mics_strategy.errors import LifecycleError
+from mics_strategy.sharding.layout import Region
+
+_stored_grad = torch.Tensor.grad
+
+
+class GradientOwner(Protocol):
+    """Who keeps the gradient of a parameter."""
+
+    def finish_gradients(self) -> None:
+        """Make every gradient final. Collective: all ranks call it."""
+
+    def clear_gradient(self, position: int) -> None:
+        """Forget the gradient of the parameter at `position`, pending parts included."""
+
+
+class ShardedParameter(DTensor):
+    """A parameter of which this rank holds one shard.
+
+    Reading `grad` is collective while reductions are due (after a backward, before the first read), as every
+    DTensor operation that communicates is: do it on all ranks or on none.
+    """
+
+    mics_name: str
+    mics_owner: GradientOwner
+    mics_position: int
+    mics_changes: int
+    mics_region: Region
+    mics_index: int
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The mean gradient over all ranks and micro-steps so far, or None."""
+        self.mics_owner.finish_gradients()
+        return self.stored_grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None and value is self.stored_grad:
+            return
+        self.mics_owner.clear_gradient(self.mics_position)
+        self.stored_grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def stored_grad(self) -> torch.Tensor | None:
+        """What autograd's own slot holds; finishes nothing."""
+        return cast("torch.Tensor | None", _stored_grad.__get__(self))
+
+    @stored_grad.setter
+    def stored_grad(self, value: torch.Tensor | None) -> None:
+        _stored_grad.__set__(self, value)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """An alias that shares the version counter, so that writing through it is noticed."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard: a view of the optimizer arena."""
+        return self._local_tensor
+
+    @property
+    def version(self) -> int:
+        """Grows whenever the values may have changed."""
+        return self.mics_changes + self._version + self._local_tensor._version
+
+    def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
+        raise LifecycleError(
+            f"A gradient hook on the sharded parameter `{self.mics_name}` would never run: autograd sees the gathered parameter. "
+            "Read `grad` after the backward, or hook the module's outputs."
+        )
+
+    register_hook = _refuse_hook
+    register_post_accumulate_grad_hook = _refuse_hook
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise LifecycleError(
+            f"`{self.mics_name}` is sharded and cannot be deep-copied with its model. "
+            "Copy the plain model before `shard()`, or build it anew and load `full_state_dict()`."
+        )
+
+
+def make_sharded_parameter(master: torch.Tensor, region: Region, index: int, mesh: DeviceMesh, requires_grad: bool) -> ShardedParameter:
+    """Label this rank's piece of a parameter as a DTensor of the whole one.
+
+    Args:
+        master: [shard_numel], a piece of the optimizer arena; stays the storage.
+        region: Where the parameter is in it, the shape of the whole, and the dimension that is cut.
+        index: Which shard this rank holds.
+        mesh: Dimensions ``replicate`` and ``shard``, or one of them.
+        requires_grad: Of the plain parameter.
+    """
+    tensor = label(region.local_view(master, index), region, mesh)
+    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
+    parameter.__class__ = ShardedParameter
+    sharded = cast(ShardedParameter, parameter)
+    sharded.mics_name = region.name
+    sharded.mics_changes = 0
+    sharded.mics_region = region
+    sharded.mics_index = index
+    return sharded
+
+
+def label(local: torch.Tensor, region: Region, mesh: DeviceMesh) -> DTensor:
+    """A DTensor whose local part is `local` and whose global shape is the region's."""
+    names = mesh.mesh_dim_names or ()
+    cut: Placement = Replicate() if region.dim is None else Shard(region.dim)
+    placements = [Replicate() if name == "replicate" else cut for name in names]
+    stride = torch.empty(region.shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=region.shape, stride=stride)

@@ -1,0 +1,277 @@
+"""In what order do gradients leave?
+
+Ranks may use different parameters, so a rank must not decide by what it happens to have: within a backward, units
+are reduced in one order that follows from the forward alone, the reverse of the order in which they were entered. A unit that
+is complete waits for those before it; at the end of the backward the rest follows, with zeros where nothing
+arrived. In the second hop one small count of users per parameter travels along: it tells which units and parameters
+any rank has used, and only a rank that did not use all of them itself has to look at it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from mics_strategy.collectives.ops import Handle
+from mics_strategy.mesh import Mesh
+from mics_strategy.sharding.buffers import StagingRing, cut
+from mics_strategy.sharding.gradient import BucketGradient
+from mics_strategy.sharding.lifecycle import Collection, Gradient
+from mics_strategy.sharding.streams import Chain, Streams
+from mics_strategy.sharding.unit import Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducerBuffers:
+    """Where gradients wait and travel.
+
+    `collecting` lends, by unit index, twice the flat form of the unit's trainable buckets; `second_hop` lends scratch for
+    one bucket's second hop; `usage` counts the users of every trainable parameter.
+    """
+
+    collecting: dict[int, StagingRing]
+    second_hop: StagingRing
+    usage: torch.Tensor
+
+
+@dataclass(slots=True)
+class Reducer:
+    """Takes gradients from autograd to the optimizer, all units of one model.
+
+    Args:
+        gradients: By unit index, the gradients of its trainable buckets.
+        units: All units, by index.
+        mesh: Process groups.
+        streams: Where reductions run.
+        buffers: See `ReducerBuffers`.
+        overlap_reduce: Whether a first hop may run under the rest of the backward.
+        overlap_second_hop: Whether a second hop may start before the last backward has ended.
+    """
+
+    gradients: dict[int, list[BucketGradient]]
+    units: list[Unit]
+    mesh: Mesh
+    streams: Streams
+    buffers: ReducerBuffers
+    overlap_reduce: bool
+    overlap_second_hop: bool
+    is_boundary: bool = False
+    is_dirty: bool = False
+    _order: list[Unit] = field(default_factory=list)
+    _ready: set[int] = field(default_factory=set)
+    _launched: set[int] = field(default_factory=set)
+    _in_flight: deque[tuple[Unit, list[Chain]]] = field(default_factory=deque)
+    _second: dict[BucketGradient, Chain] = field(default_factory=dict)
+
+    # -- one backward -----------------------------------------------------------------------------------------
+
+    def begin_backward(self, order: list[Unit]) -> None:
+        """A backward starts; `order` lists the units that may receive gradients, first to be reduced first."""
+        self.is_dirty = True
+        self._order = [unit for unit in order if self._num_expected(unit)]
+        self._ready.clear()
+        self._launched.clear()
+
+    def _num_expected(self, unit: Unit) -> int:
+        return sum(sharded.requires_grad for bucket in unit.trainable for sharded in bucket.sharded)
+
+    def collect(self, unit: Unit, gradient: BucketGradient, position: int, parameter: nn.Parameter) -> None:
+        """Take the gradient that autograd has just accumulated on an unsharded parameter."""
+        grad, parameter.grad = parameter.grad, None
+        if grad is None:
+            return
+        self._settle(gradient)
+        if gradient.is_sharded and gradient.collection is not Collection.FILLING:
+            self._acquire(unit)
+        gradient.collect(position, grad)
+        if sum(other.num_fired for other in self.gradients[unit.index]) >= self._num_expected(unit):
+            self.complete(unit)
+
+    def complete(self, unit: Unit) -> None:
+        """No more gradients of `unit` will come in this backward; reduce it as soon as it is its turn."""
+        self._ready.add(unit.index)
+        while self._order and self._order[0].index in self._ready:
+            self._launch(self._order.pop(0))
+
+    def end_backward(self) -> None:
+        """Reduce what is left, in order, then what no order foresaw (a unit that received gradients twice)."""
+        for unit in [*self._order, *reversed(self.units)]:
+            foreseen = unit in self._order
+            if foreseen or any(g.collection is Collection.FILLING for g in self.gradients.get(unit.index, [])):
+                self._launch(unit)
+        self._order = []
+        for gradients in self.gradients.values():
+            for gradient in gradients:
+                gradient.end_backward()
+        if self.is_boundary:
+            self._land_all()
+
+    def _acquire(self, unit: Unit) -> None:
+        """Borrow the buffer in which this backward's gradients of `unit` are collected."""
+        gradients = self.gradients[unit.index]
+        buffer = self.buffers.collecting[unit.index].take(lambda: self._free(unit))
+        sizes = [(gradient.bucket.layout.full_numel, gradient.wire_dtype) for gradient in gradients]
+        views = cut(buffer, sizes * 2)
+        for gradient, flat, scratch in zip(gradients, views, views[len(sizes) :], strict=False):
+            gradient.begin_collecting(flat, scratch)
+
+    def _free(self, unit: Unit) -> None:
+        """Another unit needs the buffer of `unit`: send what it holds, and everything whose turn is before."""
+        if any(gradient.collection is Collection.FILLING for gradient in self.gradients[unit.index]):
+            while unit in self._order:
+                self._launch(self._order.pop(0))
+            if any(gradient.collection is Collection.FILLING for gradient in self.gradients[unit.index]):
+                self._launch(unit)
+        self._land_until(unit)
+
+    # -- first hop --------------------------------------------------------------------------------------------
+
+    def _launch(self, unit: Unit) -> None:
+        chains: list[Chain] = []
+        if self.mesh.reduce_grads is not None:
+            gradients = self.gradients[unit.index]
+            for gradient in gradients:
+                self._settle(gradient)
+            if gradients[0].collection is not Collection.FILLING:
+                self._acquire(unit)
+            chains = [self.streams.reduce(gradient.launch) for gradient in gradients]
+        self._in_flight.append((unit, chains))
+        while len(self._in_flight) > (1 if self.overlap_reduce else 0):
+            self._land_next()
+
+    def _land_next(self) -> None:
+        unit, chains = self._in_flight.popleft()
+        for chain in chains:
+            chain.wait()
+        if self.is_boundary and self.overlap_second_hop:
+            for gradient in self.gradients[unit.index]:
+                self._start_second_hop(gradient)
+
+    def _land_until(self, unit: Unit) -> None:
+        while any(other is unit for other, _ in self._in_flight):
+            self._land_next()
+
+    def _land_all(self) -> None:
+        while self._in_flight:
+            self._land_next()
+
+    # -- second hop -------------------------------------------------------------------------------------------
+
+    def _start_second_hop(self, gradient: BucketGradient) -> None:
+        if gradient in self._second:
+            return
+        buffer = self.buffers.second_hop.take(lambda: self._settle(gradient))
+        numel, shard_numel = gradient.accumulator.numel(), gradient.result.numel()
+        wire, scratch, narrow = _second_hop_views(buffer, gradient.wire_dtype, numel, shard_numel, self.mesh)
+        self._second[gradient] = self.streams.reduce(
+            lambda: gradient.scatter(wire, scratch), lambda: gradient.all_reduce(narrow), lambda: gradient.finish()
+        )
+
+    def _settle(self, gradient: BucketGradient) -> None:
+        """Wait for a second hop under way, before anything else happens to the gradient."""
+        chain = self._second.pop(gradient, None)
+        if chain is not None:
+            chain.wait()
+
+    def finish(self) -> None:
+        """Make every gradient the mean over all ranks, and show it on the parameters. Collective."""
+        if not self.is_dirty:
+            return
+        self.is_dirty = False
+        self._land_all()
+        usage = _Usage(self.buffers.usage, [g for gs in self.gradients.values() for g in gs], self.mesh)
+        finished = []
+        for index in sorted(self.gradients, reverse=True):
+            for gradient in self.gradients[index]:
+                if gradient in self._second or gradient.state is Gradient.PARTIAL or usage.anywhere(gradient):
+                    self._start_second_hop(gradient)
+                    finished.append(gradient)
+        for gradient in finished:
+            self._settle(gradient)
+            for position in usage.positions(gradient):
+                gradient.publish(position)
+        usage.wait()
+
+    def clear(self, gradient: BucketGradient, position: int) -> None:
+        """Forget one parameter's gradient, parts under way included."""
+        self._settle(gradient)
+        if gradient.collection is Collection.REDUCING:
+            self._land_all()
+        gradient.clear(position)
+
+    def abandon(self) -> None:
+        """Forget an interrupted backward."""
+        self._land_all()
+        self._order = []
+        for gradients in self.gradients.values():
+            for gradient in gradients:
+                gradient.abandon()
+
+
+class _Usage:
+    """Which parameters any rank has used since the last `zero_grad`; read only where this rank must know.
+
+    Args:
+        counts: [parameters], int32; overwritten.
+        gradients: Of all trainable buckets, in the same order on every rank.
+        mesh: Process groups.
+    """
+
+    def __init__(self, counts: torch.Tensor, gradients: list[BucketGradient], mesh: Mesh) -> None:
+        self._offsets: dict[BucketGradient, int] = {}
+        own: list[int] = []
+        for gradient in gradients:
+            self._offsets[gradient] = len(own)
+            own += [int(position in gradient.used) for position in range(len(gradient.bucket.sharded))]
+        self._counts = counts
+        self._everyone: list[int] | None = None
+        self._handle: Handle | None = None
+        counts.copy_(torch.tensor(own, dtype=counts.dtype))
+        if mesh.control is not None and own:
+            self._handle = mesh.control.all_reduce(counts, counts, "parameter usage")
+
+    def wait(self) -> None:
+        """End the exchange, read or not."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+
+    def _by_position(self, gradient: BucketGradient) -> list[int]:
+        if self._everyone is None:
+            self.wait()
+            self._everyone = self._counts.tolist()
+        start = self._offsets[gradient]
+        return self._everyone[start : start + len(gradient.bucket.sharded)]
+
+    def anywhere(self, gradient: BucketGradient) -> bool:
+        """Whether any rank has used any parameter of the bucket."""
+        return bool(gradient.used) or any(self._by_position(gradient))
+
+    def positions(self, gradient: BucketGradient) -> list[int]:
+        """The parameters of the bucket that any rank has used."""
+        count = len(gradient.bucket.sharded)
+        if len(gradient.used) == count:
+            return list(range(count))
+        return [position for position, users in enumerate(self._by_position(gradient)) if users]
+
+
+def second_hop_bytes(wire_dtype: torch.dtype, accumulator_dtype: torch.dtype, numel: int, shard_numel: int, mesh: Mesh) -> int:
+    """Bytes of scratch that one bucket's second hop needs."""
+    scatter = (1 if wire_dtype == accumulator_dtype else 2) * numel if mesh.second_scatter is not None else 0
+    narrow = 0
+    if mesh.second_reduce is not None and wire_dtype != accumulator_dtype:
+        narrow = 3 * mesh.second_reduce.size * -(-shard_numel // mesh.second_reduce.size)
+    return (scatter + narrow) * wire_dtype.itemsize
+
+
+def _second_hop_views(
+    buffer: torch.Tensor, wire_dtype: torch.dtype, numel: int, shard_numel: int, mesh: Mesh
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Wire form, scratch of the scatter, scratch of the all-reduce: views of one lent buffer, empty where not needed."""
+    typed = buffer[: buffer.numel() // wire_dtype.itemsize * wire_dtype.itemsize].view(wire_dtype)
+    if mesh.second_scatter is None:
+        return typed[:0], typed[:0], typed
+    return typed[numel : 2 * numel], typed[:numel], typed[2 * numel :]

@@ -1,0 +1,90 @@
+"""What may run at the same time?
+
+A `Chain` is a sequence of collectives of which each needs the one before (update, then gather). On the CPU its
+first stage runs in the transport's threads while Python computes, and the rest follows when somebody waits. On
+CUDA the whole chain is put on a side stream at once, ordered by events, and the host never blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from mics_strategy.collectives.ops import Handle
+
+Stage = Callable[[], Handle | None]
+
+
+class Chain:
+    """Collectives started one after the other.
+
+    Args:
+        stages: Each starts a collective, or does local work and returns None.
+        stream: Where a CUDA chain runs; None on the CPU.
+    """
+
+    def __init__(self, stages: list[Stage], stream: torch.cuda.Stream | None = None) -> None:
+        self._stages = stages[::-1]
+        self._running: Handle | None = None
+        self._done: torch.cuda.Event | None = None
+        self.is_done = False
+        if stream is None:
+            self._start_next()
+        else:
+            self._run_on(stream)
+
+    def _start_next(self) -> None:
+        while self._stages and self._running is None:
+            self._running = self._stages.pop()()
+
+    def _drain(self) -> None:
+        self._start_next()
+        while self._running is not None:
+            handle, self._running = self._running, None
+            handle.wait()
+            self._start_next()
+
+    def _run_on(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            self._drain()
+            self._done = torch.cuda.Event()
+            self._done.record(stream)
+
+    def wait(self) -> None:
+        """Make all results valid on the current stream; on the CPU, now. Calling it again does nothing."""
+        if self.is_done:
+            return
+        self.is_done = True
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+        else:
+            self._drain()
+
+
+class Streams:
+    """Starts chains where they may overlap with compute.
+
+    Args:
+        device: Of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._gather = torch.cuda.Stream(device) if is_cuda else None
+        self._reduce = torch.cuda.Stream(device, priority=-1) if is_cuda else None
+
+    def gather(self, *stages: Stage) -> Chain:
+        """Start a chain that brings parameters."""
+        return Chain(list(stages), self._gather)
+
+    def reduce(self, *stages: Stage) -> Chain:
+        """Start a chain that takes gradients away. A gather does not delay it: it has a stream of its own, of higher priority."""
+        return Chain(list(stages), self._reduce)
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Engine tensors must stay ordinary tensors, also when they are written during inference."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

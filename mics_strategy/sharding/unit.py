@@ -1,0 +1,197 @@
+"""How does one unit unshard and reshard?
+
+A unit is a module whose own parameters travel together, usually one transformer layer. It is bound to one slot
+for good. What is still in the slot when the unit is needed again (the last layers at the start of the backward,
+the first ones at the start of the next micro-step) is not gathered again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mics_strategy.errors import LifecycleError
+from mics_strategy.sharding.bucket import Bucket
+from mics_strategy.sharding.buffers import Slot, StagingRing, cut, packed_bytes
+from mics_strategy.sharding.lifecycle import CONTENT, PHASE, Content, Phase, advance
+from mics_strategy.sharding.parameter import ShardedParameter
+from mics_strategy.sharding.streams import Chain, Streams
+
+
+class Unit:
+    """A module whose own parameters are gathered, used and released together.
+
+    Args:
+        name: Qualified name of the module; empty for the root.
+        index: Position among the units, in module order; the root is 0.
+        module: The module.
+        buckets: Its parameters by dtype and trainability.
+        slot: Where it is unsharded.
+    """
+
+    def __init__(self, name: str, index: int, module: nn.Module, buckets: list[Bucket], slot: Slot) -> None:
+        self.name = name or "(root)"
+        self.index = index
+        self.module = module
+        self.buckets = buckets
+        self.slot = slot
+        self.content = Content.SHARDED
+        self.phase = Phase.IDLE
+        self.num_live_calls = 0
+        self.earliest_enter = -1
+        self._forward_depth = 0
+        self._arrival: Chain | None = None
+        self._lost_weights = False
+
+    @property
+    def trainable(self) -> list[Bucket]:
+        """Buckets that have gradients."""
+        return [bucket for bucket in self.buckets if bucket.spec.trainable]
+
+    # -- what the slot holds ------------------------------------------------------------------------------
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the slot holds (or is about to hold) the current parameters, so that nothing has to travel."""
+        return self.content is not Content.SHARDED and all(bucket.unsharded_version == bucket.version for bucket in self.buckets)
+
+    def start_unshard(self, streams: Streams, staging: StagingRing, cast: StagingRing) -> None:
+        """Begin to gather, unless the slot already holds the current parameters.
+
+        Args:
+            streams: Where the transfer runs.
+            staging: Lends a buffer for the flat form of all buckets in the compute dtype.
+            cast: Lends a buffer for this rank's shards in the compute dtype.
+        """
+        if self.is_fresh:
+            return
+        self.finish_unshard()
+        self.slot.take(self)
+        if self.content is Content.UNSHARDED:
+            self.content = advance(CONTENT, self.content, "evict", self.name)
+        self.content = advance(CONTENT, self.content, "gather", self.name)
+        flat_sizes = [(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in self.buckets]
+        shard_sizes = [(bucket.layout.shard_numel, bucket.spec.param_dtype) for bucket in self.buckets]
+        flats = _cut_or_none(staging.take(self.finish_unshard), flat_sizes)
+        casts = _cut_or_none(cast.take(self.finish_unshard), shard_sizes)
+        stages = []
+        for bucket, flat, shard in zip(self.buckets, flats, casts, strict=True):
+            if bucket.updated_version != bucket.version:
+                stages.append(lambda bucket=bucket, flat=flat, shard=shard: bucket.update(flat, shard))
+            stages.append(lambda bucket=bucket, flat=flat: bucket.unshard(flat))
+        self._arrival = streams.gather(*stages)
+        for bucket in self.buckets:
+            bucket.unsharded_version = bucket.version
+
+    def finish_unshard(self) -> None:
+        """Make the gathered parameters usable on the current stream."""
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None:
+            arrival.wait()
+            self.content = advance(CONTENT, self.content, "arrive", self.name)
+            self._lost_weights = False
+
+    def evict(self) -> None:
+        """Give the slot up. A unit in its backward may be evicted by a recomputation, and must then be gathered again."""
+        self.finish_unshard()
+        if self.phase is Phase.FORWARD:
+            raise LifecycleError(
+                f"Unit `{self.name}` is in its forward while another unit needs its slot. Units that are used at the same time must be "
+                "nested in one another; pass the outer class to `shard(units=...)`, or raise `prefetch`."
+            )
+        if self.content is Content.UNSHARDED:
+            self.content = advance(CONTENT, self.content, "evict", self.name)
+        self._lost_weights = self.phase is Phase.BACKWARD
+
+    # -- who uses the parameters --------------------------------------------------------------------------
+
+    def enter_forward(self) -> None:
+        """Put the whole parameters into the module, for a forward or a recomputation."""
+        if self._forward_depth == 0:
+            self.phase = advance(PHASE, self.phase, "enter_forward", self.name)
+            self._put_unsharded()
+        self._forward_depth += 1
+
+    def exit_forward(self) -> None:
+        """The forward is over, or has raised."""
+        self._forward_depth -= 1
+        if self._forward_depth == 0:
+            self.phase = advance(PHASE, self.phase, "exit_forward", self.name)
+            if self.phase is Phase.IDLE:
+                self._put_sharded()
+
+    def enter_backward(self) -> None:
+        """Put the whole parameters into the module, for the backward and what it recomputes."""
+        self.phase = advance(PHASE, self.phase, "enter_backward", self.name)
+        self._put_unsharded()
+
+    def exit_backward(self) -> None:
+        """No backward of this unit can follow in this pass.
+
+        Raises:
+            LifecycleError: A recomputation took the slot and nobody gathered this unit again before its backward ended.
+        """
+        self.phase = advance(PHASE, self.phase, "exit_backward", self.name)
+        self._put_sharded()
+        if self._lost_weights:
+            self._lost_weights = False
+            raise LifecycleError(
+                f"The slot of unit `{self.name}` was taken during its backward: its gradients are not valid. Checkpoint one unit at a time, "
+                f"or raise `prefetch` so that the units recomputed together have slots of their own."
+            )
+
+    def abandon(self) -> None:
+        """Forget a pass that an exception ended."""
+        self._forward_depth = 0
+        self.num_live_calls = 0
+        self._lost_weights = False
+        self.phase = Phase.IDLE
+        self._put_sharded()
+
+    def _put_unsharded(self) -> None:
+        for bucket in self.buckets:
+            for homes, parameter, sharded in zip(bucket.spec.homes, bucket.unsharded, bucket.sharded, strict=True):
+                if parameter.requires_grad != sharded.requires_grad:
+                    refuse_unfrozen(bucket, sharded)
+                    parameter.requires_grad_(sharded.requires_grad)
+                for module, attribute in homes:
+                    module._parameters[attribute] = parameter
+
+    def _put_sharded(self) -> None:
+        for bucket in self.buckets:
+            for homes, sharded in zip(bucket.spec.homes, bucket.sharded, strict=True):
+                for module, attribute in homes:
+                    module._parameters[attribute] = sharded
+
+    def check_unchanged(self) -> None:
+        """Refuse parameters that were replaced after `shard()`.
+
+        Raises:
+            LifecycleError: A module holds another parameter than the one it was given.
+        """
+        for bucket in self.buckets:
+            for homes, sharded in zip(bucket.spec.homes, bucket.sharded, strict=True):
+                for module, attribute in homes:
+                    if module._parameters.get(attribute) is not sharded:
+                        raise LifecycleError(
+                            f"Parameter `{sharded.mics_name}` was replaced or removed after `shard()`. Change the model first, then shard it; "
+                            "to change values, write into the existing parameter."
+                        )
+
+
+def refuse_unfrozen(bucket: Bucket, sharded: ShardedParameter) -> None:
+    """A parameter that was frozen when the model was sharded has no gradient memory.
+
+    Raises:
+        LifecycleError: It requires gradients now.
+    """
+    if sharded.requires_grad and not bucket.spec.trainable:
+        raise LifecycleError(
+            f"`{sharded.mics_name}` was frozen when the model was sharded and requires gradients now, but has no memory for them. "
+            "Unfreeze it before `shard()`; freezing it afterwards is allowed."
+        )
+
+
+def _cut_or_none(buffer: torch.Tensor, sizes: list[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    """Views of a lent buffer; the empty buffer as it is for every bucket when nothing is lent."""
+    return cut(buffer, sizes) if buffer.numel() >= packed_bytes(sizes) and sizes else [buffer] * len(sizes)

@@ -1,0 +1,151 @@
+"""Which modules form a unit?
+
+A unit should be large enough to fill a link and small enough that a few fit beside the shards: one layer of a
+transformer. Left alone, we take the classes that the model repeats inside its containers, outermost first. What
+belongs to no unit belongs to the root. A parameter that several units share belongs to the innermost unit around
+all of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from mics_strategy.errors import ConfigError
+
+UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_LEAST_SHARE = 0.05
+
+
+@dataclass(slots=True)
+class OwnedParameter:
+    """One parameter of a unit: its first name, the tensor, and every (module, attribute) that refers to it."""
+
+    name: str
+    parameter: nn.Parameter
+    homes: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class UnitModule:
+    """A module chosen as unit, how many units are around it, the units just inside it, and the parameters that it owns."""
+
+    name: str
+    module: nn.Module
+    depth: int
+    parameters: list[OwnedParameter] = field(default_factory=list)
+    inner: list[nn.Module] = field(default_factory=list)
+
+
+def find_units(model: nn.Module, rule: UnitRule) -> list[UnitModule]:
+    """The units of `model` in module order, root first, with their parameters.
+
+    Args:
+        model: The whole model; always the first unit.
+        rule: ``"auto"``; a module class or several; a predicate of a module; or an int, the least number of
+            parameters of a unit.
+
+    Raises:
+        ConfigError: The rule matches nothing, or is of another type.
+    """
+    chosen = _choose(model, rule)
+    units: list[UnitModule] = []
+    around: dict[str, UnitModule] = {}
+    for name, module in model.named_modules():
+        parent = around.get(name.rpartition(".")[0]) if name else None
+        if module is model or module in chosen:
+            unit = UnitModule(name=name, module=module, depth=0 if parent is None else parent.depth + 1)
+            units.append(unit)
+            around[name] = unit
+            if parent is not None:
+                parent.inner.append(module)
+        elif parent is not None:
+            around[name] = parent
+    _assign_parameters(model, around)
+    return units
+
+
+def _choose(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
+    if isinstance(rule, str):
+        if rule != "auto":
+            raise ConfigError(f"`units={rule!r}` is not known. Use 'auto', module classes, a predicate, or a number of parameters.")
+        return _repeated_layers(model)
+    if isinstance(rule, bool) or not (isinstance(rule, (int, type, Iterable)) or callable(rule)):
+        raise ConfigError(f"`units={rule!r}` is not a rule. Use 'auto', module classes, a predicate, or a number of parameters.")
+    if isinstance(rule, int):
+        return _large_modules(model, rule)
+    if isinstance(rule, type) or isinstance(rule, Iterable):
+        classes = (rule,) if isinstance(rule, type) else tuple(rule)
+        chosen = {module for module in model.modules() if isinstance(module, classes)}
+        if not chosen:
+            names = ", ".join(cls.__name__ for cls in classes)
+            found = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+            raise ConfigError(f"`units`: the model has no module of class {names}. It has {found}.")
+        return chosen
+    return {module for module in model.modules() if rule(module)}
+
+
+def _large_modules(model: nn.Module, least: int) -> set[nn.Module]:
+    """Innermost modules with at least `least` parameters of their own, counting what no inner unit has taken."""
+    chosen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> int:
+        rest = sum(parameter.numel() for parameter in module.parameters(recurse=False)) + sum(visit(child) for child in module.children())
+        if rest >= least and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            chosen.add(module)
+            return 0
+        return rest
+
+    visit(model)
+    return chosen
+
+
+def _repeated_layers(model: nn.Module) -> set[nn.Module]:
+    """Children of containers whose class occurs at least twice and holds a fair share of the parameters, outermost first."""
+    siblings: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS) and _count(child):
+                siblings[type(child)].append(child)
+            visit(child)
+
+    visit(model)
+    total = max(1, _count(model))
+    chosen: set[nn.Module] = set()
+    inside: set[nn.Module] = set()
+    for _, modules in sorted(siblings.items(), key=lambda item: -sum(map(_count, item[1]))):
+        outer = [module for module in dict.fromkeys(modules) if module not in inside]
+        if len(outer) >= 2 and sum(map(_count, outer)) >= _LEAST_SHARE * total:
+            chosen.update(outer)
+            inside.update(inner for module in outer for inner in module.modules())
+    return chosen
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _assign_parameters(model: nn.Module, around: dict[str, UnitModule]) -> None:
+    """Give every parameter to the innermost unit that contains all modules which refer to it."""
+    owned: dict[torch.Tensor, OwnedParameter] = {}
+    paths: dict[torch.Tensor, list[str]] = defaultdict(list)
+    for path, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{path}.{attribute}" if path else attribute
+            owned.setdefault(parameter, OwnedParameter(name=name, parameter=parameter)).homes.append((module, attribute))
+            paths[parameter].append(path)
+    for parameter, entry in owned.items():
+        candidates = [around[path] for path in paths[parameter]]
+        unit = candidates[0]
+        while any(path != unit.name and not path.startswith(unit.name + ".") for path in paths[parameter]) and unit.name:
+            unit = around[unit.name.rpartition(".")[0]]
+        unit.parameters.append(entry)
