@@ -10,6 +10,7 @@ Every collective is written into a `Ledger`, from the tensors that were really p
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -37,19 +38,19 @@ class Sent:
 
 @dataclass(slots=True)
 class Ledger:
-    """The collectives issued since it was last emptied, in order."""
+    """The collectives issued since it was last emptied, with their number."""
 
-    entries: list[Sent] = field(default_factory=list)
+    entries: Counter[Sent] = field(default_factory=Counter)
 
     def write(self, collective: str, group: FlatCollective, tensor: torch.Tensor) -> None:
         """Record one collective whose full tensor is `tensor`."""
         full_bytes = tensor.numel() * tensor.element_size()
         sent_bytes = traffic.SENT_BYTES[collective](full_bytes, group.size)
-        self.entries.append(Sent(collective, group.axis, group.size, tensor.dtype, full_bytes, sent_bytes))
+        self.entries[Sent(collective, group.axis, group.size, tensor.dtype, full_bytes, sent_bytes)] += 1
 
-    def take(self) -> list[Sent]:
+    def take(self) -> Counter[Sent]:
         """The entries so far; the ledger starts again empty."""
-        entries, self.entries = self.entries, []
+        entries, self.entries = self.entries, Counter()
         return entries
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mics_strategy.collectives.flat import Sent
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError, LifecycleError
 from mics_strategy.mesh import Mesh, discover_scopes, on_every_rank, require_same
-from mics_strategy.sharding import materialize, norm, validate
+from mics_strategy.sharding import materialize, norm, state, validate
 from mics_strategy.sharding.buffers import Memory
 from mics_strategy.sharding.build import Site, add_sharded_parameters, build_engine, build_units
 from mics_strategy.sharding.engine import Engine
@@ -25,6 +28,8 @@ from mics_strategy.sharding.materialize import Initializer
 from mics_strategy.sharding.optimizer import StepHooks, adopt
 from mics_strategy.sharding.parameter import ShardedParameter
 from mics_strategy.sharding.replicated import ReplicatedBuffers
+from mics_strategy.sharding.report import TrafficRow, compare
+from mics_strategy.sharding.schedule import BucketPlan, Plan, StepShape, UnitPlan, plan_step
 from mics_strategy.sharding.unit import Unit
 from mics_strategy.sharding.wrap import UnitModule, UnitRule, find_units
 
@@ -115,6 +120,8 @@ class Sharded:
         self._buffers = ReplicatedBuffers(model, site.mesh, site.device)
         weak_self = weakref.ref(self)
         install(self._engine, lambda: _before_root_forward(weak_self))
+        self._last_step: tuple[int, Counter[Sent]] = (1, Counter())
+        self._mesh.ledger.take()
         self._step_hooks = StepHooks(self)
         weakref.finalize(self, self._step_hooks.remove)
         validate.mark_sharded(model, self)
@@ -198,6 +205,66 @@ class Sharded:
         """Make every gradient the mean over all ranks now. Stepping, clipping and reading `grad` do it by themselves. Collective."""
         self._engine.finish_gradients()
 
+    # -- what travels, and what is kept -----------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """Every collective of an optimizer step with as many micro-steps as the last one had (one, before the first)."""
+        recorded = self._engine.recorded
+        in_order = tuple(range(len(self._units)))
+        shape = StepShape(
+            entered=tuple(recorded.entered) if recorded.is_frozen else in_order,
+            left=tuple(recorded.left) if recorded.is_frozen else (*in_order[1:], 0),
+            num_micro_steps=self._last_step[0],
+            second_hop_every_backward=self.config.second_hop == "micro_step",
+        )
+        return plan_step(tuple(map(self._plan_unit, self._units)), self.scopes, shape)
+
+    def _plan_unit(self, unit: Unit) -> UnitPlan:
+        wires = {gradient.bucket: gradient for gradient in self._engine.reducer.gradients.get(unit.index, [])}
+        slots = {id(other.slot): other.index for other in reversed(self._units)}
+        buckets = []
+        for bucket in unit.buckets:
+            gradient = wires.get(bucket)
+            buckets.append(
+                BucketPlan(
+                    layout=bucket.layout,
+                    param_dtype=bucket.spec.param_dtype,
+                    wire_dtype=bucket.spec.param_dtype if gradient is None else gradient.wire_dtype,
+                    sum_dtype=bucket.spec.param_dtype if gradient is None else gradient.accumulator.dtype,
+                    trainable=bucket.spec.trainable,
+                )
+            )
+        return UnitPlan(name=unit.name, slot=slots[id(unit.slot)], buckets=tuple(buckets))
+
+    def traffic(self) -> tuple[TrafficRow, ...]:
+        """What the last optimizer step sent beside what was planned for it, by axis and collective, for this rank."""
+        return compare(self.plan, self._last_step[1])
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The plain model's state dict, whole tensors on rank 0's CPU; empty on other ranks. Collective.
+
+        Cost: one whole parameter at a time on every rank, all of them on rank 0's CPU.
+        """
+        self._buffers.synchronize()
+        return state.full_state_dict(self.model)
+
+    def load_full_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> Any:  # noqa: ANN401
+        """Load a plain state dict; every rank passes the whole one (memory-mapped, if it is large).
+
+        Returns:
+            Missing and unexpected keys, as `torch.nn.Module.load_state_dict` does.
+        """
+        return state.load_full_state_dict(self.model, state_dict, strict=strict)
+
+    def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The plain optimizer's state dict on rank 0's CPU; empty on other ranks. Collective."""
+        return state.full_optimizer_state_dict(optimizer)
+
+    def load_full_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Load a plain optimizer's state dict; every rank passes the whole one."""
+        state.load_full_optimizer_state_dict(optimizer, state_dict)
+
     # -- what the optimizer's step hooks ask ------------------------------------------------------------------
 
     def owns(self, parameter: torch.Tensor) -> bool:
@@ -217,6 +284,9 @@ class Sharded:
         for parameter in stepped:
             parameter.mics_changes += 1
         self._engine.forget_calls()
+        if self._engine.num_backwards:
+            self._last_step = (self._engine.num_backwards, self._mesh.ledger.take())
+            self._engine.num_backwards = 0
 
 
 def _before_root_forward(weak: weakref.ref[Sharded]) -> None:

@@ -54,6 +54,7 @@ class Engine:
         self._prefetch = prefetch
         self._second_hop_every_backward = second_hop_every_backward
         self._live = LiveCalls()
+        self.num_backwards = 0
         self._clock = 0
         self._in_backward = False
 
@@ -93,6 +94,7 @@ class Engine:
         call = Call(unit, entered, self._clock, tuple(bucket.version for bucket in unit.buckets))
         if not self.is_recomputing:
             self._live.push(call)
+            self.recorded.leave(unit.index)
         torch.autograd.graph.register_multi_grad_hook(watched, lambda _: self._before_backward(call), mode="any")
 
     def _unshard(self, unit: Unit) -> None:
@@ -117,6 +119,7 @@ class Engine:
         if self._in_backward:
             return
         self._in_backward = True
+        self.num_backwards += 1
         self.recorded.freeze()
         self.reducer.begin_backward(self._live.reduction_order())
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]

@@ -77,9 +77,10 @@ class LiveCalls:
 
 @dataclass(slots=True)
 class RecordedOrder:
-    """The order in which the first training forward entered the units."""
+    """The order in which the first training forward entered the units, and left those that a backward will follow."""
 
     entered: list[int] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
     is_frozen: bool = False
     _cursor: int = -1
 
@@ -94,6 +95,11 @@ class RecordedOrder:
             self._cursor = following
         elif index in self.entered:
             self._cursor = self.entered.index(index)
+
+    def leave(self, index: int) -> None:
+        """A unit's forward has ended, and its outputs need gradients."""
+        if not self.is_frozen:
+            self.left.append(index)
 
     def freeze(self) -> None:
         """The first pass is over."""

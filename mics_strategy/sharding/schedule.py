@@ -1,0 +1,187 @@
+"""In what order do units move in one step?
+
+The plan of a training step is arithmetic: from the order of the units, the scopes and the slots follows every
+collective, with its axis, dtype, bytes and moment. The engine never reads the plan; both follow the same rules, and the
+tests compare what the engine issued with what is planned here. The simulator prices this same plan.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from mics_strategy.collectives.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER, SENT_BYTES
+from mics_strategy.sharding.layout import BucketLayout
+from mics_strategy.topology import Scopes, Span
+
+USAGE_DTYPE = torch.int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPlan:
+    """What of a bucket matters for its traffic."""
+
+    layout: BucketLayout
+    param_dtype: torch.dtype
+    wire_dtype: torch.dtype
+    sum_dtype: torch.dtype
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPlan:
+    """What of a unit matters for its traffic. Units with equal `slot` take turns in it."""
+
+    name: str
+    slot: int
+    buckets: tuple[BucketPlan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What one optimizer step looks like.
+
+    Attributes:
+        entered: Units in the order in which a forward enters them.
+        left: Units in the order in which their forwards end, those whose outputs need gradients.
+        num_micro_steps: Forwards and backwards per step.
+        second_hop_every_backward: Whether the second hop is not left to the step.
+    """
+
+    entered: tuple[int, ...]
+    left: tuple[int, ...]
+    num_micro_steps: int
+    second_hop_every_backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One collective of a step. `moment` is forward, backward or second_hop; bytes are per rank."""
+
+    collective: str
+    axis: str
+    ranks: int
+    dtype: torch.dtype
+    full_bytes: int
+    sent_bytes: int
+    unit: str
+    moment: str
+    micro_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Every collective of one optimizer step, in the order of its moment."""
+
+    collectives: tuple[Planned, ...]
+    num_micro_steps: int
+
+    def sent_bytes(self, axis: str | None = None) -> int:
+        """Bytes that one rank sends in the step, over one axis or all."""
+        return sum(planned.sent_bytes for planned in self.collectives if axis in (None, planned.axis))
+
+    def table(self) -> str:
+        """The collectives grouped by moment, axis, kind and dtype, as text."""
+        rows: Counter[tuple[str, str, str, str]] = Counter()
+        sent: Counter[tuple[str, str, str, str]] = Counter()
+        for planned in self.collectives:
+            key = (planned.moment, planned.axis, planned.collective, str(planned.dtype).removeprefix("torch."))
+            rows[key] += 1
+            sent[key] += planned.sent_bytes
+        lines = [f"{'moment':<11}{'axis':<24}{'collective':<16}{'dtype':<10}{'count':>6}{'sent MB':>12}"]
+        lines += [f"{k[0]:<11}{k[1]:<24}{k[2]:<16}{k[3]:<10}{count:>6}{sent[k] / 1e6:>12.3f}" for k, count in rows.items()]
+        return "\n".join(lines)
+
+
+def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepShape) -> Plan:
+    """Plan one optimizer step in steady state: the step before has run the same way.
+
+    Args:
+        units: By index; the root is the first.
+        scopes: Ranks and axes of every model state.
+        shape: Orders and number of micro-steps.
+    """
+    planner = _Planner(units, scopes)
+    for _ in range(2):  # the first leaves slots as a step leaves them
+        planner.planned.clear()
+        planner.begin_step()
+        for micro_step in range(shape.num_micro_steps):
+            planner.micro_step = micro_step
+            planner.forward_and_backward(shape)
+            if shape.second_hop_every_backward:
+                planner.second_hop(shape.left)
+        if not shape.second_hop_every_backward:
+            planner.second_hop(shape.left)
+    return Plan(collectives=tuple(planner.planned), num_micro_steps=shape.num_micro_steps)
+
+
+@dataclass(slots=True)
+class _Planner:
+    """The state that decides whether a unit has to travel: who is in which slot, and what is up to date."""
+
+    units: tuple[UnitPlan, ...]
+    scopes: Scopes
+    planned: list[Planned] = field(default_factory=list)
+    micro_step: int = 0
+    _tenants: dict[int, int] = field(default_factory=dict)
+    _updated: set[BucketPlan] = field(default_factory=set)
+
+    def begin_step(self) -> None:
+        """The optimizer has changed every trainable bucket."""
+        self._updated = {bucket for bucket in self._updated if not bucket.trainable}
+
+    def forward_and_backward(self, shape: StepShape) -> None:
+        for index in shape.entered:
+            self._unshard(index, "forward")
+        for index in reversed(shape.left):
+            self._unshard(index, "backward")
+        first_entered = [index for index in dict.fromkeys(shape.entered) if index in shape.left]
+        for index in reversed(first_entered):
+            self._reduce(index)
+
+    def _unshard(self, index: int, moment: str) -> None:
+        unit, scopes = self.units[index], self.scopes
+        if self._tenants.get(unit.slot) == index and self._updated.issuperset(unit.buckets):
+            return
+        self._tenants[unit.slot] = index
+        for bucket in unit.buckets:
+            if bucket not in self._updated:
+                self._updated.add(bucket)
+                numel = bucket.layout.numel_at(scopes.params)
+                self._add(GATHER, scopes.span(scopes.params, scopes.optimizer), numel, bucket.param_dtype, unit.name, moment)
+            self._add(GATHER, scopes.span(1, scopes.params), bucket.layout.full_numel, bucket.param_dtype, unit.name, moment)
+
+    def _reduce(self, index: int) -> None:
+        for bucket in self._trainable(index):
+            span = self.scopes.span(1, self.scopes.grads)
+            self._add(REDUCE_SCATTER, span, bucket.layout.full_numel, bucket.wire_dtype, self.units[index].name, "backward")
+
+    def second_hop(self, left: tuple[int, ...]) -> None:
+        scopes = self.scopes
+        world = scopes.span(1, scopes.world_size)
+        num_parameters = sum(len(bucket.layout.regions) for index in range(len(self.units)) for bucket in self._trainable(index))
+        if num_parameters:
+            self._add(ALL_REDUCE, world, num_parameters, USAGE_DTYPE, "(usage)", "second_hop")
+        replicas = scopes.span(scopes.optimizer, scopes.world_size)
+        for index in sorted(set(left), reverse=True):
+            for bucket in self._trainable(index):
+                numel, shard = bucket.layout.numel_at(scopes.grads), bucket.layout.shard_numel
+                self._add(REDUCE_SCATTER, scopes.span(scopes.grads, scopes.optimizer), numel, bucket.wire_dtype, self.units[index].name, "second_hop")
+                if bucket.wire_dtype != bucket.sum_dtype:
+                    shard = -(-shard // replicas.size) * replicas.size
+                self._add(ALL_REDUCE, replicas, shard, bucket.wire_dtype, self.units[index].name, "second_hop")
+
+    def _trainable(self, index: int) -> Iterator[BucketPlan]:
+        return (bucket for bucket in self.units[index].buckets if bucket.trainable)
+
+    def _add(self, collective: str, span: Span, numel: int, dtype: torch.dtype, unit: str, moment: str) -> None:
+        if span.size == 1:
+            return
+        full_bytes = numel * dtype.itemsize
+        sent = SENT_BYTES[collective](full_bytes, span.size)
+        self.planned.append(Planned(collective, span.name, span.size, dtype, full_bytes, sent, unit, moment, self.micro_step))

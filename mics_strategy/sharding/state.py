@@ -1,0 +1,93 @@
+"""How does a sharded model become one plain state dict, and back?
+
+Tensor by tensor: a rank never holds more than one whole parameter beside its shards, and only rank 0 collects them, on the
+CPU. Loading takes this rank's piece out of a (memory-mapped) whole tensor and copies nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from mics_strategy.errors import CheckpointError
+from mics_strategy.sharding.parameter import ShardedParameter
+
+StateDict = dict[str, Any]
+
+
+def full_state_dict(model: nn.Module) -> StateDict:
+    """The plain model's state dict on rank 0's CPU, names and order kept, ties shared; empty on other ranks. Collective."""
+    whole: dict[int, torch.Tensor] = {}
+    result: StateDict = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            if id(value) not in whole:
+                whole[id(value)] = _to_rank_zero(value)
+            value = whole[id(value)]
+        result[name] = value
+    return result if dist.get_rank() == 0 else {}
+
+
+def load_full_state_dict(model: nn.Module, state: StateDict, *, strict: bool) -> Any:  # noqa: ANN401
+    """Load a plain state dict that every rank passes whole; see `torch.nn.Module.load_state_dict`.
+
+    Raises:
+        RuntimeError: As torch raises it, for missing, unexpected or wrongly shaped entries.
+    """
+    own = model.state_dict(keep_vars=True)
+    pieces = {name: _piece(value, own.get(name)) for name, value in state.items()}
+    return model.load_state_dict(pieces, strict=strict)
+
+
+def full_optimizer_state_dict(optimizer: Optimizer) -> StateDict:
+    """The plain optimizer's state dict on rank 0's CPU, integer ids kept; empty on other ranks. Collective."""
+    state = optimizer.state_dict()
+    states = {
+        index: {key: _to_rank_zero(value) if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
+        for index, entry in sorted(state["state"].items())
+    }
+    return {**state, "state": states} if dist.get_rank() == 0 else {}
+
+
+def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict) -> None:
+    """Load a plain optimizer's state dict that every rank passes whole.
+
+    Raises:
+        CheckpointError: It holds another number of parameters.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    saved = sum(len(group["params"]) for group in state["param_groups"])
+    if saved != len(parameters):
+        raise CheckpointError(
+            f"The checkpoint's optimizer has {saved} parameters, this {type(optimizer).__name__} has {len(parameters)}. "
+            "Build the optimizer over the parameters that it was saved with."
+        )
+    pieces = {
+        index: {key: _piece(value, parameters[index]) for key, value in entry.items()} for index, entry in state["state"].items()
+    }
+    optimizer.load_state_dict({**state, "state": pieces})
+
+
+def _to_rank_zero(value: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, on the CPU; an empty one on ranks that do not keep it."""
+    whole = value.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    if dist.get_rank() != 0:
+        return torch.empty(0)
+    return whole.cpu() if whole.is_cuda else whole.clone()
+
+
+def _piece(value: Any, own: object) -> Any:  # noqa: ANN401
+    """This rank's shard of a whole tensor, labelled like the parameter `own`; anything else as it is."""
+    if not isinstance(own, ShardedParameter) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != own.shape or not value.dim():
+        return value if value.shape != own.shape else DTensor.from_local(value, own.device_mesh, own.placements, run_check=False)
+    local = own.mics_region.slice_of(value, own.mics_index).to(own.device, copy=True)
+    return DTensor.from_local(local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride())
