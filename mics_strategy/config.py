@@ -90,14 +90,18 @@ class ShardConfig:
         _check_choice("optimizer_layout", self.optimizer_layout, ("rows",))
         _check_choice("second_hop", self.second_hop, ("boundary", "micro_step"))
         if not (isinstance(self.topology, Topology) or self.topology == "auto"):
-            raise ConfigError(f"`topology={self.topology!r}` is neither 'auto' nor a Topology. Use Topology(ranks_per_node=8).")
+            raise ConfigError(
+                f"`topology={self.topology!r}` is neither 'auto' nor a Topology. Use Topology(ranks_per_node=8)."
+            )
         for name in ("param_dtype", "reduce_dtype"):
             object.__setattr__(self, name, _as_dtype(name, getattr(self, name)))
         object.__setattr__(self, "overlap", _as_overlap(self.overlap))
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 1:
             raise ConfigError(f"`prefetch={self.prefetch!r}` is not a positive number of units. Use 1 or more.")
         if not 0.0 <= self.grad_codec_until <= 1.0:
-            raise ConfigError(f"`grad_codec_until={self.grad_codec_until!r}` is not a share of the training. Use 0.0 to 1.0.")
+            raise ConfigError(
+                f"`grad_codec_until={self.grad_codec_until!r}` is not a share of the training. Use 0.0 to 1.0."
+            )
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> ShardConfig:
@@ -115,7 +119,9 @@ class ShardConfig:
             MiCS (arXiv:2205.00119); ZeRO (arXiv:1910.02054); PaRO (arXiv:2310.06003), table 1.
         """
         key = name.lower().replace("_", "-")
-        letters = _PRESET_LETTERS.get(key) or (key[5:] if key.startswith("paro-") and key[5:] in _PARO_LETTERS else None)
+        letters = _PRESET_LETTERS.get(key) or (
+            key[5:] if key.startswith("paro-") and key[5:] in _PARO_LETTERS else None
+        )
         if letters is None:
             raise ConfigError(f"`preset={name!r}` is not known. Use one of {', '.join(cls.PRESETS)}.")
         known = {field.name for field in dataclasses.fields(cls)}
@@ -144,8 +150,10 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
 def _as_dtype(name: str, value: str | torch.dtype) -> str | torch.dtype:
     found = getattr(torch, value, None) if isinstance(value, str) and value != "auto" else value
     if found != "auto" and found not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise ConfigError(f"`{name}={value!r}` is not a floating dtype. Use 'auto', 'float32', 'bfloat16' or 'float16'.")
-    return found  # type: ignore[return-value]
+        raise ConfigError(
+            f"`{name}={value!r}` is not a floating dtype. Use 'auto', 'float32', 'bfloat16' or 'float16'."
+        )
+    return found
 
 
 def _as_overlap(value: object) -> frozenset[str]:

@@ -74,7 +74,9 @@ class Mesh:
         if shard is not None and replicate is not None:
             first = shard_ranks[0]
             ranks = torch.tensor([self.shard_span.members(member) for member in self.replicate_span.members(first)])
-            return DeviceMesh.from_group([replicate, shard], device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+            return DeviceMesh.from_group(
+                [replicate, shard], device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
+            )
         if replicate is not None:
             ranks = torch.tensor(self.replicate_span.members(self.rank))
             return DeviceMesh.from_group(replicate, device_type, mesh=ranks, mesh_dim_names=("replicate",))
@@ -82,7 +84,7 @@ class Mesh:
         return DeviceMesh.from_group(group, device_type, mesh=torch.tensor(shard_ranks), mesh_dim_names=("shard",))
 
     def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
-        """Combine a scalar over the ranks that hold different shards, in place: its sum, or its maximum. Not part of the plan."""
+        """The sum or maximum of a scalar over the ranks that hold different shards, in place. No plan has it."""
         return value if self._shard is None else self._shard.combine(value, is_max=is_max)
 
     @property

@@ -68,7 +68,8 @@ def topology_from_places(places: list[Place]) -> Topology:
     for rank, place in enumerate(places):
         if place.node != places[rank - rank % size].node:
             raise ConfigError(
-                f"Rank {rank} runs on {place.node}, rank {rank - rank % size} on {places[rank - rank % size].node}: the ranks of a "
+                f"Rank {rank} runs on {place.node}, rank {rank - rank % size} on {places[rank - rank % size].node}: "
+                "the ranks of a "
                 f"node must be consecutive. Place {size} consecutive ranks per node (SLURM: --distribution=block)."
             )
     return Topology(ranks_per_node=size)
@@ -171,11 +172,14 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
     for name in ("params", "grads"):
         if degrees["optimizer"] < degrees[name]:
             raise ConfigError(
-                f"`optimizer` is sharded over {degrees['optimizer']} ranks, coarser than `{name}` over {degrees[name]}. "
-                f"Shard `optimizer` over {degrees[name]} ranks or more, or `{name}` over fewer."
+                f"`optimizer` is sharded over {degrees['optimizer']} ranks, coarser than `{name}` over "
+                f"{degrees[name]}. Shard `optimizer` over {degrees[name]} ranks or more, or `{name}` over fewer."
             )
     return Scopes(
-        world_size=world_size, ranks_per_node=per_node, axes=_cut_axes(sorted(set(degrees.values())), per_node, world_size), **degrees
+        world_size=world_size,
+        ranks_per_node=per_node,
+        axes=_cut_axes(sorted(set(degrees.values())), per_node, world_size),
+        **degrees,
     )
 
 
@@ -200,7 +204,10 @@ def _cut_axes(degrees: list[int], per_node: int, world_size: int) -> tuple[Axis,
     inner = 1
     for cut in cuts:
         if cut % inner:
-            raise ConfigError(f"Scopes of {inner} and {cut} ranks do not nest. Choose sizes of which each divides the next larger one.")
+            raise ConfigError(
+                f"Scopes of {inner} and {cut} ranks do not nest. Choose sizes of which each divides the next larger "
+                "one."
+            )
         sizes.append((cut // inner, inner))
         inner = cut
     links = ["intra_node" if size * stride <= per_node else "inter_node" for size, stride in sizes]

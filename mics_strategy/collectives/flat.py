@@ -1,9 +1,9 @@
 """How does one group gather and reduce? The only file that names torch's collective primitives.
 
-A reduction on gloo moves its slices with an all-to-all and adds them in rank order in the dtype of the result. Sent
-bytes are those of a reduce-scatter, a low-precision wire costs one rounding per contribution instead of one
-per hop, every rank adds in the same order, and gloo is spared its own reduce-scatter, which sends twice as
-much (it is an all-reduce). NCCL has a good reduce-scatter, which is used.
+A reduction on gloo moves its slices with an all-to-all and adds them in rank order in the dtype of the
+result. Sent bytes are those of a reduce-scatter, a low-precision wire costs one rounding per contribution
+instead of one per hop, every rank adds in the same order, and gloo is spared its own reduce-scatter, which
+sends twice as much (it is an all-reduce). NCCL has a good reduce-scatter, which is used.
 
 Every collective is written into a `Ledger`, from the tensors that were really passed.
 """
@@ -76,14 +76,20 @@ class FlatCollective:
         self._ledger.write(traffic.GATHER, self, out)
         return Handle(f"Gather of {what} over {self.axis}", [_all_gather(out, shard, group=self.group, async_op=True)])
 
-    def reduce(self, out: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor, accumulate: bool, what: str) -> Handle:
+    def reduce(
+        self, out: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor, accumulate: bool, what: str
+    ) -> Handle:
         """See `Collective.reduce`. Cost: (size - 1) * n sent, size * n of scratch."""
         _check(full.numel() == out.numel() * self.size and full.dtype == scratch.dtype, what, out, full)
         self._ledger.write(traffic.REDUCE_SCATTER, self, full)
         if self._is_nccl:
             total = scratch[: out.numel()]
             work = _reduce_scatter(total, full, group=self.group, async_op=True)
-            return Handle(f"Reduction of {what} over {self.axis}", [work], lambda: _sum_slices(out, total[None], accumulate))
+            return Handle(
+                f"Reduction of {what} over {self.axis}",
+                [work],
+                lambda: _sum_slices(out, total[None], accumulate),
+            )
         received = scratch[: full.numel()]
         work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
 
@@ -97,23 +103,33 @@ class FlatCollective:
         if scratch.dtype != tensor.dtype:
             return self._all_reduce_narrow(tensor, scratch, what)
         self._ledger.write(traffic.ALL_REDUCE, self, tensor)
-        return Handle(f"All-reduce of {what} over {self.axis}", [dist.all_reduce(tensor, group=self.group, async_op=True)])
+        return Handle(
+            f"All-reduce of {what} over {self.axis}",
+            [dist.all_reduce(tensor, group=self.group, async_op=True)],
+        )
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        """Copy the first rank's `tensor` to all, in place. For starting values and buffers; not part of a step's plan."""
-        Handle(f"Broadcast of {what} over {self.axis}", [dist.broadcast(tensor, group=self.group, group_src=0, async_op=True)]).wait()
+        """Copy the first rank's `tensor` to all, in place. For starting values and buffers; no plan has it."""
+        Handle(
+            f"Broadcast of {what} over {self.axis}",
+            [dist.broadcast(tensor, group=self.group, group_src=0, async_op=True)],
+        ).wait()
 
     def combine(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or the maximum of a small tensor over the ranks, in place. For norms; not part of a step's plan."""
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-        Handle(f"All-reduce of a norm over {self.axis}", [dist.all_reduce(value, op=op, group=self.group, async_op=True)]).wait()
+        Handle(
+            f"All-reduce of a norm over {self.axis}",
+            [dist.all_reduce(value, op=op, group=self.group, async_op=True)],
+        ).wait()
         return value
 
     def _all_reduce_narrow(self, tensor: torch.Tensor, scratch: torch.Tensor, what: str) -> Handle:
         """Sum in the dtype of `tensor`, travel in the dtype of `scratch`.
 
         1. Round this rank's tensor once and exchange slices (all-to-all).
-        2. Add them in rank order in the wide dtype (into `tensor`, whose values have left); round the sum once.
+        2. Add them in rank order in the wide dtype (into `tensor`, whose values have left); round the sum
+           once.
         3. Gather the sums.
         """
         slice_numel = -(-tensor.numel() // self.size)
@@ -144,6 +160,6 @@ def _sum_slices(out: torch.Tensor, slices: torch.Tensor, accumulate: bool) -> No
 def _check(fits: bool, what: str, small: torch.Tensor, large: torch.Tensor) -> None:
     if not fits:
         raise ShapeError(
-            f"{what}: buffers of {small.numel()} {small.dtype} and {large.numel()} {large.dtype} do not belong to one collective. "
-            "This is a defect of the layout; please report it."
+            f"{what}: buffers of {small.numel()} {small.dtype} and {large.numel()} {large.dtype} do not belong to one "
+            "collective. This is a defect of the layout; please report it."
         )

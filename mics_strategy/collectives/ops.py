@@ -50,7 +50,8 @@ class Handle:
                 work.wait()
             except RuntimeError as error:
                 raise CommunicationError(
-                    f"{self.what} failed: {error}. A rank died or left the common schedule; look for the first error of "
+                    f"{self.what} failed: {error}. A rank died or left the common schedule; look for the first error "
+                    "of "
                     "the other ranks. All ranks must run the same units in the same order while parameters are sharded."
                 ) from error
         if finish is not None:
@@ -83,7 +84,9 @@ class Collective(Protocol):
             what: Names the caller in errors.
         """
 
-    def reduce(self, out: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor, accumulate: bool, what: str) -> Handle:
+    def reduce(
+        self, out: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor, accumulate: bool, what: str
+    ) -> Handle:
         """Sum every rank's `full` and keep this rank's slice.
 
         Args:
@@ -99,6 +102,7 @@ class Collective(Protocol):
 
         Args:
             tensor: [n], fp32 (or any wider dtype).
-            scratch: The wire dtype, at least ``3 * size * ceil(n / size)`` elements; unused when that is the dtype of `tensor`.
+            scratch: The wire dtype, at least ``3 * size * ceil(n / size)`` elements; unused when that is the
+                dtype of `tensor`.
             what: Names the caller in errors.
         """

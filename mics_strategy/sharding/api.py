@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -44,30 +44,34 @@ def shard(
 ) -> Sharded:
     """Shard the model states of `model` in place.
 
-    Afterwards `model.parameters()` are DTensors with the same names and shapes, and forward, backward, clipping, stepping
-    and evaluation work as before. Every rank must be given different data.
+    Afterwards `model.parameters()` are DTensors with the same names and shapes, and forward, backward,
+    clipping, stepping and evaluation work as before. Every rank must be given different data.
 
     Args:
         model: With values, equal or not (rank 0's are taken), or on the meta device.
         config: Which state is sharded over which ranks; a preset's name for short.
-        units: Modules whose parameters travel together: ``"auto"`` (the layer classes that the model repeats), module
-            classes, a predicate of a module, or the least number of parameters of a unit.
+        units: Modules whose parameters travel together: ``"auto"`` (the layer classes that the model
+            repeats), module classes, a predicate of a module, or the least number of parameters of a unit.
         device: Where to train; ``"auto"`` is this rank's GPU when the process group is NCCL's, else the CPU.
-        initializer: For a meta model, called with each module that owns parameters or buffers, inner ones first;
-            ``"auto"`` uses the model's `_init_weights` (transformers) or each module's `reset_parameters`.
+        initializer: For a meta model, called with each module that owns parameters or buffers, inner ones
+            first; ``"auto"`` uses the model's `_init_weights` (transformers) or each module's
+            `reset_parameters`.
 
     Returns:
         The handle of the sharded model.
 
     Raises:
-        ConfigError: On every rank, before anything is sent but the question whether all ranks agree: an option that
-            does not fit the job, a model that cannot be sharded, ranks that disagree.
+        ConfigError: On every rank, before anything is sent but the question whether all ranks agree: an
+            option that does not fit the job, a model that cannot be sharded, ranks that disagree.
 
     Cost:
-        All memory that the engine will ever use (`Sharded.memory`); a broadcast of parameters that differ between ranks.
+        All memory that the engine will ever use (`Sharded.memory`); a broadcast of parameters that differ
+        between ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigError("`shard()` was called before the process group exists. Call `torch.distributed.init_process_group()` first.")
+        raise ConfigError(
+            "`shard()` was called before the process group exists. Call `torch.distributed.init_process_group()` first."
+        )
     chosen = ShardConfig.preset(config) if isinstance(config, str) else config
     target = on_every_rank(lambda: validate.target_device(device))
     on_every_rank(lambda: validate.model(model, target))
@@ -76,7 +80,13 @@ def shard(
     modules = on_every_rank(lambda: find_units(model, units))
     require_same({"units": ", ".join(module.name for module in modules)})
     with torch.inference_mode(False), torch.no_grad():
-        return Sharded(model, chosen, modules, Site(config=chosen, mesh=Mesh(scopes, target.type), device=target, memory=Memory()), initializer)
+        return Sharded(
+            model,
+            chosen,
+            modules,
+            Site(config=chosen, mesh=Mesh(scopes, target.type), device=target, memory=Memory()),
+            initializer,
+        )
 
 
 class _Link:
@@ -104,7 +114,14 @@ class Sharded:
         memory: Bytes that the engine has allocated, by purpose.
     """
 
-    def __init__(self, model: nn.Module, config: ShardConfig, modules: list[UnitModule], site: Site, initializer: Initializer | str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ShardConfig,
+        modules: list[UnitModule],
+        site: Site,
+        initializer: Initializer | str,
+    ) -> None:
         self.model = model
         self.config = config
         self.scopes = site.mesh.scopes
@@ -115,7 +132,7 @@ class Sharded:
         _fill(modules, self._units, site, initializer, model)
         add_sharded_parameters(self._units, modules, site)
         self._engine = build_engine(self._units, modules, site)
-        self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._replaced: Any = WeakIdKeyDictionary()
         self._link(modules)
         self._buffers = ReplicatedBuffers(model, site.mesh, site.device)
         weak_self = weakref.ref(self)
@@ -146,7 +163,8 @@ class Sharded:
         """The units, in module order; the root is the first."""
         return self._units
 
-    # -- training ---------------------------------------------------------------------------------------------
+    # -- training
+    # ---------------------------------------------------------------------------------------------
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
         """Point an optimizer that was built on the plain parameters at the sharded ones; groups and states are kept.
@@ -158,21 +176,24 @@ class Sharded:
             The same optimizer.
 
         Raises:
-            ConfigError: On every rank, for an optimizer over other parameters, or one that needs whole tensors.
+            ConfigError: On every rank, for an optimizer over other parameters, or one that needs whole
+                tensors.
         """
         on_every_rank(lambda: adopt(optimizer, self))
         return optimizer
 
     @contextmanager
     def micro_step(self, index: int, *, of: int) -> Iterator[None]:
-        """Say which micro-step of an optimizer step runs inside; the last one then sends its second hop under the backward.
+        """Say which micro-step of a step runs inside; the last one sends its second hop under the backward.
 
         Args:
             index: From 0.
             of: Micro-steps per optimizer step.
         """
         if not 0 <= index < of:
-            raise ConfigError(f"`micro_step({index}, of={of})` is not one of {of} micro-steps. Count from 0 to {of - 1}.")
+            raise ConfigError(
+                f"`micro_step({index}, of={of})` is not one of {of} micro-steps. Count from 0 to {of - 1}."
+            )
         reducer = self._engine.reducer
         before, reducer.is_boundary = reducer.is_boundary, index == of - 1
         try:
@@ -180,7 +201,9 @@ class Sharded:
         finally:
             reducer.is_boundary = before
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`.
 
         Args:
@@ -197,19 +220,23 @@ class Sharded:
         self._engine.finish_gradients()
         total = norm.total_norm(self.parameters, self._mesh, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
-            raise LifecycleError(f"The gradient norm is {total.item()}. Lower the learning rate or the loss scale, or look for the first NaN.")
+            raise LifecycleError(
+                f"The gradient norm is {total.item()}. Lower the learning rate or the loss scale, or look for the "
+                "first NaN."
+            )
         norm.clip(self.parameters, total, max_norm)
         return total
 
     def finish_gradients(self) -> None:
-        """Make every gradient the mean over all ranks now. Stepping, clipping and reading `grad` do it by themselves. Collective."""
+        """Make every gradient the mean over all ranks now, as stepping, clipping and reading `grad` do. Collective."""
         self._engine.finish_gradients()
 
-    # -- what travels, and what is kept -----------------------------------------------------------------------
+    # -- what travels, and what is kept
+    # -----------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """Every collective of an optimizer step with as many micro-steps as the last one had (one, before the first)."""
+        """Every collective of an optimizer step with as many micro-steps as the last one had (before it, one)."""
         recorded = self._engine.recorded
         in_order = tuple(range(len(self._units)))
         shape = StepShape(
@@ -249,7 +276,7 @@ class Sharded:
         self._buffers.synchronize()
         return state.full_state_dict(self.model)
 
-    def load_full_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> Any:  # noqa: ANN401
+    def load_full_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> Any:
         """Load a plain state dict; every rank passes the whole one (memory-mapped, if it is large).
 
         Returns:
@@ -265,15 +292,18 @@ class Sharded:
         """Load a plain optimizer's state dict; every rank passes the whole one."""
         state.load_full_optimizer_state_dict(optimizer, state_dict)
 
-    # -- what the optimizer's step hooks ask ------------------------------------------------------------------
+    # -- what the optimizer's step hooks ask
+    # ------------------------------------------------------------------
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is a sharded parameter of this model."""
-        return isinstance(parameter, ShardedParameter) and getattr(parameter.mics_owner, "_engine", None) is self._engine
+        return (
+            isinstance(parameter, ShardedParameter) and getattr(parameter.mics_owner, "_engine", None) is self._engine
+        )
 
     def replaced(self, parameter: torch.Tensor) -> ShardedParameter | None:
         """The sharded parameter in the place of the plain `parameter` of before."""
-        return self._replaced.get(parameter)
+        return cast("ShardedParameter | None", self._replaced.get(parameter))
 
     def before_update(self) -> None:
         """An optimizer is about to read gradients."""
@@ -297,7 +327,9 @@ def _before_root_forward(weak: weakref.ref[Sharded]) -> None:
         sharded._buffers.before_forward()
 
 
-def _fill(modules: list[UnitModule], units: list[Unit], site: Site, initializer: Initializer | str, model: nn.Module) -> None:
+def _fill(
+    modules: list[UnitModule], units: list[Unit], site: Site, initializer: Initializer | str, model: nn.Module
+) -> None:
     """Put the first values into the shards."""
     if not any(materialize.is_meta(module.parameters) for module in modules):
         for module, unit in zip(modules, units, strict=True):
@@ -308,5 +340,3 @@ def _fill(modules: list[UnitModule], units: list[Unit], site: Site, initializer:
         torch.manual_seed(materialize.shared_seed())
         for module, unit in sorted(zip(modules, units, strict=True), key=lambda pair: -pair[0].depth):
             materialize.fill_from_initializer(module, unit.buckets, initialize, site.device)
-
-

@@ -2,9 +2,10 @@
 
 Three levels, each a tensor that may be the same memory as the one before:
 
-- `master`: this rank's shard at the optimizer scope, in the parameters' own dtype; what the optimizer updates.
-- `params_shard`: this rank's shard at the parameter scope, in the compute dtype. It is `master` itself when scope
-  and dtype agree, and none when parameters are not sharded.
+- `master`: this rank's shard at the optimizer scope, in the parameters' own dtype; what the optimizer
+  updates.
+- `params_shard`: this rank's shard at the parameter scope, in the compute dtype. It is `master` itself when
+  scope and dtype agree, and none when parameters are not sharded.
 - `whole`: the parameters themselves, in a slot (or for good, when parameters are not sharded).
 
 `update` goes from the first to the second once per optimizer step, `unshard` from the second to the third.
@@ -27,7 +28,8 @@ from mics_strategy.sharding.parameter import ShardedParameter
 class BucketSpec:
     """What a bucket is to hold, before anything is allocated.
 
-    `homes` lists for each parameter the (module, attribute) pairs that refer to it; more than one when it is tied.
+    `homes` lists for each parameter the (module, attribute) pairs that refer to it; more than one when it is
+    tied.
     """
 
     name: str
@@ -49,7 +51,14 @@ class Bucket:
         whole: [compact_numel] in the compute dtype: a piece of a slot, or memory of its own.
     """
 
-    def __init__(self, spec: BucketSpec, mesh: Mesh, master: torch.Tensor, params_shard: torch.Tensor | None, whole: torch.Tensor) -> None:
+    def __init__(
+        self,
+        spec: BucketSpec,
+        mesh: Mesh,
+        master: torch.Tensor,
+        params_shard: torch.Tensor | None,
+        whole: torch.Tensor,
+    ) -> None:
         self.spec = spec
         self.layout = spec.layout
         self.mesh = mesh
@@ -71,7 +80,11 @@ class Bucket:
     @property
     def is_aliased(self) -> bool:
         """Whether the parameters are the master itself: nothing ever has to move."""
-        return self.whole.data_ptr() == self.master.data_ptr() and self.whole.dtype == self.master.dtype and self.layout.full_numel > 0
+        return (
+            self.whole.data_ptr() == self.master.data_ptr()
+            and self.whole.dtype == self.master.dtype
+            and self.layout.full_numel > 0
+        )
 
     @property
     def needs_cast(self) -> bool:
@@ -86,7 +99,8 @@ class Bucket:
             cast: [shard_numel] in the compute dtype; used when an update changes the dtype and travels.
 
         Returns:
-            The gather over the axes that the optimizer scope has and the parameter scope lacks; None when nothing travels.
+            The gather over the axes that the optimizer scope has and the parameter scope lacks; None when
+            nothing travels.
         """
         self.updated_version = self.version
         across = self.mesh.gather_update
@@ -114,7 +128,8 @@ class Bucket:
             staging: [full_numel] in the compute dtype.
 
         Returns:
-            The gather over the parameter scope, which ends with the parameters in place; None when they are not sharded.
+            The gather over the parameter scope, which ends with the parameters in place; None when they are
+            not sharded.
         """
         self.unsharded_version = self.updated_version
         gather = self.mesh.gather_params

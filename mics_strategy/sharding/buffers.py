@@ -38,7 +38,9 @@ class Memory:
         return sum(self.bytes_by_purpose.values())
 
 
-def arena(memory: Memory, purpose: str, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device) -> list[torch.Tensor]:
+def arena(
+    memory: Memory, purpose: str, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device
+) -> list[torch.Tensor]:
     """One allocation per dtype, cut into consecutive pieces.
 
     Args:
@@ -48,7 +50,8 @@ def arena(memory: Memory, purpose: str, sizes: Sequence[tuple[int, torch.dtype]]
         device: Where.
     """
     whole = {
-        dtype: memory.zeros(purpose, sum(n for n, other in sizes if other is dtype), dtype, device) for dtype in dict.fromkeys(d for _, d in sizes)
+        dtype: memory.zeros(purpose, sum(n for n, other in sizes if other is dtype), dtype, device)
+        for dtype in dict.fromkeys(d for _, d in sizes)
     }
     used = dict.fromkeys(whole, 0)
     pieces = []
@@ -66,8 +69,8 @@ def packed_bytes(sizes: Sequence[tuple[int, torch.dtype]]) -> int:
 def cut(buffer: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
     """Typed views of a byte buffer, side by side, each aligned.
 
-    The views have a version counter of their own: autograd saves parameters that live here, and a later gather
-    into the same bytes is no modification that it should refuse.
+    The views have a version counter of their own: autograd saves parameters that live here, and a later
+    gather into the same bytes is no modification that it should refuse.
     """
     views, start = [], 0
     for numel, dtype in sizes:

@@ -1,7 +1,7 @@
 """How is everything put together, once?
 
-From the units and the scopes to arenas, slots, stagings, and the objects that use them. All memory that the engine will
-ever need is allocated here.
+From the units and the scopes to arenas, slots, stagings, and the objects that use them. All memory that the
+engine will ever need is allocated here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def plan_buckets(unit: UnitModule, site: Site) -> list[BucketSpec]:
         specs.append(
             BucketSpec(
                 name=f"{unit.name or '(root)'}{'' if trainable else ' (frozen)'}",
-                layout=plan_bucket([(entry.name, entry.parameter.shape) for entry in entries], site.mesh.scopes.optimizer),
+                layout=plan_bucket(
+                    [(entry.name, entry.parameter.shape) for entry in entries], site.mesh.scopes.optimizer
+                ),
                 homes=tuple(tuple(entry.homes) for entry in entries),
                 master_dtype=dtype,
                 param_dtype=compute if isinstance(compute, torch.dtype) and dtype.is_floating_point else dtype,
@@ -92,7 +94,14 @@ def _params_shards(specs: list[BucketSpec], masters: list[torch.Tensor], site: S
 def _whole_for_good(specs: list[BucketSpec], masters: list[torch.Tensor], site: Site) -> list[torch.Tensor]:
     """Memory of parameters that are not sharded: the optimizer's own where nothing distinguishes the two."""
     own = [spec for spec in specs if site.mesh.scopes.optimizer > 1 or spec.param_dtype != spec.master_dtype]
-    pieces = iter(arena(site.memory, "unsharded parameters", [(spec.layout.compact_numel, spec.param_dtype) for spec in own], site.device))
+    pieces = iter(
+        arena(
+            site.memory,
+            "unsharded parameters",
+            [(spec.layout.compact_numel, spec.param_dtype) for spec in own],
+            site.device,
+        )
+    )
     keep = set(map(id, own))
     return [(next(pieces) if id(spec) in keep else master).data for spec, master in zip(specs, masters, strict=True)]
 
@@ -108,7 +117,9 @@ def _slots(modules: list[UnitModule], specs: list[list[BucketSpec]], site: Site)
         seen[module.depth] += 1
     slots: dict[int, Slot] = {}
     for indices in bound.values():
-        size = max(packed_bytes([(spec.layout.compact_numel, spec.param_dtype) for spec in specs[index]]) for index in indices)
+        size = max(
+            packed_bytes([(spec.layout.compact_numel, spec.param_dtype) for spec in specs[index]]) for index in indices
+        )
         slot = Slot(site.memory.zeros("slots", size, torch.uint8, site.device))
         slots.update(dict.fromkeys(indices, slot))
     return [slots[index] for index in range(len(modules))]
@@ -121,7 +132,9 @@ def add_sharded_parameters(units: list[Unit], modules: list[UnitModule], site: S
         requires_grad = {entry.name: entry.parameter.requires_grad for entry in module.parameters}
         for bucket in unit.buckets:
             for region in bucket.layout.regions:
-                sharded = make_sharded_parameter(bucket.master, region, index, site.mesh.device_mesh, requires_grad[region.name])
+                sharded = make_sharded_parameter(
+                    bucket.master, region, index, site.mesh.device_mesh, requires_grad[region.name]
+                )
                 bucket.sharded.append(sharded)
         unit.abandon()
 
@@ -165,25 +178,45 @@ def _gradients(units: list[Unit], site: Site) -> dict[int, list[BucketGradient]]
     scopes, memory, device = site.mesh.scopes, site.memory, site.device
     buckets = [bucket for unit in units for bucket in unit.trainable]
     wide = [torch.promote_types(bucket.spec.master_dtype, torch.float32) for bucket in buckets]
-    sums = arena(memory, "gradients", [(b.layout.numel_at(scopes.grads), w) for b, w in zip(buckets, wide, strict=True)], device)
+    sums = arena(
+        memory,
+        "gradients",
+        [(b.layout.numel_at(scopes.grads), w) for b, w in zip(buckets, wide, strict=True)],
+        device,
+    )
     results = sums
     if scopes.grads != scopes.optimizer:
-        results = arena(memory, "reduced gradients", [(b.layout.shard_numel, w) for b, w in zip(buckets, wide, strict=True)], device)
+        results = arena(
+            memory,
+            "reduced gradients",
+            [(b.layout.shard_numel, w) for b, w in zip(buckets, wide, strict=True)],
+            device,
+        )
     narrow = [i for i, bucket in enumerate(buckets) if bucket.spec.master_dtype != wide[i]]
     sizes = [(buckets[i].layout.shard_numel, buckets[i].spec.master_dtype) for i in narrow]
     casts = dict(zip(narrow, arena(memory, "cast gradients", sizes, device), strict=True))
     wire = site.config.reduce_dtype
     made = iter(
-        BucketGradient(bucket, sums[i], results[i], casts.get(i, results[i]), wire if isinstance(wire, torch.dtype) else wide[i])
+        BucketGradient(
+            bucket,
+            sums[i],
+            results[i],
+            casts.get(i, results[i]),
+            wire if isinstance(wire, torch.dtype) else wide[i],
+        )
         for i, bucket in enumerate(buckets)
     )
     return {unit.index: [next(made) for _ in unit.trainable] for unit in units if unit.trainable}
 
 
-def _reducer_buffers(gradients: dict[int, list[BucketGradient]], modules: list[UnitModule], site: Site) -> ReducerBuffers:
+def _reducer_buffers(
+    gradients: dict[int, list[BucketGradient]], modules: list[UnitModule], site: Site
+) -> ReducerBuffers:
     mesh, memory, device = site.mesh, site.memory, site.device
     flat = {
-        index: packed_bytes([(g.bucket.layout.full_numel, g.wire_dtype) for g in of_unit] * 2) if mesh.reduce_grads is not None else 0
+        index: packed_bytes([(g.bucket.layout.full_numel, g.wire_dtype) for g in of_unit] * 2)
+        if mesh.reduce_grads is not None
+        else 0
         for index, of_unit in gradients.items()
     }
     by_depth: dict[int, list[int]] = defaultdict(list)
@@ -195,7 +228,9 @@ def _reducer_buffers(gradients: dict[int, list[BucketGradient]], modules: list[U
         ring = StagingRing(memory, "gradient stagings", count, max(flat[index] for index in indices), device)
         collecting.update(dict.fromkeys(indices, ring))
     scratch = [
-        second_hop_bytes(g.wire_dtype, g.accumulator.dtype, g.accumulator.numel(), g.result.numel(), mesh) for gs in gradients.values() for g in gs
+        second_hop_bytes(g.wire_dtype, g.accumulator.dtype, g.accumulator.numel(), g.result.numel(), mesh)
+        for gs in gradients.values()
+        for g in gs
     ]
     count = sum(len(g.bucket.layout.regions) for gs in gradients.values() for g in gs)
     return ReducerBuffers(

@@ -1,8 +1,9 @@
 """What happens when a unit is about to run, has run, or gets its gradient?
 
-The engine owns no tensors. Hooks tell it what the model does; it tells units to gather and release, and the reducer to
-collect and send. Nothing is assumed about the training loop: gathers follow the forward that really runs, the backward
-follows the calls that it left behind, and what a loop forgets to say costs overlap only.
+The engine owns no tensors. Hooks tell it what the model does; it tells units to gather and release, and the
+reducer to collect and send. Nothing is assumed about the training loop: gathers follow the forward that
+really runs, the backward follows the calls that it left behind, and what a loop forgets to say costs overlap
+only.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ class Engine:
     """
 
     def __init__(
-        self, units: list[Unit], reducer: Reducer, streams: Streams, buffers: GatherBuffers, prefetch: int, second_hop_every_backward: bool
+        self,
+        units: list[Unit],
+        reducer: Reducer,
+        streams: Streams,
+        buffers: GatherBuffers,
+        prefetch: int,
+        second_hop_every_backward: bool,
     ) -> None:
         self.units = units
         self.reducer = reducer
@@ -58,7 +65,8 @@ class Engine:
         self._clock = 0
         self._in_backward = False
 
-    # -- forward ----------------------------------------------------------------------------------------------
+    # -- forward
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def is_recomputing(self) -> bool:
@@ -112,7 +120,8 @@ class Engine:
             if unit is not current and is_free and self._prefetch:
                 self._start(unit)
 
-    # -- backward ---------------------------------------------------------------------------------------------
+    # -- backward
+    # ---------------------------------------------------------------------------------------------
 
     def _enter_pass(self) -> None:
         """The first sign of a backward: agree on the order of reductions and ask to be told of its end."""
@@ -122,7 +131,7 @@ class Engine:
         self.num_backwards += 1
         self.recorded.freeze()
         self.reducer.begin_backward(self._live.reduction_order())
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _before_backward(self, call: Call) -> None:
         """The gradient of a unit's output has arrived: its backward is next."""
@@ -134,7 +143,8 @@ class Engine:
             self._unshard(other.unit)
         if call.versions != tuple(bucket.version for bucket in unit.buckets):
             raise LifecycleError(
-                f"The parameters of unit `{unit.name}` changed between its forward and its backward (an optimizer step, a load, or a write "
+                f"The parameters of unit `{unit.name}` changed between its forward and its backward (an optimizer "
+                "step, a load, or a write "
                 "into a parameter). Run the backward before changing parameters, or run the forward again."
             )
         self._unshard(unit)
@@ -157,7 +167,8 @@ class Engine:
         self._enter_pass()
         if unit.phase is not Phase.BACKWARD and gradient.bucket.params_shard is not None:
             raise LifecycleError(
-                f"A gradient of unit `{unit.name}` arrived although its backward was never announced, so its parameters may not have been "
+                f"A gradient of unit `{unit.name}` arrived although its backward was never announced, so its "
+                "parameters may not have been "
                 "gathered. Let its forward return tensors, or tuples, lists, dicts or dataclasses of tensors."
             )
         self.reducer.collect(unit, gradient, position, parameter)
@@ -184,7 +195,8 @@ class Engine:
             unit.abandon()
         self.reducer.abandon()
 
-    # -- step -------------------------------------------------------------------------------------------------
+    # -- step
+    # -------------------------------------------------------------------------------------------------
 
     def finish_gradients(self) -> None:
         """Make every gradient final and visible. Collective; does nothing inside a backward or when nothing is due."""

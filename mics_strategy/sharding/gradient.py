@@ -1,13 +1,14 @@
 """What happens to one bucket's gradients?
 
 1. `collect`: autograd's gradient of a parameter is copied into the flat form, in the wire dtype, and freed.
-2. First hop, in every backward: the flat form is summed over the gradient scope and this rank's slice is added to
-   the accumulator. (Gradients that are not sharded are added to the accumulator directly.)
-3. Second hop, once per optimizer step: the accumulator is summed over the remaining ranks, scattered over the axes
-   that the optimizer scope has and the gradient scope lacks, and divided by the number of ranks.
+2. First hop, in every backward: the flat form is summed over the gradient scope and this rank's slice is
+   added to the accumulator. (Gradients that are not sharded are added to the accumulator directly.)
+3. Second hop, once per optimizer step: the accumulator is summed over the remaining ranks, scattered over the
+   axes that the optimizer scope has and the gradient scope lacks, and divided by the number of ranks.
 
-The accumulator holds a *sum* while the gradient is PARTIAL, the result its *mean* once it is SHARDED. A finished
-gradient that receives more is turned back into a sum, so finishing early costs traffic and never correctness.
+The accumulator holds a *sum* while the gradient is PARTIAL, the result its *mean* once it is SHARDED. A
+finished gradient that receives more is turned back into a sum, so finishing early costs traffic and never
+correctness.
 """
 
 from __future__ import annotations
@@ -27,13 +28,19 @@ class BucketGradient:
     Args:
         bucket: Whose gradient.
         accumulator: [numel_at(gradient scope)], fp32 or wider.
-        result: [shard_numel], same dtype: what the optimizer reads; the accumulator itself when both scopes agree.
+        result: [shard_numel], same dtype: what the optimizer reads; the accumulator itself when both scopes
+            agree.
         result_cast: [shard_numel] in the parameters' dtype when that is another one; otherwise `result`.
         wire_dtype: Dtype in which gradients travel.
     """
 
     def __init__(
-        self, bucket: Bucket, accumulator: torch.Tensor, result: torch.Tensor, result_cast: torch.Tensor, wire_dtype: torch.dtype
+        self,
+        bucket: Bucket,
+        accumulator: torch.Tensor,
+        result: torch.Tensor,
+        result_cast: torch.Tensor,
+        wire_dtype: torch.dtype,
     ) -> None:
         self.bucket = bucket
         self.name = bucket.spec.name
@@ -56,7 +63,9 @@ class BucketGradient:
         self._divisor = mesh.scopes.world_size
         self._replicas = mesh.second_reduce.size if mesh.second_reduce is not None else 1
         index = mesh.shard_index
-        self._labels: list[DTensor] = [label(region.local_view(result_cast, index), region, mesh.device_mesh) for region in bucket.layout.regions]
+        self._labels: list[DTensor] = [
+            label(region.local_view(result_cast, index), region, mesh.device_mesh) for region in bucket.layout.regions
+        ]
 
     @property
     def is_sharded(self) -> bool:
@@ -170,7 +179,9 @@ class BucketGradient:
         across = self.bucket.mesh.second_reduce
         if across is None:
             return None
-        return across.all_reduce(self.result, self.result if self.wire_dtype == self.result.dtype else scratch, self.name)
+        return across.all_reduce(
+            self.result, self.result if self.wire_dtype == self.result.dtype else scratch, self.name
+        )
 
     def finish(self) -> None:
         """Divide, once, by the number of ranks."""

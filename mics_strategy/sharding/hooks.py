@@ -1,14 +1,14 @@
 """When do the model and autograd call us?
 
-Two module hooks per unit and one hook per unsharded parameter; autograd's hooks on a unit's outputs are made anew in
-every forward. A hook may not be traced: `torch.compile` sees a unit's forward and never these.
+Two module hooks per unit and one hook per unsharded parameter; autograd's hooks on a unit's outputs are made
+anew in every forward. A hook may not be traced: `torch.compile` sees a unit's forward and never these.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -35,7 +35,9 @@ def install(engine: Engine, before_root_forward: Callable[[], None]) -> None:
                 parameter.register_post_accumulate_grad_hook(_gradient_hook(engine, unit, gradient, position))
 
 
-def _gradient_hook(engine: Engine, unit: Unit, gradient: BucketGradient, position: int) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(
+    engine: Engine, unit: Unit, gradient: BucketGradient, position: int
+) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
         engine.on_gradient(unit, gradient, position, parameter)  # type: ignore[arg-type]
 
@@ -46,8 +48,9 @@ def _watch_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None)
     entered: list[int] = []
     compute_dtype = next((b.spec.param_dtype for b in unit.buckets if b.needs_cast), None)
 
-    @torch.compiler.disable
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def before(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if first is not None:
             first()
         entered.append(engine.before_forward(unit))
@@ -55,18 +58,21 @@ def _watch_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None)
             return None
         return cast_floating(args, compute_dtype), cast_floating(kwargs, compute_dtype)
 
-    @torch.compiler.disable
-    def after(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> None:  # noqa: ANN401
+    def after(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> None:
         if entered:
             engine.after_forward(unit, entered.pop(), list(tensors_in(outputs)))
 
-    unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    unit.module.register_forward_hook(after, always_call=True)
+    disable = torch.compiler.disable
+    unit.module.register_forward_pre_hook(disable(before), prepend=True, with_kwargs=True)
+    unit.module.register_forward_hook(disable(after), always_call=True)
 
 
 def cast_floating(tree: T, dtype: torch.dtype) -> T:
     """Every floating tensor of `tree` in `dtype`."""
-    return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, tree)
+    return tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
+        tree,
+    )
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:

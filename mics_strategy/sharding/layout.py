@@ -112,7 +112,9 @@ class BucketLayout:
             offset += _aligned(region.numel)
         return views
 
-    def pieces(self, flat: torch.Tensor, full: torch.Tensor, position: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def pieces(
+        self, flat: torch.Tensor, full: torch.Tensor, position: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of equal-shaped views (in the flat form, in the whole parameter) that cover one parameter.
 
         One pair where all chunks are whole, which is the rule along dimension 0: the copy between the two

@@ -4,9 +4,11 @@ Four small machines, each one table from (state, event) to the next state. What 
 illegal and raises; nothing infers a state from whether some attribute is None.
 
 - `Content`: what a unit's slot holds for it.
-- `Phase`: who is using the unit's parameters. A forward inside the backward is a recomputation and changes nothing.
+- `Phase`: who is using the unit's parameters. A forward inside the backward is a recomputation and changes
+  nothing.
 - `Collection`: the buffer in which one backward's gradients wait for their reduction.
-- `Gradient`: the accumulated gradient. PARTIAL still lacks other ranks' parts; SHARDED is the mean over all ranks.
+- `Gradient`: the accumulated gradient. PARTIAL still lacks other ranks' parts; SHARDED is the mean over all
+  ranks.
 
 Pure.
 """
@@ -106,7 +108,8 @@ def advance(table: dict[tuple[S, str], S], state: S, event: str, subject: str) -
     if following is None:
         allowed = sorted(name for known, name in table if known is state)
         raise LifecycleError(
-            f"{subject}: `{event}` came while its {type(state).__name__.lower()} was {state.value}; allowed then: {', '.join(allowed)}. "
+            f"{subject}: `{event}` came while its {type(state).__name__.lower()} was {state.value}; allowed then: "
+            f"{', '.join(allowed)}. "
             "Was its forward or backward entered from two threads, or interrupted by an exception that was swallowed?"
         )
     return following

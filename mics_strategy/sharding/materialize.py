@@ -1,13 +1,15 @@
 """How do the first values get into the shards?
 
-A model with values: ranks compare a fingerprint of every parameter and take rank 0's where they differ, as plain data
-parallel training does. A model on the meta device: one unit at a time is given memory and initialised, with one random
-seed on all ranks, and only this rank's shards are kept, so no rank ever holds more than one whole unit.
+A model with values: ranks compare a fingerprint of every parameter and take rank 0's where they differ, as
+plain data parallel training does. A model on the meta device: one unit at a time is given memory and
+initialised, with one random seed on all ranks, and only this rank's shards are kept, so no rank ever holds
+more than one whole unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,7 +48,9 @@ def fingerprint(value: torch.Tensor) -> tuple[int, float]:
     return int(words.sum(dtype=torch.int64)), float((words.to(torch.float64) * weights).sum())
 
 
-def fill_from_initializer(unit: UnitModule, buckets: list[Bucket], initializer: Initializer, device: torch.device) -> None:
+def fill_from_initializer(
+    unit: UnitModule, buckets: list[Bucket], initializer: Initializer, device: torch.device
+) -> None:
     """Give one unit memory, initialise it, keep this rank's shards. Call it for inner units before outer ones.
 
     The random generators must have the same state on all ranks.
@@ -83,7 +87,8 @@ def find_initializer(model: nn.Module) -> Initializer:
         ConfigError: From the initializer: a module with meta tensors of its own has neither.
     """
     whole_model = getattr(model, "_init_weights", None) or next(
-        (module._init_weights for module in model.modules() if callable(getattr(module, "_init_weights", None))), None
+        (module._init_weights for module in model.modules() if callable(getattr(module, "_init_weights", None))),
+        None,
     )
 
     def initialize(module: nn.Module) -> None:
@@ -94,8 +99,8 @@ def find_initializer(model: nn.Module) -> Initializer:
             own()
         elif any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
             raise ConfigError(
-                f"{type(module).__name__} is on the meta device and has no `reset_parameters()`, so its values are unknown. "
-                "Give it one, pass `initializer=` to `shard()`, or build the model on a real device."
+                f"{type(module).__name__} is on the meta device and has no `reset_parameters()`, so its values are "
+                "unknown. Give it one, pass `initializer=` to `shard()`, or build the model on a real device."
             )
 
     return initialize

@@ -1,7 +1,7 @@
 """How long is the whole gradient?
 
-One pass over this rank's shards and one all-reduce over the ranks that hold different shards (never over replicas,
-which would count everything twice).
+One pass over this rank's shards and one all-reduce over the ranks that hold different shards (never over
+replicas, which would count everything twice).
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """How does any torch optimizer step on shards?
 
-Outside a step an optimizer sees sharded parameters: clipping, gradient scalers, state dicts and schedulers work on
-DTensors. Inside a step it sees plain local tensors, because dispatching a fused update through DTensor costs several
-times the update. The exchange happens in torch's own step hooks, after a closure if there is one, so every way of
-calling ``step`` is covered, for optimizers built after `shard()` and for adopted ones.
+Outside a step an optimizer sees sharded parameters: clipping, gradient scalers, state dicts and schedulers
+work on DTensors. Inside a step it sees plain local tensors, because dispatching a fused update through
+DTensor costs several times the update. The exchange happens in torch's own step hooks, after a closure if
+there is one, so every way of calling ``step`` is covered, for optimizers built after `shard()` and for
+adopted ones.
 """
 
 from __future__ import annotations
@@ -92,22 +93,32 @@ class LocalStep:
             local = self._locals[sharded] = nn.Parameter(sharded.local.detach(), requires_grad=sharded.requires_grad)
         return local
 
-    def _unwrap(self, value: Any) -> Any:  # noqa: ANN401
+    def _unwrap(self, value: Any) -> Any:
         if isinstance(value, DTensor):
             local = value.to_local()
             self._wrapped[id(local)] = value
             return local
         return value
 
-    def _wrap(self, value: Any, sharded: ShardedParameter) -> Any:  # noqa: ANN401
+    def _wrap(self, value: Any, sharded: ShardedParameter) -> Any:
         """A state of the parameter's own shape becomes a DTensor like it; counters and the like stay as they are."""
-        if not isinstance(value, torch.Tensor) or value.shape != sharded.local.shape or value.dim() != sharded.dim() or not value.dim():
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.shape != sharded.local.shape
+            or value.dim() != sharded.dim()
+            or not value.dim()
+        ):
             return value
         known = self._wrapped.get(id(value))
         if known is not None:
             return known
         return DTensor.from_local(
-            value, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+            value,
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.shape,
+            stride=sharded.stride(),
         )
 
 
@@ -122,14 +133,19 @@ class StepHooks:
         self._observer = weakref.ref(observer)
         self._steps: weakref.WeakKeyDictionary[Optimizer, LocalStep] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, list[ShardedParameter]] = weakref.WeakKeyDictionary()
-        self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
 
     def remove(self) -> None:
         """Stop watching optimizers."""
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         observer = self._observer()
         if observer is None:
             return None
@@ -156,7 +172,7 @@ class StepHooks:
     def _around_closure(
         self, optimizer: Optimizer, step: LocalStep, observer: StepObserver, closure: Callable[[], Any]
     ) -> Callable[[], Any]:
-        def closure_on_sharded() -> Any:  # noqa: ANN401
+        def closure_on_sharded() -> Any:
             step.leave()
             result = closure()
             self._enter(optimizer, step, observer)
@@ -182,7 +198,8 @@ def refuse_stale(optimizer: Optimizer, parameters: list[torch.Tensor], observer:
         sharded = observer.replaced(parameter)
         if sharded is not None:
             raise ConfigError(
-                f"{type(optimizer).__name__} was built before `shard()` and still holds the plain `{sharded.mics_name}`, which the model no "
+                f"{type(optimizer).__name__} was built before `shard()` and still holds the plain "
+                f"`{sharded.mics_name}`, which the model no "
                 "longer uses. Call `optimizer = sharded.adopt(optimizer)`, or build the optimizer after `shard()`."
             )
 
@@ -196,8 +213,8 @@ def refuse_unfit(optimizer: Optimizer, observer: StepObserver) -> None:
     for cls in type(optimizer).__mro__:
         if cls.__name__ in _NEEDS_WHOLE_TENSORS and not observer.keeps_optimizer_whole:
             raise ConfigError(
-                f"{type(optimizer).__name__} needs whole tensors, and each rank holds shards of them. Use an elementwise optimizer (AdamW, SGD, ...) "
-                "or keep optimizer states whole with `optimizer='none'`."
+                f"{type(optimizer).__name__} needs whole tensors, and each rank holds shards of them. Use an "
+                "elementwise optimizer (AdamW, SGD, ...) or keep optimizer states whole with `optimizer='none'`."
             )
 
 
@@ -216,7 +233,8 @@ def adopt(optimizer: Optimizer, observer: StepObserver) -> None:
                 swaps[parameter] = sharded
             elif not observer.owns(parameter):
                 raise ConfigError(
-                    f"Parameter {position} of group {index} of {type(optimizer).__name__}, shape {tuple(parameter.shape)}, is not a parameter of the "
+                    f"Parameter {position} of group {index} of {type(optimizer).__name__}, shape "
+                    f"{tuple(parameter.shape)}, is not a parameter of the "
                     "sharded model. Give the optimizer this model's parameters only, one optimizer per sharded model."
                 )
     for group in optimizer.param_groups:
@@ -227,8 +245,15 @@ def adopt(optimizer: Optimizer, observer: StepObserver) -> None:
             optimizer.state[sharded] = {key: _shard_like(value, sharded) for key, value in state.items()}
 
 
-def _shard_like(value: Any, sharded: ShardedParameter) -> Any:  # noqa: ANN401
+def _shard_like(value: Any, sharded: ShardedParameter) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != sharded.shape or not value.dim():
         return value
     piece = sharded.mics_region.slice_of(value.detach(), sharded.mics_index).clone().to(sharded.device)
-    return DTensor.from_local(piece, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride())
+    return DTensor.from_local(
+        piece,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )

@@ -1,9 +1,9 @@
 """Which unit comes next?
 
-Two kinds of knowledge. The *recorded* order of a first training forward says what to gather ahead in later ones; it
-is a hint, and a forward that goes another way only loses the head start. The *live calls* are the forwards whose
-backward is still to come: they say exactly in what order the backward will need units, and every rank has the same
-ones, so what one rank's backward skips it can still follow.
+Two kinds of knowledge. The *recorded* order of a first training forward says what to gather ahead in later
+ones; it is a hint, and a forward that goes another way only loses the head start. The *live calls* are the
+forwards whose backward is still to come: they say exactly in what order the backward will need units, and
+every rank has the same ones, so what one rank's backward skips it can still follow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LiveCalls:
         call.unit.num_live_calls += 1
 
     def pop_until(self, call: Call) -> Iterator[Call]:
-        """Remove and give, latest first, the calls that ended after `call` (the backward skips them); remove `call` too.
+        """Remove `call`, and remove and give, latest first, the calls that ended after it: the backward skips them.
 
         Gives nothing for a call that is not live any more: a second backward through one graph.
         """

@@ -18,7 +18,7 @@ from typing_extensions import override
 from mics_strategy.errors import LifecycleError
 from mics_strategy.sharding.layout import Region
 
-_stored_grad = torch.Tensor.grad
+_stored_grad: Any = torch.Tensor.grad  # the descriptor under the property below
 
 
 class GradientOwner(Protocol):
@@ -93,8 +93,8 @@ class ShardedParameter(DTensor):
 
     def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
         raise LifecycleError(
-            f"A gradient hook on the sharded parameter `{self.mics_name}` would never run: autograd sees the gathered parameter. "
-            "Read `grad` after the backward, or hook the module's outputs."
+            f"A gradient hook on the sharded parameter `{self.mics_name}` would never run: autograd sees the gathered "
+            "parameter. Read `grad` after the backward, or hook the module's outputs."
         )
 
     register_hook = _refuse_hook
@@ -108,7 +108,9 @@ class ShardedParameter(DTensor):
         )
 
 
-def make_sharded_parameter(master: torch.Tensor, region: Region, index: int, mesh: DeviceMesh, requires_grad: bool) -> ShardedParameter:
+def make_sharded_parameter(
+    master: torch.Tensor, region: Region, index: int, mesh: DeviceMesh, requires_grad: bool
+) -> ShardedParameter:
     """Label this rank's piece of a parameter as a DTensor of the whole one.
 
     Args:
@@ -120,8 +122,8 @@ def make_sharded_parameter(master: torch.Tensor, region: Region, index: int, mes
     """
     tensor = label(region.local_view(master, index), region, mesh)
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
-    parameter.__class__ = ShardedParameter
-    sharded = cast(ShardedParameter, parameter)
+    sharded = cast("ShardedParameter", parameter)
+    sharded.__class__ = ShardedParameter
     sharded.mics_name = region.name
     sharded.mics_changes = 0
     sharded.mics_region = region

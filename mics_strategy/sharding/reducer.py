@@ -1,10 +1,11 @@
 """In what order do gradients leave?
 
-Ranks may use different parameters, so a rank must not decide by what it happens to have: within a backward, units
-are reduced in one order that follows from the forward alone, the reverse of the order in which they were entered. A unit that
-is complete waits for those before it; at the end of the backward the rest follows, with zeros where nothing
-arrived. In the second hop one small count of users per parameter travels along: it tells which units and parameters
-any rank has used, and only a rank that did not use all of them itself has to look at it.
+Ranks may use different parameters, so a rank must not decide by what it happens to have: within a backward,
+units are reduced in one order that follows from the forward alone, the reverse of the order in which they
+were entered. A unit that is complete waits for those before it; at the end of the backward the rest follows,
+with zeros where nothing arrived. In the second hop one small count of users per parameter travels along: it
+tells which units and parameters any rank has used, and only a rank that did not use all of them itself has to
+look at it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from mics_strategy.sharding.unit import Unit
 class ReducerBuffers:
     """Where gradients wait and travel.
 
-    `collecting` lends, by unit index, twice the flat form of the unit's trainable buckets; `second_hop` lends scratch for
-    one bucket's second hop; `usage` counts the users of every trainable parameter.
+    `collecting` lends, by unit index, twice the flat form of the unit's trainable buckets; `second_hop` lends
+    scratch for one bucket's second hop; `usage` counts the users of every trainable parameter.
     """
 
     collecting: dict[int, StagingRing]
@@ -66,7 +67,8 @@ class Reducer:
     _in_flight: deque[tuple[Unit, list[Chain]]] = field(default_factory=deque)
     _second: dict[BucketGradient, Chain] = field(default_factory=dict)
 
-    # -- one backward -----------------------------------------------------------------------------------------
+    # -- one backward
+    # -----------------------------------------------------------------------------------------
 
     def begin_backward(self, order: list[Unit]) -> None:
         """A backward starts; `order` lists the units that may receive gradients, first to be reduced first."""
@@ -127,7 +129,8 @@ class Reducer:
                 self._launch(unit)
         self._land_until(unit)
 
-    # -- first hop --------------------------------------------------------------------------------------------
+    # -- first hop
+    # --------------------------------------------------------------------------------------------
 
     def _launch(self, unit: Unit) -> None:
         chains: list[Chain] = []
@@ -158,7 +161,8 @@ class Reducer:
         while self._in_flight:
             self._land_next()
 
-    # -- second hop -------------------------------------------------------------------------------------------
+    # -- second hop
+    # -------------------------------------------------------------------------------------------
 
     def _start_second_hop(self, gradient: BucketGradient) -> None:
         if gradient in self._second:
@@ -167,7 +171,9 @@ class Reducer:
         numel, shard_numel = gradient.accumulator.numel(), gradient.result.numel()
         wire, scratch, narrow = _second_hop_views(buffer, gradient.wire_dtype, numel, shard_numel, self.mesh)
         self._second[gradient] = self.streams.reduce(
-            lambda: gradient.scatter(wire, scratch), lambda: gradient.all_reduce(narrow), lambda: gradient.finish()
+            lambda: gradient.scatter(wire, scratch),
+            lambda: gradient.all_reduce(narrow),
+            lambda: gradient.finish(),
         )
 
     def _settle(self, gradient: BucketGradient) -> None:
@@ -258,7 +264,9 @@ class _Usage:
         return [position for position, users in enumerate(self._by_position(gradient)) if users]
 
 
-def second_hop_bytes(wire_dtype: torch.dtype, accumulator_dtype: torch.dtype, numel: int, shard_numel: int, mesh: Mesh) -> int:
+def second_hop_bytes(
+    wire_dtype: torch.dtype, accumulator_dtype: torch.dtype, numel: int, shard_numel: int, mesh: Mesh
+) -> int:
     """Bytes of scratch that one bucket's second hop needs."""
     scatter = (1 if wire_dtype == accumulator_dtype else 2) * numel if mesh.second_scatter is not None else 0
     narrow = 0
@@ -270,7 +278,7 @@ def second_hop_bytes(wire_dtype: torch.dtype, accumulator_dtype: torch.dtype, nu
 def _second_hop_views(
     buffer: torch.Tensor, wire_dtype: torch.dtype, numel: int, shard_numel: int, mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Wire form, scratch of the scatter, scratch of the all-reduce: views of one lent buffer, empty where not needed."""
+    """Wire form, scratch of the scatter, scratch of the all-reduce: views of one lent buffer, maybe empty."""
     typed = buffer[: buffer.numel() // wire_dtype.itemsize * wire_dtype.itemsize].view(wire_dtype)
     if mesh.second_scatter is None:
         return typed[:0], typed[:0], typed

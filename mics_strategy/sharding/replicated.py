@@ -1,8 +1,8 @@
 """What about buffers?
 
-They are small and stay whole on every rank. Training changes some of them from each rank's own data (running statistics of
-BatchNorm); as in plain data parallel training rank 0's are the ones that count: the others take them over before the model
-is evaluated or saved, when they have changed, instead of before every forward.
+They are small and stay whole on every rank. Training changes some of them from each rank's own data (running
+statistics of BatchNorm); as in plain data parallel training rank 0's are the ones that count: the others take
+them over before the model is evaluated or saved, when they have changed, instead of before every forward.
 """
 
 from __future__ import annotations

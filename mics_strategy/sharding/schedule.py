@@ -1,8 +1,9 @@
 """In what order do units move in one step?
 
 The plan of a training step is arithmetic: from the order of the units, the scopes and the slots follows every
-collective, with its axis, dtype, bytes and moment. The engine never reads the plan; both follow the same rules, and the
-tests compare what the engine issued with what is planned here. The simulator prices this same plan.
+collective, with its axis, dtype, bytes and moment. The engine never reads the plan; both follow the same
+rules, and the tests compare what the engine issued with what is planned here. The simulator prices this same
+plan.
 
 Pure.
 """
@@ -90,11 +91,18 @@ class Plan:
         rows: Counter[tuple[str, str, str, str]] = Counter()
         sent: Counter[tuple[str, str, str, str]] = Counter()
         for planned in self.collectives:
-            key = (planned.moment, planned.axis, planned.collective, str(planned.dtype).removeprefix("torch."))
+            key = (
+                planned.moment,
+                planned.axis,
+                planned.collective,
+                str(planned.dtype).removeprefix("torch."),
+            )
             rows[key] += 1
             sent[key] += planned.sent_bytes
         lines = [f"{'moment':<11}{'axis':<24}{'collective':<16}{'dtype':<10}{'count':>6}{'sent MB':>12}"]
-        lines += [f"{k[0]:<11}{k[1]:<24}{k[2]:<16}{k[3]:<10}{count:>6}{sent[k] / 1e6:>12.3f}" for k, count in rows.items()]
+        lines += [
+            f"{k[0]:<11}{k[1]:<24}{k[2]:<16}{k[3]:<10}{count:>6}{sent[k] / 1e6:>12.3f}" for k, count in rows.items()
+        ]
         return "\n".join(lines)
 
 
@@ -153,25 +161,55 @@ class _Planner:
             if bucket not in self._updated:
                 self._updated.add(bucket)
                 numel = bucket.layout.numel_at(scopes.params)
-                self._add(GATHER, scopes.span(scopes.params, scopes.optimizer), numel, bucket.param_dtype, unit.name, moment)
-            self._add(GATHER, scopes.span(1, scopes.params), bucket.layout.full_numel, bucket.param_dtype, unit.name, moment)
+                self._add(
+                    GATHER,
+                    scopes.span(scopes.params, scopes.optimizer),
+                    numel,
+                    bucket.param_dtype,
+                    unit.name,
+                    moment,
+                )
+            self._add(
+                GATHER,
+                scopes.span(1, scopes.params),
+                bucket.layout.full_numel,
+                bucket.param_dtype,
+                unit.name,
+                moment,
+            )
 
     def _reduce(self, index: int) -> None:
         for bucket in self._trainable(index):
             span = self.scopes.span(1, self.scopes.grads)
-            self._add(REDUCE_SCATTER, span, bucket.layout.full_numel, bucket.wire_dtype, self.units[index].name, "backward")
+            self._add(
+                REDUCE_SCATTER,
+                span,
+                bucket.layout.full_numel,
+                bucket.wire_dtype,
+                self.units[index].name,
+                "backward",
+            )
 
     def second_hop(self, left: tuple[int, ...]) -> None:
         scopes = self.scopes
         world = scopes.span(1, scopes.world_size)
-        num_parameters = sum(len(bucket.layout.regions) for index in range(len(self.units)) for bucket in self._trainable(index))
+        num_parameters = sum(
+            len(bucket.layout.regions) for index in range(len(self.units)) for bucket in self._trainable(index)
+        )
         if num_parameters:
             self._add(ALL_REDUCE, world, num_parameters, USAGE_DTYPE, "(usage)", "second_hop")
         replicas = scopes.span(scopes.optimizer, scopes.world_size)
         for index in sorted(set(left), reverse=True):
             for bucket in self._trainable(index):
                 numel, shard = bucket.layout.numel_at(scopes.grads), bucket.layout.shard_numel
-                self._add(REDUCE_SCATTER, scopes.span(scopes.grads, scopes.optimizer), numel, bucket.wire_dtype, self.units[index].name, "second_hop")
+                self._add(
+                    REDUCE_SCATTER,
+                    scopes.span(scopes.grads, scopes.optimizer),
+                    numel,
+                    bucket.wire_dtype,
+                    self.units[index].name,
+                    "second_hop",
+                )
                 if bucket.wire_dtype != bucket.sum_dtype:
                     shard = -(-shard // replicas.size) * replicas.size
                 self._add(ALL_REDUCE, replicas, shard, bucket.wire_dtype, self.units[index].name, "second_hop")
@@ -184,4 +222,6 @@ class _Planner:
             return
         full_bytes = numel * dtype.itemsize
         sent = SENT_BYTES[collective](full_bytes, span.size)
-        self.planned.append(Planned(collective, span.name, span.size, dtype, full_bytes, sent, unit, moment, self.micro_step))
+        self.planned.append(
+            Planned(collective, span.name, span.size, dtype, full_bytes, sent, unit, moment, self.micro_step)
+        )

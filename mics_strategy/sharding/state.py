@@ -1,7 +1,8 @@
 """How does a sharded model become one plain state dict, and back?
 
-Tensor by tensor: a rank never holds more than one whole parameter beside its shards, and only rank 0 collects them, on the
-CPU. Loading takes this rank's piece out of a (memory-mapped) whole tensor and copies nothing else.
+Tensor by tensor: a rank never holds more than one whole parameter beside its shards, and only rank 0 collects
+them, on the CPU. Loading takes this rank's piece out of a (memory-mapped) whole tensor and copies nothing
+else.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ StateDict = dict[str, Any]
 
 
 def full_state_dict(model: nn.Module) -> StateDict:
-    """The plain model's state dict on rank 0's CPU, names and order kept, ties shared; empty on other ranks. Collective."""
+    """The plain model's state dict on rank 0's CPU, names, order and ties kept; empty on other ranks."""
     whole: dict[int, torch.Tensor] = {}
     result: StateDict = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -33,7 +34,7 @@ def full_state_dict(model: nn.Module) -> StateDict:
     return result if dist.get_rank() == 0 else {}
 
 
-def load_full_state_dict(model: nn.Module, state: StateDict, *, strict: bool) -> Any:  # noqa: ANN401
+def load_full_state_dict(model: nn.Module, state: StateDict, *, strict: bool) -> Any:
     """Load a plain state dict that every rank passes whole; see `torch.nn.Module.load_state_dict`.
 
     Raises:
@@ -64,11 +65,12 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict) -> No
     saved = sum(len(group["params"]) for group in state["param_groups"])
     if saved != len(parameters):
         raise CheckpointError(
-            f"The checkpoint's optimizer has {saved} parameters, this {type(optimizer).__name__} has {len(parameters)}. "
-            "Build the optimizer over the parameters that it was saved with."
+            f"The checkpoint's optimizer has {saved} parameters, this {type(optimizer).__name__} has "
+            f"{len(parameters)}. Build the optimizer over the parameters that it was saved with."
         )
     pieces = {
-        index: {key: _piece(value, parameters[index]) for key, value in entry.items()} for index, entry in state["state"].items()
+        index: {key: _piece(value, parameters[index]) for key, value in entry.items()}
+        for index, entry in state["state"].items()
     }
     optimizer.load_state_dict({**state, "state": pieces})
 
@@ -83,11 +85,17 @@ def _to_rank_zero(value: torch.Tensor) -> torch.Tensor:
     return whole.cpu() if whole.is_cuda else whole.clone()
 
 
-def _piece(value: Any, own: object) -> Any:  # noqa: ANN401
+def _piece(value: Any, own: object) -> Any:
     """This rank's shard of a whole tensor, labelled like the parameter `own`; anything else as it is."""
     if not isinstance(own, ShardedParameter) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != own.shape or not value.dim():
-        return value if value.shape != own.shape else DTensor.from_local(value, own.device_mesh, own.placements, run_check=False)
+        return (
+            value
+            if value.shape != own.shape
+            else DTensor.from_local(value, own.device_mesh, own.placements, run_check=False)
+        )
     local = own.mics_region.slice_of(value, own.mics_index).to(own.device, copy=True)
-    return DTensor.from_local(local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride())
+    return DTensor.from_local(
+        local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+    )

@@ -1,8 +1,8 @@
 """What may run at the same time?
 
-A `Chain` is a sequence of collectives of which each needs the one before (update, then gather). On the CPU its
-first stage runs in the transport's threads while Python computes, and the rest follows when somebody waits. On
-CUDA the whole chain is put on a side stream at once, ordered by events, and the host never blocks.
+A `Chain` is a sequence of collectives of which each needs the one before (update, then gather). On the CPU
+its first stage runs in the transport's threads while Python computes, and the rest follows when somebody
+waits. On CUDA the whole chain is put on a side stream at once, ordered by events, and the host never blocks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Streams:
         return Chain(list(stages), self._gather)
 
     def reduce(self, *stages: Stage) -> Chain:
-        """Start a chain that takes gradients away. A gather does not delay it: it has a stream of its own, of higher priority."""
+        """Start a chain that takes gradients away, on a stream of higher priority: no gather delays it."""
         return Chain(list(stages), self._reduce)
 
 

@@ -1,11 +1,14 @@
 """How does one unit unshard and reshard?
 
-A unit is a module whose own parameters travel together, usually one transformer layer. It is bound to one slot
-for good. What is still in the slot when the unit is needed again (the last layers at the start of the backward,
-the first ones at the start of the next micro-step) is not gathered again.
+A unit is a module whose own parameters travel together, usually one transformer layer. It is bound to one
+slot for good. What is still in the slot when the unit is needed again (the last layers at the start of the
+backward, the first ones at the start of the next micro-step) is not gathered again.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -15,7 +18,7 @@ from mics_strategy.sharding.bucket import Bucket
 from mics_strategy.sharding.buffers import Slot, StagingRing, cut, packed_bytes
 from mics_strategy.sharding.lifecycle import CONTENT, PHASE, Content, Phase, advance
 from mics_strategy.sharding.parameter import ShardedParameter
-from mics_strategy.sharding.streams import Chain, Streams
+from mics_strategy.sharding.streams import Chain, Stage, Streams
 
 
 class Unit:
@@ -53,7 +56,9 @@ class Unit:
     @property
     def is_fresh(self) -> bool:
         """Whether the slot holds (or is about to hold) the current parameters, so that nothing has to travel."""
-        return self.content is not Content.SHARDED and all(bucket.unsharded_version == bucket.version for bucket in self.buckets)
+        return self.content is not Content.SHARDED and all(
+            bucket.unsharded_version == bucket.version for bucket in self.buckets
+        )
 
     def start_unshard(self, streams: Streams, staging: StagingRing, cast: StagingRing) -> None:
         """Begin to gather, unless the slot already holds the current parameters.
@@ -74,11 +79,11 @@ class Unit:
         shard_sizes = [(bucket.layout.shard_numel, bucket.spec.param_dtype) for bucket in self.buckets]
         flats = _cut_or_none(staging.take(self.finish_unshard), flat_sizes)
         casts = _cut_or_none(cast.take(self.finish_unshard), shard_sizes)
-        stages = []
+        stages: list[Stage] = []
         for bucket, flat, shard in zip(self.buckets, flats, casts, strict=True):
             if bucket.updated_version != bucket.version:
-                stages.append(lambda bucket=bucket, flat=flat, shard=shard: bucket.update(flat, shard))
-            stages.append(lambda bucket=bucket, flat=flat: bucket.unshard(flat))
+                stages.append(partial(bucket.update, flat, shard))
+            stages.append(partial(bucket.unshard, flat))
         self._arrival = streams.gather(*stages)
         for bucket in self.buckets:
             bucket.unsharded_version = bucket.version
@@ -92,11 +97,12 @@ class Unit:
             self._lost_weights = False
 
     def evict(self) -> None:
-        """Give the slot up. A unit in its backward may be evicted by a recomputation, and must then be gathered again."""
+        """Give the slot up. A recomputation may take it from a unit in its backward, which is then gathered again."""
         self.finish_unshard()
         if self.phase is Phase.FORWARD:
             raise LifecycleError(
-                f"Unit `{self.name}` is in its forward while another unit needs its slot. Units that are used at the same time must be "
+                f"Unit `{self.name}` is in its forward while another unit needs its slot. Units that are used at the "
+                "same time must be "
                 "nested in one another; pass the outer class to `shard(units=...)`, or raise `prefetch`."
             )
         if self.content is Content.UNSHARDED:
@@ -129,14 +135,16 @@ class Unit:
         """No backward of this unit can follow in this pass.
 
         Raises:
-            LifecycleError: A recomputation took the slot and nobody gathered this unit again before its backward ended.
+            LifecycleError: A recomputation took the slot and nobody gathered this unit again before its
+                backward ended.
         """
         self.phase = advance(PHASE, self.phase, "exit_backward", self.name)
         self._put_sharded()
         if self._lost_weights:
             self._lost_weights = False
             raise LifecycleError(
-                f"The slot of unit `{self.name}` was taken during its backward: its gradients are not valid. Checkpoint one unit at a time, "
+                f"The slot of unit `{self.name}` was taken during its backward: its gradients are not valid. "
+                "Checkpoint one unit at a time, "
                 f"or raise `prefetch` so that the units recomputed together have slots of their own."
             )
 
@@ -161,7 +169,7 @@ class Unit:
         for bucket in self.buckets:
             for homes, sharded in zip(bucket.spec.homes, bucket.sharded, strict=True):
                 for module, attribute in homes:
-                    module._parameters[attribute] = sharded
+                    module._parameters[attribute] = cast("nn.Parameter", sharded)
 
     def check_unchanged(self) -> None:
         """Refuse parameters that were replaced after `shard()`.
@@ -172,10 +180,11 @@ class Unit:
         for bucket in self.buckets:
             for homes, sharded in zip(bucket.spec.homes, bucket.sharded, strict=True):
                 for module, attribute in homes:
-                    if module._parameters.get(attribute) is not sharded:
+                    held: object = module._parameters.get(attribute)
+                    if held is not sharded:
                         raise LifecycleError(
-                            f"Parameter `{sharded.mics_name}` was replaced or removed after `shard()`. Change the model first, then shard it; "
-                            "to change values, write into the existing parameter."
+                            f"Parameter `{sharded.mics_name}` was replaced or removed after `shard()`. Change the "
+                            "model first, then shard it; to change values, write into the existing parameter."
                         )
 
 
@@ -187,8 +196,8 @@ def refuse_unfrozen(bucket: Bucket, sharded: ShardedParameter) -> None:
     """
     if sharded.requires_grad and not bucket.spec.trainable:
         raise LifecycleError(
-            f"`{sharded.mics_name}` was frozen when the model was sharded and requires gradients now, but has no memory for them. "
-            "Unfreeze it before `shard()`; freezing it afterwards is allowed."
+            f"`{sharded.mics_name}` was frozen when the model was sharded and requires gradients now, but has no "
+            "memory for them. Unfreeze it before `shard()`; freezing it afterwards is allowed."
         )
 
 

@@ -26,13 +26,20 @@ def target_device(device: torch.device | str) -> torch.device:
     """
     backend = dist.get_backend()
     if device == "auto":
-        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))) if "nccl" in backend else torch.device("cpu")
+        found = (
+            torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+            if "nccl" in backend
+            else torch.device("cpu")
+        )
     else:
         found = torch.device(device)
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", torch.cuda.current_device())
     if found.type not in ("cpu", "cuda") or (found.type == "cuda" and "nccl" not in backend and backend != "fake"):
-        raise ConfigError(f"`device={found}` cannot be used with the process group backend {backend!r}. Use NCCL for CUDA and gloo for the CPU.")
+        raise ConfigError(
+            f"`device={found}` cannot be used with the process group backend {backend!r}. Use NCCL for CUDA and gloo "
+            "for the CPU."
+        )
     return found
 
 
@@ -44,9 +51,13 @@ def model(module: nn.Module, target: torch.device) -> None:
     """
     for name, child in module.named_modules():
         if hasattr(child, _MARK):
-            raise ConfigError(f"`{name or type(child).__name__}` is sharded already. Call `shard()` once, on the outermost model.")
+            raise ConfigError(
+                f"`{name or type(child).__name__}` is sharded already. Call `shard()` once, on the outermost model."
+            )
         if getattr(child, "sparse", False) is True and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
-            raise ConfigError(f"`{name}` makes sparse gradients, which cannot be reduced into shards. Build it with `sparse=False`.")
+            raise ConfigError(
+                f"`{name}` makes sparse gradients, which cannot be reduced into shards. Build it with `sparse=False`."
+            )
     for name, parameter in module.named_parameters():
         _refuse_parameter(name, parameter, target)
 
@@ -55,17 +66,32 @@ def _refuse_parameter(name: str, parameter: nn.Parameter, target: torch.device) 
     if isinstance(parameter, DTensor):
         raise ConfigError(f"`{name}` is a DTensor: something else has sharded this model. Shard the plain model.")
     if type(parameter) is not nn.Parameter:
-        raise ConfigError(f"`{name}` is a {type(parameter).__name__}, not a plain parameter. Initialise or unwrap the model before `shard()`.")
+        raise ConfigError(
+            f"`{name}` is a {type(parameter).__name__}, not a plain parameter. Initialise or unwrap the model before "
+            "`shard()`."
+        )
     if parameter.requires_grad and parameter.is_complex():
-        raise ConfigError(f"`{name}` is complex, which reductions do not support. Keep its real and imaginary parts as two parameters.")
+        raise ConfigError(
+            f"`{name}` is complex, which reductions do not support. Keep its real and imaginary parts as two "
+            "parameters."
+        )
     if parameter.requires_grad and not parameter.is_floating_point():
-        raise ConfigError(f"`{name}` has integer dtype {parameter.dtype} and requires gradients. Freeze it with `requires_grad_(False)`.")
+        raise ConfigError(
+            f"`{name}` has integer dtype {parameter.dtype} and requires gradients. Freeze it with "
+            "`requires_grad_(False)`."
+        )
     if parameter.device.type not in ("meta", "cpu") and parameter.device != target:
-        raise ConfigError(f"`{name}` is on {parameter.device}, but this rank trains on {target}. Move the model there, or leave it on the CPU or meta device.")
+        raise ConfigError(
+            f"`{name}` is on {parameter.device}, but this rank trains on {target}. Move the model there, or leave it "
+            "on the CPU or meta device."
+        )
     if parameter.layout is not torch.strided:
         raise ConfigError(f"`{name}` has layout {parameter.layout}. Only dense parameters can be sharded.")
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        raise ConfigError(f"`{name}` has gradient hooks, which would never run on its shards. Remove them, or hook the module instead.")
+        raise ConfigError(
+            f"`{name}` has gradient hooks, which would never run on its shards. Remove them, or hook the module "
+            "instead."
+        )
 
 
 def describe(module: nn.Module) -> str:

@@ -1,9 +1,9 @@
 """Which modules form a unit?
 
 A unit should be large enough to fill a link and small enough that a few fit beside the shards: one layer of a
-transformer. Left alone, we take the classes that the model repeats inside its containers, outermost first. What
-belongs to no unit belongs to the root. A parameter that several units share belongs to the innermost unit around
-all of them.
+transformer. Left alone, we take the classes that the model repeats inside its containers, outermost first.
+What belongs to no unit belongs to the root. A parameter that several units share belongs to the innermost
+unit around all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OwnedParameter:
 
 @dataclass(slots=True)
 class UnitModule:
-    """A module chosen as unit, how many units are around it, the units just inside it, and the parameters that it owns."""
+    """A module chosen as unit, the number of units around it, those just inside it, and its own parameters."""
 
     name: str
     module: nn.Module
@@ -74,10 +74,14 @@ def find_units(model: nn.Module, rule: UnitRule) -> list[UnitModule]:
 def _choose(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
     if isinstance(rule, str):
         if rule != "auto":
-            raise ConfigError(f"`units={rule!r}` is not known. Use 'auto', module classes, a predicate, or a number of parameters.")
+            raise ConfigError(
+                f"`units={rule!r}` is not known. Use 'auto', module classes, a predicate, or a number of parameters."
+            )
         return _repeated_layers(model)
     if isinstance(rule, bool) or not (isinstance(rule, (int, type, Iterable)) or callable(rule)):
-        raise ConfigError(f"`units={rule!r}` is not a rule. Use 'auto', module classes, a predicate, or a number of parameters.")
+        raise ConfigError(
+            f"`units={rule!r}` is not a rule. Use 'auto', module classes, a predicate, or a number of parameters."
+        )
     if isinstance(rule, int):
         return _large_modules(model, rule)
     if isinstance(rule, type) or isinstance(rule, Iterable):
@@ -96,7 +100,9 @@ def _large_modules(model: nn.Module, least: int) -> set[nn.Module]:
     chosen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> int:
-        rest = sum(parameter.numel() for parameter in module.parameters(recurse=False)) + sum(visit(child) for child in module.children())
+        rest = sum(parameter.numel() for parameter in module.parameters(recurse=False)) + sum(
+            visit(child) for child in module.children()
+        )
         if rest >= least and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             chosen.add(module)
             return 0
@@ -107,7 +113,7 @@ def _large_modules(model: nn.Module, least: int) -> set[nn.Module]:
 
 
 def _repeated_layers(model: nn.Module) -> set[nn.Module]:
-    """Children of containers whose class occurs at least twice and holds a fair share of the parameters, outermost first."""
+    """Children of containers whose class is repeated and holds a fair share of the parameters, outermost first."""
     siblings: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
 
     def visit(module: nn.Module) -> None:
@@ -141,11 +147,15 @@ def _assign_parameters(model: nn.Module, around: dict[str, UnitModule]) -> None:
             if parameter is None:
                 continue
             name = f"{path}.{attribute}" if path else attribute
-            owned.setdefault(parameter, OwnedParameter(name=name, parameter=parameter)).homes.append((module, attribute))
+            owned.setdefault(parameter, OwnedParameter(name=name, parameter=parameter)).homes.append(
+                (module, attribute)
+            )
             paths[parameter].append(path)
     for parameter, entry in owned.items():
         candidates = [around[path] for path in paths[parameter]]
         unit = candidates[0]
-        while any(path != unit.name and not path.startswith(unit.name + ".") for path in paths[parameter]) and unit.name:
+        while (
+            any(path != unit.name and not path.startswith(unit.name + ".") for path in paths[parameter]) and unit.name
+        ):
             unit = around[unit.name.rpartition(".")[0]]
         unit.parameters.append(entry)
