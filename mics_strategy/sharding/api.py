@@ -241,7 +241,7 @@ class Sharded:
         in_order = tuple(range(len(self._units)))
         shape = StepShape(
             entered=tuple(recorded.entered) if recorded.is_frozen else in_order,
-            left=tuple(recorded.left) if recorded.is_frozen else (*in_order[1:], 0),
+            needed=tuple(recorded.needed) if recorded.is_complete else (0, *reversed(in_order[1:])),
             num_micro_steps=self._last_step[0],
             second_hop_every_backward=self.config.second_hop == "micro_step",
         )

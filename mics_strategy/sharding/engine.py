@@ -8,7 +8,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,7 @@ class Engine:
         self.num_backwards = 0
         self._clock = 0
         self._in_backward = False
+        self._training_forward: Unit | None = None  # the outermost unit of a forward with gradients
 
     # -- forward
     # ----------------------------------------------------------------------------------------------
@@ -81,7 +82,9 @@ class Engine:
         self._unshard(unit)
         unit.enter_forward()
         if not self.is_recomputing:
-            if torch.is_grad_enabled():
+            if self._training_forward is None and torch.is_grad_enabled():
+                self._training_forward = unit
+            if self._training_forward is not None:
                 self.recorded.enter(unit.index)
             self._start_ahead(unit, (self.units[index] for index in self.recorded.ahead(self._prefetch)))
         return self._clock
@@ -95,17 +98,20 @@ class Engine:
             outputs: Tensors that the forward returned; empty when it raised.
         """
         unit.exit_forward()
+        if self._training_forward is unit:
+            self._training_forward = None
         watched = [tensor for tensor in outputs if tensor.requires_grad]
         if not watched or not torch.is_grad_enabled():
             return
         self._clock += 1
-        call = Call(unit, entered, self._clock, tuple(bucket.version for bucket in unit.buckets))
-        if not self.is_recomputing:
+        call = Call(unit, entered, self._clock, tuple(bucket.version for bucket in unit.buckets), self.is_recomputing)
+        if not call.is_recomputed:
             self._live.push(call)
-            self.recorded.leave(unit.index)
         torch.autograd.graph.register_multi_grad_hook(watched, lambda _: self._before_backward(call), mode="any")
 
     def _unshard(self, unit: Unit) -> None:
+        if self._in_backward:
+            self.recorded.need(unit.index)
         self._start(unit)
         unit.finish_unshard()
 
@@ -131,7 +137,7 @@ class Engine:
         self.num_backwards += 1
         self.recorded.freeze()
         self.reducer.begin_backward(self._live.reduction_order())
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        _at_end_of_backward(self._end_backward)
 
     def _before_backward(self, call: Call) -> None:
         """The gradient of a unit's output has arrived: its backward is next."""
@@ -149,6 +155,9 @@ class Engine:
             )
         self._unshard(unit)
         unit.enter_backward()
+        if call.is_recomputed:
+            unit.earliest_enter = call.enter
+            _at_end_of_backward(lambda: self._release(unit))
         following = self._live.next
         if following is not None:
             self._start_ahead(unit, [following])
@@ -157,10 +166,13 @@ class Engine:
         """Release the units that were entered after `call` had left: autograd is done with them."""
         for unit in self.units:
             if unit.num_live_calls == 0 and unit.earliest_enter > call.leave:
-                unit.earliest_enter = -1
-                if unit.phase is Phase.BACKWARD:
-                    unit.exit_backward()
+                self._release(unit)
                 self.reducer.complete(unit)
+
+    def _release(self, unit: Unit) -> None:
+        unit.earliest_enter = -1
+        if unit.phase is Phase.BACKWARD:
+            unit.exit_backward()
 
     def on_gradient(self, unit: Unit, gradient: BucketGradient, position: int, parameter: nn.Parameter) -> None:
         """Autograd has accumulated the gradient of an unsharded parameter."""
@@ -178,10 +190,9 @@ class Engine:
         for call in self._live.drain():
             self._unshard(call.unit)
         for unit in self.units:
-            unit.earliest_enter = -1
-            if unit.phase is Phase.BACKWARD:
-                unit.exit_backward()
+            self._release(unit)
         self.reducer.end_backward()
+        self.recorded.complete()
         self._in_backward = False
         if self._second_hop_every_backward:
             self.finish_gradients()
@@ -189,6 +200,7 @@ class Engine:
     def _abandon_backward(self) -> None:
         """An exception ended a backward; the model is used again."""
         self._in_backward = False
+        self._training_forward = None
         for _ in self._live.drain():
             pass
         for unit in self.units:
@@ -207,3 +219,8 @@ class Engine:
         """Graphs from before a step cannot be backpropagated any more."""
         for _ in self._live.drain():
             pass
+
+
+def _at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have `callback` called when the backward that is running now (the innermost one) has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -62,17 +62,19 @@ def _watch_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None)
         if entered:
             engine.after_forward(unit, entered.pop(), list(tensors_in(outputs)))
 
-    disable = torch.compiler.disable
+    disable: Any = torch.compiler.disable
     unit.module.register_forward_pre_hook(disable(before), prepend=True, with_kwargs=True)
     unit.module.register_forward_hook(disable(after), always_call=True)
 
 
 def cast_floating(tree: T, dtype: torch.dtype) -> T:
     """Every floating tensor of `tree` in `dtype`."""
-    return tree_map(
-        lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
-        tree,
-    )
+
+
+    def cast_leaf(leaf: object) -> object:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return cast("T", tree_map(cast_leaf, tree))
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:

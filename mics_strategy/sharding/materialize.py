@@ -86,10 +86,8 @@ def find_initializer(model: nn.Module) -> Initializer:
     Raises:
         ConfigError: From the initializer: a module with meta tensors of its own has neither.
     """
-    whole_model = getattr(model, "_init_weights", None) or next(
-        (module._init_weights for module in model.modules() if callable(getattr(module, "_init_weights", None))),
-        None,
-    )
+    candidates = (getattr(module, "_init_weights", None) for module in model.modules())
+    whole_model: Any = next((candidate for candidate in candidates if callable(candidate)), None)
 
     def initialize(module: nn.Module) -> None:
         own = getattr(module, "reset_parameters", None)

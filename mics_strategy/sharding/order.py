@@ -16,12 +16,16 @@ from mics_strategy.sharding.unit import Unit
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One forward of a unit whose outputs need gradients. `enter` and `leave` count events of all units."""
+    """One forward of a unit whose outputs need gradients. `enter` and `leave` count events of all units.
+
+    A recomputed one belongs to a backward of its own, inside the backward that asked for it (reentrant checkpoints).
+    """
 
     unit: Unit
     enter: int
     leave: int
     versions: tuple[int, ...]
+    is_recomputed: bool
 
 
 @dataclass(slots=True)
@@ -77,11 +81,12 @@ class LiveCalls:
 
 @dataclass(slots=True)
 class RecordedOrder:
-    """The order in which the first training forward entered the units, and left those that a backward will follow."""
+    """What the first training pass did: the units that its forward entered, and those that its backward needed, in order."""
 
     entered: list[int] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)
+    needed: list[int] = field(default_factory=list)
     is_frozen: bool = False
+    is_complete: bool = False
     _cursor: int = -1
 
     def enter(self, index: int) -> None:
@@ -96,14 +101,18 @@ class RecordedOrder:
         elif index in self.entered:
             self._cursor = self.entered.index(index)
 
-    def leave(self, index: int) -> None:
-        """A unit's forward has ended, and its outputs need gradients."""
-        if not self.is_frozen:
-            self.left.append(index)
+    def need(self, index: int) -> None:
+        """The backward needs a unit's parameters."""
+        if not self.is_complete:
+            self.needed.append(index)
 
     def freeze(self) -> None:
-        """The first pass is over."""
+        """The first forward is over."""
         self.is_frozen = self.is_frozen or bool(self.entered)
+
+    def complete(self) -> None:
+        """The first backward is over."""
+        self.is_complete = self.is_complete or bool(self.needed)
 
     def ahead(self, count: int) -> list[int]:
         """Indices of the next units, nearest first; none while the order is being recorded."""

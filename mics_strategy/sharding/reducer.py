@@ -94,6 +94,10 @@ class Reducer:
 
     def complete(self, unit: Unit) -> None:
         """No more gradients of `unit` will come in this backward; reduce it as soon as it is its turn."""
+        if unit not in self._order:
+            if any(gradient.collection is Collection.FILLING for gradient in self.gradients.get(unit.index, [])):
+                self._launch(unit)  # unforeseen: a reentrant checkpoint, or gradients that arrive a second time
+            return
         self._ready.add(unit.index)
         while self._order and self._order[0].index in self._ready:
             self._launch(self._order.pop(0))

@@ -49,13 +49,13 @@ class StepShape:
 
     Attributes:
         entered: Units in the order in which a forward enters them.
-        left: Units in the order in which their forwards end, those whose outputs need gradients.
+        needed: Units in the order in which the backward needs their parameters.
         num_micro_steps: Forwards and backwards per step.
         second_hop_every_backward: Whether the second hop is not left to the step.
     """
 
     entered: tuple[int, ...]
-    left: tuple[int, ...]
+    needed: tuple[int, ...]
     num_micro_steps: int
     second_hop_every_backward: bool = False
 
@@ -122,9 +122,9 @@ def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepShape) -> 
             planner.micro_step = micro_step
             planner.forward_and_backward(shape)
             if shape.second_hop_every_backward:
-                planner.second_hop(shape.left)
+                planner.second_hop(shape.needed)
         if not shape.second_hop_every_backward:
-            planner.second_hop(shape.left)
+            planner.second_hop(shape.needed)
     return Plan(collectives=tuple(planner.planned), num_micro_steps=shape.num_micro_steps)
 
 
@@ -146,9 +146,9 @@ class _Planner:
     def forward_and_backward(self, shape: StepShape) -> None:
         for index in shape.entered:
             self._unshard(index, "forward")
-        for index in reversed(shape.left):
+        for index in shape.needed:
             self._unshard(index, "backward")
-        first_entered = [index for index in dict.fromkeys(shape.entered) if index in shape.left]
+        first_entered = [index for index in dict.fromkeys(shape.entered) if index in shape.needed]
         for index in reversed(first_entered):
             self._reduce(index)
 
@@ -190,7 +190,7 @@ class _Planner:
                 "backward",
             )
 
-    def second_hop(self, left: tuple[int, ...]) -> None:
+    def second_hop(self, needed: tuple[int, ...]) -> None:
         scopes = self.scopes
         world = scopes.span(1, scopes.world_size)
         num_parameters = sum(
@@ -199,7 +199,7 @@ class _Planner:
         if num_parameters:
             self._add(ALL_REDUCE, world, num_parameters, USAGE_DTYPE, "(usage)", "second_hop")
         replicas = scopes.span(scopes.optimizer, scopes.world_size)
-        for index in sorted(set(left), reverse=True):
+        for index in sorted(set(needed), reverse=True):
             for bucket in self._trainable(index):
                 numel, shard = bucket.layout.numel_at(scopes.grads), bucket.layout.shard_numel
                 self._add(

@@ -1,0 +1,128 @@
+"""Where are Lightning's classes, and which of its private names do we rely on?
+
+`lightning.pytorch` and `pytorch_lightning` are two copies of one code with separate classes. Everything that we take from
+either, and every private name, stands in this file, so that a new release of Lightning is checked against one page.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from mics_strategy.errors import ConfigError
+
+# Trainer namespace -> the Fabric namespace that it is built on.
+NAMESPACES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """What one namespace provides."""
+
+    name: str
+    parallel_strategy: type[Any]
+    cpu_or_cuda: tuple[type[Any], ...]
+    precision: type[Any]
+    foreign_precisions: tuple[type[Any], ...]
+    copying_callbacks: tuple[type[Any], ...]
+    checkpoint_io: type[Any]
+    cluster_environment: type[Any]
+    accelerator: type[Any]
+    plain_checkpoint_io: type[Any]
+    wrapping_checkpoint_io: type[Any]
+    optimizer_wrapper: type[Any]
+    subprocess_launcher: type[Any]
+    multiprocessing_launcher: type[Any]
+    worker_output: type[Any]
+    fitting: Any
+    interrupted: Any
+    default_timeout: timedelta
+    rank_zero_only: tuple[Any, ...]
+    init_dist_connection: Callable[..., None]
+    default_backend: Callable[[Any], str]
+    reduce_if_distributed: Callable[..., Any]
+    reset_seed: Callable[[], None]
+
+
+@functools.cache
+def load_framework(name: str) -> Framework:
+    """Import one of the two namespaces.
+
+    Raises:
+        ConfigError: Another name.
+    """
+    if name not in NAMESPACES:
+        raise ConfigError(f"`namespace={name!r}` is not Lightning's. Use {' or '.join(map(repr, NAMESPACES))}.")
+
+    def trainer(path: str) -> Any:
+        return _find(name, path)
+
+    def fabric(path: str) -> Any:
+        return _find(NAMESPACES[name], path)
+
+    callbacks = importlib.import_module(f"{name}.callbacks")
+    copying = [getattr(callbacks, cls, None) for cls in ("StochasticWeightAveraging", "WeightAveraging")]
+    return Framework(
+        name=name,
+        parallel_strategy=trainer("strategies:ParallelStrategy"),
+        cpu_or_cuda=(trainer("accelerators:CPUAccelerator"), trainer("accelerators:CUDAAccelerator")),
+        precision=trainer("plugins:Precision"),
+        foreign_precisions=tuple(
+            trainer(f"plugins:{cls}") for cls in ("FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision")
+        ),
+        copying_callbacks=tuple(cls for cls in copying if cls is not None),
+        checkpoint_io=trainer("plugins:CheckpointIO"),
+        cluster_environment=fabric("plugins:ClusterEnvironment"),
+        accelerator=trainer("accelerators:Accelerator"),
+        plain_checkpoint_io=trainer("plugins:TorchCheckpointIO"),
+        wrapping_checkpoint_io=trainer("plugins.io.wrapper:_WrappingCheckpointIO"),
+        optimizer_wrapper=trainer("core.optimizer:LightningOptimizer"),
+        subprocess_launcher=trainer("strategies.launchers:_SubprocessScriptLauncher"),
+        multiprocessing_launcher=trainer("strategies.launchers:_MultiProcessingLauncher"),
+        worker_output=trainer("strategies.launchers.multiprocessing:_WorkerOutput"),
+        fitting=trainer("trainer.states:TrainerFn").FITTING,
+        interrupted=trainer("trainer.states:TrainerStatus").INTERRUPTED,
+        default_timeout=fabric("plugins.collectives.torch_collective:default_pg_timeout"),
+        rank_zero_only=(
+            trainer("utilities.rank_zero:rank_zero_only"),
+            _find("lightning_utilities", "core.rank_zero:rank_zero_only"),
+        ),
+        init_dist_connection=fabric("utilities.distributed:_init_dist_connection"),
+        default_backend=fabric("utilities.distributed:_get_default_process_group_backend_for_device"),
+        reduce_if_distributed=fabric("utilities.distributed:_sync_ddp_if_available"),
+        reset_seed=fabric("utilities.seed:reset_seed"),
+    )
+
+
+def _find(namespace: str, path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(f"{namespace}.{module}"), attribute)
+
+
+def unwrap_optimizer(framework: Framework, optimizer: Any) -> Any:
+    """The torch optimizer inside Lightning's wrapper."""
+    return optimizer._optimizer if isinstance(optimizer, framework.optimizer_wrapper) else optimizer
+
+
+def check_sigterm_seldom(trainer: Any, every_n_steps: int) -> None:
+    """Let the Trainer ask rank 0 for a SIGTERM in every n-th batch only; it does so in every batch, over the whole world."""
+    loop = trainer.fit_loop.epoch_loop
+    ask = getattr(type(loop), "_broadcast_sigterm_tensor", None)
+    if ask is None:
+        return
+
+    def ask_seldom() -> None:
+        if loop.total_batch_idx % every_n_steps == 0:
+            ask(loop)
+
+    loop._broadcast_sigterm_tensor = ask_seldom
+
+
+def use_no_grad(trainer: Any) -> None:
+    """Evaluate under `no_grad`: tensors of `inference_mode` cannot be trained on afterwards, and the engine's outlive a stage."""
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False

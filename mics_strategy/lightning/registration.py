@@ -1,0 +1,96 @@
+"""How do the names `mics`, `mics_zero1`, ... get into Lightning's registry?
+
+Lightning has no plug-in hook for strategies, so the names are put into its registry as soon as that exists: at once when
+Lightning is loaded already, else right after the module that makes the registry was imported. The class behind a name is
+imported when the name is used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# The module that makes the registry -> the namespace of its classes.
+REGISTRIES = {"lightning.pytorch.strategies": "lightning.pytorch", "pytorch_lightning.strategies": "pytorch_lightning"}
+START_METHODS = {"mics_spawn": "spawn", "mics_fork": "fork", "mics_notebook": "fork"}
+
+
+class LazyStrategy:
+    """Stands in Lightning's registry and makes the strategy when the name is used.
+
+    Args:
+        namespace: Whose strategy.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A new strategy."""
+        from mics_strategy.lightning.strategy import strategy_for
+
+        return strategy_for(self.namespace)(*args, **kwargs)
+
+
+def register() -> None:
+    """Register the names in every namespace that is loaded, and see to it that they are in those loaded later. Idempotent."""
+    for module, namespace in REGISTRIES.items():
+        loaded = sys.modules.get(module)
+        if loaded is not None:
+            register_in(loaded, namespace)
+    if not any(isinstance(finder, AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, AfterImport())
+
+
+def register_in(strategies: ModuleType, namespace: str) -> None:
+    """Add the names to one registry, as far as they are not there.
+
+    Args:
+        strategies: The module with the registry; one that is still being imported has none and is left alone.
+        namespace: Of its classes.
+    """
+    registry = getattr(strategies, "StrategyRegistry", None)
+    if registry is None:
+        return
+    for name, init_params in names():
+        if name not in registry:
+            description = f"mics_strategy with {', '.join(map(str, init_params.values()))}"
+            registry.register(name, LazyStrategy(namespace), description=description, **init_params)
+
+
+def names() -> Iterator[tuple[str, dict[str, str]]]:
+    """Every registered name with the arguments that it stands for."""
+    from mics_strategy import ShardConfig
+
+    for preset in ShardConfig.PRESETS:
+        name = "mics" if preset == "mics" else f"mics_{preset.replace('-', '_')}"
+        yield name, {"config": preset}
+    for name, start_method in START_METHODS.items():
+        yield name, {"config": "mics", "start_method": start_method}
+
+
+class AfterImport:
+    """A finder that finds nothing itself and acts when one of `REGISTRIES` was imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The spec that the other finders give, with a loader that also registers."""
+        if name not in REGISTRIES:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((found for finder in others if (found := finder.find_spec(name, path, target)) is not None), None)
+        if spec is not None and spec.loader is not None:
+            _then_register(spec.loader, REGISTRIES[name])
+        return spec
+
+
+def _then_register(loader: Any, namespace: str) -> None:
+    execute = loader.exec_module
+
+    def execute_and_register(module: ModuleType) -> None:
+        execute(module)
+        register_in(module, namespace)
+
+    loader.exec_module = execute_and_register
