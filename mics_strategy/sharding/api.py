@@ -163,9 +163,6 @@ class Sharded:
         """The units, in module order; the root is the first."""
         return self._units
 
-    # -- training
-    # ---------------------------------------------------------------------------------------------
-
     def adopt(self, optimizer: Optimizer) -> Optimizer:
         """Point an optimizer that was built on the plain parameters at the sharded ones; groups and states are kept.
 
@@ -231,9 +228,6 @@ class Sharded:
         """Make every gradient the mean over all ranks now, as stepping, clipping and reading `grad` do. Collective."""
         self._engine.finish_gradients()
 
-    # -- what travels, and what is kept
-    # -----------------------------------------------------------------------
-
     @property
     def plan(self) -> Plan:
         """Every collective of an optimizer step with as many micro-steps as the last one had (before it, one)."""
@@ -292,9 +286,6 @@ class Sharded:
         """Load a plain optimizer's state dict; every rank passes the whole one."""
         state.load_full_optimizer_state_dict(optimizer, state_dict)
 
-    # -- what the optimizer's step hooks ask
-    # ------------------------------------------------------------------
-
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is a sharded parameter of this model."""
         return (
@@ -313,7 +304,7 @@ class Sharded:
         """An optimizer has changed `stepped`."""
         for parameter in stepped:
             parameter.mics_changes += 1
-        self._engine.forget_calls()
+        self._engine.after_step()
         if self._engine.num_backwards:
             self._last_step = (self._engine.num_backwards, self._mesh.ledger.take())
             self._engine.num_backwards = 0

@@ -15,7 +15,7 @@ from mics_strategy.config import ShardConfig
 from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.bucket import Bucket, BucketSpec
 from mics_strategy.sharding.buffers import Memory, Slot, StagingRing, arena, cut, packed_bytes
-from mics_strategy.sharding.engine import Engine, GatherBuffers
+from mics_strategy.sharding.engine import Engine, GatherBuffers, Timing
 from mics_strategy.sharding.gradient import BucketGradient
 from mics_strategy.sharding.layout import plan_bucket
 from mics_strategy.sharding.parameter import make_sharded_parameter
@@ -158,8 +158,11 @@ def build_engine(units: list[Unit], modules: list[UnitModule], site: Site) -> En
         reducer,
         streams,
         _gather_buffers(units, site),
-        prefetch=config.prefetch if "gather" in overlap else 0,
-        second_hop_every_backward=config.second_hop == "micro_step",
+        Timing(
+            prefetch=config.prefetch if "gather" in overlap else 0,
+            second_hop_every_backward=config.second_hop == "micro_step",
+            update_at_once="update" not in overlap,
+        ),
     )
 
 
@@ -171,7 +174,7 @@ def _gather_buffers(units: list[Unit], site: Site) -> GatherBuffers:
     casts = mesh.gather_update is not None and any(bucket.needs_cast for unit in units for bucket in unit.buckets)
     staging = StagingRing(memory, "gather stagings", count, max(flat) if travels else 0, site.device)
     cast = StagingRing(memory, "cast stagings", count, max(shard) if casts else 0, site.device)
-    return GatherBuffers(staging={unit.index: staging for unit in units}, cast={unit.index: cast for unit in units})
+    return GatherBuffers(staging=staging, cast=cast)
 
 
 def _gradients(units: list[Unit], site: Site) -> dict[int, list[BucketGradient]]:

@@ -26,10 +26,26 @@ from mics_strategy.sharding.unit import Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherBuffers:
-    """What travels towards the units: their flat form by unit index, and this rank's shard in the compute dtype."""
+    """What travels towards the units: the flat form of one, and this rank's shard of it in the compute dtype."""
 
-    staging: dict[int, StagingRing]
-    cast: dict[int, StagingRing]
+    staging: StagingRing
+    cast: StagingRing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """When the engine communicates.
+
+    Attributes:
+        prefetch: Units gathered ahead; 0 gathers each when it is needed.
+        second_hop_every_backward: Finish gradients after every backward instead of before the step.
+        update_at_once: Bring the optimizer's result to the parameter scope right after the step, not in front of the
+            next forward of each unit.
+    """
+
+    prefetch: int
+    second_hop_every_backward: bool
+    update_at_once: bool
 
 
 class Engine:
@@ -40,34 +56,23 @@ class Engine:
         reducer: Takes the gradients.
         streams: Where gathers run.
         buffers: For gathers.
-        prefetch: Units gathered ahead; 0 gathers each when it is needed.
-        second_hop_every_backward: Finish gradients after every backward instead of before the step.
+        timing: See `Timing`.
     """
 
     def __init__(
-        self,
-        units: list[Unit],
-        reducer: Reducer,
-        streams: Streams,
-        buffers: GatherBuffers,
-        prefetch: int,
-        second_hop_every_backward: bool,
+        self, units: list[Unit], reducer: Reducer, streams: Streams, buffers: GatherBuffers, timing: Timing
     ) -> None:
         self.units = units
         self.reducer = reducer
         self.recorded = RecordedOrder()
         self._streams = streams
         self._buffers = buffers
-        self._prefetch = prefetch
-        self._second_hop_every_backward = second_hop_every_backward
+        self._timing = timing
         self._live = LiveCalls()
         self.num_backwards = 0
         self._clock = 0
         self._in_backward = False
         self._training_forward: Unit | None = None  # the outermost unit of a forward with gradients
-
-    # -- forward
-    # ----------------------------------------------------------------------------------------------
 
     @property
     def is_recomputing(self) -> bool:
@@ -86,7 +91,7 @@ class Engine:
                 self._training_forward = unit
             if self._training_forward is not None:
                 self.recorded.enter(unit.index)
-            self._start_ahead(unit, (self.units[index] for index in self.recorded.ahead(self._prefetch)))
+            self._start_ahead(unit, (self.units[index] for index in self.recorded.ahead(self._timing.prefetch)))
         return self._clock
 
     def after_forward(self, unit: Unit, entered: int, outputs: list[torch.Tensor]) -> None:
@@ -116,18 +121,15 @@ class Engine:
         unit.finish_unshard()
 
     def _start(self, unit: Unit) -> None:
-        unit.start_unshard(self._streams, self._buffers.staging[unit.index], self._buffers.cast[unit.index])
+        unit.start_unshard(self._streams, self._buffers.staging, self._buffers.cast)
 
     def _start_ahead(self, current: Unit, following: Iterable[Unit]) -> None:
         """Gather the following units while `current` computes, as far as their slots are free."""
         for unit in following:
             tenant = unit.slot.tenant
             is_free = tenant is None or tenant is unit or (isinstance(tenant, Unit) and tenant.phase is Phase.IDLE)
-            if unit is not current and is_free and self._prefetch:
+            if unit is not current and is_free and self._timing.prefetch:
                 self._start(unit)
-
-    # -- backward
-    # ---------------------------------------------------------------------------------------------
 
     def _enter_pass(self) -> None:
         """The first sign of a backward: agree on the order of reductions and ask to be told of its end."""
@@ -194,7 +196,7 @@ class Engine:
         self.reducer.end_backward()
         self.recorded.complete()
         self._in_backward = False
-        if self._second_hop_every_backward:
+        if self._timing.second_hop_every_backward:
             self.finish_gradients()
 
     def _abandon_backward(self) -> None:
@@ -207,18 +209,18 @@ class Engine:
             unit.abandon()
         self.reducer.abandon()
 
-    # -- step
-    # -------------------------------------------------------------------------------------------------
-
     def finish_gradients(self) -> None:
         """Make every gradient final and visible. Collective; does nothing inside a backward or when nothing is due."""
         if not self._in_backward or torch._C._current_graph_task_id() == -1:
             self.reducer.finish()
 
-    def forget_calls(self) -> None:
-        """Graphs from before a step cannot be backpropagated any more."""
+    def after_step(self) -> None:
+        """Parameters have changed: graphs from before cannot be backpropagated any more."""
         for _ in self._live.drain():
             pass
+        if self._timing.update_at_once:
+            for unit in self.units:
+                unit.update(self._streams, self._buffers.staging, self._buffers.cast)
 
 
 def _at_end_of_backward(callback: Callable[[], None]) -> None:

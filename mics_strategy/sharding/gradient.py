@@ -77,8 +77,6 @@ class BucketGradient:
         """Parameters whose gradient has arrived in this backward."""
         return len(self._fired)
 
-    # -- collecting -----------------------------------------------------------------------------------------
-
     def begin_collecting(self, flat: torch.Tensor, scratch: torch.Tensor) -> None:
         """Use `flat` and `scratch`, both [full_numel] in the wire dtype, until this backward's first hop has landed."""
         self._flat, self._scratch = flat, scratch
@@ -107,8 +105,6 @@ class BucketGradient:
         self._flat = None
         if self.collection is not Collection.REDUCING:
             self.collection = advance(COLLECTION, self.collection, "abandon", self.name)
-
-    # -- first hop ------------------------------------------------------------------------------------------
 
     def launch(self) -> Handle | None:
         """Start the first hop of what was collected; parameters without a gradient count as zero."""
@@ -150,8 +146,6 @@ class BucketGradient:
         if self._result_cast is not self.result:
             self.result.copy_(self._result_cast)
         self.result.mul_(self._divisor / self._replicas)
-
-    # -- second hop -----------------------------------------------------------------------------------------
 
     def scatter(self, wire: torch.Tensor, scratch: torch.Tensor) -> Handle | None:
         """Sum over the axes that the optimizer scope has and the gradient scope lacks, keeping this rank's slice.
@@ -201,8 +195,6 @@ class BucketGradient:
         if stored is not None and stored is not shown:
             shown.to_local().add_(stored.to_local() if isinstance(stored, DTensor) else stored)
         parameter.stored_grad = shown
-
-    # -- clearing -------------------------------------------------------------------------------------------
 
     def clear(self, position: int) -> None:
         """Forget one parameter's gradient."""

@@ -70,7 +70,6 @@ def _watch_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None)
 def cast_floating(tree: T, dtype: torch.dtype) -> T:
     """Every floating tensor of `tree` in `dtype`."""
 
-
     def cast_leaf(leaf: object) -> object:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 

@@ -81,7 +81,7 @@ class LiveCalls:
 
 @dataclass(slots=True)
 class RecordedOrder:
-    """What the first training pass did: the units that its forward entered, and those that its backward needed, in order."""
+    """What the first training pass did: the units that its forward entered and that its backward needed, in order."""
 
     entered: list[int] = field(default_factory=list)
     needed: list[int] = field(default_factory=list)

@@ -67,9 +67,6 @@ class Reducer:
     _in_flight: deque[tuple[Unit, list[Chain]]] = field(default_factory=deque)
     _second: dict[BucketGradient, Chain] = field(default_factory=dict)
 
-    # -- one backward
-    # -----------------------------------------------------------------------------------------
-
     def begin_backward(self, order: list[Unit]) -> None:
         """A backward starts; `order` lists the units that may receive gradients, first to be reduced first."""
         self.is_dirty = True
@@ -133,9 +130,6 @@ class Reducer:
                 self._launch(unit)
         self._land_until(unit)
 
-    # -- first hop
-    # --------------------------------------------------------------------------------------------
-
     def _launch(self, unit: Unit) -> None:
         chains: list[Chain] = []
         if self.mesh.reduce_grads is not None:
@@ -164,9 +158,6 @@ class Reducer:
     def _land_all(self) -> None:
         while self._in_flight:
             self._land_next()
-
-    # -- second hop
-    # -------------------------------------------------------------------------------------------
 
     def _start_second_hop(self, gradient: BucketGradient) -> None:
         if gradient in self._second:

@@ -51,8 +51,6 @@ class Unit:
         """Buckets that have gradients."""
         return [bucket for bucket in self.buckets if bucket.spec.trainable]
 
-    # -- what the slot holds ------------------------------------------------------------------------------
-
     @property
     def is_fresh(self) -> bool:
         """Whether the slot holds (or is about to hold) the current parameters, so that nothing has to travel."""
@@ -75,10 +73,7 @@ class Unit:
         if self.content is Content.UNSHARDED:
             self.content = advance(CONTENT, self.content, "evict", self.name)
         self.content = advance(CONTENT, self.content, "gather", self.name)
-        flat_sizes = [(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in self.buckets]
-        shard_sizes = [(bucket.layout.shard_numel, bucket.spec.param_dtype) for bucket in self.buckets]
-        flats = _cut_or_none(staging.take(self.finish_unshard), flat_sizes)
-        casts = _cut_or_none(cast.take(self.finish_unshard), shard_sizes)
+        flats, casts = self._borrow(staging, cast)
         stages: list[Stage] = []
         for bucket, flat, shard in zip(self.buckets, flats, casts, strict=True):
             if bucket.updated_version != bucket.version:
@@ -87,6 +82,26 @@ class Unit:
         self._arrival = streams.gather(*stages)
         for bucket in self.buckets:
             bucket.unsharded_version = bucket.version
+
+    def update(self, streams: Streams, staging: StagingRing, cast: StagingRing) -> None:
+        """Bring the optimizer's result to the parameter scope now, instead of in front of the next use.
+
+        Args:
+            streams: Where the transfer runs.
+            staging: As for `start_unshard`.
+            cast: As for `start_unshard`.
+        """
+        flats, casts = self._borrow(staging, cast)
+        for bucket, flat, shard in zip(self.buckets, flats, casts, strict=True):
+            if bucket.updated_version != bucket.version:
+                streams.gather(partial(bucket.update, flat, shard)).wait()
+
+    def _borrow(self, staging: StagingRing, cast: StagingRing) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Views for every bucket: its flat form, and this rank's shard, in the compute dtype."""
+        flat_sizes = [(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in self.buckets]
+        shard_sizes = [(bucket.layout.shard_numel, bucket.spec.param_dtype) for bucket in self.buckets]
+        flats = _cut_or_none(staging.take(self.finish_unshard), flat_sizes)
+        return flats, _cut_or_none(cast.take(self.finish_unshard), shard_sizes)
 
     def finish_unshard(self) -> None:
         """Make the gathered parameters usable on the current stream."""
@@ -108,8 +123,6 @@ class Unit:
         if self.content is Content.UNSHARDED:
             self.content = advance(CONTENT, self.content, "evict", self.name)
         self._lost_weights = self.phase is Phase.BACKWARD
-
-    # -- who uses the parameters --------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
         """Put the whole parameters into the module, for a forward or a recomputation."""
