@@ -75,12 +75,16 @@ def names() -> Iterator[tuple[str, dict[str, str]]]:
 class AfterImport:
     """A finder that finds nothing itself and acts when one of `REGISTRIES` was imported."""
 
+    def __init__(self) -> None:
+        self._searched: set[str] = set()  # two such finders ask each other
+
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The spec that the other finders give, with a loader that also registers."""
-        if name not in REGISTRIES:
+        if name not in REGISTRIES or name in self._searched:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((found for finder in others if (found := finder.find_spec(name, path, target)) is not None), None)
+        self._searched.add(name)
+        others = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next((found for find in others if (found := find(name, path, target)) is not None), None)
         if spec is not None and spec.loader is not None:
             _then_register(spec.loader, REGISTRIES[name])
         return spec

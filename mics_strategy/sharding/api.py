@@ -1,36 +1,22 @@
-"""How is a model sharded, and what can be done with it then?"""
+"""How is a model sharded?"""
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
-from mics_strategy.collectives.flat import Sent
 from mics_strategy.config import ShardConfig
-from mics_strategy.errors import ConfigError, LifecycleError
+from mics_strategy.errors import ConfigError
 from mics_strategy.mesh import Mesh, discover_scopes, on_every_rank, require_same
-from mics_strategy.sharding import materialize, norm, state, validate
+from mics_strategy.sharding import guard, materialize, validate
 from mics_strategy.sharding.buffers import Memory
 from mics_strategy.sharding.build import Site, add_sharded_parameters, build_engine, build_units
-from mics_strategy.sharding.engine import Engine
-from mics_strategy.sharding.gradient import BucketGradient
 from mics_strategy.sharding.hooks import install
 from mics_strategy.sharding.materialize import Initializer
-from mics_strategy.sharding.optimizer import StepHooks, adopt
-from mics_strategy.sharding.parameter import ShardedParameter
-from mics_strategy.sharding.replicated import ReplicatedBuffers
-from mics_strategy.sharding.report import TrafficRow, compare
-from mics_strategy.sharding.schedule import BucketPlan, Plan, StepShape, UnitPlan, plan_step
-from mics_strategy.sharding.unit import Unit
+from mics_strategy.sharding.sharded import Sharded
 from mics_strategy.sharding.wrap import UnitModule, UnitRule, find_units
 
 
@@ -79,255 +65,27 @@ def shard(
     scopes = on_every_rank(lambda: discover_scopes(chosen))
     modules = on_every_rank(lambda: find_units(model, units))
     require_same({"units": ", ".join(module.name for module in modules)})
+    site = Site(config=chosen, mesh=Mesh(scopes, target.type), device=target, memory=Memory())
     with torch.inference_mode(False), torch.no_grad():
-        return Sharded(
-            model,
-            chosen,
-            modules,
-            Site(config=chosen, mesh=Mesh(scopes, target.type), device=target, memory=Memory()),
-            initializer,
-        )
+        return _build(model, modules, site, initializer)
 
 
-class _Link:
-    """What a sharded parameter knows of its gradient."""
+def _build(model: nn.Module, modules: list[UnitModule], site: Site, initializer: Initializer | str) -> Sharded:
+    """Allocate, fill, and put the engine's hooks in place."""
+    built = build_units(modules, site)
+    materialize.fill(model, list(zip(modules, built, strict=True)), site.mesh, initializer, site.device)
+    add_sharded_parameters(built, modules, site)
+    engine = build_engine(built, modules, site)
+    sharded = Sharded(model, site, engine, modules)
+    weak = weakref.ref(sharded)
 
-    def __init__(self, engine: Engine, gradient: BucketGradient | None) -> None:
-        self._engine = engine
-        self._gradient = gradient
+    def before_root_forward() -> None:
+        alive = weak()
+        if alive is not None:
+            alive.before_forward()
 
-    def finish_gradients(self) -> None:
-        self._engine.finish_gradients()
-
-    def clear_gradient(self, position: int) -> None:
-        if self._gradient is not None:
-            self._engine.reducer.clear(self._gradient, position)
-
-
-class Sharded:
-    """A sharded model. Made by `shard`.
-
-    Attributes:
-        model: The model, sharded in place.
-        config: As given.
-        scopes: Ranks and axes of every model state in this job.
-        memory: Bytes that the engine has allocated, by purpose.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        config: ShardConfig,
-        modules: list[UnitModule],
-        site: Site,
-        initializer: Initializer | str,
-    ) -> None:
-        self.model = model
-        self.config = config
-        self.scopes = site.mesh.scopes
-        self.memory = site.memory
-        self.keeps_optimizer_whole = self.scopes.optimizer == 1
-        self._mesh = site.mesh
-        self._units = build_units(modules, site)
-        _fill(modules, self._units, site, initializer, model)
-        add_sharded_parameters(self._units, modules, site)
-        self._engine = build_engine(self._units, modules, site)
-        self._replaced: Any = WeakIdKeyDictionary()
-        self._link(modules)
-        self._buffers = ReplicatedBuffers(model, site.mesh, site.device)
-        weak_self = weakref.ref(self)
-        install(self._engine, lambda: _before_root_forward(weak_self))
-        self._last_step: tuple[int, Counter[Sent]] = (1, Counter())
-        self._mesh.ledger.take()
-        self._step_hooks = StepHooks(self)
-        weakref.finalize(self, self._step_hooks.remove)
-        validate.mark_sharded(model, self)
-
-    def _link(self, modules: list[UnitModule]) -> None:
-        for unit, module in zip(self._units, modules, strict=True):
-            plain = {entry.name: entry.parameter for entry in module.parameters}
-            gradients = iter(self._engine.reducer.gradients.get(unit.index, []))
-            for bucket in unit.buckets:
-                link = _Link(self._engine, next(gradients) if bucket.spec.trainable else None)
-                for position, sharded in enumerate(bucket.sharded):
-                    sharded.mics_owner, sharded.mics_position = link, position
-                    self._replaced[plain[sharded.mics_name]] = sharded
-
-    @property
-    def parameters(self) -> list[ShardedParameter]:
-        """All sharded parameters, unit by unit."""
-        return [sharded for unit in self._units for bucket in unit.buckets for sharded in bucket.sharded]
-
-    @property
-    def units(self) -> list[Unit]:
-        """The units, in module order; the root is the first."""
-        return self._units
-
-    def adopt(self, optimizer: Optimizer) -> Optimizer:
-        """Point an optimizer that was built on the plain parameters at the sharded ones; groups and states are kept.
-
-        Args:
-            optimizer: Built before `shard`, on parameters of this model only. Changed in place.
-
-        Returns:
-            The same optimizer.
-
-        Raises:
-            ConfigError: On every rank, for an optimizer over other parameters, or one that needs whole
-                tensors.
-        """
-        on_every_rank(lambda: adopt(optimizer, self))
-        return optimizer
-
-    @contextmanager
-    def micro_step(self, index: int, *, of: int) -> Iterator[None]:
-        """Say which micro-step of a step runs inside; the last one sends its second hop under the backward.
-
-        Args:
-            index: From 0.
-            of: Micro-steps per optimizer step.
-        """
-        if not 0 <= index < of:
-            raise ConfigError(
-                f"`micro_step({index}, of={of})` is not one of {of} micro-steps. Count from 0 to {of - 1}."
-            )
-        reducer = self._engine.reducer
-        before, reducer.is_boundary = reducer.is_boundary, index == of - 1
-        try:
-            yield
-        finally:
-            reducer.is_boundary = before
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scale the gradients so that their norm over all ranks is at most `max_norm`.
-
-        Args:
-            max_norm: The largest norm to leave.
-            norm_type: Of the p-norm; `math.inf` for the largest element.
-            error_if_nonfinite: Raise when the norm is NaN or infinite.
-
-        Returns:
-            The norm before, a plain scalar tensor, the same on all ranks.
-
-        Raises:
-            LifecycleError: The norm is not finite and `error_if_nonfinite` is set.
-        """
-        self._engine.finish_gradients()
-        total = norm.total_norm(self.parameters, self._mesh, norm_type)
-        if error_if_nonfinite and not bool(torch.isfinite(total)):
-            raise LifecycleError(
-                f"The gradient norm is {total.item()}. Lower the learning rate or the loss scale, or look for the "
-                "first NaN."
-            )
-        norm.clip(self.parameters, total, max_norm)
-        return total
-
-    def finish_gradients(self) -> None:
-        """Make every gradient the mean over all ranks now, as stepping, clipping and reading `grad` do. Collective."""
-        self._engine.finish_gradients()
-
-    @property
-    def plan(self) -> Plan:
-        """Every collective of an optimizer step with as many micro-steps as the last one had (before it, one)."""
-        recorded = self._engine.recorded
-        in_order = tuple(range(len(self._units)))
-        shape = StepShape(
-            entered=tuple(recorded.entered) if recorded.is_frozen else in_order,
-            needed=tuple(recorded.needed) if recorded.is_complete else (0, *reversed(in_order[1:])),
-            num_micro_steps=self._last_step[0],
-            second_hop_every_backward=self.config.second_hop == "micro_step",
-        )
-        return plan_step(tuple(map(self._plan_unit, self._units)), self.scopes, shape)
-
-    def _plan_unit(self, unit: Unit) -> UnitPlan:
-        wires = {gradient.bucket: gradient for gradient in self._engine.reducer.gradients.get(unit.index, [])}
-        slots = {id(other.slot): other.index for other in reversed(self._units)}
-        buckets = []
-        for bucket in unit.buckets:
-            gradient = wires.get(bucket)
-            buckets.append(
-                BucketPlan(
-                    layout=bucket.layout,
-                    param_dtype=bucket.spec.param_dtype,
-                    wire_dtype=bucket.spec.param_dtype if gradient is None else gradient.wire_dtype,
-                    sum_dtype=bucket.spec.param_dtype if gradient is None else gradient.accumulator.dtype,
-                    trainable=bucket.spec.trainable,
-                )
-            )
-        return UnitPlan(name=unit.name, slot=slots[id(unit.slot)], buckets=tuple(buckets))
-
-    def traffic(self) -> tuple[TrafficRow, ...]:
-        """What the last optimizer step sent beside what was planned for it, by axis and collective, for this rank."""
-        return compare(self.plan, self._last_step[1])
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The plain model's state dict, whole tensors on rank 0's CPU; empty on other ranks. Collective.
-
-        Cost: one whole parameter at a time on every rank, all of them on rank 0's CPU.
-        """
-        self._buffers.synchronize()
-        return state.full_state_dict(self.model)
-
-    def load_full_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> Any:
-        """Load a plain state dict; every rank passes the whole one (memory-mapped, if it is large).
-
-        Returns:
-            Missing and unexpected keys, as `torch.nn.Module.load_state_dict` does.
-        """
-        return state.load_full_state_dict(self.model, state_dict, strict=strict)
-
-    def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The plain optimizer's state dict on rank 0's CPU; empty on other ranks. Collective."""
-        return state.full_optimizer_state_dict(optimizer)
-
-    def load_full_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Load a plain optimizer's state dict; every rank passes the whole one."""
-        state.load_full_optimizer_state_dict(optimizer, state_dict)
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether `parameter` is a sharded parameter of this model."""
-        return (
-            isinstance(parameter, ShardedParameter) and getattr(parameter.mics_owner, "_engine", None) is self._engine
-        )
-
-    def replaced(self, parameter: torch.Tensor) -> ShardedParameter | None:
-        """The sharded parameter in the place of the plain `parameter` of before."""
-        return cast("ShardedParameter | None", self._replaced.get(parameter))
-
-    def before_update(self) -> None:
-        """An optimizer is about to read gradients."""
-        self._engine.finish_gradients()
-
-    def after_update(self, stepped: list[ShardedParameter]) -> None:
-        """An optimizer has changed `stepped`."""
-        for parameter in stepped:
-            parameter.mics_changes += 1
-        self._engine.after_step()
-        if self._engine.num_backwards:
-            self._last_step = (self._engine.num_backwards, self._mesh.ledger.take())
-            self._engine.num_backwards = 0
-
-
-def _before_root_forward(weak: weakref.ref[Sharded]) -> None:
-    sharded = weak()
-    if sharded is not None:
-        for unit in sharded._units:
-            unit.check_unchanged()
-        sharded._buffers.before_forward()
-
-
-def _fill(
-    modules: list[UnitModule], units: list[Unit], site: Site, initializer: Initializer | str, model: nn.Module
-) -> None:
-    """Put the first values into the shards."""
-    if not any(materialize.is_meta(module.parameters) for module in modules):
-        for module, unit in zip(modules, units, strict=True):
-            materialize.fill_from_values(module, unit.buckets, site.mesh, site.device)
-        return
-    initialize = materialize.find_initializer(model) if isinstance(initializer, str) else initializer
-    with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
-        torch.manual_seed(materialize.shared_seed())
-        for module, unit in sorted(zip(modules, units, strict=True), key=lambda pair: -pair[0].depth):
-            materialize.fill_from_initializer(module, unit.buckets, initialize, site.device)
+    install(engine, before_root_forward)
+    guard.refuse_conversions(unit.module for unit in built)
+    validate.mark_sharded(model, sharded)
+    site.mesh.ledger.take()
+    return sharded

@@ -17,21 +17,50 @@ from torch import nn
 from mics_strategy.errors import ConfigError
 from mics_strategy.mesh import Mesh, gather_objects
 from mics_strategy.sharding.bucket import Bucket
-from mics_strategy.sharding.wrap import OwnedParameter, UnitModule
+from mics_strategy.sharding.unit import Unit
+from mics_strategy.sharding.wrap import UnitModule
 
 Initializer = Callable[[nn.Module], None]
 
 
-def fill_from_values(unit: UnitModule, buckets: list[Bucket], mesh: Mesh, device: torch.device) -> None:
-    """Shard the values that the unit's parameters have, rank 0's where ranks disagree.
+def fill(
+    model: nn.Module,
+    units: list[tuple[UnitModule, Unit]],
+    mesh: Mesh,
+    initializer: Initializer | str,
+    device: torch.device,
+) -> None:
+    """Put the first values of all units into their shards, inner units before outer ones.
 
-    Cost: a broadcast of every parameter that differs; otherwise one small object gather per unit.
+    Args:
+        model: The whole model, asked how it initialises itself when something of it is on the meta device.
+        units: Modules and what was built for them.
+        mesh: For rank 0's values and random seed.
+        initializer: As given to `shard`.
+        device: Where the model trains.
     """
-    owned = {entry.name: entry.parameter.detach() for entry in unit.parameters}
-    everyone = gather_objects({name: fingerprint(value) for name, value in owned.items()})
+    is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    initialize = find_initializer(model) if isinstance(initializer, str) else initializer
+    seed = shared_seed() if is_meta else 0
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=is_meta):
+        if is_meta:
+            torch.manual_seed(seed)
+        for module, unit in sorted(units, key=lambda pair: -pair[0].depth):
+            values = {entry.name: entry.parameter.detach() for entry in module.parameters}
+            values.update(initialized(module, initialize, device))
+            _keep_shards(values, unit.buckets, mesh, device)
+            _put_parameters(module, {entry.name: entry.parameter for entry in module.parameters})
+
+
+def _keep_shards(values: dict[str, torch.Tensor], buckets: list[Bucket], mesh: Mesh, device: torch.device) -> None:
+    """Shard whole values, rank 0's where ranks disagree.
+
+    Cost: one small object gather, and a broadcast of every parameter that differs.
+    """
+    everyone = gather_objects({name: fingerprint(value) for name, value in values.items()})
     for bucket in buckets:
         for position, region in enumerate(bucket.layout.regions):
-            value = owned[region.name].to(device)
+            value = values[region.name].to(device)
             if mesh.control is not None and any(other[region.name] != everyone[0][region.name] for other in everyone):
                 value = value.clone()
                 mesh.control.broadcast(value, region.name)
@@ -48,29 +77,34 @@ def fingerprint(value: torch.Tensor) -> tuple[int, float]:
     return int(words.sum(dtype=torch.int64)), float((words.to(torch.float64) * weights).sum())
 
 
-def fill_from_initializer(
-    unit: UnitModule, buckets: list[Bucket], initializer: Initializer, device: torch.device
-) -> None:
-    """Give one unit memory, initialise it, keep this rank's shards. Call it for inner units before outer ones.
+def initialized(unit: UnitModule, initializer: Initializer, device: torch.device) -> dict[str, torch.Tensor]:
+    """Give what is on the meta device of one unit memory and values; whole parameters, by name.
 
-    The random generators must have the same state on all ranks.
+    The random generators must have the same state on all ranks. Modules that have values keep them.
     """
-    values = {entry.name: torch.empty_like(entry.parameter, device=device) for entry in unit.parameters}
     modules = _own_modules(unit)
-    for entry in unit.parameters:
-        whole = nn.Parameter(values[entry.name], requires_grad=entry.parameter.requires_grad)
-        for module, attribute in entry.homes:
-            module._parameters[attribute] = whole
-    for module in modules:
+    missing = [entry for entry in unit.parameters if entry.parameter.is_meta]
+    with_values = {module for entry in unit.parameters if not entry.parameter.is_meta for module, _ in entry.homes}
+    unfilled = [module for module in modules if any(b is not None and b.is_meta for b in module._buffers.values())]
+    if not missing and not unfilled:
+        return {}
+    values = {entry.name: torch.empty_like(entry.parameter, device=device) for entry in missing}
+    _put_parameters(unit, {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()})
+    for module in unfilled:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-    with torch.no_grad():
-        for module in reversed(modules):
+    for module in reversed(modules):
+        if module not in with_values:
             initializer(module)
-    for bucket in buckets:
-        for position, region in enumerate(bucket.layout.regions):
-            bucket.load(position, values[region.name])
+    return values
+
+
+def _put_parameters(unit: UnitModule, parameters: dict[str, nn.Parameter]) -> None:
+    for entry in unit.parameters:
+        if entry.name in parameters:
+            for module, attribute in entry.homes:
+                module._parameters[attribute] = parameters[entry.name]
 
 
 def _own_modules(unit: UnitModule) -> list[nn.Module]:
@@ -107,8 +141,3 @@ def find_initializer(model: nn.Module) -> Initializer:
 def shared_seed() -> int:
     """Rank 0's next random seed, on every rank."""
     return gather_objects(int(torch.randint(0, 2**62, ()).item()))[0]
-
-
-def is_meta(entries: list[OwnedParameter]) -> bool:
-    """Whether any of the parameters has no memory yet."""
-    return any(entry.parameter.is_meta for entry in entries)

@@ -78,6 +78,11 @@ class ShardedParameter(DTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise LifecycleError(
+                f"`{self.mics_name}` is sharded as {tuple(self.shape)} {self.dtype} and cannot become "
+                f"{tuple(value.shape)} {value.dtype}. Change the model before `shard()`."
+            )
         with torch.no_grad():
             self.copy_(value)
 

@@ -184,22 +184,6 @@ class Unit:
                 for module, attribute in homes:
                     module._parameters[attribute] = cast("nn.Parameter", sharded)
 
-    def check_unchanged(self) -> None:
-        """Refuse parameters that were replaced after `shard()`.
-
-        Raises:
-            LifecycleError: A module holds another parameter than the one it was given.
-        """
-        for bucket in self.buckets:
-            for homes, sharded in zip(bucket.spec.homes, bucket.sharded, strict=True):
-                for module, attribute in homes:
-                    held: object = module._parameters.get(attribute)
-                    if held is not sharded:
-                        raise LifecycleError(
-                            f"Parameter `{sharded.mics_name}` was replaced or removed after `shard()`. Change the "
-                            "model first, then shard it; to change values, write into the existing parameter."
-                        )
-
 
 def refuse_unfrozen(bucket: Bucket, sharded: ShardedParameter) -> None:
     """A parameter that was frozen when the model was sharded has no gradient memory.

@@ -1,0 +1,49 @@
+"""How do the trained weights come back from processes that were spawned or forked?
+
+Lightning asks the module for its state dict on every rank and hands rank 0's to the parent. A sharded module would hand
+over one shard, so whole tensors are collected instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from mics_strategy.lightning.framework import Framework
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as Base
+else:
+    Base = object
+
+
+class WholeWeights(Base):
+    """The part of the launcher that collects results in the child processes. Mixed into Lightning's."""
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        state_dict = trainer.strategy.lightning_module_state_dict()  # collective
+        if trainer.strategy.local_rank != 0:
+            return None
+        callback = trainer.checkpoint_callback
+        weights_path = None
+        if trainer.state.fn == trainer.strategy.framework.fitting:
+            weights_path = os.path.join(tempfile.mkdtemp(), "weights.ckpt")
+            trainer.strategy.checkpoint_io.save_checkpoint(state_dict, weights_path)
+        return trainer.strategy.framework.worker_output(
+            getattr(callback, "best_model_path", None),
+            weights_path,
+            trainer.state,
+            results,
+            self.get_extra_results(trainer),
+        )
+
+
+@functools.cache
+def whole_weights_launcher(framework: Framework) -> type[Any]:
+    """The launcher for one namespace."""
+    return type("WholeWeightsLauncher", (WholeWeights, framework.multiprocessing_launcher), {"__module__": __name__})

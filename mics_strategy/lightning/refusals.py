@@ -1,0 +1,69 @@
+"""What would go wrong with a sharded model, and is refused or explained instead?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mics_strategy.errors import ConfigError
+from mics_strategy.lightning.framework import Framework
+
+
+def callbacks(framework: Framework, trainer: Any) -> None:
+    """Refuse callbacks that deep-copy the model: a copy of shards is not a copy of the model.
+
+    Raises:
+        ConfigError: Naming the callback.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, framework.copying_callbacks):
+            raise ConfigError(
+                f"`{type(callback).__name__}` copies the whole model and averages it parameter by parameter, which does not work on "
+                "shards. Remove the callback, or average saved checkpoints after the training."
+            )
+
+
+def precision(framework: Framework, plugin: Any) -> None:
+    """Refuse precision plug-ins that belong to another strategy.
+
+    Raises:
+        ConfigError: Naming the plug-in.
+    """
+    if plugin is None:
+        return
+    if not isinstance(plugin, framework.precision) or isinstance(plugin, framework.foreign_precisions):
+        raise ConfigError(
+            f"`precision_plugin={type(plugin).__name__}` does not work with this strategy. Use Trainer(precision=...) with '32-true', "
+            "'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or an ordinary precision plug-in."
+        )
+
+
+def positive(name: str, value: int) -> int:
+    """`value`, if it is 1 or more.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"`{name}={value!r}` is not a positive number. Use 1 or more.")
+    return value
+
+
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
+    """`value`, if it is one of `choices`.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if value not in choices:
+        raise ConfigError(f"`{name}={value!r}` is not known. Use {', '.join(map(repr, choices))}.")
+    return value
+
+
+def explain(exception: BaseException) -> None:
+    """Add to an error of torch what it means here."""
+    if "mixed torch.Tensor and DTensor" in str(exception):
+        exception.add_note(
+            "mics_strategy: a parameter was used outside the forward of the module that owns it, where it is a shard. Call the "
+            "module (its forward) instead of using its parameters or its other methods; with manual optimization, use parameters "
+            "of the LightningModule itself inside its forward, as `self(...)`."
+        )

@@ -1,0 +1,319 @@
+"""How does `Trainer(strategy="mics")` train a sharded model?
+
+The model is built plain, sharded in place in `setup`, and stays a LightningModule: hooks, optimizers, loggers and callbacks
+meet parameters with their own names and shapes. What Lightning knows about accumulation is passed on to the engine; what it
+does not know costs overlap, never correctness.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from mics_strategy import ShardConfig, Sharded, shard
+from mics_strategy.errors import ConfigError, LifecycleError
+from mics_strategy.lightning import refusals
+from mics_strategy.lightning.checkpoints import Checkpoints
+from mics_strategy.lightning.framework import Framework, check_sigterm_seldom, load_framework, use_no_grad
+from mics_strategy.lightning.processes import Processes
+from mics_strategy.lightning.steps import StepRunner
+from mics_strategy.lightning.units import UnitRule, rule_for
+
+_STATE = "_mics_of_strategy"
+_OPTIONS = tuple(field.name for field in dataclasses.fields(ShardConfig))
+_CLASS_NAMES = {"MiCSStrategy": "lightning.pytorch", "PytorchLightningMiCSStrategy": "pytorch_lightning"}
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import ParallelStrategy as Base
+
+    MiCSStrategy: type[MiCSTrainerStrategy]
+else:
+    Base = object
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What a LightningModule carries once it is sharded, so that any strategy object finds it again."""
+
+    sharded: Sharded
+    steps: StepRunner
+
+
+class MiCSTrainerStrategy(Checkpoints, Processes, Base):
+    """Shards a LightningModule by a `ShardConfig`.
+
+    The class for users is `mics_strategy.lightning.MiCSStrategy`; this one is mixed into a namespace's `ParallelStrategy`.
+
+    Args:
+        config: A preset's name or a `ShardConfig`.
+        units: As `mics_strategy.shard` takes it; classes may also be given by name.
+        accelerator: As any Lightning strategy takes it.
+        parallel_devices: As any Lightning strategy takes it.
+        cluster_environment: As any Lightning strategy takes it.
+        checkpoint_io: As any Lightning strategy takes it.
+        precision_plugin: As any Lightning strategy takes it.
+        process_group_backend: Of the default process group; None chooses by the device.
+        timeout: Of the default process group.
+        load_weights_only: Whether checkpoints may hold nothing but plain data; None leaves it to the Trainer.
+        sigterm_check_every_n_steps: How often the Trainer asks all ranks for a SIGTERM. It does so in every batch, which
+            stops the device and crosses the slow links; a larger number is cheaper and later to notice.
+        start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` (for notebooks) start
+            processes from this one and bring the whole weights back to it.
+        **overrides: Fields of `ShardConfig`.
+
+    Raises:
+        ConfigError: Unknown or impossible options.
+    """
+
+    framework: ClassVar[Framework]
+
+    @override
+    def __init__(
+        self,
+        config: str | ShardConfig = "mics",
+        *,
+        units: UnitRule = "auto",
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        load_weights_only: bool | None = None,
+        sigterm_check_every_n_steps: int = 1,
+        start_method: str = "popen",
+        **overrides: Any,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.config = _config(config, overrides)
+        self._units = units
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout if timeout is not None else self.framework.default_timeout
+        self._load_weights_only = load_weights_only
+        self._sigterm_every = refusals.positive("sigterm_check_every_n_steps", sigterm_check_every_n_steps)
+        self._start_method = refusals.one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+
+    @property
+    @override
+    def precision_plugin(self) -> Any:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        refusals.precision(self.framework, plugin)
+        self._precision_plugin = plugin
+
+    # -- building ---------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def sharded(self) -> Sharded:
+        """The handle of the sharded model: plan, traffic, memory.
+
+        Raises:
+            LifecycleError: Before the Trainer has set the model up.
+        """
+        return self._state.sharded
+
+    @property
+    def _state(self) -> _State:
+        module = self.lightning_module
+        found = None if module is None else vars(module).get(_STATE)
+        if not isinstance(found, _State):
+            raise LifecycleError("The model is not sharded yet. Read `strategy.sharded` in `on_fit_start` or later.")
+        return found
+
+    @override
+    def setup_environment(self) -> None:
+        refusals.callbacks(self.framework, self._trainer)
+        super().setup_environment()
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # Never on the GPU: the whole model need not fit there.
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the model, once, and set up what the stage needs."""
+        self.accelerator.setup(trainer)
+        use_no_grad(trainer)
+        if self._sigterm_every > 1:
+            check_sigterm_seldom(trainer, self._sigterm_every)
+        if _STATE not in vars(self._module):
+            self._shard()
+        elif self.sharded.config != self.config:
+            raise ConfigError(
+                f"The model is sharded already, by {self.sharded.config}; asked for {self.config}. Build it anew, or use the same strategy."
+            )
+        self.model_to_device()
+        self.barrier()
+        if trainer.state.fn == self.framework.fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self) -> None:
+        module = self._module
+        if self._layer_sync is not None:
+            module = self._layer_sync.apply(module)
+        module = self.precision_plugin.convert_module(module)
+        units = rule_for(module, self._units, every_child=not module.automatic_optimization)
+        steps = StepRunner(module)
+        with steps.finding_hooks():
+            sharded = shard(module, self.config, units=units, device=self.root_device)
+        vars(module)[_STATE] = _State(sharded, steps)
+        self._lightning_module = self.model = module
+
+    @override
+    def model_to_device(self) -> None:
+        """Move what is neither parameter nor buffer, such as the states of metrics; the engine has moved the rest."""
+
+        def move(module: torch.nn.Module) -> None:
+            if next(module.parameters(), None) is None:
+                module.to(self.root_device)
+            else:
+                for child in module.children():
+                    move(child)
+
+        move(self._module)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self.sharded.adopt(optimizer)
+
+    @property
+    def _module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise LifecycleError("The strategy has no model yet. Pass the strategy to a Trainer and call one of its methods.")
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            if not self._module.automatic_optimization:
+                return self._module.training_step(*args, **kwargs)
+            return self._state.steps.run("training_step", args, kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._state.steps.run("validation_step", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._state.steps.run("test_step", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._state.steps.run("predict_step", args, kwargs)
+
+    @override
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """More micro-steps of this optimizer step will follow."""
+        return self.sharded.micro_step(0, of=2)
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step; a backward in the closure is the last of its optimizer step."""
+        with self.sharded.micro_step(0, of=1):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # -- ending -----------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        refusals.explain(exception)
+
+    @override
+    def teardown(self) -> None:
+        # Shards stay where they are; a checkpoint that is still being written is waited for.
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+def _config(config: str | ShardConfig, overrides: dict[str, Any]) -> ShardConfig:
+    given = {name: value for name, value in overrides.items() if value is not None}
+    if isinstance(config, str):
+        return ShardConfig.preset(config, **given)
+    unknown = sorted(set(given) - set(_OPTIONS))
+    if unknown:
+        raise ConfigError(f"Unknown option {', '.join(map(repr, unknown))}. Known: {', '.join(sorted(_OPTIONS))}.")
+    return config.replace(**given)
+
+
+@functools.cache
+def strategy_for(namespace: str) -> type[MiCSTrainerStrategy]:
+    """The strategy class for ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+
+    Raises:
+        ConfigError: Another namespace.
+    """
+    framework = load_framework(namespace)
+    name = next(name for name, of in _CLASS_NAMES.items() if of == namespace)
+    members = {"framework": framework, "__module__": __name__, "__qualname__": name, "__doc__": MiCSTrainerStrategy.__doc__}
+    cls = type(name, (MiCSTrainerStrategy, framework.parallel_strategy), members)
+    cls.__signature__ = _signature(framework)
+    return cls
+
+
+def _signature(framework: Framework) -> inspect.Signature:
+    """The arguments with the options of `ShardConfig` spelled out, and types that a command line can parse."""
+    types = {
+        "accelerator": framework.accelerator,
+        "cluster_environment": framework.cluster_environment,
+        "checkpoint_io": framework.checkpoint_io,
+        "precision_plugin": framework.precision,
+    }
+    parameters = []
+    for parameter in inspect.signature(MiCSTrainerStrategy, eval_str=True).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            annotation = types[parameter.name] | None if parameter.name in types else parameter.annotation
+            parameters.append(parameter.replace(annotation=annotation))
+    options = typing.get_type_hints(ShardConfig)
+    parameters += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=options[name] | None)
+        for name in _OPTIONS
+    ]
+    return inspect.Signature(parameters)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _CLASS_NAMES:
+        return strategy_for(_CLASS_NAMES[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")

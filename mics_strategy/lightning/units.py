@@ -1,0 +1,70 @@
+"""Which modules travel together, and which are called on their own?
+
+The engine gathers a module's parameters when its forward is called. With automatic optimization a whole step runs inside
+the forward of the LightningModule, so that everything belonging to no unit is there. With manual optimization a step
+contains backwards and optimizer steps and cannot be one forward: there every child of the LightningModule (generator,
+discriminator, ...) is a unit, so that it is gathered when it is called, and only the one that is called.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from mics_strategy.errors import ConfigError
+
+UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
+
+
+def rule_for(module: nn.Module, units: UnitRule, *, every_child: bool) -> Any:
+    """What `shard(units=...)` takes.
+
+    Args:
+        module: The LightningModule.
+        units: As `shard` takes it; classes may also be given by name, as on a command line.
+        every_child: Whether every child of `module` that has parameters is a unit as well.
+
+    Raises:
+        ConfigError: No module has a class of that name.
+    """
+    names = [units] if isinstance(units, str) and units != "auto" else units
+    if isinstance(names, Iterable) and not isinstance(names, str):
+        units = tuple(_class_named(module, entry) if isinstance(entry, str) else entry for entry in names)
+    if not every_child or isinstance(units, int):
+        return units
+    chosen = {child for child in module.children() if any(True for _ in child.parameters())}
+    chosen.update(_matching(module, units))
+    return lambda candidate: candidate in chosen
+
+
+def _class_named(module: nn.Module, name: str) -> type[nn.Module]:
+    wanted = name.rpartition(".")[2]
+    found = {type(child) for child in module.modules() if type(child).__name__ == wanted}
+    if not found:
+        known = ", ".join(sorted({type(child).__name__ for child in module.modules()}))
+        raise ConfigError(f"`units={name!r}`: no module of that class is in the model. It has {known}.")
+    return found.pop()
+
+
+def _matching(module: nn.Module, units: UnitRule) -> set[nn.Module]:
+    if isinstance(units, str):
+        return set(_repeated_in_containers(module))
+    if isinstance(units, type):
+        return {child for child in module.modules() if isinstance(child, units)}
+    if isinstance(units, tuple):
+        return {child for child in module.modules() if isinstance(child, units)}
+    return {child for child in module.modules() if callable(units) and units(child)}
+
+
+def _repeated_in_containers(module: nn.Module) -> Iterable[nn.Module]:
+    """Layers that a list of layers repeats."""
+    for container in module.modules():
+        if isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            children = list(container.children())
+            counts = Counter(map(type, children))
+            yield from (
+                child for child in children if counts[type(child)] > 1 and any(True for _ in child.parameters())
+            )

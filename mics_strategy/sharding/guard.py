@@ -1,0 +1,77 @@
+"""What may still be done to a model that is sharded?
+
+Its values may change in any way that writes into the existing parameters. Its parameters may not: one that is added,
+replaced or converted would be trained by this rank alone, or not at all, without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mics_strategy.errors import LifecycleError
+from mics_strategy.sharding.parameter import ShardedParameter
+
+
+def refuse_conversions(modules: Iterable[nn.Module]) -> None:
+    """Make ``to()``, ``half()``, ``cuda()`` and the like of `modules` refuse to convert sharded parameters.
+
+    A conversion that changes no parameter (to the device and dtype that they have) still reaches the buffers.
+    """
+    for module in modules:
+        object.__setattr__(module, "_apply", _Conversion(module))
+
+
+class _Conversion:
+    """Stands in for ``nn.Module._apply`` of one sharded module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Apply `convert` to the buffers, if it leaves parameters as they are.
+
+        Raises:
+            LifecycleError: It would change a parameter's dtype or device.
+        """
+        for name, parameter in self._module.named_parameters():
+            probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            found = convert(probe)
+            if found.dtype != probe.dtype or found.device != probe.device:
+                raise LifecycleError(
+                    f"`{name}` is sharded as {probe.dtype} on {probe.device} and cannot become {found.dtype} on "
+                    f"{found.device}. Convert the model before `shard()`, or set `param_dtype` to compute in another "
+                    "dtype."
+                )
+        for module in self._module.modules() if recurse else [self._module]:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = convert(buffer)
+        return self._module
+
+    def __reduce__(self) -> Any:
+        raise LifecycleError(
+            "A sharded model cannot be pickled or copied: each rank has only its shards. Use `full_state_dict()`, or "
+            "copy the plain model before `shard()`."
+        )
+
+
+def refuse_new_parameters(model: nn.Module, known: set[int]) -> None:
+    """Refuse parameters that were added or swapped after `shard()`.
+
+    Args:
+        model: The sharded model, outside of any forward.
+        known: The identities of its sharded parameters.
+
+    Raises:
+        LifecycleError: Naming the first one.
+    """
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in known or not isinstance(parameter, ShardedParameter):
+            raise LifecycleError(
+                f"Parameter `{name}` was added, replaced or converted after `shard()`, so no rank would share its "
+                "gradient. Change the model first, then shard it; to change values, write into the existing parameter."
+            )
