@@ -131,6 +131,11 @@ class ShardConfig:
         params, grads, optimizer = (_LETTER_SCOPES[letter] for letter in letters)
         return cls(**{"params": params, "grads": grads, "optimizer": optimizer, **overrides})
 
+    def describe(self) -> dict[str, str]:
+        """Every field as text that is equal on two ranks when the values are."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: str(sorted(v) if isinstance(v, frozenset) else v) for name, v in values.items()}
+
     def replace(self, **changes: Any) -> ShardConfig:
         """A copy with some fields changed, validated again."""
         return dataclasses.replace(self, **changes)

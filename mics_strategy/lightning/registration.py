@@ -83,8 +83,11 @@ class AfterImport:
         if name not in REGISTRIES or name in self._searched:
             return None
         self._searched.add(name)
-        others = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        spec = next((found for find in others if (found := find(name, path, target)) is not None), None)
+        try:
+            others = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+            spec = next((found for find in others if (found := find(name, path, target)) is not None), None)
+        finally:
+            self._searched.discard(name)
         if spec is not None and spec.loader is not None:
             _then_register(spec.loader, REGISTRIES[name])
         return spec

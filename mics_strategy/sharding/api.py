@@ -61,7 +61,7 @@ def shard(
     chosen = ShardConfig.preset(config) if isinstance(config, str) else config
     target = on_every_rank(lambda: validate.target_device(device))
     on_every_rank(lambda: validate.model(model, target))
-    require_same({"config": repr(chosen), "model": validate.describe(model)})
+    require_same({**chosen.describe(), "model": validate.describe(model)})
     scopes = on_every_rank(lambda: discover_scopes(chosen))
     modules = on_every_rank(lambda: find_units(model, units))
     require_same({"units": ", ".join(module.name for module in modules)})

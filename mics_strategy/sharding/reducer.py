@@ -38,6 +38,15 @@ class ReducerBuffers:
     usage: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class FirstHop:
+    """A first hop under way; `is_last` when the second hop may follow as soon as it has landed."""
+
+    unit: Unit
+    chains: list[Chain]
+    is_last: bool
+
+
 @dataclass(slots=True)
 class Reducer:
     """Takes gradients from autograd to the optimizer, all units of one model.
@@ -64,7 +73,7 @@ class Reducer:
     _order: list[Unit] = field(default_factory=list)
     _ready: set[int] = field(default_factory=set)
     _launched: set[int] = field(default_factory=set)
-    _in_flight: deque[tuple[Unit, list[Chain]]] = field(default_factory=deque)
+    _in_flight: deque[FirstHop] = field(default_factory=deque)
     _second: dict[BucketGradient, Chain] = field(default_factory=dict)
 
     def begin_backward(self, order: list[Unit]) -> None:
@@ -139,20 +148,20 @@ class Reducer:
             if gradients[0].collection is not Collection.FILLING:
                 self._acquire(unit)
             chains = [self.streams.reduce(gradient.launch) for gradient in gradients]
-        self._in_flight.append((unit, chains))
+        self._in_flight.append(FirstHop(unit, chains, self.is_boundary and self.overlap_second_hop))
         while len(self._in_flight) > (1 if self.overlap_reduce else 0):
             self._land_next()
 
     def _land_next(self) -> None:
-        unit, chains = self._in_flight.popleft()
-        for chain in chains:
+        hop = self._in_flight.popleft()
+        for chain in hop.chains:
             chain.wait()
-        if self.is_boundary and self.overlap_second_hop:
-            for gradient in self.gradients[unit.index]:
+        if hop.is_last:
+            for gradient in self.gradients[hop.unit.index]:
                 self._start_second_hop(gradient)
 
     def _land_until(self, unit: Unit) -> None:
-        while any(other is unit for other, _ in self._in_flight):
+        while any(hop.unit is unit for hop in self._in_flight):
             self._land_next()
 
     def _land_all(self) -> None:

@@ -32,8 +32,11 @@ class AfterImport:
         if name not in REGISTRIES or name in self._searched:
             return None
         self._searched.add(name)
-        others = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        spec = next((found for find in others if (found := find(name, path, target)) is not None), None)  # type: ignore[arg-type]
+        try:
+            others = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+            spec = next((found for find in others if (found := find(name, path, target)) is not None), None)  # type: ignore[arg-type]
+        finally:
+            self._searched.discard(name)
         try:
             _then_register(spec.loader)  # type: ignore[union-attr]
         except AttributeError:  # no such module, or a loader that cannot be changed
