@@ -1,8 +1,33 @@
-"""Sharded data parallelism for models that do not fit on one GPU, on clusters whose links between nodes are slow."""
+"""Sharded data parallelism for models that do not fit on one GPU, on clusters whose links between nodes are slow.
+
+Importing the package makes ``Trainer(strategy="mics")`` known to Lightning, without importing Lightning.
+"""
 
 from mics_strategy.config import ShardConfig
+from mics_strategy.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    LifecycleError,
+    MiCSError,
+    ShapeError,
+)
+from mics_strategy.lightning.registration import register as _register
 from mics_strategy.sharding.api import shard
 from mics_strategy.sharding.sharded import Sharded
 from mics_strategy.topology import Topology
 
-__all__ = ["ShardConfig", "Sharded", "Topology", "shard"]
+__all__ = [
+    "CheckpointError",
+    "CommunicationError",
+    "ConfigError",
+    "LifecycleError",
+    "MiCSError",
+    "ShapeError",
+    "ShardConfig",
+    "Sharded",
+    "Topology",
+    "shard",
+]
+
+_register()

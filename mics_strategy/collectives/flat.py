@@ -67,7 +67,6 @@ class FlatCollective:
         self.group = group
         self.size = group.size()
         self.axis = axis
-        self._is_nccl = dist.get_backend(group) == "nccl"
         self._ledger = ledger
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
@@ -82,7 +81,7 @@ class FlatCollective:
         """See `Collective.reduce`. Cost: (size - 1) * n sent, size * n of scratch."""
         _check(full.numel() == out.numel() * self.size and full.dtype == scratch.dtype, what, out, full)
         self._ledger.write(traffic.REDUCE_SCATTER, self, full)
-        if self._is_nccl:
+        if full.is_cuda:
             total = scratch[: out.numel()]
             work = _reduce_scatter(total, full, group=self.group, async_op=True)
             return Handle(

@@ -71,20 +71,23 @@ class Reducer:
     is_boundary: bool = False
     is_dirty: bool = False
     _order: list[Unit] = field(default_factory=list)
+    _expected: dict[int, int] = field(default_factory=dict)  # gradients of a unit in one backward
     _ready: set[int] = field(default_factory=set)
     _launched: set[int] = field(default_factory=set)
     _in_flight: deque[FirstHop] = field(default_factory=deque)
     _second: dict[BucketGradient, Chain] = field(default_factory=dict)
+    _unpublished: list[BucketGradient] = field(default_factory=list)  # finished, not yet shown on the parameters
 
     def begin_backward(self, order: list[Unit]) -> None:
         """A backward starts; `order` lists the units that may receive gradients, first to be reduced first."""
         self.is_dirty = True
-        self._order = [unit for unit in order if self._num_expected(unit)]
+        self._expected = {
+            unit.index: sum(sharded.requires_grad for bucket in unit.trainable for sharded in bucket.sharded)
+            for unit in self.units
+        }
+        self._order = [unit for unit in order if self._expected[unit.index]]
         self._ready.clear()
         self._launched.clear()
-
-    def _num_expected(self, unit: Unit) -> int:
-        return sum(sharded.requires_grad for bucket in unit.trainable for sharded in bucket.sharded)
 
     def collect(self, unit: Unit, gradient: BucketGradient, position: int, parameter: nn.Parameter) -> None:
         """Take the gradient that autograd has just accumulated on an unsharded parameter."""
@@ -95,7 +98,7 @@ class Reducer:
         if gradient.is_sharded and gradient.collection is not Collection.FILLING:
             self._acquire(unit)
         gradient.collect(position, grad)
-        if sum(other.num_fired for other in self.gradients[unit.index]) >= self._num_expected(unit):
+        if sum(other.num_fired for other in self.gradients[unit.index]) >= self._expected[unit.index]:
             self.complete(unit)
 
     def complete(self, unit: Unit) -> None:
@@ -123,6 +126,7 @@ class Reducer:
 
     def _acquire(self, unit: Unit) -> None:
         """Borrow the buffer in which this backward's gradients of `unit` are collected."""
+        self._land_until(unit)  # its own first hop of an earlier backward
         gradients = self.gradients[unit.index]
         buffer = self.buffers.collecting[unit.index].take(lambda: self._free(unit))
         sizes = [(gradient.bucket.layout.full_numel, gradient.wire_dtype) for gradient in gradients]
@@ -185,6 +189,7 @@ class Reducer:
         chain = self._second.pop(gradient, None)
         if chain is not None:
             chain.wait()
+            self._unpublished.append(gradient)
 
     def finish(self) -> None:
         """Make every gradient the mean over all ranks, and show it on the parameters. Collective."""
@@ -193,16 +198,17 @@ class Reducer:
         self.is_dirty = False
         self._land_all()
         usage = _Usage(self.buffers.usage, [g for gs in self.gradients.values() for g in gs], self.mesh)
-        finished = []
         for index in sorted(self.gradients, reverse=True):
             for gradient in self.gradients[index]:
-                if gradient in self._second or gradient.state is Gradient.PARTIAL or usage.anywhere(gradient):
+                state = gradient.state
+                if state is Gradient.PARTIAL or (state is Gradient.NONE and usage.anywhere(gradient)):
                     self._start_second_hop(gradient)
-                    finished.append(gradient)
-        for gradient in finished:
+        for gradient in list(self._second):
             self._settle(gradient)
+        for gradient in (each for each in self._unpublished if each.state is Gradient.SHARDED):
             for position in usage.positions(gradient):
                 gradient.publish(position)
+        self._unpublished.clear()
         usage.wait()
 
     def clear(self, gradient: BucketGradient, position: int) -> None:

@@ -25,20 +25,17 @@ def target_device(device: torch.device | str) -> torch.device:
         ConfigError: A device that the process group cannot serve.
     """
     backend = dist.get_backend()
+    serves_cuda = torch.cuda.is_available() and ("nccl" in backend or backend in ("undefined", "fake"))
     if device == "auto":
-        found = (
-            torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-            if "nccl" in backend
-            else torch.device("cpu")
-        )
+        found = torch.device("cuda" if serves_cuda and backend != "fake" else "cpu")
     else:
         found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        found = torch.device("cuda", torch.cuda.current_device())
-    if found.type not in ("cpu", "cuda") or (found.type == "cuda" and "nccl" not in backend and backend != "fake"):
+    if found.type == "cuda" and serves_cuda and found.index is None:
+        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    if found.type != "cpu" and not (found.type == "cuda" and serves_cuda):
         raise ConfigError(
-            f"`device={found}` cannot be used with the process group backend {backend!r}. Use NCCL for CUDA and gloo "
-            "for the CPU."
+            f"`device={found}` cannot be used with the process group backend {backend!r} on this machine. Use NCCL for "
+            "CUDA and gloo for the CPU."
         )
     return found
 

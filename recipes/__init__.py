@@ -1,0 +1,1 @@
+"""What does a complete pretraining run look like? Typed configs, data, models, one program for all."""

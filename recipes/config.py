@@ -1,0 +1,310 @@
+"""What does a recipe ask for?
+
+One frozen dataclass per subject. A YAML file fills them, dotted options on the command line override single
+fields (`--optimizer.lr=1e-3`), an unknown name is an error, and `--print_config` shows the result with all
+defaults.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import ArgumentParser
+
+from recipes.errors import RecipeError
+from recipes.schedule import ScheduleName
+
+
+def _require(is_met: bool, name: str, found: object, rule: str) -> None:
+    if not is_met:
+        raise RecipeError(
+            f"`{name}={found}` cannot be used: it must be {rule}. Change it in the YAML or with --{name}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A transformers model, built from these numbers with random weights.
+
+    Args:
+        family: which architecture.
+        vocab_size: rows of the embedding, and the largest vocabulary of the tokenizer.
+        hidden_size: width.
+        intermediate_size: width inside the feed-forward network.
+        num_layers: transformer layers.
+        num_heads: attention heads; they divide the width.
+        num_kv_heads: key-value heads; they divide the heads.
+        tie_embeddings: use one matrix for the embedding and the output projection.
+        activation_checkpointing: keep only layer inputs and recompute the rest in the backward.
+    """
+
+    family: Literal["llama"] = "llama"
+    vocab_size: int = 1024
+    hidden_size: int = 128
+    intermediate_size: int = 344
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    tie_embeddings: bool = False
+    activation_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that no model has."""
+        _require(
+            self.vocab_size >= 257,
+            "model.vocab_size",
+            self.vocab_size,
+            "at least 257 (256 bytes and end of text)",
+        )
+        _require(self.num_layers >= 1, "model.num_layers", self.num_layers, "at least 1")
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        _require(
+            heads >= 1 and self.hidden_size % (2 * heads) == 0,
+            "model.num_heads",
+            heads,
+            f"a divisor of `model.hidden_size={self.hidden_size}` that leaves heads of an even size",
+        )
+        _require(
+            kv_heads >= 1 and heads % kv_heads == 0,
+            "model.num_kv_heads",
+            kv_heads,
+            f"a divisor of `model.num_heads={heads}`",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Text, and how it is cut.
+
+    Args:
+        source: `local_docs` (English from the Python documentation on this machine) or `grammar` (generated
+            sentences, the same everywhere).
+        packages: installed packages whose documentation `local_docs` reads as well.
+        grammar_documents: documents that `grammar` writes, 8 sentences each.
+        sequence_length: tokens in a sequence.
+        validation_share: part of the documents that is held out.
+        validation_sequences: sequences in one validation pass; 0 turns validation off.
+        cache_dir: where prepared tokens are kept; `auto` is `mics_strategy/recipes` in the user's cache
+            folder.
+    """
+
+    source: Literal["local_docs", "grammar"] = "local_docs"
+    packages: tuple[str, ...] = ()
+    grammar_documents: int = 2000
+    sequence_length: int = 128
+    validation_share: float = 0.05
+    validation_sequences: int = 64
+    cache_dir: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that hold no text."""
+        _require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2")
+        _require(0 < self.validation_share < 1, "data.validation_share", self.validation_share, "between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Sequences per optimizer step; accumulation follows from these two and the number of ranks.
+
+    Args:
+        global_size: sequences in one optimizer step, over all ranks and micro-steps.
+        micro_size: sequences that a rank holds in one forward and backward.
+    """
+
+    global_size: int = 8
+    micro_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse empty batches."""
+        _require(self.global_size >= 1, "batch.global_size", self.global_size, "at least 1")
+        _require(self.micro_size >= 1, "batch.micro_size", self.micro_size, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW.
+
+    Args:
+        lr: peak learning rate.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: for matrices; norms, biases and embeddings have none.
+        clip_norm: largest norm of the gradient of all parameters together; `inf` only measures it.
+    """
+
+    lr: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate over time.
+
+    Args:
+        name: shape after the warm-up.
+        warmup_steps: optimizer steps of linear growth.
+        decay_steps: optimizer steps of the final fall of `wsd`.
+        floor: share of the peak that is left at the end.
+        total_steps: length of the schedule; `auto` is `trainer.max_steps`. A number keeps the learning rates
+            of a long run when only its beginning is run.
+    """
+
+    name: ScheduleName = "cosine"
+    warmup_steps: int = 20
+    decay_steps: int = 0
+    floor: float = 0.1
+    total_steps: int | Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """How ranks share the work.
+
+    Args:
+        name: any strategy name that Lightning knows. `mics` and `mics_<preset>` are this project's.
+        shard: fields of `mics_strategy.ShardConfig` on top of the preset; other strategies ignore them.
+        ranks_per_node: what counts as a node; `auto` asks the launcher, a number imitates nodes on one
+            machine (`mics` only).
+    """
+
+    name: str = "mics"
+    shard: dict[str, Any] = field(default_factory=dict)
+    ranks_per_node: int | Literal["auto"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """The run.
+
+    Args:
+        accelerator: `auto` takes CUDA when there is a GPU.
+        devices: ranks on this machine; `auto` is the number of GPUs, or 1 without any.
+        num_nodes: machines.
+        precision: as in Lightning.
+        max_steps: optimizer steps.
+        log_every_steps: optimizer steps between two lines of the log.
+        seed: of the weights and of the order of the data.
+        output_dir: folder for metrics, the resolved config and checkpoints.
+        checkpoint_every_steps: optimizer steps between two checkpoints, or `never`.
+        resume: `auto` continues the last checkpoint in `output_dir` if there is one; `never` starts anew.
+        peak_tflop_per_s: of one device, for the utilisation (MFU); `auto` looks it up, and shows none when
+            unknown.
+    """
+
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    devices: int | Literal["auto"] = "auto"
+    num_nodes: int = 1
+    precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"] = "32-true"
+    max_steps: int = 300
+    log_every_steps: int = 10
+    seed: int = 1
+    output_dir: str = "runs/pretrain"
+    checkpoint_every_steps: int | Literal["never"] = "never"
+    resume: Literal["auto", "never"] = "never"
+    peak_tflop_per_s: float | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse a run without steps."""
+        for name in ("max_steps", "log_every_steps", "num_nodes"):
+            _require(getattr(self, name) >= 1, f"trainer.{name}", getattr(self, name), "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Text written by the trained model at the end.
+
+    Args:
+        prompt: how the text begins; without a space at the end, because tokens begin with their space.
+        num_tokens: tokens to write; 0 writes nothing.
+        temperature: 0 takes the likeliest token each time, larger values are bolder.
+    """
+
+    prompt: str = "The"
+    num_tokens: int = 60
+    temperature: float = 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A complete pretraining run.
+
+    Args:
+        name: shown in the log.
+        model: what is trained.
+        data: on what.
+        batch: how much of it per step.
+        optimizer: by which rule.
+        schedule: how fast over time.
+        strategy: shared how.
+        trainer: where and how long.
+        sample: what the model writes afterwards.
+        cuda: fields of this recipe that have other values when it runs on GPUs, nested as above.
+    """
+
+    name: str
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    cuda: dict[str, Any] = field(default_factory=dict)
+
+    def to_yaml(self) -> str:
+        """Return this recipe as a file that `--config` reads back."""
+        return yaml.safe_dump(_plain(asdict(self)), sort_keys=False)
+
+
+def load_recipe(arguments: Sequence[str], *, has_cuda: bool) -> Recipe:
+    """Read a recipe from a command line.
+
+    Args:
+        arguments: `--config FILE` (repeatable, later files win), then dotted overrides.
+        has_cuda: this machine has a GPU; then the recipe's `cuda` block applies, unless the accelerator is
+            `cpu`.
+
+    Returns:
+        The resolved recipe. Overrides on the command line win over the `cuda` block, and that over the file.
+
+    Raises:
+        RecipeError: a value cannot be used.
+        SystemExit: an unknown name or a wrong type (2), or `--help` and `--print_config` (0).
+    """
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", action="append", default=[])
+    found, overrides = finder.parse_known_args(list(arguments))
+    files = [f"--config={file}" for file in found.config]
+    if has_cuda:
+        quiet = [text for text in overrides if not text.startswith(("--print_config", "--help", "-h"))]
+        first = _parse([*files, *quiet])
+        if first.trainer.accelerator != "cpu" and first.cuda:
+            files.append(f"--config={yaml.safe_dump(first.cuda)}")
+    return _parse([*files, *overrides])
+
+
+def _parse(arguments: list[str]) -> Recipe:
+    parser = ArgumentParser(prog="python -m recipes.pretrain", description="Pretrain a language model from a recipe.")
+    parser.add_argument("--config", action="config", help="YAML file of a recipe; may be given several times")
+    parser.add_class_arguments(Recipe)
+    values = parser.instantiate(parser.parse_args(arguments))
+    return Recipe(**{item.name: values[item.name] for item in fields(Recipe)})
+
+
+def _plain(value: Any) -> Any:
+    """Turn tuples into lists, which is what YAML has."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def recipe_files(root: Path) -> list[Path]:
+    """List every recipe below a folder."""
+    return sorted(root.rglob("*.yaml"))

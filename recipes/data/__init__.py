@@ -1,0 +1,1 @@
+"""Where does the text of a recipe come from, and which rank reads which tokens when?"""

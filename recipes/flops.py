@@ -1,0 +1,94 @@
+"""How much arithmetic does a sequence cost, and what share of the machine is that?
+
+Two numbers are called "TFLOPS" in the literature, and mixing them is the commonest error of benchmark pages:
+
+- *model* FLOP counts what the mathematics needs, forward and backward, whether or not anything is recomputed;
+- *hardware* FLOP also counts the forward that activation checkpointing repeats (MiCS and Megatron report this
+one).
+
+Symbols: s tokens in a sequence, L layers, h hidden size, V vocabulary. A multiplication and an addition are 2
+FLOP.
+"""
+
+import re
+
+
+def gpt_model_flop(*, s: int, L: int, h: int, V: int) -> float:
+    """FLOP per sequence of a BERT or GPT with ffn = 4h: forward and backward, nothing recomputed.
+
+    Source:
+        Megatron-LM (arXiv:2104.04473), formula without the recomputed forward. A dispatch-mode count of a
+        127-layer BERT differs by 0.06 %.
+    """
+    return 72 * s * L * h**2 * (1 + s / (6 * h) + V / (12 * L * h))
+
+
+def gpt_hardware_flop(*, s: int, L: int, h: int, V: int) -> float:
+    """FLOP per sequence of a BERT or GPT as the MiCS paper counts them: one forward recomputed.
+
+    Source:
+        Megatron-LM (arXiv:2104.04473); times sequences per second this is the paper's TFLOPS.
+    """
+    return 96 * s * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h))
+
+
+def decoder_model_flop(*, matmul_params: int, s: int, L: int, h: int, is_causal: bool) -> float:
+    """FLOP per sequence of any decoder: forward and backward, nothing recomputed.
+
+    Args:
+        matmul_params: parameters that multiply every token (weights of linear layers and of the output
+            projection; not the embedding table, which is looked up).
+        s: tokens in a sequence.
+        L: layers.
+        h: hidden size (heads times head size).
+        is_causal: count only the half of the attention scores that a causal mask keeps, which is today's
+            convention; False counts all of them, as a profiler does.
+    """
+    attention = 12 * L * h * s**2
+    return 6 * matmul_params * s + (attention / 2 if is_causal else attention)
+
+
+def llama_matmul_params(*, L: int, h: int, ffn: int, V: int, kv_share: float = 1.0) -> int:
+    """Weights of a LLaMA that multiply every token.
+
+    Args:
+        L: layers.
+        h: hidden size.
+        ffn: hidden size of the gated feed-forward network, which has three matrices.
+        V: vocabulary, for the output projection.
+        kv_share: key-value heads over query heads.
+    """
+    per_layer = 2 * h * h + 2 * round(h * h * kv_share) + 3 * h * ffn
+    return L * per_layer + V * h
+
+
+# Dense peak without sparsity, in TFLOP/s, of 16-bit arithmetic with 32-bit accumulation: bfloat16, or float16
+# where the chip has no bfloat16. From the vendors' datasheets; the first pattern found in the device's name
+# counts.
+_PEAK_TFLOP_PER_S: tuple[tuple[str, float], ...] = (
+    (r"GB[23]00", 2500.0),
+    (r"B[23]00", 2250.0),
+    (r"H200", 989.0),
+    (r"H100 NVL", 835.0),
+    (r"H100 PCIe", 756.0),
+    (r"H100", 989.0),
+    (r"A100", 312.0),
+    (r"A10G", 125.0),
+    (r"L4\b", 121.0),
+    (r"V100", 125.0),
+    (r"T4\b", 65.0),
+    (r"MI300X", 1300.0),
+    (r"MI355X", 2500.0),
+)
+
+
+def peak_tflop_per_s(device_name: str) -> float:
+    """Return the 16-bit peak of a device, or 0.0 when the table does not know it.
+
+    Args:
+        device_name: as torch reports it, for example "NVIDIA H100 80GB HBM3".
+    """
+    for pattern, peak in _PEAK_TFLOP_PER_S:
+        if re.search(pattern, device_name):
+            return peak
+    return 0.0

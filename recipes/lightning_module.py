@@ -1,0 +1,125 @@
+"""What is trained, by which rule? A LightningModule that does not know that it is sharded."""
+
+import math
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from recipes.config import Recipe
+from recipes.data.tokens import IGNORED_LABEL, Batch
+from recipes.models import build_model
+from recipes.schedule import lr_share
+
+
+class Pretraining(LightningModule):
+    """Next-token (or any token) prediction with AdamW.
+
+    Args:
+        recipe: the resolved recipe.
+
+    Attributes:
+        grad_norm: norm of the whole gradient before clipping, scalar tensor; of the last optimizer step.
+        lr: learning rate of the last optimizer step.
+        validation_loss: mean loss per held-out token over all ranks; valid after a validation pass.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.model: nn.Module
+        self.grad_norm = torch.tensor(math.nan)
+        self.lr = math.nan
+        self.validation_loss = math.nan
+        self._validation_sums = torch.zeros(2)
+
+    def configure_model(self) -> None:
+        """Build the model once ranks exist; equal seeds give every rank the same weights."""
+        if not hasattr(self, "model"):
+            torch.manual_seed(self.recipe.trainer.seed)
+            self.model = build_model(self.recipe.model, self.recipe.data.sequence_length)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, S, V] for tokens [B, S]."""
+        logits: torch.Tensor = self.model(input_ids=input_ids).logits
+        return logits
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Return the mean loss per token; every micro-batch has equally many, so means of means are means."""
+        return _cross_entropy(self(batch["input_ids"]), batch["labels"], reduction="mean")
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the previous pass."""
+        self._validation_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add up loss and tokens; rows that only fill up a batch have ignored labels."""
+        self._validation_sums[0] += _cross_entropy(self(batch["input_ids"]), batch["labels"], reduction="sum")
+        self._validation_sums[1] += (batch["labels"] != IGNORED_LABEL).sum()
+
+    def on_validation_epoch_end(self) -> None:
+        """Sum over ranks."""
+        nats, tokens = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum").tolist()
+        self.validation_loss = nats / tokens
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by the norm over all parameters and keep it for the log (Lightning's own hook drops it)."""
+        norm = nn.utils.clip_grad_norm_(self.parameters(), self.recipe.optimizer.clip_norm)
+        self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.lr = optimizer.param_groups[0]["lr"]
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Build AdamW and its learning rate over the parameters as they are now, sharded or not."""
+        config = self.recipe.optimizer
+        optimizer = torch.optim.AdamW(
+            parameter_groups(self, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_share)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 1},
+        }
+
+    def _lr_share(self, step: int) -> float:
+        config = self.recipe.schedule
+        total = self.recipe.trainer.max_steps if config.total_steps == "auto" else config.total_steps
+        return lr_share(
+            config.name,
+            step,
+            total=total,
+            warmup=config.warmup_steps,
+            decay=config.decay_steps,
+            floor=config.floor,
+        )
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Split parameters into those that decay and those that do not.
+
+    Weight decay is for matrices that multiply activations: not for norms and biases (one dim) nor for
+    embedding tables, whose rare rows would shrink without ever being used.
+
+    Returns:
+        Two parameter groups for a torch optimizer, in the order of `module.named_parameters()`.
+    """
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            groups[parameter.ndim >= 2 and "embed" not in name].append(parameter)
+    return [
+        {"params": groups[True], "weight_decay": weight_decay},
+        {"params": groups[False], "weight_decay": 0.0},
+    ]
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *, reduction: str) -> torch.Tensor:
+    """Compare logits [B, S, V] with labels [B, S], in fp32."""
+    flat = logits.float().flatten(0, 1)
+    return nn.functional.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction)

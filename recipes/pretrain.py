@@ -1,0 +1,155 @@
+"""Pretrain a language model from a recipe: `python -m recipes.pretrain --config recipes/llama/demo.yaml`.
+
+1. Read the recipe; work out ranks and batches, so that what cannot work fails before anything starts.
+2. Prepare the data, or find it prepared, before ranks are launched.
+3. Train: any Lightning strategy, chosen by name in the recipe; Lightning starts the ranks.
+4. Report: the fall of the loss, a text, planned against sent bytes.
+
+Lightning starts the other ranks with this same command; they pass through 1 and 2 as well and find the data
+there.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+
+from mics_strategy.errors import MiCSError
+from recipes.batch import BatchPlan
+from recipes.config import Recipe, load_recipe
+from recipes.data.prepare import PreparedData, prepare
+from recipes.data.tokens import TrainLoader, ValidationLoader
+from recipes.flops import peak_tflop_per_s
+from recipes.lightning_module import Pretraining
+from recipes.metrics import MetricsLog, RunFacts
+from recipes.models import model_flop_per_sequence, num_parameters
+from recipes.report import ClosingReport
+from recipes.resume import checkpoint_callbacks, checkpoint_to_resume
+from recipes.strategy import build_strategy
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program; what a user can repair ends it with one line instead of a traceback."""
+    _quiet_lightning()
+    try:
+        recipe = load_recipe(sys.argv[1:] if arguments is None else arguments, has_cuda=torch.cuda.is_available())
+        pretrain(recipe)
+    except MiCSError as error:
+        sys.exit(f"error: {error}")
+
+
+def pretrain(recipe: Recipe) -> None:
+    """Train one recipe from beginning to end, on every rank."""
+    devices = num_devices(recipe)
+    plan = BatchPlan(
+        global_size=recipe.batch.global_size,
+        micro_size=recipe.batch.micro_size,
+        world_size=devices * recipe.trainer.num_nodes,
+        sequence_length=recipe.data.sequence_length,
+    )
+    strategy = build_strategy(recipe.strategy)
+    data = prepare(recipe.data, recipe.model.vocab_size)
+    if _is_first_process():
+        _announce(recipe, plan, data)
+    checkpoint = checkpoint_to_resume(recipe.trainer)
+    metrics = MetricsLog(_run_facts(recipe, plan, data))
+    report = ClosingReport(metrics.history, data.tokenizer, recipe.sample, recipe.data.sequence_length)
+    seed_everything(recipe.trainer.seed, verbose=False)
+    trainer = Trainer(
+        accelerator=recipe.trainer.accelerator,
+        devices=devices,
+        num_nodes=recipe.trainer.num_nodes,
+        strategy=strategy,
+        precision=recipe.trainer.precision,
+        max_steps=recipe.trainer.max_steps,
+        accumulate_grad_batches=plan.accumulation,
+        use_distributed_sampler=False,  # the loaders know their rank
+        num_sanity_val_steps=-1,  # the validation loss before training
+        callbacks=[metrics, report, *checkpoint_callbacks(recipe.trainer, plan.accumulation)],
+        enable_checkpointing=recipe.trainer.checkpoint_every_steps != "never",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        default_root_dir=recipe.trainer.output_dir,
+    )
+    loader = TrainLoader(data.train, plan, trainer.global_rank, recipe.trainer.max_steps, recipe.trainer.seed)
+    validation = ValidationLoader(data.validation, plan, trainer.global_rank, recipe.data.validation_sequences)
+    trainer.fit(
+        Pretraining(recipe),
+        loader,
+        validation if recipe.data.validation_sequences else None,
+        ckpt_path=checkpoint,
+    )
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # Lightning leaves it to the exit, where NCCL complains
+
+
+def num_devices(recipe: Recipe) -> int:
+    """Return the ranks on this machine."""
+    if recipe.trainer.devices != "auto":
+        return recipe.trainer.devices
+    return max(1, torch.cuda.device_count()) if recipe.trainer.accelerator != "cpu" else 1
+
+
+def _run_facts(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> RunFacts:
+    peak = recipe.trainer.peak_tflop_per_s
+    if peak == "auto":
+        on_cuda = torch.cuda.is_available() and recipe.trainer.accelerator != "cpu"
+        peak = peak_tflop_per_s(torch.cuda.get_device_name()) if on_cuda else 0.0
+    return RunFacts(
+        plan=plan,
+        max_steps=recipe.trainer.max_steps,
+        log_every_steps=recipe.trainer.log_every_steps,
+        model_flop_per_sequence=model_flop_per_sequence(recipe.model, recipe.data.sequence_length),
+        peak_tflop_per_s=peak,
+        bytes_per_token=data.bytes_per_token,
+        output_dir=Path(recipe.trainer.output_dir),
+    )
+
+
+def _announce(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> None:
+    """Say what will happen, and keep the resolved recipe beside its results."""
+    output_dir = Path(recipe.trainer.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "config.yaml").write_text(recipe.to_yaml())
+    if checkpoint_to_resume(recipe.trainer) is None:
+        (output_dir / "metrics.jsonl").unlink(missing_ok=True)
+    parameters = num_parameters(recipe.model, recipe.data.sequence_length)
+    epochs = recipe.trainer.max_steps * plan.global_size / data.train.num_sequences
+    lines = [
+        f"{recipe.name}: {recipe.model.family}, {parameters / 1e6:.2f} M parameters",
+        f"strategy {recipe.strategy.name}, {plan.world_size} ranks, {recipe.trainer.precision}",
+        f"text: {data.origin}",
+        f"batch: {plan}",
+        f"{recipe.trainer.max_steps} steps, {epochs:.1f} epochs; results in {output_dir}",
+    ]
+    if data.floor_nats:
+        lines.append(f"no model can reach a loss below {data.floor_nats:.3f} on this text")
+    print("\n".join([*lines, f"starting {plan.world_size} ranks ..."]), flush=True)
+
+
+def _is_first_process() -> bool:
+    """Say whether this process was started by the user, or is the first of those started by a launcher."""
+    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"))
+
+
+def _quiet_lightning() -> None:
+    """Drop Lightning's notes on choices that a recipe makes on purpose."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in (
+        "does not have many workers",  # our loaders read memory maps
+        "Skipping val loop",
+        "callbacks used to create the checkpoint",  # a run may resume without writing checkpoints itself
+        "LeafSpec",  # Lightning 2.6 on torch 2.13; nothing that we call
+    ):
+        warnings.filterwarnings("ignore", message=f".*{message}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tests; a package, so that job functions are found by module name on every rank."""

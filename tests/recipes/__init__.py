@@ -1,0 +1,1 @@
+"""Do the recipes mean what they say?"""

@@ -1,0 +1,137 @@
+"""Every recipe parses, and what cannot be meant is refused before anything runs."""
+
+from pathlib import Path
+
+import pytest
+
+from mics_strategy import ShardConfig, Topology
+from mics_strategy.errors import ConfigError
+from recipes.config import load_recipe, recipe_files
+from recipes.errors import RecipeError
+from recipes.models import num_parameters
+from recipes.strategy import build_strategy, is_ours, shard_config
+
+ROOT = Path(__file__).resolve().parents[2] / "recipes"
+FILES = recipe_files(ROOT)
+DEMO = f"--config={ROOT / 'llama' / 'demo.yaml'}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize("has_cuda", [False, True], ids=["cpu", "cuda"])
+def test_every_recipe_parses_and_describes_a_model(file: Path, has_cuda: bool):
+    recipe = load_recipe([f"--config={file}"], has_cuda=has_cuda)
+    assert num_parameters(recipe.model, recipe.data.sequence_length) > 100_000
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_line_of_a_recipe_is_explained(file: Path):
+    values = [line for line in file.read_text().splitlines() if ": " in line and not line.startswith("#")]
+    assert [line for line in values if "  # " not in line] == []
+
+
+def test_every_family_has_its_readme():
+    assert [file for file in FILES if not (file.parent / "README.md").is_file()] == []
+
+
+def test_dotted_overrides_win_over_the_file():
+    recipe = load_recipe([DEMO, "--strategy.name=ddp", "--optimizer.lr=1e-4"], has_cuda=False)
+    assert (recipe.strategy.name, recipe.optimizer.lr, recipe.batch.global_size) == ("ddp", 1e-4, 8)
+
+
+def test_options_of_the_shard_config_can_be_overridden_one_by_one():
+    recipe = load_recipe([DEMO, "--strategy.shard.partition_size=4"], has_cuda=False)
+    assert recipe.strategy.shard == {"partition_size": 4}
+
+
+def test_a_gpu_takes_the_cuda_block_and_the_command_line_wins_over_it():
+    recipe = load_recipe([DEMO, "--model.num_layers=6"], has_cuda=True)
+    assert (recipe.model.hidden_size, recipe.model.num_layers) == (512, 6)
+    assert (recipe.trainer.precision, recipe.trainer.devices) == ("bf16-mixed", "auto")
+
+
+def test_the_cpu_accelerator_keeps_the_recipe_as_it_is():
+    recipe = load_recipe([DEMO, "--trainer.accelerator=cpu"], has_cuda=True)
+    assert (recipe.model.hidden_size, recipe.trainer.devices) == (128, 4)
+
+
+def test_a_resolved_recipe_reads_back_as_itself(tmp_path: Path):
+    recipe = load_recipe([DEMO], has_cuda=False)
+    file = tmp_path / "config.yaml"
+    file.write_text(recipe.to_yaml())
+    assert load_recipe([f"--config={file}"], has_cuda=False) == recipe
+
+
+def test_print_config_shows_defaults(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="0"):
+        load_recipe([DEMO, "--print_config"], has_cuda=False)
+    assert "activation_checkpointing: false" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([DEMO, "--model.sizee=3"], "unrecognized arguments: --model.sizee=3"),
+        ([DEMO, "--config={model: {sizee: 3}}"], "sizee"),
+        ([DEMO, "--model.hidden_size=wide"], "hidden_size"),
+        ([DEMO, "--strategy.shard=3"], "shard"),
+    ],
+)
+def test_unknown_names_and_wrong_types_end_the_program(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit, match="2"):
+        load_recipe(arguments, has_cuda=False)
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_name_in_the_cuda_block_is_found_on_a_gpu(tmp_path: Path):
+    file = tmp_path / "wrong.yaml"
+    file.write_text("name: wrong\ncuda: {model: {sizee: 3}}\n")
+    with pytest.raises(SystemExit, match="2"):
+        load_recipe([f"--config={file}"], has_cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--model.num_heads=3", "num_heads=3.*hidden_size=128"),
+        ("--model.num_kv_heads=3", "num_kv_heads=3.*num_heads=4"),
+        ("--model.vocab_size=100", "vocab_size=100.*257"),
+        ("--trainer.max_steps=0", "max_steps=0.*at least 1"),
+        ("--data.validation_share=1.5", "validation_share=1.5.*between"),
+        ("--batch.micro_size=0", "micro_size=0.*at least 1"),
+    ],
+)
+def test_values_that_cannot_be_used_say_what_to_do(option: str, message: str):
+    with pytest.raises(RecipeError, match=message):
+        load_recipe([DEMO, option], has_cuda=False)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize("has_cuda", [False, True], ids=["cpu", "cuda"])
+def test_every_recipe_asks_the_engine_for_something_it_has(file: Path, has_cuda: bool):
+    strategy = load_recipe([f"--config={file}"], has_cuda=has_cuda).strategy
+    assert is_ours(strategy)
+    assert shard_config(strategy).partition_size == strategy.shard["partition_size"]
+
+
+def test_the_demonstration_imitates_two_nodes():
+    assert shard_config(load_recipe([DEMO], has_cuda=False).strategy) == ShardConfig.preset(
+        "mics", partition_size=2, topology=Topology(ranks_per_node=2)
+    )
+
+
+def test_presets_are_named_as_in_lightning():
+    recipe = load_recipe([DEMO, "--strategy.name=mics_paro_iig"], has_cuda=False)
+    assert shard_config(recipe.strategy).optimizer == "world"
+
+
+def test_an_unknown_field_of_the_shard_config_is_refused():
+    recipe = load_recipe([DEMO, "--strategy.shard.partition=2"], has_cuda=False)
+    with pytest.raises(ConfigError, match=r"Unknown option 'partition'.*partition_size"):
+        shard_config(recipe.strategy)
+
+
+def test_other_strategies_are_left_to_lightning():
+    recipe = load_recipe([DEMO, "--strategy.name=ddp"], has_cuda=False)
+    assert build_strategy(recipe.strategy) == "ddp"

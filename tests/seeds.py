@@ -1,0 +1,40 @@
+"""Which random generators does a process have, and how are they put into a known state?"""
+
+import random
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SEED = 1234
+
+
+def seed_generators() -> None:
+    """Seed Python's, torch's and, where it is loaded, numpy's generator."""
+    random.seed(SEED)
+    torch.manual_seed(SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(SEED)
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorState:
+    """The state of the three generators of a process (CPU)."""
+
+    python: tuple[Any, ...]
+    torch: torch.Tensor
+    numpy: Any
+
+    @classmethod
+    def save(cls) -> "GeneratorState":
+        """Copy the present state."""
+        numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        return cls(random.getstate(), torch.get_rng_state(), numpy)
+
+    def restore(self) -> None:
+        """Put it back."""
+        random.setstate(self.python)
+        torch.set_rng_state(self.torch)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)

@@ -1,0 +1,193 @@
+"""Does the code keep the shape of the package? And can each check fail?"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import architecture
+from tests.architecture import Source, load
+
+ROOT = Path(__file__).parents[1]
+Check = Callable[[list[Source]], list[str]]
+
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("mics_strategy", architecture.check_imports),
+    ("mics_strategy", architecture.check_pure),
+    ("mics_strategy", architecture.check_private_framework_names),
+    ("mics_strategy", architecture.check_primitives),
+    ("mics_strategy", architecture.check_sizes),
+    ("mics_strategy", architecture.check_asserts),
+    ("mics_strategy", architecture.check_names),
+    ("mics_strategy", architecture.check_public_names),
+    ("recipes", architecture.check_sizes),
+    ("recipes", architecture.check_asserts),
+    ("recipes", architecture.check_names),
+)
+PARAMETERS = ", ".join("abcdef")
+
+
+@pytest.mark.parametrize(("folder", "check"), CHECKS, ids=[f"{c.__name__}-{f}" for f, c in CHECKS])
+def test_rule_is_kept(folder: str, check: Check) -> None:
+    assert check(load(ROOT, folder)) == []
+
+
+def test_top_level_entries_are_known() -> None:
+    git = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert architecture.check_top_level(line.split("/")[0] for line in listed.splitlines()) == []
+
+
+def test_importing_the_package_loads_no_framework() -> None:
+    code = (
+        "import importlib.util, sys\n"
+        "if importlib.util.find_spec('mics_strategy'):\n"
+        "    import mics_strategy\n"
+        "heavy = {'lightning', 'pytorch_lightning', 'lightning_fabric', 'accelerate', 'transformers',\n"
+        "         'scipy', 'triton', 'matplotlib'}\n"
+        "print(sorted(heavy & sys.modules.keys()))"
+    )
+    child = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (child.returncode, child.stdout.strip(), child.stderr) == (0, "[]", "")
+
+
+def _write(root: Path, files: dict[str, str]) -> dict[str, list[Source]]:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return {folder: load(root, folder) for folder in ("mics_strategy", "recipes")}
+
+
+PACKAGE = {
+    "mics_strategy/__init__.py": '"""."""\n',
+    "mics_strategy/errors.py": '"""."""\n',
+    "mics_strategy/mesh.py": '"""."""\n',
+    "mics_strategy/sharding/layout.py": '"""."""\n',
+    "mics_strategy/sharding/api.py": '"""."""\n',
+    "mics_strategy/planner/plan.py": '"""."""\n',
+    "mics_strategy/lightning/strategy.py": '"""."""\n',
+}
+
+BAD: list[tuple[Check, str, str, str]] = [
+    (architecture.check_imports, "errors.py", "from mics_strategy import mesh", "direction"),
+    (architecture.check_imports, "errors.py", "from mics_strategy.mesh import Mesh", "direction"),
+    (architecture.check_imports, "errors.py", "from . import mesh", "direction"),
+    (architecture.check_imports, "errors.py", "def f():\n  import mics_strategy.mesh", "direction"),
+    (architecture.check_imports, "sharding/layout.py", "from ..mesh import Mesh", "direction"),
+    (architecture.check_imports, "sharding/layout.py", "from .api import shard", "direction"),
+    (architecture.check_imports, "sharding/api.py", "from mics_strategy import shard", "direction"),
+    (architecture.check_imports, "sharding/api.py", "import mics_strategy.planner.plan", "planner"),
+    (architecture.check_imports, "planner/space.py", "from mics_strategy.mesh import x", "pure files"),
+    (architecture.check_imports, "planner/x.py", "import mics_strategy.sharding.api", "pure files"),
+    (architecture.check_imports, "lightning/x.py", "from mics_strategy.mesh import x", "public names"),
+    (architecture.check_imports, "accelerate/x.py", "import mics_strategy.lightning", "public names"),
+    (architecture.check_imports, "lightning/x.py", "import accelerate", "belongs into accelerate/"),
+    (architecture.check_imports, "sharding/api.py", "import lightning.pytorch", "into lightning/"),
+    (architecture.check_imports, "__init__.py", "import mics_strategy.lightning.strategy", "inside"),
+    (architecture.check_imports, "novelty.py", "", "in no layer"),
+    (architecture.check_pure, "sharding/layout.py", "import torch.distributed as dist", "pure"),
+    (
+        architecture.check_primitives,
+        "mesh.py",
+        "import torch.distributed as d\nd.all_reduce(x)",
+        "all_reduce",
+    ),
+    (architecture.check_primitives, "mesh.py", "from torch import distributed as d\nd.reduce(x)", "reduce"),
+    (architecture.check_primitives, "mesh.py", "import torch\ntorch.distributed.broadcast(x)", "broadcast"),
+    (architecture.check_primitives, "cli.py", "from torch.distributed import all_gather_object", "object"),
+    (architecture.check_primitives, "cli.py", "import torch.distributed.nn.functional", "imports"),
+    (
+        architecture.check_primitives,
+        "sharding/api.py",
+        "import torch.distributed as d\nd.new_group()",
+        "makes",
+    ),
+    (architecture.check_sizes, "errors.py", "x = 1\n" * 349, "351 lines"),
+    (architecture.check_sizes, "errors.py", "def f():\n" + "  x = 1\n" * 60, "61 lines"),
+    (architecture.check_sizes, "errors.py", f"def f({PARAMETERS}, g): ...", "7 parameters"),
+    (architecture.check_sizes, "errors.py", f"class A:\n  def f(self, *, {PARAMETERS}, g): ...", "7 param"),
+    (architecture.check_asserts, "errors.py", "def f():\n  assert True", "assert"),
+    (architecture.check_names, "sharding/utils.py", "", "says nothing"),
+    (architecture.check_names, "utils/wrap.py", "", "says nothing"),
+    (architecture.check_names, "sharding/__init__.py", "from .api import shard", "more than"),
+]
+
+
+@pytest.mark.parametrize(("check", "path", "text", "expected"), BAD, ids=[f"{b[1]}-{b[3]}" for b in BAD])
+def test_check_finds(check: Check, path: str, text: str, expected: str, tmp_path: Path) -> None:
+    _write(tmp_path, PACKAGE)
+    assert check(load(tmp_path, "mics_strategy")) == []
+    _write(tmp_path, {f"mics_strategy/{path}": f'"""."""\n{text}\n'})
+    violations = check(load(tmp_path, "mics_strategy"))
+    assert len(violations) >= 1
+    assert all(expected in v and v.startswith(f"mics_strategy/{path}:") for v in violations)
+
+
+GOOD: list[tuple[Check, str, str]] = [
+    (architecture.check_imports, "mesh.py", "from mics_strategy import errors"),
+    (architecture.check_imports, "sharding/api.py", "from . import layout\nfrom ..mesh import Mesh"),
+    (architecture.check_imports, "__init__.py", "def f():\n  import mics_strategy.lightning.strategy"),
+    (architecture.check_imports, "lightning/x.py", "from mics_strategy import shard\nimport lightning"),
+    (architecture.check_imports, "lightning/x.py", "from mics_strategy.lightning import strategy"),
+    (architecture.check_imports, "planner/calibrate.py", "from mics_strategy.mesh import Mesh"),
+    (architecture.check_imports, "cli.py", "from mics_strategy.planner.plan import plan"),
+    (architecture.check_primitives, "collectives/flat.py", "import torch.distributed as d\nd.all_reduce(x)"),
+    (architecture.check_primitives, "mesh.py", "import torch.distributed as d\nd.all_gather_object(x, y)"),
+    (architecture.check_primitives, "mesh.py", "import torch.distributed as d\nd.new_group([0])"),
+    (architecture.check_primitives, "sharding/api.py", "collective.reduce(x)\ncollective.gather(x)"),
+    (architecture.check_sizes, "errors.py", f"class A:\n  def f(self, {PARAMETERS}, *args): ..."),
+    (architecture.check_sizes, "errors.py", f"class A:\n  @override\n  def f(self, {PARAMETERS}, g): ..."),
+    (architecture.check_sizes, "errors.py", "def f():\n" + "  x = 1\n" * 59),
+]
+
+
+@pytest.mark.parametrize(("check", "path", "text"), GOOD, ids=[f"{g[0].__name__}-{g[1]}" for g in GOOD])
+def test_check_allows(check: Check, path: str, text: str, tmp_path: Path) -> None:
+    _write(tmp_path, PACKAGE | {f"mics_strategy/{path}": f'"""."""\n{text}\n'})
+    assert check(load(tmp_path, "mics_strategy")) == []
+
+
+def test_private_names_of_a_framework_live_in_one_file(tmp_path: Path) -> None:
+    private = '"""."""\nfrom lightning.pytorch import _logger\nimport lightning.fabric._x\n'
+    _write(tmp_path, PACKAGE | {"mics_strategy/lightning/a.py": private})
+    check = architecture.check_private_framework_names
+    assert check(load(tmp_path, "mics_strategy")) == []
+    _write(tmp_path, {"mics_strategy/lightning/b.py": private})
+    assert len(check(load(tmp_path, "mics_strategy"))) == 2
+
+
+def test_missing_docstring_is_found(tmp_path: Path) -> None:
+    _write(tmp_path, {"recipes/config.py": "x = 1\n"})
+    assert architecture.check_names(load(tmp_path, "recipes")) == ["recipes/config.py:1: no docstring"]
+
+
+def test_public_names_are_the_agreed_ones(tmp_path: Path) -> None:
+    def violations(text: str) -> list[str]:
+        _write(tmp_path, {"mics_strategy/__init__.py": text})
+        return architecture.check_public_names(load(tmp_path, "mics_strategy"))
+
+    place = "mics_strategy/__init__.py:1"
+    promised = sorted(architecture.PROMISED_NAMES)
+    assert violations(f"__all__ = {promised}") == []
+    assert violations(f"__all__ = {promised[1:]}") == [f"{place}: 'Codec' is promised"]
+    assert violations(f"__all__ = {[*promised, 'extra']}") == [f"{place}: 'extra' is not in PUBLIC_NAMES"]
+    assert violations("x = 1") == [f"{place}: no __all__"]
+
+
+def test_every_folder_of_tests_is_a_package() -> None:
+    folders = {path.parent for path in (ROOT / "tests").rglob("*.py")}
+    missing = [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()]
+    assert missing == [], "jobs are sent to ranks by module name, so tests must be packages"
+
+
+def test_unknown_top_level_entry_is_found() -> None:
+    assert architecture.check_top_level(["README.md", "notes.txt", "tests"]) == ["notes.txt"]
+
+
+def test_every_check_accepts_an_absent_package(tmp_path: Path) -> None:
+    assert [check(load(tmp_path, folder)) for folder, check in CHECKS] == [[]] * len(CHECKS)

@@ -1,0 +1,123 @@
+"""Which configurations are refused, and what do the presets mean?"""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mics_strategy import ShardConfig, Topology
+from mics_strategy.errors import ConfigError, MiCSError
+
+LETTERS = {"n": "none", "i": "partition", "g": "world"}
+SENSIBLE = ("nnn", "nni", "nng", "nii", "nig", "ngg", "ini", "ing", "iii", "iig", "igg", "gng", "gig", "ggg")
+REFUSED = [
+    *[(name, value) for name in ("params", "grads", "optimizer") for value in ("node", "auto", "all", 0, -2, True, 2.0)],
+    *[("partition_size", value) for value in ("none", "partition", 0, -1, False, 1.5, None)],
+    *[("secondary_params", value) for value in ("partition", "world", 2, None)],
+    *[("hierarchical", value) for value in (True, "yes", 0, None)],
+    *[("weight_codec", value) for value in ("int8", "fp8", None)],
+    *[("grad_codec", value) for value in ("int8", "int4", None)],
+    *[("grad_codec_until", value) for value in (-0.1, 1.1, float("nan"), "half", None)],
+    *[("param_dtype", value) for value in (torch.int8, torch.bool, "int32", "bf16", "nn", None, 16)],
+    *[("reduce_dtype", value) for value in (torch.int64, "float8", None)],
+    *[("optimizer_layout", value) for value in ("tensors", "columns", None)],
+    *[("second_hop", value) for value in ("step", "never", None)],
+    *[("overlap", value) for value in ("some", {"gather", "everything"}, "gather", None, 1, [["gather"]])],
+    *[("prefetch", value) for value in (0, -1, True, 1.5, "2", None)],
+    *[("topology", value) for value in ("nodes", 8, None, {"ranks_per_node": 8})],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=[f"{n}={v!r}" for n, v in REFUSED])
+def test_value_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"`{name}=")) as caught:
+        ShardConfig(**{name: value})
+    assert "Use " in str(caught.value)
+
+
+def test_config_error_is_a_value_error_of_this_package() -> None:
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, MiCSError)
+
+
+def test_unknown_preset_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="zero9") as caught:
+        ShardConfig.preset("zero9")
+    assert all(name in str(caught.value) for name in ShardConfig.PRESETS)
+
+
+@pytest.mark.parametrize("letters", [p + g + o for p in "nig" for g in "nig" for o in "nig"])
+def test_only_the_fourteen_sensible_triples_are_presets(letters: str) -> None:
+    if letters in SENSIBLE:
+        config = ShardConfig.preset(f"paro-{letters}")
+        assert (config.params, config.grads, config.optimizer) == tuple(LETTERS[letter] for letter in letters)
+    else:
+        with pytest.raises(ConfigError, match=letters):
+            ShardConfig.preset(f"paro-{letters}")
+
+
+@pytest.mark.parametrize(
+    ("preset", "letters"),
+    [("ddp", "nnn"), ("zero1", "nng"), ("zero2", "ngg"), ("zero3", "ggg"), ("mics", "iii"), ("hsdp", "iii")],
+)
+def test_named_preset_is_its_triple(preset: str, letters: str) -> None:
+    assert ShardConfig.preset(preset) == ShardConfig.preset(f"paro-{letters}")
+
+
+def test_preset_is_found_in_any_spelling() -> None:
+    assert ShardConfig.preset("PaRO_IIG") == ShardConfig.preset("paro-iig")
+
+
+def test_preset_takes_overrides() -> None:
+    config = ShardConfig.preset("zero3", prefetch=3, param_dtype="bfloat16")
+    assert (config.params, config.prefetch, config.param_dtype) == ("world", 3, torch.bfloat16)
+
+
+def test_preset_refuses_an_unknown_option_by_name() -> None:
+    with pytest.raises(ConfigError, match="'prefetsch'"):
+        ShardConfig.preset("zero3", prefetsch=3)
+
+
+def test_overridden_preset_is_validated() -> None:
+    with pytest.raises(ConfigError, match="prefetch"):
+        ShardConfig.preset("mics", prefetch=0)
+
+
+def test_replace_validates_again() -> None:
+    with pytest.raises(ConfigError, match="overlap"):
+        ShardConfig().replace(overlap="some")
+
+
+def test_config_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        ShardConfig().prefetch = 2
+
+
+def test_all_means_every_overlap() -> None:
+    assert ShardConfig(overlap="all") == ShardConfig(overlap={"gather", "reduce", "second_hop", "update"})
+
+
+def test_dtype_names_are_dtypes() -> None:
+    assert ShardConfig(param_dtype="bfloat16") == ShardConfig(param_dtype=torch.bfloat16)
+
+
+def test_description_differs_where_the_configuration_does() -> None:
+    first, second = ShardConfig().describe(), ShardConfig(topology=Topology(ranks_per_node=2), prefetch=2).describe()
+    assert {name for name in first if first[name] != second[name]} == {"topology", "prefetch"}
+
+
+def test_description_is_equal_in_processes_with_other_hash_seeds() -> None:
+    code = "from mics_strategy import ShardConfig; print(ShardConfig().describe())"
+    texts = set()
+    for seed in range(4):
+        child = subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": str(seed), "PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        texts.add(child.stdout)
+    assert len(texts) == 1

@@ -1,0 +1,38 @@
+"""Does the police see what a test leaves behind?"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+OFFENDERS = """
+import os, threading, time, warnings
+import torch, torch.distributed as dist
+
+def test_environment(): os.environ["LEFT_BEHIND"] = "1"
+def test_nothing_1(): assert "LEFT_BEHIND" not in os.environ
+def test_thread(): threading.Thread(target=time.sleep, args=(1,), name="left").start()
+def test_group(): dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def test_nothing_2(): assert not dist.is_initialized()
+def test_dtype(): torch.set_default_dtype(torch.float64)
+def test_num_threads(): torch.set_num_threads(3)
+def test_grad_mode(): torch.set_grad_enabled(False)
+def test_nothing_3(): assert torch.zeros((), requires_grad=True).add(1).requires_grad
+def test_warning(): warnings.warn("odd")
+def test_job(ranks): assert ranks(2, len_of_path) == [2, 2]
+def len_of_path(ctx): return dist.get_world_size()
+"""
+
+
+def test_every_offender_is_caught_and_no_other_test(tmp_path: Path) -> None:
+    file = tmp_path / "test_offenders.py"
+    file.write_text(OFFENDERS)
+    options = ["-p", "tests.conftest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), "-rA"]
+    command = [sys.executable, "-m", "pytest", *options, "--import-mode=importlib", str(file)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = {line.partition(" - ")[0].replace(str(file), "") for line in run.stdout.splitlines()}
+    caught = {line.split("::")[1] for line in lines if line.startswith(("ERROR ", "FAILED "))}
+    assert caught == {
+        *("test_environment", "test_thread", "test_group", "test_dtype", "test_num_threads"),
+        *("test_grad_mode", "test_warning"),
+    }, run.stdout

@@ -1,0 +1,61 @@
+"""Does everything in the README that can be run, run?"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mics_strategy import ShardConfig
+from tests.ranks import RankContext, RankPool
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def run_block(ctx: RankContext, code: str) -> None:
+    exec(compile(code, "README.md", "exec"), {})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_the_plain_example_runs_on_four_ranks(ranks: RankPool) -> None:
+    (example,) = [block for block in PYTHON_BLOCKS if "init_process_group" in block]
+    ranks(4, run_block, example, default_group=False)
+
+
+@pytest.mark.slow
+def test_the_lightning_example_runs(tmp_path: Path) -> None:
+    (example,) = [block for block in PYTHON_BLOCKS if "Trainer(" in block]
+    subprocess.run([sys.executable, "-c", example], check=True, cwd=tmp_path, timeout=55, capture_output=True)
+
+
+def test_its_two_commands_are_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    commands = re.findall(r"^make (\w+)", README, flags=re.MULTILINE)
+    assert commands == ["demo", "test"]
+    assert all(re.search(rf"^{command}:", makefile, flags=re.MULTILINE) for command in commands)
+    (config,) = re.findall(r"--config (\S+)", makefile)
+    assert (ROOT / config).is_file()
+
+
+def test_continuous_integration_runs_the_same_test_command() -> None:
+    assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_every_preset_it_names_exists() -> None:
+    (sentence,) = re.findall(r"`ShardConfig.preset\(...\)` knows (.*?);", README, flags=re.DOTALL)
+    named = set(re.findall(r"`(\w+)`", sentence))
+    assert named == {preset for preset in ShardConfig.PRESETS if not preset.startswith("paro")}
+    assert sum(preset.startswith("paro") for preset in ShardConfig.PRESETS) == 14
+
+
+def test_every_path_it_names_exists() -> None:
+    tree = README.split("## Where things are")[1]
+    paths = [line.split()[0] for line in tree.splitlines() if re.match(r"\s*[\w./]+\s{2,}\w", line)]
+    missing = [p for p in paths if not ((ROOT / p).exists() or (ROOT / "mics_strategy" / p).exists())]
+    assert missing == []
+    assert len(paths) >= 8

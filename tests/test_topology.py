@@ -1,0 +1,190 @@
+"""Do scopes hold the ranks that they should, in the order that makes every stage contiguous?"""
+
+import re
+from itertools import combinations
+
+import pytest
+
+from mics_strategy import ShardConfig, Topology
+from mics_strategy.errors import ConfigError
+from mics_strategy.topology import Axis, Place, Scopes, Span, resolve_scopes, topology_from_places
+
+WORLDS = [(1, 1), (2, 1), (2, 2), (4, 2), (8, 4), (12, 6), (12, 4), (16, 4), (24, 8), (32, 8), (64, 8)]
+worlds = pytest.mark.parametrize(("world", "per_node"), WORLDS, ids=[f"{w}-by-{n}" for w, n in WORLDS])
+
+
+def _degrees(world: int, per_node: int) -> list[int]:
+    divisors = [d for d in range(1, world + 1) if world % d == 0]
+    return [d for d in divisors if per_node % d == 0 or d % per_node == 0]
+
+
+def _scopes(params: int, grads: int, optimizer: int, world: int, per_node: int) -> Scopes:
+    config = ShardConfig(params=params, grads=grads, optimizer=optimizer)
+    return resolve_scopes(config, Topology(ranks_per_node=per_node), world)
+
+
+def _chains(world: int, per_node: int) -> list[Scopes]:
+    """Every pair of nesting degrees of a world."""
+    degrees = _degrees(world, per_node)
+    pairs = [(a, b) for a in degrees for b in degrees if b % a == 0]
+    return [_scopes(a, a, b, world, per_node) for a, b in pairs]
+
+
+@worlds
+def test_axes_multiply_to_the_world(world: int, per_node: int) -> None:
+    for scopes in _chains(world, per_node):
+        assert scopes.span(1, world).size == world
+
+
+@worlds
+def test_no_axis_straddles_nodes(world: int, per_node: int) -> None:
+    for scopes in _chains(world, per_node):
+        for axis in scopes.axes:
+            inside = axis.stride * axis.size <= per_node
+            assert inside or axis.stride % per_node == 0
+            assert axis.name.startswith("intra_node" if inside else "inter_node")
+
+
+@worlds
+def test_every_rank_is_in_one_group_of_a_span(world: int, per_node: int) -> None:
+    for scopes in _chains(world, per_node):
+        for inner, outer in [(1, scopes.params), (scopes.params, scopes.optimizer), (scopes.optimizer, world)]:
+            groups = scopes.span(inner, outer).groups(world)
+            assert sorted(rank for group in groups for rank in group) == list(range(world))
+            assert {len(group) for group in groups} == {outer // inner}
+
+
+@worlds
+def test_members_stand_in_the_order_of_their_index(world: int, per_node: int) -> None:
+    for scopes in _chains(world, per_node):
+        span = scopes.span(1, scopes.optimizer)
+        for rank in range(world):
+            members = span.members(rank)
+            assert [span.index(member) for member in members] == list(range(len(members)))
+            assert members[span.index(rank)] == rank
+
+
+@worlds
+def test_scope_is_consecutive_ranks(world: int, per_node: int) -> None:
+    for scopes in _chains(world, per_node):
+        for rank in range(world):
+            first = rank - rank % scopes.optimizer
+            assert sorted(scopes.span(1, scopes.optimizer).members(rank)) == [*range(first, first + scopes.optimizer)]
+
+
+@worlds
+def test_shard_of_the_larger_scope_is_a_contiguous_piece_of_the_smaller_ones(world: int, per_node: int) -> None:
+    for scopes in _chains(world, per_node):
+        small, large = scopes.span(1, scopes.params), scopes.span(1, scopes.optimizer)
+        between = scopes.span(scopes.params, scopes.optimizer)
+        for rank in range(world):
+            assert large.index(rank) == small.index(rank) * between.size + between.index(rank)
+
+
+@worlds
+def test_gather_over_the_difference_concatenates_in_order(world: int, per_node: int) -> None:
+    for scopes in _chains(world, per_node):
+        large, between = scopes.span(1, scopes.optimizer), scopes.span(scopes.params, scopes.optimizer)
+        for rank in range(world):
+            pieces = [large.index(member) for member in between.members(rank)]
+            assert pieces == list(range(pieces[0], pieces[0] + between.size))
+
+
+def test_index_is_local_rank_major() -> None:
+    span = _scopes(8, 8, 8, 8, 4).span(1, 8)
+    assert span.members(0) == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert span.name == "intra_node+inter_node"
+
+
+def test_span_by_hand() -> None:
+    span = Span(axes=(Axis(name="a", size=2, stride=1), Axis(name="b", size=3, stride=4)))
+    assert span.members(5) == [0, 4, 8, 1, 5, 9]
+    assert span.index(9) == 5
+
+
+def test_three_scopes_cut_named_axes() -> None:
+    scopes = _scopes(2, 8, 16, 32, 8)
+    assert [(axis.name, axis.size, axis.stride) for axis in scopes.axes] == [
+        ("intra_node.0", 2, 1),
+        ("intra_node.1", 4, 2),
+        ("inter_node.0", 2, 8),
+        ("inter_node.1", 2, 16),
+    ]
+
+
+def test_depth_of_a_scope_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="No scope of 3 ranks"):
+        _scopes(2, 2, 4, 8, 4).depth(3)
+
+
+@worlds
+def test_words_mean_numbers_of_ranks(world: int, per_node: int) -> None:
+    words = {"node": per_node, "auto": per_node, "world": world}
+    for word, size in words.items():
+        scopes = resolve_scopes(ShardConfig(partition_size=word), Topology(ranks_per_node=per_node), world)
+        assert (scopes.params, scopes.grads, scopes.optimizer) == (size, size, size)
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "per_node", "message"),
+    [
+        ({"partition_size": 3}, 8, 4, "`partition_size=3` does not divide the 8 ranks"),
+        ({"partition_size": 16}, 8, 4, "`partition_size=16` does not divide"),
+        ({"partition_size": 3}, 12, 4, "`partition_size=3` straddles nodes of 4 ranks"),
+        ({"partition_size": 6}, 12, 4, "`partition_size=6` straddles"),
+        ({"params": 6, "grads": 6, "optimizer": 12}, 12, 4, "`params=6` straddles"),
+        ({"params": 2, "grads": 3, "optimizer": 6}, 6, 6, "2 and 3 ranks do not nest"),
+        ({"params": 8, "grads": 8, "optimizer": 12}, 24, 4, "8 and 12 ranks do not nest"),
+        ({"params": "world"}, 8, 4, "`optimizer` is sharded over 4 ranks, coarser than `params` over 8"),
+        ({"grads": "world"}, 8, 4, "coarser than `grads`"),
+        ({"optimizer": "none"}, 8, 4, "coarser than `params`"),
+        ({}, 6, 4, "`ranks_per_node=4` does not divide the 6 ranks"),
+    ],
+)
+def test_scope_that_does_not_fit_is_refused(options: dict, world: int, per_node: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_scopes(ShardConfig(**options), Topology(ranks_per_node=per_node), world)
+
+
+@worlds
+def test_every_nesting_chain_is_accepted(world: int, per_node: int) -> None:
+    for a, b in combinations(_degrees(world, per_node), 2):
+        nests = b % a == 0
+        degrees = _degrees(world, per_node)
+        assert a in degrees
+        if nests:
+            assert _scopes(a, a, b, world, per_node).optimizer == b
+        else:
+            with pytest.raises(ConfigError, match="do not nest"):
+                _scopes(a, a, b, world, per_node)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, "8", None])
+def test_topology_refuses_what_is_not_a_number_of_ranks(value: object) -> None:
+    with pytest.raises(ConfigError, match="ranks_per_node"):
+        Topology(ranks_per_node=value)
+
+
+def _places(nodes: str) -> list[Place]:
+    return [Place(node=node, local_rank=nodes[:rank].count(node)) for rank, node in enumerate(nodes)]
+
+
+@pytest.mark.parametrize(("nodes", "size"), [("a", 1), ("aabb", 2), ("bbaa", 2), ("abcd", 1), ("aaaa", 4)])
+def test_places_make_a_topology(nodes: str, size: int) -> None:
+    assert topology_from_places(_places(nodes)) == Topology(ranks_per_node=size)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        ("aab", "different numbers of ranks (a: 2, b: 1)"),
+        ("abb", "different numbers of ranks"),
+        ("abab", "must be consecutive"),
+        ("abba", "must be consecutive"),
+        ("aabbcbcc", "different numbers"),
+        ("aabbcdcd", "must be consecutive"),
+    ],
+)
+def test_uneven_or_cyclic_placement_is_refused(nodes: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        topology_from_places(_places(nodes))
