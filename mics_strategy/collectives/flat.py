@@ -67,13 +67,15 @@ class FlatCollective:
         self.group = group
         self.size = group.size()
         self.axis = axis
+        ranks = dist.get_process_group_ranks(group)
+        self._where = f"{axis} (ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})"
         self._ledger = ledger
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
         """See `Collective.gather`. Cost: (size - 1) * n sent."""
         _check(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, what, out, shard)
         self._ledger.write(traffic.GATHER, self, out)
-        return Handle(f"Gather of {what} over {self.axis}", [_all_gather(out, shard, group=self.group, async_op=True)])
+        return Handle(f"Gather of {what} over {self._where}", [_all_gather(out, shard, group=self.group, async_op=True)])
 
     def reduce(
         self, out: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor, accumulate: bool, what: str
@@ -85,7 +87,7 @@ class FlatCollective:
             total = scratch[: out.numel()]
             work = _reduce_scatter(total, full, group=self.group, async_op=True)
             return Handle(
-                f"Reduction of {what} over {self.axis}",
+                f"Reduction of {what} over {self._where}",
                 [work],
                 lambda: _sum_slices(out, total[None], accumulate),
             )
@@ -95,7 +97,7 @@ class FlatCollective:
         def add_in_rank_order() -> None:
             _sum_slices(out, received.view(self.size, -1), accumulate)
 
-        return Handle(f"Reduction of {what} over {self.axis}", [work], add_in_rank_order)
+        return Handle(f"Reduction of {what} over {self._where}", [work], add_in_rank_order)
 
     def all_reduce(self, tensor: torch.Tensor, scratch: torch.Tensor, what: str) -> Handle:
         """See `Collective.all_reduce`. Cost: 2 (size - 1) / size * n sent."""
@@ -103,14 +105,14 @@ class FlatCollective:
             return self._all_reduce_narrow(tensor, scratch, what)
         self._ledger.write(traffic.ALL_REDUCE, self, tensor)
         return Handle(
-            f"All-reduce of {what} over {self.axis}",
+            f"All-reduce of {what} over {self._where}",
             [dist.all_reduce(tensor, group=self.group, async_op=True)],
         )
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
         """Copy the first rank's `tensor` to all, in place. For starting values and buffers; no plan has it."""
         Handle(
-            f"Broadcast of {what} over {self.axis}",
+            f"Broadcast of {what} over {self._where}",
             [dist.broadcast(tensor, group=self.group, group_src=0, async_op=True)],
         ).wait()
 
@@ -118,7 +120,7 @@ class FlatCollective:
         """The sum or the maximum of a small tensor over the ranks, in place. For norms; not part of a step's plan."""
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
         Handle(
-            f"All-reduce of a norm over {self.axis}",
+            f"All-reduce of a norm over {self._where}",
             [dist.all_reduce(value, op=op, group=self.group, async_op=True)],
         ).wait()
         return value
@@ -145,7 +147,7 @@ class FlatCollective:
             Handle(what, [_all_gather(sums, outgoing[:slice_numel], group=self.group, async_op=True)]).wait()
             tensor.copy_(sums[: tensor.numel()])
 
-        return Handle(f"All-reduce of {what} over {self.axis}", [work], add_and_gather)
+        return Handle(f"All-reduce of {what} over {self._where}", [work], add_and_gather)
 
 
 def _sum_slices(out: torch.Tensor, slices: torch.Tensor, accumulate: bool) -> None:

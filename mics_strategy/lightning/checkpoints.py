@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import zipfile
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from mics_strategy import Sharded
 from mics_strategy.errors import CheckpointError
+from mics_strategy.lightning.agreement import require_every_rank
 from mics_strategy.lightning.framework import Framework, unwrap_optimizer
 
 if TYPE_CHECKING:
@@ -32,6 +34,12 @@ class Checkpoints(Base):
 
     framework: ClassVar[Framework]
     _load_weights_only: bool | None
+    _timeout: timedelta
+    _num_interrupted_saves = 0
+
+    @property
+    def _trainer(self) -> Any:
+        raise NotImplementedError
 
     @property
     def sharded(self) -> Sharded:
@@ -42,7 +50,14 @@ class Checkpoints(Base):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The plain module's state dict on rank 0's CPU, empty on other ranks. Collective."""
+        """The plain module's state dict on rank 0's CPU, empty on other ranks. Collective.
+
+        Raises:
+            CheckpointError: After an exception that not every rank has met.
+        """
+        if self._trainer.state.status == self.framework.interrupted:
+            self._num_interrupted_saves += 1
+            require_every_rank(self._num_interrupted_saves, self._timeout)
         return self.sharded.full_state_dict()
 
     @override

@@ -61,6 +61,11 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
 
 def explain(exception: BaseException) -> None:
     """Add to an error of torch what it means here."""
+    if "its data is not allocated yet" in str(exception):
+        exception.add_note(
+            "mics_strategy: something read a gradient or parameter as if it were a plain tensor, for instance `grad_norm` of "
+            "Lightning. Gradients are DTensors here: use `torch.nn.utils.get_total_norm`, or `full_tensor()` on every rank."
+        )
     if "mixed torch.Tensor and DTensor" in str(exception):
         exception.add_note(
             "mics_strategy: a parameter was used outside the forward of the module that owns it, where it is a shard. Call the "

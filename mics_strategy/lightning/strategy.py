@@ -25,6 +25,7 @@ from mics_strategy.errors import ConfigError, LifecycleError
 from mics_strategy.lightning import refusals
 from mics_strategy.lightning.checkpoints import Checkpoints
 from mics_strategy.lightning.framework import Framework, check_sigterm_seldom, load_framework, use_no_grad
+from mics_strategy.lightning.logged import log_plain_numbers
 from mics_strategy.lightning.processes import Processes
 from mics_strategy.lightning.steps import StepRunner
 from mics_strategy.lightning.units import UnitRule, rule_for
@@ -141,6 +142,11 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         if not isinstance(found, _State):
             raise LifecycleError("The model is not sharded yet. Read `strategy.sharded` in `on_fit_start` or later.")
         return found
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        log_plain_numbers(model)
 
     @override
     def setup_environment(self) -> None:

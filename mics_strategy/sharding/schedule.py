@@ -88,22 +88,22 @@ class Plan:
 
     def table(self) -> str:
         """The collectives grouped by moment, axis, kind and dtype, as text."""
-        rows: Counter[tuple[str, str, str, str]] = Counter()
+        counts: Counter[tuple[str, str, str, str]] = Counter()
         sent: Counter[tuple[str, str, str, str]] = Counter()
         for planned in self.collectives:
-            key = (
-                planned.moment,
-                planned.axis,
-                planned.collective,
-                str(planned.dtype).removeprefix("torch."),
-            )
-            rows[key] += 1
+            key = (planned.moment, planned.axis, planned.collective, str(planned.dtype).removeprefix("torch."))
+            counts[key] += 1
             sent[key] += planned.sent_bytes
-        lines = [f"{'moment':<11}{'axis':<24}{'collective':<16}{'dtype':<10}{'count':>6}{'sent MB':>12}"]
-        lines += [
-            f"{k[0]:<11}{k[1]:<24}{k[2]:<16}{k[3]:<10}{count:>6}{sent[k] / 1e6:>12.3f}" for k, count in rows.items()
-        ]
-        return "\n".join(lines)
+        rows = [("moment", "axis", "collective", "dtype", "count", "sent MB")]
+        rows += [(*key, str(count), f"{sent[key] / 1e6:.3f}") for key, count in counts.items()]
+        widths = [max(len(row[column]) for row in rows) for column in range(6)]
+        return "\n".join(
+            "  ".join(
+                [cell.ljust(w) for cell, w in zip(row[:4], widths[:4], strict=True)]
+                + [cell.rjust(w) for cell, w in zip(row[4:], widths[4:], strict=True)]
+            )
+            for row in rows
+        )
 
 
 def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepShape) -> Plan:
