@@ -12,7 +12,6 @@ from mics_strategy.errors import (
     MiCSError,
     ShapeError,
 )
-from mics_strategy.lightning.registration import register as _register
 from mics_strategy.sharding.api import shard
 from mics_strategy.sharding.sharded import Sharded
 from mics_strategy.topology import Topology
@@ -30,4 +29,12 @@ __all__ = [
     "shard",
 ]
 
-_register()
+
+def _make_names_known() -> None:
+    """Put the strategies' names into the registries of Lightning, now or when it is imported."""
+    from mics_strategy.lightning.registration import register
+
+    register()
+
+
+_make_names_known()

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from mics_strategy import errors
 from mics_strategy.collectives.flat import FlatCollective, Ledger
 from mics_strategy.config import ShardConfig
-from mics_strategy.topology import Place, Scopes, Span, Topology, resolve_scopes, topology_from_places
+from mics_strategy.scopes import Scopes, resolve_scopes
+from mics_strategy.topology import Place, Span, Topology, topology_from_places
 
 T = TypeVar("T")
 _NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")

@@ -19,7 +19,7 @@ MAX_PARAMETERS = 6
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     (
-        *("config", "topology", "collectives.codecs", "collectives.order", "collectives.traffic"),
+        *("config", "topology", "scopes", "collectives.codecs", "collectives.order", "collectives.traffic"),
         *("sharding.layout", "sharding.lifecycle", "sharding.schedule"),
         *("checkpoint.manifest", "checkpoint.reshard"),
     ),

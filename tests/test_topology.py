@@ -7,7 +7,8 @@ import pytest
 
 from mics_strategy import ShardConfig, Topology
 from mics_strategy.errors import ConfigError
-from mics_strategy.topology import Axis, Place, Scopes, Span, resolve_scopes, topology_from_places
+from mics_strategy.scopes import Scopes, resolve_scopes
+from mics_strategy.topology import Axis, Place, Span, topology_from_places
 
 WORLDS = [(1, 1), (2, 1), (2, 2), (4, 2), (8, 4), (12, 6), (12, 4), (16, 4), (24, 8), (32, 8), (64, 8)]
 worlds = pytest.mark.parametrize(("world", "per_node"), WORLDS, ids=[f"{w}-by-{n}" for w, n in WORLDS])

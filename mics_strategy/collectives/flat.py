@@ -75,7 +75,9 @@ class FlatCollective:
         """See `Collective.gather`. Cost: (size - 1) * n sent."""
         _check(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, what, out, shard)
         self._ledger.write(traffic.GATHER, self, out)
-        return Handle(f"Gather of {what} over {self._where}", [_all_gather(out, shard, group=self.group, async_op=True)])
+        return Handle(
+            f"Gather of {what} over {self._where}", [_all_gather(out, shard, group=self.group, async_op=True)]
+        )
 
     def reduce(
         self, out: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor, accumulate: bool, what: str

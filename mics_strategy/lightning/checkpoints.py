@@ -100,7 +100,11 @@ class Checkpoints(Base):
         if found is None:
             return
         kind, message = found
-        raise kind(message) if kind is IsADirectoryError else CheckpointError(f"Rank 0 could not write `{path}`: {message}")
+        raise (
+            kind(message)
+            if kind is IsADirectoryError
+            else CheckpointError(f"Rank 0 could not write `{path}`: {message}")
+        )
 
     # -- loading ----------------------------------------------------------------------------------------------
 
@@ -124,7 +128,9 @@ class Checkpoints(Base):
         path = self.broadcast(checkpoint_path)
         allowed = self._load_weights_only if self._load_weights_only is not None else weights_only
         if _is_local(path) and Path(path).is_dir():
-            raise CheckpointError(f"`{path}` is a directory, and this version reads checkpoints of one file. Name the file.")
+            raise CheckpointError(
+                f"`{path}` is a directory, and this version reads checkpoints of one file. Name the file."
+            )
         try:
             return self._read(path, allowed)
         except pickle.UnpicklingError as error:
@@ -140,7 +146,9 @@ class Checkpoints(Base):
             return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         # What is kept as it is (counters, scores) must not keep the file mapped: it may be overwritten later.
-        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) and not leaf.dim() else leaf, checkpoint)
+        return tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) and not leaf.dim() else leaf, checkpoint
+        )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

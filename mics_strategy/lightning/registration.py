@@ -84,7 +84,9 @@ class AfterImport:
             return None
         self._searched.add(name)
         try:
-            others = [finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+            others = [
+                finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")
+            ]
             spec = next((found for find in others if (found := find(name, path, target)) is not None), None)
         finally:
             self._searched.discard(name)

@@ -31,7 +31,9 @@ class StepRunner:
         """The module is sharded inside; the hooks that it gets are the engine's."""
         before = [set(table) for table in self._tables]
         yield
-        self._hooks = [{k: table[k] for k in table if k not in old} for table, old in zip(self._tables, before, strict=True)]
+        self._hooks = [
+            {k: table[k] for k in table if k not in old} for table, old in zip(self._tables, before, strict=True)
+        ]
 
     def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``module.<method>(*args, **kwargs)`` with the root's parameters gathered."""

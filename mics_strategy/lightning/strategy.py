@@ -214,7 +214,9 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
     @property
     def _module(self) -> LightningModule:
         if self.lightning_module is None:
-            raise LifecycleError("The strategy has no model yet. Pass the strategy to a Trainer and call one of its methods.")
+            raise LifecycleError(
+                "The strategy has no model yet. Pass the strategy to a Trainer and call one of its methods."
+            )
         return self.lightning_module
 
     @property
@@ -292,7 +294,12 @@ def strategy_for(namespace: str) -> type[MiCSTrainerStrategy]:
     """
     framework = load_framework(namespace)
     name = next(name for name, of in _CLASS_NAMES.items() if of == namespace)
-    members = {"framework": framework, "__module__": __name__, "__qualname__": name, "__doc__": MiCSTrainerStrategy.__doc__}
+    members = {
+        "framework": framework,
+        "__module__": __name__,
+        "__qualname__": name,
+        "__doc__": MiCSTrainerStrategy.__doc__,
+    }
     cls = type(name, (MiCSTrainerStrategy, framework.parallel_strategy), members)
     cls.__signature__ = _signature(framework)
     return cls

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import torch
 
 from mics_strategy.collectives.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER, SENT_BYTES
+from mics_strategy.scopes import Scopes
 from mics_strategy.sharding.layout import BucketLayout
-from mics_strategy.topology import Scopes, Span
+from mics_strategy.topology import Span
 
 USAGE_DTYPE = torch.int32
 

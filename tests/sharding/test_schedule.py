@@ -12,7 +12,7 @@ from mics_strategy import ShardConfig, Topology
 from mics_strategy.collectives.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from mics_strategy.sharding.layout import plan_bucket
 from mics_strategy.sharding.schedule import BucketPlan, Plan, StepShape, UnitPlan, plan_step
-from mics_strategy.topology import Scopes, resolve_scopes
+from mics_strategy.scopes import Scopes, resolve_scopes
 
 NUMEL = 64 * 64 * 64  # of a unit: divisible by every number of ranks below
 SINGLE = 0, 0  # both units in one slot: everything travels every time

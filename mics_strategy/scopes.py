@@ -1,0 +1,103 @@
+"""How many ranks does each word of a configuration mean in this job?
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mics_strategy.config import ShardConfig
+from mics_strategy.errors import ConfigError
+from mics_strategy.topology import Axis, Span, Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scopes:
+    """Ranks over which each model state is sharded, and the axes that these degrees cut.
+
+    Every degree is the product of a prefix of `axes`.
+    """
+
+    world_size: int
+    ranks_per_node: int
+    params: int
+    grads: int
+    optimizer: int
+    axes: tuple[Axis, ...]
+
+    def depth(self, degree: int) -> int:
+        """Number of leading axes whose sizes multiply to `degree`."""
+        product = 1
+        for position, axis in enumerate(self.axes):
+            if product == degree:
+                return position
+            product *= axis.size
+        if product != degree:
+            raise ConfigError(f"No scope of {degree} ranks among axes {[axis.size for axis in self.axes]}.")
+        return len(self.axes)
+
+    def span(self, inner: int, outer: int) -> Span:
+        """The axes that a scope of `outer` ranks has and one of `inner` ranks lacks."""
+        return Span(axes=self.axes[self.depth(inner) : self.depth(outer)])
+
+
+def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> Scopes:
+    """Turn the words of a configuration into numbers of ranks, and cut the axes.
+
+    Raises:
+        ConfigError: A scope that does not divide the world, straddles nodes unevenly, does not nest with the
+            others, or optimizer states coarser than parameters or gradients.
+    """
+    topology.check_world(world_size)
+    per_node = topology.ranks_per_node
+    words = {"none": 1, "node": per_node, "auto": per_node, "world": world_size}
+    partition = _ranks_of(config.partition_size, words)
+    words["partition"] = partition
+    degrees = {name: _ranks_of(getattr(config, name), words) for name in ("params", "grads", "optimizer")}
+    for name, degree in {"partition_size": partition, **degrees}.items():
+        _check_degree(name, degree, per_node, world_size)
+    for name in ("params", "grads"):
+        if degrees["optimizer"] < degrees[name]:
+            raise ConfigError(
+                f"`optimizer` is sharded over {degrees['optimizer']} ranks, coarser than `{name}` over "
+                f"{degrees[name]}. Shard `optimizer` over {degrees[name]} ranks or more, or `{name}` over fewer."
+            )
+    return Scopes(
+        world_size=world_size,
+        ranks_per_node=per_node,
+        axes=_cut_axes(sorted(set(degrees.values())), per_node, world_size),
+        **degrees,
+    )
+
+
+def _ranks_of(scope: str | int, words: dict[str, int]) -> int:
+    return scope if isinstance(scope, int) else words[scope]
+
+
+def _check_degree(name: str, degree: int, per_node: int, world_size: int) -> None:
+    allowed = [d for d in range(1, world_size + 1) if world_size % d == 0 and (per_node % d == 0 or d % per_node == 0)]
+    if degree in allowed:
+        return
+    if degree > world_size or world_size % degree:
+        problem = f"does not divide the {world_size} ranks of this job"
+    else:
+        problem = f"straddles nodes of {per_node} ranks"
+    raise ConfigError(f"`{name}={degree}` {problem}. Use {', '.join(map(str, allowed))}.")
+
+
+def _cut_axes(degrees: list[int], per_node: int, world_size: int) -> tuple[Axis, ...]:
+    cuts = sorted({*degrees, per_node, world_size} - {1})
+    sizes: list[tuple[int, int]] = []
+    inner = 1
+    for cut in cuts:
+        if cut % inner:
+            raise ConfigError(
+                f"Scopes of {inner} and {cut} ranks do not nest. Choose sizes of which each divides the next larger "
+                "one."
+            )
+        sizes.append((cut // inner, inner))
+        inner = cut
+    links = ["intra_node" if size * stride <= per_node else "inter_node" for size, stride in sizes]
+    names = [link if links.count(link) == 1 else f"{link}.{links[:i].count(link)}" for i, link in enumerate(links)]
+    return tuple(Axis(name=name, size=size, stride=stride) for name, (size, stride) in zip(names, sizes, strict=True))

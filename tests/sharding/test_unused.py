@@ -1,0 +1,169 @@
+"""May ranks, and micro-steps, use different parameters?"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mics_strategy import ShardConfig
+from tests import models
+from tests.models import Batch, Case, Residual
+from tests.ranks import RankContext, RankPool
+from tests.sharding.patterns import Play, play
+from tests.sharding.training import (
+    Run,
+    assert_same,
+    assert_same_training,
+    plain,
+    root_only,
+    start,
+    train,
+    train_without_reading,
+    unused_alike,
+)
+
+
+def _check(ranks: RankPool, world_size: int, run: Run) -> None:
+    outcomes = ranks(world_size, train, run, ranks_per_node=2)
+    assert_same_training(outcomes, plain(run, world_size))
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "paro-nii", "paro-nig"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_ranks_may_take_different_branches_of_whole_parameters(
+    ranks: RankPool, preset: str, accumulation: int
+) -> None:
+    run = Run(case=models.unused, config=ShardConfig.preset(preset), accumulation=accumulation, steps=4)
+    _check(ranks, 4, run)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_ranks_may_take_different_branches_up_to_a_declared_boundary(
+    ranks: RankPool, preset: str, accumulation: int
+) -> None:
+    config = ShardConfig.preset(preset)
+    _check(ranks, 2, Run(case=models.unused, config=config, accumulation=accumulation, steps=4, signal=True))
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero3", "paro-iig", "paro-ini"])
+@pytest.mark.parametrize("signal", [False, True], ids=["undeclared", "declared"])
+def test_ranks_may_take_different_branches_inside_a_unit(ranks: RankPool, preset: str, signal: bool) -> None:
+    config = ShardConfig.preset(preset)
+    run = Run(case=models.unused, config=config, accumulation=2, steps=4, units=root_only, signal=signal)
+    _check(ranks, 4, run)
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero3", "paro-iig"])
+@pytest.mark.parametrize("signal", [False, True], ids=["undeclared", "declared"])
+def test_all_ranks_may_leave_units_out_together(ranks: RankPool, preset: str, signal: bool) -> None:
+    config = ShardConfig.preset(preset)
+    _check(ranks, 4, Run(case=unused_alike, config=config, accumulation=2, steps=4, signal=signal))
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "mics", "paro-iig"])
+def test_ranks_may_use_units_whose_output_misses_the_loss(ranks: RankPool, preset: str) -> None:
+    _check(ranks, 4, Run(case=detached_on_some_ranks, config=ShardConfig.preset(preset), accumulation=2))
+
+
+def detached_on_some_ranks() -> Case:
+    """Every rank runs the branch; on odd ranks its output does not reach the loss."""
+    case = models.unused()
+
+    def batch(step: int, micro: int, rank: int) -> Batch:
+        return case.batch(step, micro, rank) | {"reaches": (step + rank) % 2 == 0}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with_branch = model(batch["x"], True)
+        return F.mse_loss(with_branch if batch["reaches"] else model(batch["x"], False), batch["y"])
+
+    return Case(build=case.build, batch=batch, loss=loss, units=(Residual,))
+
+
+def read_then_leave_units_out(play: Play) -> None:
+    """Micro-step 1 uses the branch, micro-step 0 does not."""
+    play.loss(1).backward()
+    play.read()
+    play.loss(0).backward()
+
+
+def read_then_use_other_units(play: Play) -> None:
+    play.loss(0).backward()
+    play.read()
+    play.loss(1).backward()
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "mics", "paro-iig"])
+@pytest.mark.parametrize("pattern", [read_then_leave_units_out, read_then_use_other_units], ids=["fewer", "more"])
+def test_window_goes_on_with_other_units_after_reading(ranks: RankPool, preset: str, pattern: object) -> None:
+    run = Run(case=unused_alike, config=ShardConfig.preset(preset))
+    for grads, expected in ranks(4, play, run, pattern, ranks_per_node=2):
+        assert_same(grads, expected)
+
+
+def declare_every_micro_step_last(ctx: RankContext, run: Run) -> dict[str, Tensor]:
+    training = start(ctx, run)
+    for step in range(run.steps):
+        for micro in range(run.accumulation):
+            with training.sharded.micro_step(0, of=1):
+                training.loss(step, micro).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return training.parameters()
+
+
+def declare_no_micro_step_last(ctx: RankContext, run: Run) -> dict[str, Tensor]:
+    training = start(ctx, run)
+    for step in range(run.steps):
+        for micro in range(run.accumulation):
+            with training.sharded.micro_step(0, of=100):
+                training.loss(step, micro).backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return training.parameters()
+
+
+@pytest.mark.parametrize("job", [declare_every_micro_step_last, declare_no_micro_step_last], ids=["early", "never"])
+@pytest.mark.parametrize(
+    ("preset", "case"),
+    [
+        ("ddp", models.unused),
+        ("zero1", models.unused),
+        ("ddp", models.transformer),
+        ("zero1", models.transformer),
+        ("zero2", models.transformer),
+        ("mics", models.transformer),
+        ("paro-iig", models.transformer),
+        ("paro-iig", unused_alike),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_wrong_boundary_costs_no_correctness(ranks: RankPool, preset: str, case: object, job: object) -> None:
+    run = Run(case=case, config=ShardConfig.preset(preset), accumulation=3)
+    for parameters in ranks(4, job, run, ranks_per_node=2):
+        assert_same(parameters, plain(run, 4).parameters)
+
+
+def grads_of_unused(ctx: RankContext, run: Run) -> list[bool]:
+    """Whether the branch has a gradient, in a step that uses it on rank 0 only, and in one that does not."""
+    training = start(ctx, run)
+    found = []
+    for step, use_branch in ((0, ctx.rank == 0), (1, False)):
+        batch = training.batch(step) | {"use_branch": use_branch}
+        training.case.loss(training.model, batch).backward()
+        found.append(training.model.branch[0].up.weight.grad is not None)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("preset", ["ddp", "mics"])
+def test_gradient_is_none_only_where_no_rank_has_one(ranks: RankPool, preset: str) -> None:
+    run = Run(case=models.unused, config=ShardConfig.preset(preset), units=root_only)
+    assert ranks(2, grads_of_unused, run) == [[True, False]] * 2
+
+
+def test_weight_decay_leaves_parameters_without_gradient_alone(ranks: RankPool) -> None:
+    run = Run(case=unused_alike, config=ShardConfig(), optimizer="adamw", steps=1)
+    found = ranks(2, train_without_reading, run)[0]["branch.0.up.weight"]
+    assert torch.equal(found, dict(models.unused().build().named_parameters())["branch.0.up.weight"])
