@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Place, Span, Topology, topology_from_places
 
 T = TypeVar("T")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")
 
 
@@ -104,9 +106,18 @@ def discover_topology(config: ShardConfig) -> Topology:
     """
     if isinstance(config.topology, Topology):
         return config.topology
-    node = next((os.environ[name] for name in _NODE_VARIABLES if name in os.environ), "")
-    place = Place(node=f"{socket.gethostname()}:{node}", local_rank=int(os.environ.get("LOCAL_RANK", "0")))
-    return topology_from_places(gather_objects(place))
+    return topology_from_places(gather_objects(Place(node=node_name())))
+
+
+def node_name() -> str:
+    """A text that is equal on, and only on, the ranks of one node.
+
+    The host and the boot of its kernel, because hosts in containers may share a name; and the launcher's number of the
+    node, because a launcher may put several "nodes" on one host.
+    """
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
+    number = next((f" {name}={os.environ[name]}" for name in _NODE_VARIABLES if name in os.environ), "")
+    return f"{socket.gethostname()} {boot[:8]}{number}"
 
 
 def discover_scopes(config: ShardConfig) -> Scopes:

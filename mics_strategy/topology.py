@@ -43,7 +43,6 @@ class Place:
     """What one rank knows of where it runs. `node` is any value equal on, and only on, the ranks of a node."""
 
     node: str
-    local_rank: int
 
 
 def topology_from_places(places: list[Place]) -> Topology:

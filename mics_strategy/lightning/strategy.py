@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import types
 import typing
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -294,36 +295,44 @@ def strategy_for(namespace: str) -> type[MiCSTrainerStrategy]:
     """
     framework = load_framework(namespace)
     name = next(name for name, of in _CLASS_NAMES.items() if of == namespace)
-    members = {
-        "framework": framework,
-        "__module__": __name__,
-        "__qualname__": name,
-        "__doc__": MiCSTrainerStrategy.__doc__,
-    }
+    members = {"framework": framework, "__module__": __name__, "__qualname__": name, "__doc__": MiCSTrainerStrategy.__doc__}
     cls = type(name, (MiCSTrainerStrategy, framework.parallel_strategy), members)
-    cls.__signature__ = _signature(framework)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super(cls, self).__init__(*args, **kwargs)
+
+    __init__.__signature__ = _signature(framework)  # type: ignore[attr-defined]
+    cls.__init__ = __init__  # type: ignore[misc]
     return cls
 
 
 def _signature(framework: Framework) -> inspect.Signature:
     """The arguments with the options of `ShardConfig` spelled out, and types that a command line can parse."""
-    types = {
+    plugins = {
         "accelerator": framework.accelerator,
         "cluster_environment": framework.cluster_environment,
         "checkpoint_io": framework.checkpoint_io,
         "precision_plugin": framework.precision,
     }
     parameters = []
-    for parameter in inspect.signature(MiCSTrainerStrategy, eval_str=True).parameters.values():
+    for parameter in inspect.signature(MiCSTrainerStrategy.__init__, eval_str=True).parameters.values():
         if parameter.kind is not parameter.VAR_KEYWORD:
-            annotation = types[parameter.name] | None if parameter.name in types else parameter.annotation
-            parameters.append(parameter.replace(annotation=annotation))
+            annotation = plugins[parameter.name] | None if parameter.name in plugins else parameter.annotation
+            parameters.append(parameter.replace(annotation=_text_last(annotation)))
     options = typing.get_type_hints(ShardConfig)
     parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=options[name] | None)
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_text_last(options[name] | None))
         for name in _OPTIONS
     ]
     return inspect.Signature(parameters)
+
+
+def _text_last(annotation: Any) -> Any:
+    """A union in which `str` is tried last: any argument on a command line would pass for one."""
+    choices = typing.get_args(annotation)
+    if str not in choices or typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return annotation
+    return typing.Union[(*(choice for choice in choices if choice is not str), str)]  # noqa: UP007
 
 
 def __getattr__(name: str) -> Any:

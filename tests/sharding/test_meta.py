@@ -1,0 +1,155 @@
+"""A model on the meta device is materialised shard by shard, with its buffers and ties."""
+
+import resource
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from mics_strategy import ConfigError, ShardConfig, Topology, shard
+from tests import models
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
+from tests.sharding.training import whole
+
+NODES = Topology(ranks_per_node=2)
+SIZES = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def llama(tie: bool) -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            tie_word_embeddings=tie,
+            use_cache=False,
+            **SIZES,
+        )
+    )
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=32, use_cache=False, **SIZES))
+
+
+def bert() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return BertForMaskedLM(BertConfig(**sizes, **SIZES))
+
+
+FAMILIES = {"llama": lambda: llama(tie=False), "llama_tied": lambda: llama(tie=True), "gpt2": gpt2, "bert": bert}
+
+
+def materialised(ctx: RankContext, family: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], bool]:
+    """Parameters, buffers, the buffers of a real model, and whether the embeddings are one parameter."""
+    torch.manual_seed(ctx.rank)  # ranks need not agree on a seed
+    with torch.device("meta"):
+        model = FAMILIES[family]()
+    real = FAMILIES[family]()
+    shard(model, ShardConfig.preset("mics", topology=NODES))
+    ids = torch.arange(8).view(1, 8) + ctx.rank
+    model(input_ids=ids, labels=ids).loss.backward()
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    return parameters, dict(model.named_buffers()), dict(real.named_buffers()), tied
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_transformers_model_gets_its_own_initialisation(ranks: RankPool, family: str) -> None:
+    results = ranks(4, materialised, family)
+    expected = dict(FAMILIES[family]().named_parameters())
+    for parameters, buffers, real_buffers, tied in results:
+        assert list(parameters) == list(expected)
+        for name, value in parameters.items():
+            assert torch.equal(value, results[0][0][name]), f"ranks disagree on {name}"
+            assert abs(value.mean() - expected[name].mean()) < 0.02, name
+            assert abs(value.std() - expected[name].std()) <= 0.3 * expected[name].std() + 1e-6, name
+        assert list(buffers) == list(real_buffers)
+        assert all(torch.equal(buffers[name], value) for name, value in real_buffers.items())
+        assert tied == (family != "llama")
+
+
+LAYER = 512
+
+
+class Deep(nn.Module):
+    """Many equal layers: a whole is much more than a shard and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(LAYER, LAYER) for _ in range(48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def growth_of_memory(ctx: RankContext) -> tuple[int, int, int]:
+    """Bytes by which the process's peak grew while sharding, bytes of the engine, bytes of the whole model."""
+    with torch.device("meta"):
+        model = Deep()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sharded = shard(model, "zero3")
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return grown, sharded.memory.total_bytes, sum(4 * parameter.numel() for parameter in model.parameters())
+
+
+def test_no_rank_ever_holds_the_whole_model(ranks: RankPool) -> None:
+    for grown, engine_bytes, model_bytes in ranks(4, growth_of_memory):
+        assert engine_bytes < 0.75 * model_bytes
+        assert grown < engine_bytes + 0.2 * model_bytes, "more than a few layers beside the engine's own memory"
+
+
+class Unknown(nn.Module):
+    """Says nothing about the values of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+
+
+def shard_unknown(ctx: RankContext) -> None:
+    with torch.device("meta"):
+        model = Unknown()
+    shard(model, "mics")
+
+
+def test_a_module_that_cannot_initialise_itself_is_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(lambda: ranks(2, shard_unknown), ConfigError, "reset_parameters")
+
+
+def fill(module: nn.Module) -> None:
+    if isinstance(module, Unknown):
+        module.weight.fill_(3.0)
+
+
+def shard_with_initializer(ctx: RankContext) -> Tensor:
+    with torch.device("meta"):
+        model = Unknown()
+    shard(model, "mics", initializer=fill)
+    return whole(model.weight)
+
+
+def test_an_initializer_of_the_user_is_called(ranks: RankPool) -> None:
+    assert all(torch.equal(weight, torch.full((4, 4), 3.0)) for weight in ranks(2, shard_with_initializer))
+
+
+def half_meta(ctx: RankContext) -> bool:
+    case = models.mlp()
+    model = case.build()
+    kept = next(model.parameters()).detach().clone()
+    name, last = list(model.named_modules())[-1]
+    parent = model.get_submodule(name.rpartition(".")[0])
+    with torch.device("meta"):
+        replacement = type(last)(last.in_features, last.out_features)
+    setattr(parent, name.rpartition(".")[2], replacement)
+    shard(model, "mics", units=case.units)
+    return torch.equal(whole(next(model.parameters())), kept)
+
+
+def test_values_beside_meta_modules_are_kept(ranks: RankPool) -> None:
+    assert all(ranks(2, half_meta))
