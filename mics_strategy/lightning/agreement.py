@@ -1,8 +1,8 @@
 """Are all ranks here to save, when one was interrupted?
 
-Collecting a checkpoint is collective. After an exception on one rank the others are still in the middle of a step, and a
-callback that saves now would wait for them until the process group's timeout. So the ranks first meet in the key-value
-store of the process group, which no unfinished collective occupies.
+Collecting a checkpoint is collective. After an exception on one rank the others are still in the middle of a step,
+and a callback that saves now would wait for them until the process group's timeout. So the ranks first meet in the
+key-value store of the process group, which no unfinished collective occupies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from mics_strategy.errors import CheckpointError
+from mics_strategy import CheckpointError
 
 PATIENCE = timedelta(seconds=30)
 
@@ -37,6 +37,7 @@ def require_every_rank(occasion: int, timeout: timedelta) -> None:
     except RuntimeError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise CheckpointError(
-            f"A checkpoint was asked for after an exception, but ranks {missing} did not reach it: the exception came on some "
-            "ranks only. Nothing was saved. Save regularly, with ModelCheckpoint(every_n_train_steps=...), to lose less."
+            f"A checkpoint was asked for after an exception, but ranks {missing} did not reach it: the exception came on "
+            "some ranks only. Nothing was saved. Save regularly, with ModelCheckpoint(every_n_train_steps=...), to lose "
+            "less."
         ) from error

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from mics_strategy import Sharded
-from mics_strategy.errors import CheckpointError
+from mics_strategy import CheckpointError
 from mics_strategy.lightning.agreement import require_every_rank
 from mics_strategy.lightning.framework import Framework, unwrap_optimizer
 
@@ -135,8 +135,8 @@ class Checkpoints(Base):
             return self._read(path, allowed)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"`{path}` holds objects that are not plain data, and reading them may run code. If you trust the file, use "
-                f"{type(self).__name__}(load_weights_only=False). ({error})"
+                f"`{path}` holds objects that are not plain data, and reading them may run code. If you trust the file, "
+                f"use {type(self).__name__}(load_weights_only=False). ({error})"
             ) from error
 
     def _read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
@@ -146,9 +146,8 @@ class Checkpoints(Base):
             return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         # What is kept as it is (counters, scores) must not keep the file mapped: it may be overwritten later.
-        return tree_map(
-            lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) and not leaf.dim() else leaf, checkpoint
-        )
+        copied: dict[str, Any] = tree_map(_copy_of_number, checkpoint)
+        return copied
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -164,8 +163,8 @@ class Checkpoints(Base):
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise CheckpointError(
-                f"The checkpoint holds {len(states)} optimizers, and `configure_optimizers` made {len(self.optimizers)}. "
-                "Return as many as there were, or load the weights only."
+                f"The checkpoint holds {len(states)} optimizers, and `configure_optimizers` made {len(self.optimizers)}."
+                " Return as many as there were, or load the weights only."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             self.sharded.load_full_optimizer_state_dict(unwrap_optimizer(self.framework, optimizer), state)
@@ -173,3 +172,7 @@ class Checkpoints(Base):
 
 def _is_local(path: str | Path) -> bool:
     return isinstance(path, Path) or "://" not in path
+
+
+def _copy_of_number(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and not leaf.dim() else leaf

@@ -1,7 +1,7 @@
 """Where are Lightning's classes, and which of its private names do we rely on?
 
-`lightning.pytorch` and `pytorch_lightning` are two copies of one code with separate classes. Everything that we take from
-either, and every private name, stands in this file, so that a new release of Lightning is checked against one page.
+`lightning.pytorch` and `pytorch_lightning` are two copies of one code with separate classes. Everything that we take
+from either, and every private name, stands in this file, so that a new release of Lightning is checked against one page.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from mics_strategy.errors import ConfigError
+from mics_strategy import ConfigError
 
 # Trainer namespace -> the Fabric namespace that it is built on.
 NAMESPACES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
@@ -109,7 +109,7 @@ def unwrap_optimizer(framework: Framework, optimizer: Any) -> Any:
 
 
 def check_sigterm_seldom(trainer: Any, every_n_steps: int) -> None:
-    """Let the Trainer ask rank 0 for a SIGTERM in every n-th batch only; it does so in every batch, over the whole world."""
+    """Let the Trainer ask rank 0 for a SIGTERM in every n-th batch only; it does so in every batch, over the world."""
     loop = trainer.fit_loop.epoch_loop
     ask = getattr(type(loop), "_broadcast_sigterm_tensor", None)
     if ask is None:
@@ -123,6 +123,6 @@ def check_sigterm_seldom(trainer: Any, every_n_steps: int) -> None:
 
 
 def use_no_grad(trainer: Any) -> None:
-    """Evaluate under `no_grad`: tensors of `inference_mode` cannot be trained on afterwards, and the engine's outlive a stage."""
+    """Evaluate under `no_grad`: what `inference_mode` makes cannot be trained on, and the engine outlives a stage."""
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.inference_mode = False

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from mics_strategy.lightning.framework import Framework
+from mics_strategy.lightning.framework import Framework, load_framework
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as Base
@@ -43,7 +43,20 @@ class WholeWeights(Base):
         )
 
 
+_CLASS_NAMES = {
+    "WholeWeightsLauncher": "lightning.pytorch",
+    "PytorchLightningWholeWeightsLauncher": "pytorch_lightning",
+}
+
+
 @functools.cache
 def whole_weights_launcher(framework: Framework) -> type[Any]:
     """The launcher for one namespace."""
-    return type("WholeWeightsLauncher", (WholeWeights, framework.multiprocessing_launcher), {"__module__": __name__})
+    name = next(name for name, of in _CLASS_NAMES.items() if of == framework.name)
+    return type(name, (WholeWeights, framework.multiprocessing_launcher), {"__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _CLASS_NAMES:  # how a spawned process finds the class
+        return whole_weights_launcher(load_framework(_CLASS_NAMES[name]))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")

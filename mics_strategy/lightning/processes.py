@@ -1,18 +1,19 @@
 """Which process is this, and how do the processes of a run talk?
 
-Every rank carries different data and holds different shards, so ranks, samplers and metrics always mean the whole world;
-partitions are the engine's business.
+Every rank carries different data and holds different shards, so ranks, samplers and metrics always mean the whole
+world; partitions are the engine's business.
 """
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from mics_strategy.errors import ConfigError
+from mics_strategy import ConfigError
 from mics_strategy.lightning.framework import Framework
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Processes(Base):
     _num_nodes: int
     _process_group_backend: str | None
     _start_method: str
+    _timeout: timedelta
 
     # -- who is here ------------------------------------------------------------------------------------------
 
@@ -88,8 +90,8 @@ class Processes(Base):
     def _refuse_accelerator(self) -> None:
         if not isinstance(self.accelerator, self.framework.cpu_or_cuda):
             raise ConfigError(
-                f"`accelerator={type(self.accelerator).__name__}` is not supported: shards live on CUDA devices or on the CPU. "
-                "Use Trainer(accelerator='cuda') or Trainer(accelerator='cpu')."
+                f"`accelerator={type(self.accelerator).__name__}` is not supported: shards live on CUDA devices or on the "
+                "CPU. Use Trainer(accelerator='cuda') or Trainer(accelerator='cpu')."
             )
 
     @override

@@ -1,8 +1,8 @@
 """How do the names `mics`, `mics_zero1`, ... get into Lightning's registry?
 
-Lightning has no plug-in hook for strategies, so the names are put into its registry as soon as that exists: at once when
-Lightning is loaded already, else right after the module that makes the registry was imported. The class behind a name is
-imported when the name is used.
+Lightning has no plug-in hook for strategies, so the names are put into its registry as soon as that exists: at once
+when Lightning is loaded already, else right after the module that makes the registry was imported. The class behind a
+name is imported when the name is used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LazyStrategy:
 
 
 def register() -> None:
-    """Register the names in every namespace that is loaded, and see to it that they are in those loaded later. Idempotent."""
+    """Register the names in every namespace that is loaded, and in those that will be. Idempotent."""
     for module, namespace in REGISTRIES.items():
         loaded = sys.modules.get(module)
         if loaded is not None:

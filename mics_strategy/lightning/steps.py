@@ -23,7 +23,7 @@ class StepRunner:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._tables = (module._forward_pre_hooks, module._forward_hooks)
+        self._tables: tuple[Any, Any] = (module._forward_pre_hooks, module._forward_hooks)
         self._hooks: list[dict[int, Any]] = [{}, {}]
 
     @contextmanager

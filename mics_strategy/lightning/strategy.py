@@ -1,8 +1,8 @@
 """How does `Trainer(strategy="mics")` train a sharded model?
 
-The model is built plain, sharded in place in `setup`, and stays a LightningModule: hooks, optimizers, loggers and callbacks
-meet parameters with their own names and shapes. What Lightning knows about accumulation is passed on to the engine; what it
-does not know costs overlap, never correctness.
+The model is built plain, sharded in place in `setup`, and stays a LightningModule: hooks, optimizers, loggers and
+callbacks meet parameters with their own names and shapes. What Lightning knows about accumulation is passed on to the
+engine; what it does not know costs overlap, never correctness.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from typing_extensions import override
 
 from mics_strategy import ShardConfig, Sharded, shard
-from mics_strategy.errors import ConfigError, LifecycleError
+from mics_strategy import ConfigError, LifecycleError
 from mics_strategy.lightning import refusals
 from mics_strategy.lightning.checkpoints import Checkpoints
 from mics_strategy.lightning.framework import Framework, check_sigterm_seldom, load_framework, use_no_grad
@@ -55,7 +55,8 @@ class _State:
 class MiCSTrainerStrategy(Checkpoints, Processes, Base):
     """Shards a LightningModule by a `ShardConfig`.
 
-    The class for users is `mics_strategy.lightning.MiCSStrategy`; this one is mixed into a namespace's `ParallelStrategy`.
+    The class for users is `mics_strategy.lightning.MiCSStrategy`; this one is mixed into a namespace's
+    `ParallelStrategy`.
 
     Args:
         config: A preset's name or a `ShardConfig`.
@@ -68,7 +69,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         process_group_backend: Of the default process group; None chooses by the device.
         timeout: Of the default process group.
         load_weights_only: Whether checkpoints may hold nothing but plain data; None leaves it to the Trainer.
-        sigterm_check_every_n_steps: How often the Trainer asks all ranks for a SIGTERM. It does so in every batch, which
+        sigterm_check_every_n_steps: How often the Trainer asks rank 0 for a SIGTERM. It does so in every batch, which
             stops the device and crosses the slow links; a larger number is cheaper and later to notice.
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` (for notebooks) start
             processes from this one and bring the whole weights back to it.
@@ -295,11 +296,16 @@ def strategy_for(namespace: str) -> type[MiCSTrainerStrategy]:
     """
     framework = load_framework(namespace)
     name = next(name for name, of in _CLASS_NAMES.items() if of == namespace)
-    members = {"framework": framework, "__module__": __name__, "__qualname__": name, "__doc__": MiCSTrainerStrategy.__doc__}
+    members = {
+        "framework": framework,
+        "__module__": __name__,
+        "__qualname__": name,
+        "__doc__": MiCSTrainerStrategy.__doc__,
+    }
     cls = type(name, (MiCSTrainerStrategy, framework.parallel_strategy), members)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        super(cls, self).__init__(*args, **kwargs)
+        MiCSTrainerStrategy.__init__(self, *args, **kwargs)
 
     __init__.__signature__ = _signature(framework)  # type: ignore[attr-defined]
     cls.__init__ = __init__  # type: ignore[misc]
@@ -321,7 +327,9 @@ def _signature(framework: Framework) -> inspect.Signature:
             parameters.append(parameter.replace(annotation=_text_last(annotation)))
     options = typing.get_type_hints(ShardConfig)
     parameters += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_text_last(options[name] | None))
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_text_last(options[name] | None)
+        )
         for name in _OPTIONS
     ]
     return inspect.Signature(parameters)
@@ -332,7 +340,7 @@ def _text_last(annotation: Any) -> Any:
     choices = typing.get_args(annotation)
     if str not in choices or typing.get_origin(annotation) not in (typing.Union, types.UnionType):
         return annotation
-    return typing.Union[(*(choice for choice in choices if choice is not str), str)]  # noqa: UP007
+    return typing.Union[(*(choice for choice in choices if choice is not str), str)]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,9 @@
 """Which modules travel together, and which are called on their own?
 
-The engine gathers a module's parameters when its forward is called. With automatic optimization a whole step runs inside
-the forward of the LightningModule, so that everything belonging to no unit is there. With manual optimization a step
-contains backwards and optimizer steps and cannot be one forward: there every child of the LightningModule (generator,
-discriminator, ...) is a unit, so that it is gathered when it is called, and only the one that is called.
+The engine gathers a module's parameters when its forward is called. With automatic optimization a whole step runs
+inside the forward of the LightningModule, so that everything belonging to no unit is there. With manual optimization a
+step contains backwards and optimizer steps and cannot be one forward: there every child of the LightningModule
+(generator, discriminator, ...) is a unit, so that it is gathered when it is called, and only the one that is called.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from mics_strategy.errors import ConfigError
+from mics_strategy import ConfigError
 
 UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
 

@@ -69,6 +69,7 @@ class Bucket:
         self.unsharded = [nn.Parameter(view, requires_grad=spec.trainable) for view in views]
         self._whole_views = [parameter.data for parameter in self.unsharded]
         self.sharded: list[ShardedParameter] = []
+        self._copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.updated_version = -1
         self.unsharded_version = -1
 
@@ -138,14 +139,22 @@ class Bucket:
         return gather.gather(staging, self.params_shard, self.spec.name).then(lambda: self._copy_out(staging))
 
     def _copy_out(self, flat: torch.Tensor) -> None:
-        """From the flat form to the parameters themselves."""
+        """From the flat form to the parameters themselves. Stagings are few and stay, so the views are made once."""
+        pairs = self._copies.get(flat.data_ptr())
+        if pairs is None:
+            pairs = self._copies[flat.data_ptr()] = self._pair_views(flat)
         with torch.no_grad():
-            for position, view in enumerate(self._whole_views):
-                for piece, part in self.layout.pieces(flat, view, position):
-                    if self.layout.regions[position].dim is None:
-                        view.copy_(piece[0])
-                    else:
-                        part.copy_(piece)
+            torch._foreach_copy_(*pairs)
+
+    def _pair_views(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Views of the parameters, and of their places in the flat form."""
+        targets, sources = [], []
+        for position, view in enumerate(self._whole_views):
+            for piece, part in self.layout.pieces(flat, view, position):
+                is_scalar = self.layout.regions[position].dim is None
+                targets.append(view if is_scalar else part)
+                sources.append(piece[0] if is_scalar else piece)
+        return targets, sources
 
     def load(self, position: int, value: torch.Tensor) -> None:
         """Keep this rank's piece of the whole parameter `value`."""

@@ -131,10 +131,20 @@ class BucketLayout:
             yield table.view(self.ranks, *region.shape), full.expand(self.ranks, *region.shape)
             return
         whole = region.shape[region.dim] // region.chunk if region.chunk else 0
+        if region.dim == 0 and whole and full.is_contiguous():  # the common case, without views of views
+            yield table[:whole], full.narrow(0, 0, whole * region.chunk).view(whole, -1)
+            yield from self._rest(table, full, region, whole)
+            return
         outer, inner = region.shape[: region.dim], region.shape[region.dim + 1 :]
         if whole:
             cut = full.narrow(region.dim, 0, whole * region.chunk).unflatten(region.dim, (whole, region.chunk))
             yield table[:whole].unflatten(1, (*outer, region.chunk, *inner)), cut.movedim(region.dim, 0)
+        yield from self._rest(table, full, region, whole)
+
+    def _rest(
+        self, table: torch.Tensor, full: torch.Tensor, region: Region, whole: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The chunk that is shorter than the others, when there is one."""
         if whole < self.ranks and (rest := region.local_shape(whole)).numel():
             yield table[whole, : rest.numel()].view(rest), region.slice_of(full, whole)
 

@@ -113,11 +113,11 @@ class Reducer:
 
     def end_backward(self) -> None:
         """Reduce what is left, in order, then what no order foresaw (a unit that received gradients twice)."""
-        for unit in [*self._order, *reversed(self.units)]:
-            foreseen = unit in self._order
-            if foreseen or any(g.collection is Collection.FILLING for g in self.gradients.get(unit.index, [])):
+        while self._order:
+            self._launch(self._order.pop(0))
+        for unit in reversed(self.units):
+            if any(g.collection is Collection.FILLING for g in self.gradients.get(unit.index, [])):
                 self._launch(unit)
-        self._order = []
         for gradients in self.gradients.values():
             for gradient in gradients:
                 gradient.end_backward()

@@ -1,8 +1,8 @@
 """How does `Trainer(strategy="mics")` work in a script that never imports mics_strategy?
 
-torch calls `install` at the end of `import torch` (entry point group `torch.backends`). It is a top-level module of its own
-because torch is not complete at that moment and `mics_strategy` needs it: nothing is imported here but `sys`. When Lightning
-is imported later, `mics_strategy` is imported too and registers its names.
+torch calls `install` at the end of `import torch` (entry point group `torch.backends`). It is a top-level module of its
+own because torch is not complete at that moment and `mics_strategy` needs it: nothing is imported here but `sys`. When
+Lightning is imported later, `mics_strategy` is imported too and registers its names.
 
 An error in here would break `import torch`, so there is none. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches it off.
 """
@@ -16,7 +16,7 @@ def install() -> None:
     """Wait for Lightning. Idempotent; never raises."""
     try:
         if not any(isinstance(finder, AfterImport) for finder in sys.meta_path):
-            sys.meta_path.insert(0, AfterImport())
+            sys.meta_path.insert(0, AfterImport())  # type: ignore[arg-type]
     except Exception:  # whatever it is, torch must load
         return
 
@@ -33,10 +33,9 @@ class AfterImport:
             return None
         self._searched.add(name)
         try:
-            others = [
-                finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")
-            ]
-            spec = next((found for find in others if (found := find(name, path, target)) is not None), None)  # type: ignore[arg-type]
+            finders: list[object] = [finder for finder in sys.meta_path if finder is not self]  # type: ignore[comparison-overlap]
+            others = [finder.find_spec for finder in finders if hasattr(finder, "find_spec")]
+            spec = next((found for find in others if (found := find(name, path, target)) is not None), None)
         finally:
             self._searched.discard(name)
         try:
