@@ -37,7 +37,7 @@ def require_every_rank(occasion: int, timeout: timedelta) -> None:
     except RuntimeError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise CheckpointError(
-            f"A checkpoint was asked for after an exception, but ranks {missing} did not reach it: the exception came on "
-            "some ranks only. Nothing was saved. Save regularly, with ModelCheckpoint(every_n_train_steps=...), to lose "
-            "less."
+            f"A checkpoint was asked for after an exception, but ranks {missing} did not reach it: the exception came "
+            "on some ranks only. Nothing was saved. Save regularly, with ModelCheckpoint(every_n_train_steps=...), to "
+            "lose less."
         ) from error

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from mics_strategy import Sharded
-from mics_strategy import CheckpointError
+from mics_strategy import CheckpointError, Sharded
 from mics_strategy.lightning.agreement import require_every_rank
 from mics_strategy.lightning.framework import Framework, unwrap_optimizer
 
@@ -135,8 +134,8 @@ class Checkpoints(Base):
             return self._read(path, allowed)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"`{path}` holds objects that are not plain data, and reading them may run code. If you trust the file, "
-                f"use {type(self).__name__}(load_weights_only=False). ({error})"
+                f"`{path}` holds objects that are not plain data, and reading them may run code. If you trust the "
+                f"file, use {type(self).__name__}(load_weights_only=False). ({error})"
             ) from error
 
     def _read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
@@ -163,8 +162,8 @@ class Checkpoints(Base):
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise CheckpointError(
-                f"The checkpoint holds {len(states)} optimizers, and `configure_optimizers` made {len(self.optimizers)}."
-                " Return as many as there were, or load the weights only."
+                f"The checkpoint holds {len(states)} optimizers, and `configure_optimizers` made "
+                f"{len(self.optimizers)}. Return as many as there were, or load the weights only."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             self.sharded.load_full_optimizer_state_dict(unwrap_optimizer(self.framework, optimizer), state)

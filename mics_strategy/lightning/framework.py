@@ -1,7 +1,7 @@
 """Where are Lightning's classes, and which of its private names do we rely on?
 
 `lightning.pytorch` and `pytorch_lightning` are two copies of one code with separate classes. Everything that we take
-from either, and every private name, stands in this file, so that a new release of Lightning is checked against one page.
+from either, and every private name, stands in this file, so that a new release is checked against one page.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What does `self.log` get?
 
-Norms and other reductions of gradients are DTensors, which loggers and metrics cannot average. They become plain tensors
-on their way into the log, by a communication that every rank takes part in where one is needed.
+Norms and other reductions of gradients are DTensors, which loggers and metrics cannot average. They become plain
+tensors on their way into the log, by a communication that every rank takes part in where one is needed.
 """
 
 from __future__ import annotations

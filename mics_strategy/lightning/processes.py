@@ -90,8 +90,8 @@ class Processes(Base):
     def _refuse_accelerator(self) -> None:
         if not isinstance(self.accelerator, self.framework.cpu_or_cuda):
             raise ConfigError(
-                f"`accelerator={type(self.accelerator).__name__}` is not supported: shards live on CUDA devices or on the "
-                "CPU. Use Trainer(accelerator='cuda') or Trainer(accelerator='cpu')."
+                f"`accelerator={type(self.accelerator).__name__}` is not supported: shards live on CUDA devices or on "
+                "the CPU. Use Trainer(accelerator='cuda') or Trainer(accelerator='cpu')."
             )
 
     @override

@@ -17,8 +17,8 @@ def callbacks(framework: Framework, trainer: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, framework.copying_callbacks):
             raise ConfigError(
-                f"`{type(callback).__name__}` copies the whole model and averages it parameter by parameter, which does "
-                "not work on shards. Remove the callback, or average saved checkpoints after the training."
+                f"`{type(callback).__name__}` copies the whole model and averages it parameter by parameter, which "
+                "does not work on shards. Remove the callback, or average saved checkpoints after the training."
             )
 
 
@@ -32,8 +32,8 @@ def precision(framework: Framework, plugin: Any) -> None:
         return
     if not isinstance(plugin, framework.precision) or isinstance(plugin, framework.foreign_precisions):
         raise ConfigError(
-            f"`precision_plugin={type(plugin).__name__}` does not work with this strategy. Use Trainer(precision=...) with "
-            "'32-true', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or an ordinary precision plug-in."
+            f"`precision_plugin={type(plugin).__name__}` does not work with this strategy. Use Trainer(precision=...) "
+            "with '32-true', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or an ordinary plug-in."
         )
 
 
@@ -63,13 +63,13 @@ def explain(exception: BaseException) -> None:
     """Add to an error of torch what it means here."""
     if "its data is not allocated yet" in str(exception):
         exception.add_note(
-            "mics_strategy: something read a gradient or parameter as if it were a plain tensor, for instance `grad_norm` "
-            "of Lightning. Gradients are DTensors here: use `torch.nn.utils.get_total_norm`, or `full_tensor()` on every "
-            "rank."
+            "mics_strategy: something read a gradient or parameter as if it were a plain tensor, for instance "
+            "`grad_norm` of Lightning. Gradients are DTensors here: use `torch.nn.utils.get_total_norm`, or "
+            "`full_tensor()` on every rank."
         )
     if "mixed torch.Tensor and DTensor" in str(exception):
         exception.add_note(
-            "mics_strategy: a parameter was used outside the forward of the module that owns it, where it is a shard. Call "
-            "the module (its forward) instead of using its parameters or its other methods; with manual optimization, use "
-            "parameters of the LightningModule itself inside its forward, as `self(...)`."
+            "mics_strategy: a parameter was used outside the forward of the module that owns it, where it is a shard. "
+            "Call the module (its forward) instead of using its parameters or its other methods; with manual "
+            "optimization, use parameters of the LightningModule itself inside its forward, as `self(...)`."
         )

@@ -7,13 +7,9 @@ engine; what it does not know costs overlap, never correctness.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
-import types
-import typing
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,18 +17,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from typing_extensions import override
 
-from mics_strategy import ShardConfig, Sharded, shard
-from mics_strategy import ConfigError, LifecycleError
+from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, shard
 from mics_strategy.lightning import refusals
 from mics_strategy.lightning.checkpoints import Checkpoints
 from mics_strategy.lightning.framework import Framework, check_sigterm_seldom, load_framework, use_no_grad
 from mics_strategy.lightning.logged import log_plain_numbers
+from mics_strategy.lightning.options import config_from, spelled_out
 from mics_strategy.lightning.processes import Processes
 from mics_strategy.lightning.steps import StepRunner
 from mics_strategy.lightning.units import UnitRule, rule_for
 
 _STATE = "_mics_of_strategy"
-_OPTIONS = tuple(field.name for field in dataclasses.fields(ShardConfig))
 _CLASS_NAMES = {"MiCSStrategy": "lightning.pytorch", "PytorchLightningMiCSStrategy": "pytorch_lightning"}
 
 if TYPE_CHECKING:
@@ -106,7 +101,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.config = _config(config, overrides)
+        self.config = config_from(config, overrides)
         self._units = units
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
@@ -165,7 +160,8 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
     @override
     def setup(self, trainer: Trainer) -> None:
         """Shard the model, once, and set up what the stage needs."""
-        self.accelerator.setup(trainer)
+        if self.accelerator is not None:
+            self.accelerator.setup(trainer)
         use_no_grad(trainer)
         if self._sigterm_every > 1:
             check_sigterm_seldom(trainer, self._sigterm_every)
@@ -173,7 +169,8 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
             self._shard()
         elif self.sharded.config != self.config:
             raise ConfigError(
-                f"The model is sharded already, by {self.sharded.config}; asked for {self.config}. Build it anew, or use the same strategy."
+                f"The model is sharded already, by {self.sharded.config}; asked for {self.config}. Build it anew, or "
+                "use the same strategy."
             )
         self.model_to_device()
         self.barrier()
@@ -182,7 +179,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         self.setup_precision_plugin()
 
     def _shard(self) -> None:
-        module = self._module
+        module: Any = self._module
         if self._layer_sync is not None:
             module = self._layer_sync.apply(module)
         module = self.precision_plugin.convert_module(module)
@@ -249,10 +246,12 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         with self.precision_plugin.predict_step_context():
             return self._state.steps.run("predict_step", args, kwargs)
 
+    @contextmanager
     @override
-    def block_backward_sync(self) -> AbstractContextManager[None]:
+    def block_backward_sync(self) -> Iterator[None]:
         """More micro-steps of this optimizer step will follow."""
-        return self.sharded.micro_step(0, of=2)
+        with self.sharded.micro_step(0, of=2):
+            yield
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -277,16 +276,6 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         self.checkpoint_io.teardown()
 
 
-def _config(config: str | ShardConfig, overrides: dict[str, Any]) -> ShardConfig:
-    given = {name: value for name, value in overrides.items() if value is not None}
-    if isinstance(config, str):
-        return ShardConfig.preset(config, **given)
-    unknown = sorted(set(given) - set(_OPTIONS))
-    if unknown:
-        raise ConfigError(f"Unknown option {', '.join(map(repr, unknown))}. Known: {', '.join(sorted(_OPTIONS))}.")
-    return config.replace(**given)
-
-
 @functools.cache
 def strategy_for(namespace: str) -> type[MiCSTrainerStrategy]:
     """The strategy class for ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
@@ -307,40 +296,9 @@ def strategy_for(namespace: str) -> type[MiCSTrainerStrategy]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         MiCSTrainerStrategy.__init__(self, *args, **kwargs)
 
-    __init__.__signature__ = _signature(framework)  # type: ignore[attr-defined]
+    __init__.__signature__ = spelled_out(MiCSTrainerStrategy.__init__, framework)  # type: ignore[attr-defined]
     cls.__init__ = __init__  # type: ignore[misc]
     return cls
-
-
-def _signature(framework: Framework) -> inspect.Signature:
-    """The arguments with the options of `ShardConfig` spelled out, and types that a command line can parse."""
-    plugins = {
-        "accelerator": framework.accelerator,
-        "cluster_environment": framework.cluster_environment,
-        "checkpoint_io": framework.checkpoint_io,
-        "precision_plugin": framework.precision,
-    }
-    parameters = []
-    for parameter in inspect.signature(MiCSTrainerStrategy.__init__, eval_str=True).parameters.values():
-        if parameter.kind is not parameter.VAR_KEYWORD:
-            annotation = plugins[parameter.name] | None if parameter.name in plugins else parameter.annotation
-            parameters.append(parameter.replace(annotation=_text_last(annotation)))
-    options = typing.get_type_hints(ShardConfig)
-    parameters += [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_text_last(options[name] | None)
-        )
-        for name in _OPTIONS
-    ]
-    return inspect.Signature(parameters)
-
-
-def _text_last(annotation: Any) -> Any:
-    """A union in which `str` is tried last: any argument on a command line would pass for one."""
-    choices = typing.get_args(annotation)
-    if str not in choices or typing.get_origin(annotation) not in (typing.Union, types.UnionType):
-        return annotation
-    return typing.Union[(*(choice for choice in choices if choice is not str), str)]
 
 
 def __getattr__(name: str) -> Any:

@@ -43,6 +43,10 @@ class CountC10d(TorchDispatchMode):
 
 def planned_kinds(plan: Plan) -> Counter[Kind]:
     """The collectives of a plan in the same terms."""
-    return Counter((p.collective, p.dtype, p.full_bytes, p.ranks) for p in plan.collectives)
-
-
+    kinds: Counter[Kind] = Counter()
+    for p in plan.collectives:
+        is_narrow = p.collective == "all_reduce" and p.dtype in (torch.bfloat16, torch.float16)
+        # In less than the dtype of the sum: slices are exchanged, added, and the sums gathered.
+        for name in ("reduce_scatter", "all_gather") if is_narrow else (p.collective,):
+            kinds[name, p.dtype, p.full_bytes, p.ranks] += 1
+    return kinds

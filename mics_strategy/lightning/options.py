@@ -1,0 +1,74 @@
+"""Which arguments does the strategy take, and how does a command line know them?
+
+Every field of `ShardConfig` is an argument. Tools that build commands from signatures (LightningCLI) see them one by
+one, with types that text can be parsed into.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from mics_strategy import ConfigError, ShardConfig
+from mics_strategy.lightning.framework import Framework
+
+_OPTIONS = tuple(field.name for field in dataclasses.fields(ShardConfig))
+
+
+def config_from(config: str | ShardConfig, overrides: dict[str, Any]) -> ShardConfig:
+    """The configuration that the arguments ask for.
+
+    Args:
+        config: A preset's name or a `ShardConfig`.
+        overrides: Fields of `ShardConfig`; those that are None keep what `config` says.
+
+    Raises:
+        ConfigError: Unknown or impossible options.
+    """
+    given = {name: value for name, value in overrides.items() if value is not None}
+    if isinstance(config, str):
+        return ShardConfig.preset(config, **given)
+    unknown = sorted(set(given) - set(_OPTIONS))
+    if unknown:
+        raise ConfigError(f"Unknown option {', '.join(map(repr, unknown))}. Known: {', '.join(sorted(_OPTIONS))}.")
+    return config.replace(**given)
+
+
+def spelled_out(initialise: Callable[..., None], framework: Framework) -> inspect.Signature:
+    """The arguments with the options of `ShardConfig` spelled out, and types that a command line can parse.
+
+    Args:
+        initialise: With ``**overrides`` for the options.
+        framework: Whose plug-ins it takes.
+    """
+    plugins = {
+        "accelerator": framework.accelerator,
+        "cluster_environment": framework.cluster_environment,
+        "checkpoint_io": framework.checkpoint_io,
+        "precision_plugin": framework.precision,
+    }
+    parameters = []
+    for parameter in inspect.signature(initialise, eval_str=True).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            annotation = plugins[parameter.name] | None if parameter.name in plugins else parameter.annotation
+            parameters.append(parameter.replace(annotation=_text_last(annotation)))
+    options = typing.get_type_hints(ShardConfig)
+    parameters += [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_text_last(options[name] | None)
+        )
+        for name in _OPTIONS
+    ]
+    return inspect.Signature(parameters)
+
+
+def _text_last(annotation: Any) -> Any:
+    """A union in which `str` is tried last: any argument on a command line would pass for one."""
+    choices = typing.get_args(annotation)
+    if str not in choices or typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return annotation
+    return typing.Union[(*(choice for choice in choices if choice is not str), str)]

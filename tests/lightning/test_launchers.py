@@ -1,0 +1,65 @@
+"""Do the ways of starting ranks work, with real processes?"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mics_strategy.lightning import MiCSStrategy
+from tests.lightning.modules import Regression, loader
+from tests.lightning.runs import assert_same, fitted, run, trainer
+from tests.ranks import RankContext, RankPool
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+from lightning.pytorch import Trainer
+import {package}
+from tests.lightning.modules import Regression, loader
+
+if __name__ == "__main__":
+    trainer = Trainer(strategy="{strategy}", accelerator="cpu", devices=2, max_epochs=1, logger=False,
+                      enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    trainer.fit(Regression(), loader())
+    trainer.save_checkpoint("script.ckpt")
+"""
+
+
+def _with_ddp(ctx: RankContext) -> dict[str, torch.Tensor]:
+    return fitted(ctx, "ddp", Regression(), loader())
+
+
+def test_a_script_starts_its_ranks_by_itself(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        SCRIPT.format(strategy="mics", package="mics_strategy.lightning.registration as r\nr.register()")
+    )
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {**{k: v for k, v in os.environ.items() if k not in names}, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    child = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=58, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    found = torch.load(tmp_path / "script.ckpt", weights_only=True)["state_dict"]
+    assert_same(found, run(ranks, 2, _with_ddp)[0])
+
+
+def _from_this_process(ctx: RankContext, start_method: str) -> tuple[dict[str, torch.Tensor], float, bool]:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        os.environ.pop(name, None)
+    module = Regression()
+    notebook = trainer(ctx, MiCSStrategy(start_method=start_method), devices=2)
+    notebook.fit(module, loader(), loader(8))
+    val_loss = notebook.callback_metrics["val_loss"].item()
+    results = notebook.validate(module, loader(8), verbose=False)
+    return dict(module.named_parameters()), val_loss, results[0]["val_loss"] == pytest.approx(val_loss)
+
+
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_whole_weights_come_back_to_the_process_that_started_the_ranks(ranks: RankPool, start_method: str) -> None:
+    options = {"timeout_s": 58, "default_group": False}
+    ((parameters, _, validates_alike),) = run(ranks, 1, _from_this_process, start_method, **options)
+    assert validates_alike
+    assert_same({name: p.detach() for name, p in parameters.items()}, run(ranks, 2, _with_ddp)[0])
