@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.rank_report import Failure, LeakError, RankContext
@@ -121,6 +121,7 @@ def _forget_meshes() -> None:
     """Empty DTensor's caches: they know meshes by their ranks and would give the next job one of groups that are gone."""
     _clear_sharding_prop_cache()
     _gen_transform_infos.cache_clear()
+    clear_redistribute_planner_cache()
 
 
 def _check_nothing_left(threads_before: set[threading.Thread]) -> None:

@@ -13,7 +13,11 @@ from mics_strategy.errors import ConfigError, MiCSError
 LETTERS = {"n": "none", "i": "partition", "g": "world"}
 SENSIBLE = ("nnn", "nni", "nng", "nii", "nig", "ngg", "ini", "ing", "iii", "iig", "igg", "gng", "gig", "ggg")
 REFUSED = [
-    *[(name, value) for name in ("params", "grads", "optimizer") for value in ("node", "auto", "all", 0, -2, True, 2.0)],
+    *[
+        (name, value)
+        for name in ("params", "grads", "optimizer")
+        for value in ("node", "auto", "all", 0, -2, True, 2.0)
+    ],
     *[("partition_size", value) for value in ("none", "partition", 0, -1, False, 1.5, None)],
     *[("secondary_params", value) for value in ("partition", "world", 2, None)],
     *[("hierarchical", value) for value in (True, "yes", 0, None)],

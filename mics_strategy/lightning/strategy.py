@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,10 +23,10 @@ from mics_strategy.lightning.framework import Framework, check_sigterm_seldom, l
 from mics_strategy.lightning.logged import log_plain_numbers
 from mics_strategy.lightning.options import config_from, spelled_out
 from mics_strategy.lightning.processes import Processes
-from mics_strategy.lightning.steps import StepRunner
+from mics_strategy.lightning.steps import run_as_forward
 from mics_strategy.lightning.units import UnitRule, rule_for
 
-_STATE = "_mics_of_strategy"
+_HANDLE = "_mics_of_strategy"  # on the module, so that any strategy object finds it again
 _CLASS_NAMES = {"MiCSStrategy": "lightning.pytorch", "PytorchLightningMiCSStrategy": "pytorch_lightning"}
 
 if TYPE_CHECKING:
@@ -37,14 +36,6 @@ if TYPE_CHECKING:
     MiCSStrategy: type[MiCSTrainerStrategy]
 else:
     Base = object
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """What a LightningModule carries once it is sharded, so that any strategy object finds it again."""
-
-    sharded: Sharded
-    steps: StepRunner
 
 
 class MiCSTrainerStrategy(Checkpoints, Processes, Base):
@@ -130,13 +121,9 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         Raises:
             LifecycleError: Before the Trainer has set the model up.
         """
-        return self._state.sharded
-
-    @property
-    def _state(self) -> _State:
         module = self.lightning_module
-        found = None if module is None else vars(module).get(_STATE)
-        if not isinstance(found, _State):
+        found = None if module is None else vars(module).get(_HANDLE)
+        if not isinstance(found, Sharded):
             raise LifecycleError("The model is not sharded yet. Read `strategy.sharded` in `on_fit_start` or later.")
         return found
 
@@ -165,7 +152,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         use_no_grad(trainer)
         if self._sigterm_every > 1:
             check_sigterm_seldom(trainer, self._sigterm_every)
-        if _STATE not in vars(self._module):
+        if _HANDLE not in vars(self._module):
             self._shard()
         elif self.sharded.config != self.config:
             raise ConfigError(
@@ -184,10 +171,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
             module = self._layer_sync.apply(module)
         module = self.precision_plugin.convert_module(module)
         units = rule_for(module, self._units, every_child=not module.automatic_optimization)
-        steps = StepRunner(module)
-        with steps.finding_hooks():
-            sharded = shard(module, self.config, units=units, device=self.root_device)
-        vars(module)[_STATE] = _State(sharded, steps)
+        vars(module)[_HANDLE] = shard(module, self.config, units=units, device=self.root_device)
         self._lightning_module = self.model = module
 
     @override
@@ -229,22 +213,22 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         with self.precision_plugin.train_step_context():
             if not self._module.automatic_optimization:
                 return self._module.training_step(*args, **kwargs)
-            return self._state.steps.run("training_step", args, kwargs)
+            return run_as_forward(self._module, "training_step", args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self._state.steps.run("validation_step", args, kwargs)
+            return run_as_forward(self._module, "validation_step", args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self._state.steps.run("test_step", args, kwargs)
+            return run_as_forward(self._module, "test_step", args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self._state.steps.run("predict_step", args, kwargs)
+            return run_as_forward(self._module, "predict_step", args, kwargs)
 
     @contextmanager
     @override

@@ -7,6 +7,7 @@ anew in every forward. A hook may not be traced: `torch.compile` sees a unit's f
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -38,8 +39,17 @@ def install(engine: Engine, before_root_forward: Callable[[], None]) -> None:
 def _gradient_hook(
     engine: Engine, unit: Unit, gradient: BucketGradient, position: int
 ) -> Callable[[torch.Tensor], None]:
+    """The hook of one unsharded parameter.
+
+    It refers to the engine weakly: a tensor's hooks belong to C++, where Python's garbage collection does not see the
+    cycle that leads back to the tensor, and a model would never be freed.
+    """
+    weak_engine, weak_unit, weak_gradient = weakref.ref(engine), weakref.ref(unit), weakref.ref(gradient)
+
     def hook(parameter: torch.Tensor) -> None:
-        engine.on_gradient(unit, gradient, position, parameter)  # type: ignore[arg-type]
+        alive, of_unit, of_bucket = weak_engine(), weak_unit(), weak_gradient()
+        if alive is not None and of_unit is not None and of_bucket is not None:
+            alive.on_gradient(of_unit, of_bucket, position, cast("nn.Parameter", parameter))
 
     return hook
 

@@ -30,18 +30,24 @@ from mics_strategy.sharding.wrap import UnitModule
 
 
 class _Link:
-    """What a sharded parameter knows of its gradient."""
+    """What a sharded parameter knows of its gradient; weakly, as `hooks` explains."""
 
     def __init__(self, engine: Engine, gradient: BucketGradient | None) -> None:
-        self._engine = engine
-        self._gradient = gradient
+        self._engine = weakref.ref(engine)
+        self._gradient = None if gradient is None else weakref.ref(gradient)
 
     def finish_gradients(self) -> None:
-        self._engine.finish_gradients()
+        engine = self._engine()
+        if engine is not None:
+            engine.finish_gradients()
 
     def clear_gradient(self, position: int) -> None:
-        if self._gradient is not None:
-            self._engine.reducer.clear(self._gradient, position)
+        engine, gradient = self._engine(), None if self._gradient is None else self._gradient()
+        if engine is not None and gradient is not None:
+            engine.reducer.clear(gradient, position)
+
+    def belongs_to(self, engine: Engine) -> bool:
+        return self._engine() is engine
 
 
 class Sharded:
@@ -225,7 +231,9 @@ class Sharded:
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is a sharded parameter of this model."""
         return (
-            isinstance(parameter, ShardedParameter) and getattr(parameter.mics_owner, "_engine", None) is self._engine
+            isinstance(parameter, ShardedParameter)
+            and isinstance(parameter.mics_owner, _Link)
+            and parameter.mics_owner.belongs_to(self._engine)
         )
 
     def replaced(self, parameter: torch.Tensor) -> ShardedParameter | None:

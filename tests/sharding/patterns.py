@@ -277,5 +277,3 @@ def penalised_and_cleared(play: Play) -> None:
     (play.loss(0) + 0.1 * _penalty(play)).backward()
     play.model.zero_grad()
     play.loss(1).backward()
-
-

@@ -46,7 +46,7 @@ def test_unsharded_training_is_torchs_bit_for_bit(
 @pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3"])
 def test_sharded_training_on_two_ranks_is_torchs_bit_for_bit(ranks: RankPool, preset: str) -> None:
     """Sums of two have one order."""
-    run = Run(case=models.transformer, config=ShardConfig.preset(preset), optimizer="adamw", accumulation=2)
+    run = Run(case=models.transformer, config=ShardConfig.preset(preset), optimizer="adamw")
     assert_identical(ranks(2, train_without_reading, run)[0], ranks(2, train_torch, run)[0])
 
 

@@ -55,7 +55,6 @@ def forward_that_raises(training: Training, step: int) -> None:
     handle.remove()
 
 
-
 def backward_that_raises_late(training: Training, step: int) -> None:
     _fail_backward(training, training.model.blocks[0], step)
 

@@ -9,7 +9,23 @@ from torch.distributed.tensor import Shard
 from mics_strategy.sharding.layout import ALIGN_NUMEL, BucketLayout, plan_bucket
 
 RANKS = (1, 2, 3, 4, 7, 8, 16, 64)
-SHAPES = [(), (1,), (3,), (8,), (65,), (1, 7), (7, 1), (5, 9), (64, 3), (3, 64), (6, 3, 3, 3), (2, 3, 64), (0,), (0, 5), (3, 0)]
+SHAPES = [
+    (),
+    (1,),
+    (3,),
+    (8,),
+    (65,),
+    (1, 7),
+    (7, 1),
+    (5, 9),
+    (64, 3),
+    (3, 64),
+    (6, 3, 3, 3),
+    (2, 3, 64),
+    (0,),
+    (0, 5),
+    (3, 0),
+]
 ranks_ = pytest.mark.parametrize("ranks", RANKS)
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 

@@ -249,9 +249,7 @@ def muon(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.Muon([p for p in parameters if p.dim() == 2])
 
 
-@pytest.mark.parametrize(
-    "make", [LBFGS, muon, torch.optim.Adafactor], ids=["LBFGS", "Muon", "Adafactor"]
-)
+@pytest.mark.parametrize("make", [LBFGS, muon, torch.optim.Adafactor], ids=["LBFGS", "Muon", "Adafactor"])
 def test_optimizer_that_needs_whole_tensors_is_refused(ranks: RankPool, make: object) -> None:
     run = Run(case=models.mlp, config=ShardConfig())
     raises_on_every_rank(lambda: ranks(2, build, run, make), ConfigError, "whole tensors.*optimizer='none'")

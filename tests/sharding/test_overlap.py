@@ -70,7 +70,9 @@ def test_a_reduction_runs_under_the_backward_of_the_next_unit(ranks: RankPool) -
     units, events = rank_zero(ranks, "all")
     for unit, below in zip(units[:0:-1], units[-2::-1], strict=False):
         assert before(events, f"start reduce {unit}", f"backward {below}"), unit
-        assert before(events, f"start reduce {below}", f"wait reduce {unit}"), "all gradients below were computed meanwhile"
+        assert before(events, f"start reduce {below}", f"wait reduce {unit}"), (
+            "all gradients below were computed meanwhile"
+        )
 
 
 def test_without_overlap_a_reduction_is_waited_for_at_once(ranks: RankPool) -> None:

@@ -20,7 +20,7 @@ from tests.sharding.training import (
 
 CASES = (models.mlp, models.transformer, models.conv_bn, models.tied, models.frozen, models.scalar, models.shared)
 PARO = tuple(name for name in ShardConfig.PRESETS if name.startswith("paro-"))
-cases = pytest.mark.parametrize("case", (*CASES, unused_alike), ids=lambda case: case.__name__)
+cases = pytest.mark.parametrize("case", [*CASES, unused_alike], ids=lambda case: case.__name__)
 
 
 def _check(ranks: RankPool, world_size: int, run: Run, **options: int) -> None:

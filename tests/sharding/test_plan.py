@@ -208,5 +208,3 @@ def steps_with_evaluation(ctx: RankContext, run: Run) -> tuple[TrafficRow, ...]:
 def test_report_of_a_step_leaves_evaluation_out(ranks: RankPool) -> None:
     for row in ranks(2, steps_with_evaluation, Run(case=models.transformer, config=ShardConfig()))[0]:
         assert row.count <= row.planned_count
-
-

@@ -10,9 +10,9 @@ import torch
 
 from mics_strategy import ShardConfig, Topology
 from mics_strategy.collectives.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER
+from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.sharding.layout import plan_bucket
 from mics_strategy.sharding.schedule import BucketPlan, Plan, StepShape, UnitPlan, plan_step
-from mics_strategy.scopes import Scopes, resolve_scopes
 
 NUMEL = 64 * 64 * 64  # of a unit: divisible by every number of ranks below
 SINGLE = 0, 0  # both units in one slot: everything travels every time
@@ -123,7 +123,9 @@ def test_step_by_hand() -> None:
 
 def test_update_is_gathered_once_per_step_in_front_of_the_first_use() -> None:
     plan = _plan(_scopes("paro-iig"), SINGLE, 3)
-    updates = [(p.unit, p.moment, p.micro_step) for p in plan.collectives if (p.collective, p.axis) == (GATHER, "inter_node")]
+    updates = [
+        (p.unit, p.moment, p.micro_step) for p in plan.collectives if (p.collective, p.axis) == (GATHER, "inter_node")
+    ]
     assert updates == [("u0", "forward", 0), ("u1", "forward", 0)]
 
 

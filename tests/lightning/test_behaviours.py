@@ -1,0 +1,18 @@
+"""Does the list of behaviours name tests that exist, and leave no number out?"""
+
+import re
+from pathlib import Path
+
+LIST = Path(__file__).parents[2] / "docs" / "lightning-behaviours.md"
+NUM_BEHAVIOURS = 72
+
+
+def test_every_behaviour_has_a_line() -> None:
+    numbers = [int(number) for number in re.findall(r"^\| (\d+) \|", LIST.read_text(), re.MULTILINE)]
+    assert numbers == list(range(1, NUM_BEHAVIOURS + 1))
+
+
+def test_the_tests_that_are_named_exist() -> None:
+    sources = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", LIST.read_text())
+    assert [name for name in named if f"def {name}(" not in sources] == []
