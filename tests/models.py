@@ -37,10 +37,7 @@ class Case:
 
     def batches(self, steps: int, accumulation: int, world_size: int) -> list[list[list[Batch]]]:
         """[step][micro-step][rank], as `train_reference` wants them."""
-        return [
-            [[self.batch(s, m, r) for r in range(world_size)] for m in range(accumulation)]
-            for s in range(steps)
-        ]
+        return [[[self.batch(s, m, r) for r in range(world_size)] for m in range(accumulation)] for s in range(steps)]
 
 
 def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

@@ -118,7 +118,7 @@ def _init_group(job: Job) -> None:
 
 
 def _forget_meshes() -> None:
-    """Empty DTensor's caches: they know meshes by their ranks and would give the next job one of groups that are gone."""
+    """Empty DTensor's caches, which know meshes by their ranks and would give the next job groups that are gone."""
     _clear_sharding_prop_cache()
     _gen_transform_infos.cache_clear()
     clear_redistribute_planner_cache()

@@ -114,9 +114,7 @@ class RankError(Exception):
         super().__init__("\n".join(lines))
 
 
-def raises_on_every_rank(
-    run: Callable[[], object], error_type: type[BaseException], match: str = ""
-) -> RankError:
+def raises_on_every_rank(run: Callable[[], object], error_type: type[BaseException], match: str = "") -> RankError:
     """Check that `run`, a call of `ranks` or `simulate`, fails alike on every rank.
 
     Args:

@@ -195,9 +195,7 @@ class RankPool:
             self._start()
         try:
             for rank in range(world_size):
-                ctx = RankContext(
-                    rank=rank, world_size=world_size, ranks_per_node=size, tmp_path=directory / "cwd"
-                )
+                ctx = RankContext(rank=rank, world_size=world_size, ranks_per_node=size, tmp_path=directory / "cwd")
                 job = Job(
                     ctx=ctx,
                     call=call,

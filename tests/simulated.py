@@ -180,9 +180,7 @@ def simulate(
     store, job = dist.HashStore(), _Job()
     with _threaded_world(), tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         ranks = [
-            _Rank(
-                RankContext(rank=r, world_size=world_size, ranks_per_node=size, tmp_path=Path(directory)), job
-            )
+            _Rank(RankContext(rank=r, world_size=world_size, ranks_per_node=size, tmp_path=Path(directory)), job)
             for r in range(world_size)
         ]
         for rank in ranks:

@@ -108,8 +108,6 @@ def test_scheduler_advances_once_per_step() -> None:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 1 else 0.0)
 
     one = train_reference(case.build(), case.batches(1, 2, 1), _sgd, loss_fn=case.loss)
-    three = train_reference(
-        case.build(), case.batches(3, 2, 1), _sgd, loss_fn=case.loss, make_scheduler=make_scheduler
-    )
+    three = train_reference(case.build(), case.batches(3, 2, 1), _sgd, loss_fn=case.loss, make_scheduler=make_scheduler)
     for name, parameter in one.parameters.items():
         assert torch.equal(parameter, three.parameters[name])

@@ -30,9 +30,9 @@ def rule_for(module: nn.Module, units: UnitRule, *, every_child: bool) -> Any:
     Raises:
         ConfigError: No module has a class of that name.
     """
-    names = [units] if isinstance(units, str) and units != "auto" else units
-    if isinstance(names, Iterable) and not isinstance(names, str):
-        units = tuple(_class_named(module, entry) if isinstance(entry, str) else entry for entry in names)
+    entries = [units] if isinstance(units, str) and units != "auto" else units
+    if isinstance(entries, Iterable) and not isinstance(entries, str):
+        units = tuple(cls for entry in entries for cls in _classes(module, entry))
     if not every_child or isinstance(units, int):
         return units
     chosen = {child for child in module.children() if any(True for _ in child.parameters())}
@@ -40,21 +40,22 @@ def rule_for(module: nn.Module, units: UnitRule, *, every_child: bool) -> Any:
     return lambda candidate: candidate in chosen
 
 
-def _class_named(module: nn.Module, name: str) -> type[nn.Module]:
-    wanted = name.rpartition(".")[2]
-    found = {type(child) for child in module.modules() if type(child).__name__ == wanted}
+def _classes(module: nn.Module, entry: type[nn.Module] | str) -> list[type[nn.Module]]:
+    """A class itself, or those with its name in `module`."""
+    if not isinstance(entry, str):
+        return [entry]
+    present = dict.fromkeys(type(child) for child in module.modules())
+    found = [cls for cls in present if cls.__name__ == entry.rpartition(".")[2]]
     if not found:
-        known = ", ".join(sorted({type(child).__name__ for child in module.modules()}))
-        raise ConfigError(f"`units={name!r}`: no module of that class is in the model. It has {known}.")
-    return found.pop()
+        known = ", ".join(sorted(cls.__name__ for cls in present))
+        raise ConfigError(f"`units={entry!r}`: no module of that class is in the model. It has {known}.")
+    return found
 
 
 def _matching(module: nn.Module, units: UnitRule) -> set[nn.Module]:
     if isinstance(units, str):
         return set(_repeated_in_containers(module))
-    if isinstance(units, type):
-        return {child for child in module.modules() if isinstance(child, units)}
-    if isinstance(units, tuple):
+    if isinstance(units, type | tuple):
         return {child for child in module.modules() if isinstance(child, units)}
     return {child for child in module.modules() if callable(units) and units(child)}
 

@@ -8,20 +8,28 @@ import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
 
 from mics_strategy.lightning import MiCSStrategy
-from mics_strategy.lightning.registration import register
 from tests.ranks import RankContext, RankPool
 
+
+def _refuse_to_run_pytest_again(*_: Any) -> NoReturn:
+    """Lightning starts ranks by running the program again, which is pytest here, and that for ever."""
+    raise RuntimeError(
+        "This Trainer would start its ranks by running pytest again. Use `run` and `trainer` of this file."
+    )
+
+
+_SubprocessScriptLauncher._call_children_scripts = _refuse_to_run_pytest_again
 for _name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
     logging.getLogger(_name).setLevel(logging.ERROR)
-register()
 
 
 def run(ranks: RankPool, world_size: int, fn: Callable[..., Any], *args: object, **options: Any) -> list[Any]:

@@ -13,8 +13,8 @@ from mics_strategy.collectives.ops import Handle
 def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
     """Events of the model inside the context.
 
-    ``start KIND UNIT`` and ``wait KIND UNIT`` for collectives, ``forward UNIT`` when a unit's forward has ended, ``backward
-    UNIT`` when the gradient of its input is known.
+    ``start KIND UNIT`` and ``wait KIND UNIT`` for collectives, ``forward UNIT`` when a unit's forward has ended,
+    ``backward UNIT`` when the gradient of its input is known.
     """
     events: list[str] = []
     names = {module: name for name, module in model.named_modules() if isinstance(module, units)}

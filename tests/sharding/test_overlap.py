@@ -1,5 +1,7 @@
 """Communication runs under compute: shown by the order of events, never by time."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -45,14 +47,14 @@ def rank_zero(ranks: RankPool, overlap: str | set[str], micro_steps: int = 1) ->
 
 def test_the_next_unit_is_gathered_under_the_forward_of_this_one(ranks: RankPool) -> None:
     units, events = rank_zero(ranks, "all")
-    for this, following in zip(units, units[1:], strict=False):
+    for this, following in pairwise(units):
         assert before(events, f"start gather {following}", f"forward {this}"), (this, following)
         assert before(events, f"forward {this}", f"wait gather {following}"), (this, following)
 
 
 def test_without_overlap_a_unit_is_gathered_when_it_is_needed(ranks: RankPool) -> None:
     units, events = rank_zero(ranks, "none")
-    for this, following in zip(units, units[1:], strict=False):
+    for this, following in pairwise(units):
         assert before(events, f"forward {this}", f"start gather {following}"), (this, following)
 
 

@@ -57,8 +57,8 @@ def test_every_paro_triple_trains_tiny_parameters_as_plain(ranks: RankPool, pres
     _check(ranks, 4, Run(case=models.scalar, config=ShardConfig.preset(preset), accumulation=2), ranks_per_node=2)
 
 
-@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "mics", "paro-iig"])
-@pytest.mark.parametrize("accumulation", [1, 3, 4])
+@pytest.mark.parametrize("preset", ["zero2", "mics", "paro-iig"])
+@pytest.mark.parametrize("accumulation", [1, 4])
 def test_accumulation_trains_as_plain(ranks: RankPool, preset: str, accumulation: int) -> None:
     run = Run(case=models.mlp, config=ShardConfig.preset(preset), accumulation=accumulation, optimizer="sgd")
     _check(ranks, 4, run, ranks_per_node=2)
@@ -70,28 +70,27 @@ def test_clipping_trains_as_plain(ranks: RankPool, preset: str) -> None:
     _check(ranks, 4, run, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "mics", "paro-iig", "paro-ing"])
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "mics", "paro-iig"])
 def test_second_hop_in_every_micro_step_trains_as_plain(ranks: RankPool, preset: str) -> None:
     config = ShardConfig.preset(preset, second_hop="micro_step")
     _check(ranks, 4, Run(case=models.mlp, config=config, accumulation=3), ranks_per_node=2)
 
 
 @pytest.mark.parametrize("overlap", ["none", "gather", "reduce", "second_hop", "update"])
-@pytest.mark.parametrize("preset", ["mics", "paro-iig"])
-def test_every_single_overlap_trains_as_plain(ranks: RankPool, preset: str, overlap: str) -> None:
-    config = ShardConfig.preset(preset, overlap="none" if overlap == "none" else {overlap})
+def test_every_single_overlap_trains_as_plain(ranks: RankPool, overlap: str) -> None:
+    config = ShardConfig.preset("paro-iig", overlap="none" if overlap == "none" else {overlap})
     run = Run(case=models.transformer, config=config, accumulation=2, signal=True)
     _check(ranks, 4, run, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 3, 7])
+@pytest.mark.parametrize("prefetch", [2, 3, 7])
 @pytest.mark.parametrize("case", [models.transformer, models.shared], ids=["transformer", "shared"])
 def test_every_prefetch_trains_as_plain(ranks: RankPool, case: object, prefetch: int) -> None:
     _check(ranks, 2, Run(case=case, config=ShardConfig(prefetch=prefetch), accumulation=2))
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "mics", "paro-iig"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [3])
 def test_declared_boundaries_train_as_plain(ranks: RankPool, preset: str, accumulation: int) -> None:
     run = Run(case=models.transformer, config=ShardConfig.preset(preset), accumulation=accumulation, signal=True)
     _check(ranks, 4, run, ranks_per_node=2)
