@@ -98,7 +98,8 @@ class ShardConfig:
         object.__setattr__(self, "overlap", _as_overlap(self.overlap))
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 1:
             raise ConfigError(f"`prefetch={self.prefetch!r}` is not a positive number of units. Use 1 or more.")
-        if not 0.0 <= self.grad_codec_until <= 1.0:
+        until = self.grad_codec_until
+        if isinstance(until, bool) or not isinstance(until, (int, float)) or not 0.0 <= until <= 1.0:
             raise ConfigError(
                 f"`grad_codec_until={self.grad_codec_until!r}` is not a share of the training. Use 0.0 to 1.0."
             )
@@ -164,6 +165,6 @@ def _as_dtype(name: str, value: str | torch.dtype) -> str | torch.dtype:
 def _as_overlap(value: object) -> frozenset[str]:
     if value in ("all", "none"):
         return OVERLAPS if value == "all" else frozenset()
-    if isinstance(value, (set, frozenset, list, tuple)) and set(value) <= OVERLAPS:
-        return frozenset(value)
+    if isinstance(value, (set, frozenset, list, tuple)) and all(item in OVERLAPS for item in map(str, value)):
+        return frozenset(map(str, value))
     raise ConfigError(f"`overlap={value!r}` is not known. Use 'all', 'none' or a set of {', '.join(sorted(OVERLAPS))}.")

@@ -52,7 +52,7 @@ class Handle:
                 raise CommunicationError(
                     f"{self.what} failed: {error}. A rank died or left the common schedule; look for the first error "
                     "of "
-                    "the other ranks. All ranks must run the same units in the same order while parameters are sharded."
+                    "the other ranks. All ranks must run the same units in the same order while anything is sharded."
                 ) from error
         if finish is not None:
             finish()

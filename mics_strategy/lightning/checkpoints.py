@@ -142,7 +142,8 @@ class Checkpoints(Base):
         plain = type(self.checkpoint_io) is self.framework.plain_checkpoint_io
         wrapped = isinstance(self.checkpoint_io, self.framework.wrapping_checkpoint_io)
         if not (plain or wrapped) or not _is_local(path) or not zipfile.is_zipfile(path):
-            return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            asked = {} if weights_only is None else {"weights_only": weights_only}  # older plug-ins do not know it
+            return self.checkpoint_io.load_checkpoint(path, **asked)
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         # What is kept as it is (counters, scores) must not keep the file mapped: it may be overwritten later.
         copied: dict[str, Any] = tree_map(_copy_of_number, checkpoint)

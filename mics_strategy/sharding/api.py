@@ -58,7 +58,7 @@ def shard(
         raise ConfigError(
             "`shard()` was called before the process group exists. Call `torch.distributed.init_process_group()` first."
         )
-    chosen = ShardConfig.preset(config) if isinstance(config, str) else config
+    chosen = on_every_rank(lambda: ShardConfig.preset(config) if isinstance(config, str) else config)
     target = on_every_rank(lambda: validate.target_device(device))
     on_every_rank(lambda: validate.model(model, target))
     require_same({**chosen.describe(), "model": validate.describe(model)})
@@ -84,8 +84,14 @@ def _build(model: nn.Module, modules: list[UnitModule], site: Site, initializer:
         if alive is not None:
             alive.before_forward()
 
+    def recover() -> None:
+        alive = weak()
+        if alive is not None:
+            alive.recover()
+
     install(engine, before_root_forward)
     guard.refuse_conversions(unit.module for unit in built)
+    guard.recover_before_reading(model, recover)
     validate.mark_sharded(model, sharded)
     site.mesh.ledger.take()
     return sharded

@@ -82,13 +82,14 @@ class Engine:
     def before_forward(self, unit: Unit) -> int:
         """Make the unit's parameters usable. Returns the time of the call, for `after_forward`."""
         self._clock += 1
-        if self._in_backward and not self.is_recomputing:
-            self._abandon_backward()
+        self.recover()
         self._unshard(unit)
         unit.enter_forward()
         if not self.is_recomputing:
             if self._training_forward is None and torch.is_grad_enabled():
                 self._training_forward = unit
+                if self.units[0].module.training:
+                    self._live.drop_evaluations()
             if self._training_forward is not None:
                 self.recorded.enter(unit.index)
             self._start_ahead(unit, (self.units[index] for index in self.recorded.ahead(self._timing.prefetch)))
@@ -109,7 +110,14 @@ class Engine:
         if not watched or not torch.is_grad_enabled():
             return
         self._clock += 1
-        call = Call(unit, entered, self._clock, tuple(bucket.version for bucket in unit.buckets), self.is_recomputing)
+        call = Call(
+            unit,
+            entered,
+            self._clock,
+            versions=tuple(bucket.version for bucket in unit.buckets),
+            is_recomputed=self.is_recomputing,
+            is_evaluation=not self.units[0].module.training,
+        )
         if not call.is_recomputed:
             self._live.push(call)
         torch.autograd.graph.register_multi_grad_hook(watched, lambda _: self._before_backward(call), mode="any")
@@ -149,6 +157,8 @@ class Engine:
         self._complete_before(call)
         for other in skipped:
             self._unshard(other.unit)
+            if other.enter < call.enter:  # around this call: autograd goes through it without having met its outputs
+                other.unit.enter_backward(other.enter)
         if call.versions != tuple(bucket.version for bucket in unit.buckets):
             raise LifecycleError(
                 f"The parameters of unit `{unit.name}` changed between its forward and its backward (an optimizer "
@@ -156,7 +166,7 @@ class Engine:
                 "into a parameter). Run the backward before changing parameters, or run the forward again."
             )
         self._unshard(unit)
-        unit.enter_backward()
+        unit.enter_backward(call.enter)
         if call.is_recomputed:
             unit.earliest_enter = call.enter
             _at_end_of_backward(lambda: self._release(unit))
@@ -167,8 +177,10 @@ class Engine:
     def _complete_before(self, call: Call) -> None:
         """Release the units that were entered after `call` had left: autograd is done with them."""
         for unit in self.units:
+            if unit.phase is Phase.BACKWARD and unit.backward_enter > call.leave:
+                unit.exit_backward()
             if unit.num_live_calls == 0 and unit.earliest_enter > call.leave:
-                self._release(unit)
+                unit.earliest_enter = -1
                 self.reducer.complete(unit)
 
     def _release(self, unit: Unit) -> None:
@@ -189,12 +201,13 @@ class Engine:
 
     def _end_backward(self) -> None:
         """Autograd is done: follow what other ranks may have run, send what is left, release everything."""
-        for call in self._live.drain():
-            self._unshard(call.unit)
         for unit in self.units:
             self._release(unit)
+        left = list(self._live.drain())
+        for call in left:
+            self._unshard(call.unit)
         self.reducer.end_backward()
-        self.recorded.complete()
+        self.recorded.complete(followed_all=not left)
         self._in_backward = False
         if self._timing.second_hop_every_backward:
             self.finish_gradients()
@@ -209,9 +222,15 @@ class Engine:
             unit.abandon()
         self.reducer.abandon()
 
+    def recover(self) -> None:
+        """Clean up after a backward that an exception has ended; nothing tells the engine of it when it happens."""
+        if self._in_backward and not self.is_recomputing:
+            self._abandon_backward()
+
     def finish_gradients(self) -> None:
         """Make every gradient final and visible. Collective; does nothing inside a backward or when nothing is due."""
-        if not self._in_backward or torch._C._current_graph_task_id() == -1:
+        self.recover()
+        if not self._in_backward:
             self.reducer.finish()
 
     def after_step(self) -> None:

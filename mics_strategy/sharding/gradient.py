@@ -154,8 +154,8 @@ class BucketGradient:
             wire: [numel_at(gradient scope)] in the wire dtype; used when that is not the accumulator's.
             scratch: Same size and dtype.
         """
-        if self.state is Gradient.NONE:
-            self._open()
+        if self.state is not Gradient.PARTIAL:
+            self._open()  # other ranks have something, this one adds zeros
         self._zero(self.accumulator, self._all - self._written)
         self._written.update(self._all)
         across = self.bucket.mesh.second_scatter
@@ -186,6 +186,10 @@ class BucketGradient:
         self.state = advance(GRADIENT, self.state, "finish", self.name)
         self._kept = set(self._all)
         self._live.clear()
+
+    def forget_unused(self) -> None:
+        """No rank has used any parameter of the bucket: there is no gradient."""
+        self.state = advance(GRADIENT, self.state, "clear", self.name)
 
     def publish(self, position: int) -> None:
         """Let the parameter at `position` show its gradient; one that was set or penalised directly is added."""

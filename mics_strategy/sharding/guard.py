@@ -6,7 +6,7 @@ replaced or converted would be trained by this rank alone, or not at all, withou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -59,19 +59,39 @@ class _Conversion:
         )
 
 
-def refuse_new_parameters(model: nn.Module, known: set[int]) -> None:
-    """Refuse parameters that were added or swapped after `shard()`.
+def recover_before_reading(model: nn.Module, recover: Callable[[], None]) -> None:
+    """Have `recover` called before the model's parameters are listed, cleared or saved.
+
+    A backward that raises leaves whole parameters in the modules, and autograd tells nobody that it has ended.
+    """
+    listed = model.named_parameters
+
+    def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        recover()
+        return listed(*args, **kwargs)
+
+    object.__setattr__(model, "named_parameters", named_parameters)
+    model.register_state_dict_pre_hook(lambda *_: recover())
+
+
+def refuse_other_parameters(model: nn.Module, known: dict[int, str]) -> None:
+    """Refuse parameters that were added, swapped or removed after `shard()`.
 
     Args:
         model: The sharded model, outside of any forward.
-        known: The identities of its sharded parameters.
+        known: The names of its sharded parameters by their identity.
 
     Raises:
         LifecycleError: Naming the first one.
     """
-    for name, parameter in model.named_parameters():
+    found = dict(model.named_parameters())
+    for name, parameter in found.items():
         if id(parameter) not in known or not isinstance(parameter, ShardedParameter):
             raise LifecycleError(
                 f"Parameter `{name}` was added, replaced or converted after `shard()`, so no rank would share its "
                 "gradient. Change the model first, then shard it; to change values, write into the existing parameter."
             )
+    removed = set(known) - {id(parameter) for parameter in found.values()}
+    if removed:
+        names = ", ".join(sorted(known[identity] for identity in removed))
+        raise LifecycleError(f"Parameter `{names}` was removed after `shard()`. Change the model first, then shard it.")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mics_strategy.errors import ConfigError
 from mics_strategy.sharding.parameter import ShardedParameter
 
-_NEEDS_WHOLE_TENSORS = ("LBFGS", "Muon", "Adafactor")
+_NEEDS_WHOLE_TENSORS = ("Muon", "Adafactor")
+_KEEPS_PARAMETERS = ("LBFGS",)  # a list of its own, from which shards cannot be hidden in a step
 
 
 class StepObserver(Protocol):
@@ -48,10 +49,12 @@ class LocalStep:
 
     Args:
         optimizer: Steps on sharded parameters.
+        owns: Tells the parameters of this model from those of another one.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, owns: Callable[[torch.Tensor], bool]) -> None:
         self._optimizer = optimizer
+        self._owns = owns
         self._locals: dict[ShardedParameter, nn.Parameter] = {}
         self._wrapped: dict[int, DTensor] = {}
         self.is_local = False
@@ -60,7 +63,7 @@ class LocalStep:
         """Show the optimizer local tensors. Returns the parameters that will be stepped."""
         stepped = []
         for group in self._optimizer.param_groups:
-            group["params"] = [self._local_of(p) if isinstance(p, ShardedParameter) else p for p in group["params"]]
+            group["params"] = [self._local_of(p) if self._owns(p) else p for p in group["params"]]
         self._wrapped.clear()
         for sharded, local in self._locals.items():
             grad = sharded.stored_grad
@@ -87,7 +90,8 @@ class LocalStep:
                 state = self._optimizer.state.pop(local)
                 self._optimizer.state[sharded] = {key: self._wrap(value, sharded) for key, value in state.items()}
 
-    def _local_of(self, sharded: ShardedParameter) -> nn.Parameter:
+    def _local_of(self, parameter: torch.Tensor) -> nn.Parameter:
+        sharded = cast("ShardedParameter", parameter)
         local = self._locals.get(sharded)
         if local is None:
             local = self._locals[sharded] = nn.Parameter(sharded.local.detach(), requires_grad=sharded.requires_grad)
@@ -157,13 +161,17 @@ class StepHooks:
         if not any(observer.owns(p) for p in parameters):
             return None
         refuse_unfit(optimizer, observer)
-        step = self._steps.setdefault(optimizer, LocalStep(optimizer))
+        step = self._steps.setdefault(optimizer, LocalStep(optimizer, self._owns))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
         if closure is None:
             self._enter(optimizer, step, observer)
             return None
         wrapped = self._around_closure(optimizer, step, observer, closure)
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
+
+    def _owns(self, parameter: torch.Tensor) -> bool:
+        observer = self._observer()
+        return observer is not None and observer.owns(parameter)
 
     def _enter(self, optimizer: Optimizer, step: LocalStep, observer: StepObserver) -> None:
         observer.before_update()
@@ -211,6 +219,11 @@ def refuse_unfit(optimizer: Optimizer, observer: StepObserver) -> None:
         ConfigError: For the ones known to need whole tensors.
     """
     for cls in type(optimizer).__mro__:
+        if cls.__name__ in _KEEPS_PARAMETERS:
+            raise ConfigError(
+                f"{type(optimizer).__name__} needs whole tensors of all parameters together, which no scope offers. "
+                "Use an elementwise optimizer (AdamW, SGD, ...)."
+            )
         if cls.__name__ in _NEEDS_WHOLE_TENSORS and not observer.keeps_optimizer_whole:
             raise ConfigError(
                 f"{type(optimizer).__name__} needs whole tensors, and each rank holds shards of them. Use an "

@@ -26,6 +26,7 @@ class Call:
     leave: int
     versions: tuple[int, ...]
     is_recomputed: bool
+    is_evaluation: bool
 
 
 @dataclass(slots=True)
@@ -51,6 +52,12 @@ class LiveCalls:
             if last is call:
                 return
             yield last
+
+    def drop_evaluations(self) -> None:
+        """The model trains again: what it was evaluated on, with gradients but without a backward, is over."""
+        for call in [call for call in self.calls if call.is_evaluation]:
+            self.calls.remove(call)
+            call.unit.num_live_calls -= 1
 
     def drain(self) -> Iterator[Call]:
         """Remove and give all, latest first."""
@@ -88,6 +95,7 @@ class RecordedOrder:
     is_frozen: bool = False
     is_complete: bool = False
     _cursor: int = -1
+    _is_second_try: bool = False
 
     def enter(self, index: int) -> None:
         """A unit's forward begins."""
@@ -110,9 +118,14 @@ class RecordedOrder:
         """The first forward is over."""
         self.is_frozen = self.is_frozen or bool(self.entered)
 
-    def complete(self) -> None:
-        """The first backward is over."""
-        self.is_complete = self.is_complete or bool(self.needed)
+    def complete(self, *, followed_all: bool) -> None:
+        """The first backward is over. One that left a forward behind (a sanity check) says little: record again."""
+        if self.is_complete:
+            return
+        if not followed_all and not self._is_second_try:
+            self.entered, self.needed, self.is_frozen, self._is_second_try = [], [], False, True
+        else:
+            self.is_complete = bool(self.needed)
 
     def ahead(self, count: int) -> list[int]:
         """Indices of the next units, nearest first; none while the order is being recorded."""

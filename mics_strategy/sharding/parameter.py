@@ -133,7 +133,15 @@ def make_sharded_parameter(
     sharded.mics_changes = 0
     sharded.mics_region = region
     sharded.mics_index = index
+    if requires_grad:
+        placements = sharded.placements
+        cast("Any", torch.Tensor).register_hook(sharded, lambda grad: _like_parameter(grad, placements))
     return sharded
+
+
+def _like_parameter(grad: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """The gradient of something computed from the sharded parameter itself (a penalty), cut as the parameter is."""
+    return grad.redistribute(placements=placements) if isinstance(grad, DTensor) else grad
 
 
 def label(local: torch.Tensor, region: Region, mesh: DeviceMesh) -> DTensor:

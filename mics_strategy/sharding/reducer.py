@@ -85,6 +85,8 @@ class Reducer:
             unit.index: sum(sharded.requires_grad for bucket in unit.trainable for sharded in bucket.sharded)
             for unit in self.units
         }
+        if self.mesh.reduce_grads is None:  # nothing travels now, and ranks may have run different units
+            order = self.units[::-1]
         self._order = [unit for unit in order if self._expected[unit.index]]
         self._ready.clear()
         self._launched.clear()
@@ -162,6 +164,7 @@ class Reducer:
             chain.wait()
         if hop.is_last:
             for gradient in self.gradients[hop.unit.index]:
+                self._settle(gradient)  # one of an earlier backward that was called the last, too
                 self._start_second_hop(gradient)
 
     def _land_until(self, unit: Unit) -> None:
@@ -200,14 +203,16 @@ class Reducer:
         usage = _Usage(self.buffers.usage, [g for gs in self.gradients.values() for g in gs], self.mesh)
         for index in sorted(self.gradients, reverse=True):
             for gradient in self.gradients[index]:
-                state = gradient.state
-                if state is Gradient.PARTIAL or (state is Gradient.NONE and usage.anywhere(gradient)):
+                if gradient.state is Gradient.PARTIAL or usage.is_due_elsewhere(gradient):
                     self._start_second_hop(gradient)
         for gradient in list(self._second):
             self._settle(gradient)
         for gradient in (each for each in self._unpublished if each.state is Gradient.SHARDED):
-            for position in usage.positions(gradient):
+            used = usage.positions(gradient)
+            for position in used:
                 gradient.publish(position)
+            if not used:
+                gradient.forget_unused()
         self._unpublished.clear()
         usage.wait()
 
@@ -227,6 +232,9 @@ class Reducer:
                 gradient.abandon()
 
 
+_DUE = 1 << 16  # above the count of users: the number of ranks on which the bucket is still to be reduced
+
+
 class _Usage:
     """Which parameters any rank has used since the last `zero_grad`; read only where this rank must know.
 
@@ -241,7 +249,8 @@ class _Usage:
         own: list[int] = []
         for gradient in gradients:
             self._offsets[gradient] = len(own)
-            own += [int(position in gradient.used) for position in range(len(gradient.bucket.sharded))]
+            due = _DUE if gradient.state is Gradient.PARTIAL else 0
+            own += [due + (position in gradient.used) for position in range(len(gradient.bucket.sharded))]
         self._counts = counts
         self._everyone: list[int] | None = None
         self._handle: Handle | None = None
@@ -262,16 +271,16 @@ class _Usage:
         start = self._offsets[gradient]
         return self._everyone[start : start + len(gradient.bucket.sharded)]
 
-    def anywhere(self, gradient: BucketGradient) -> bool:
-        """Whether any rank has used any parameter of the bucket."""
-        return bool(gradient.used) or any(self._by_position(gradient))
+    def is_due_elsewhere(self, gradient: BucketGradient) -> bool:
+        """Whether another rank holds a part that was not reduced; only where gradients are not sharded can ranks differ."""
+        return not gradient.is_sharded and any(count >= _DUE for count in self._by_position(gradient))
 
     def positions(self, gradient: BucketGradient) -> list[int]:
         """The parameters of the bucket that any rank has used."""
         count = len(gradient.bucket.sharded)
         if len(gradient.used) == count:
             return list(range(count))
-        return [position for position, users in enumerate(self._by_position(gradient)) if users]
+        return [position for position, count in enumerate(self._by_position(gradient)) if count % _DUE]
 
 
 def second_hop_bytes(

@@ -29,25 +29,22 @@ class ReplicatedBuffers:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
                     module._buffers[name] = buffer.to(device)
-        self._versions = self._current_versions()
-
-    def _current_versions(self) -> dict[str, int]:
-        return {name: buffer._version for name, buffer in self._model.named_buffers()}
+        self._may_differ = True  # before the first synchronisation, and after every training forward
 
     def before_forward(self) -> None:
         """Take over rank 0's buffers when the model is about to be evaluated."""
-        if not self._model.training:
+        if self._model.training:
+            self._may_differ = True
+        else:
             self.synchronize()
 
     def synchronize(self) -> None:
-        """Take over rank 0's values of the buffers that have changed since the last time. Collective."""
-        now = self._current_versions()
-        changed = [name for name, version in now.items() if self._versions.get(name) != version]
-        if not changed:
-            return
-        if self._mesh.control is not None:
-            buffers = dict(self._model.named_buffers())
+        """Take over rank 0's buffers if the model has been trained since the last time. Collective.
+
+        All of them: the kernels that update running statistics do not count as writes, so nothing tells which changed.
+        """
+        if self._may_differ and self._mesh.control is not None:
             with torch.no_grad():
-                for name in changed:
-                    self._mesh.control.broadcast(buffers[name], name)
-        self._versions = self._current_versions()
+                for name, buffer in self._model.named_buffers():
+                    self._mesh.control.broadcast(buffer, name)
+        self._may_differ = False

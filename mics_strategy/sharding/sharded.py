@@ -73,7 +73,7 @@ class Sharded:
         self._link(modules)
         self._buffers = ReplicatedBuffers(model, site.mesh, site.device)
         self._last_step: tuple[int, Counter[Sent]] = (1, Counter())
-        self._is_check_due = True
+        self._is_check_due = self._is_step_over = True
         self._step_hooks = StepHooks(self)
         weakref.finalize(self, self._step_hooks.remove)
 
@@ -101,9 +101,24 @@ class Sharded:
     def before_forward(self) -> None:
         """The model is about to run: see once per step that it is still the model that was sharded."""
         if self._is_check_due:
-            guard.refuse_new_parameters(self.model, set(map(id, self.parameters)))
+            guard.refuse_other_parameters(self.model, {id(p): p.mics_name for p in self.parameters})
             self._is_check_due = False
+        if self._is_step_over and self.model.training and torch.is_grad_enabled():
+            self._mesh.ledger.take()  # what evaluation has sent belongs to no step
+            self._is_step_over = False
         self._buffers.before_forward()
+
+    def note_changes(self) -> None:
+        """Say that parameters were written in a way that torch does not count: `torch._foreach_*`, kernels of your own.
+
+        Every other way of writing into a parameter is noticed.
+        """
+        for parameter in self.parameters:
+            parameter.mics_changes += 1
+
+    def recover(self) -> None:
+        """Clean up after a backward that raised, before anything looks at the model's parameters."""
+        self._engine.recover()
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
         """Point an optimizer that was built on the plain parameters at the sharded ones; groups and states are kept.
@@ -249,7 +264,7 @@ class Sharded:
         for parameter in stepped:
             parameter.mics_changes += 1
         self._engine.after_step()
-        self._is_check_due = True
+        self._is_check_due = self._is_step_over = True
         if self._engine.num_backwards:
             self._last_step = (self._engine.num_backwards, self._mesh.ledger.take())
             self._engine.num_backwards = 0

@@ -42,6 +42,7 @@ class Unit:
         self.phase = Phase.IDLE
         self.num_live_calls = 0
         self.earliest_enter = -1
+        self.backward_enter = -1
         self._forward_depth = 0
         self._arrival: Chain | None = None
         self._lost_weights = False
@@ -139,8 +140,9 @@ class Unit:
             if self.phase is Phase.IDLE:
                 self._put_sharded()
 
-    def enter_backward(self) -> None:
-        """Put the whole parameters into the module, for the backward and what it recomputes."""
+    def enter_backward(self, entered: int) -> None:
+        """Put the whole parameters into the module, for the backward of the forward that was entered then."""
+        self.backward_enter = entered
         self.phase = advance(PHASE, self.phase, "enter_backward", self.name)
         self._put_unsharded()
 

@@ -54,21 +54,18 @@ def find_units(model: nn.Module, rule: UnitRule) -> list[UnitModule]:
     Raises:
         ConfigError: The rule matches nothing, or is of another type.
     """
-    chosen = _choose(model, rule)
-    units: list[UnitModule] = []
-    around: dict[str, UnitModule] = {}
-    for name, module in model.named_modules():
-        parent = around.get(name.rpartition(".")[0]) if name else None
-        if module is model or module in chosen:
-            unit = UnitModule(name=name, module=module, depth=0 if parent is None else parent.depth + 1)
-            units.append(unit)
-            around[name] = unit
-            if parent is not None:
-                parent.inner.append(module)
-        elif parent is not None:
-            around[name] = parent
+    chosen = _choose(model, rule) | {model}
+    units: dict[nn.Module, UnitModule] = {}
+    around: dict[str, tuple[UnitModule, ...]] = {}  # outermost first; a module in two places has two paths
+    for name, module in model.named_modules(remove_duplicate=False):
+        outer = around[name.rpartition(".")[0]] if name else ()
+        if module in chosen and module not in units:
+            units[module] = UnitModule(name=name, module=module, depth=len(outer))
+            if outer:
+                outer[-1].inner.append(module)
+        around[name] = (*outer, units[module]) if module in chosen else outer
     _assign_parameters(model, around)
-    return units
+    return list(units.values())
 
 
 def _choose(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
@@ -86,6 +83,10 @@ def _choose(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
         return _large_modules(model, rule)
     if isinstance(rule, type) or isinstance(rule, Iterable):
         classes = (rule,) if isinstance(rule, type) else tuple(rule)
+        if not all(isinstance(cls, type) for cls in classes):
+            raise ConfigError(
+                f"`units={rule!r}` are not module classes. Pass classes, for example [LlamaDecoderLayer]."
+            )
         chosen = {module for module in model.modules() if isinstance(module, classes)}
         if not chosen:
             names = ", ".join(cls.__name__ for cls in classes)
@@ -138,24 +139,20 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _assign_parameters(model: nn.Module, around: dict[str, UnitModule]) -> None:
-    """Give every parameter to the innermost unit that contains all modules which refer to it."""
+def _assign_parameters(model: nn.Module, around: dict[str, tuple[UnitModule, ...]]) -> None:
+    """Give every parameter to the innermost unit that contains all places where modules refer to it."""
     owned: dict[torch.Tensor, OwnedParameter] = {}
-    paths: dict[torch.Tensor, list[str]] = defaultdict(list)
-    for path, module in model.named_modules():
+    places: dict[torch.Tensor, list[tuple[UnitModule, ...]]] = defaultdict(list)
+    for path, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
             if parameter is None:
                 continue
             name = f"{path}.{attribute}" if path else attribute
-            owned.setdefault(parameter, OwnedParameter(name=name, parameter=parameter)).homes.append(
-                (module, attribute)
-            )
-            paths[parameter].append(path)
+            entry = owned.setdefault(parameter, OwnedParameter(name=name, parameter=parameter))
+            if (module, attribute) not in entry.homes:
+                entry.homes.append((module, attribute))
+            places[parameter].append(around[path])
     for parameter, entry in owned.items():
-        candidates = [around[path] for path in paths[parameter]]
-        unit = candidates[0]
-        while (
-            any(path != unit.name and not path.startswith(unit.name + ".") for path in paths[parameter]) and unit.name
-        ):
-            unit = around[unit.name.rpartition(".")[0]]
-        unit.parameters.append(entry)
+        chains = places[parameter]
+        shared = [levels[0] for levels in zip(*chains, strict=False) if all(unit is levels[0] for unit in levels)]
+        shared[-1].parameters.append(entry)

@@ -1,20 +1,18 @@
 """Are checkpoints ordinary files that any strategy reads, and is reading them lazy and strict?"""
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
 
-from mics_strategy.errors import CheckpointError
 from tests.lightning.modules import Plain, Regression, loader
 from tests.lightning.runs import assert_same, mics, run, trainer, whole
-from tests.ranks import RankContext, RankError, RankPool, raises_on_every_rank
+from tests.ranks import RankContext, RankPool
 
 PATH = "model.ckpt"
 
@@ -183,97 +181,6 @@ def test_model_checkpoint_keeps_the_same_files_as_with_ddp(ranks: RankPool) -> N
     assert run(ranks, 2, _model_checkpoints, "mics") == run(ranks, 2, _model_checkpoints, "ddp")
 
 
-def _resumes_weights_only(ctx: RankContext) -> None:
-    path = ctx.tmp_path / PATH
-    fitting = trainer(ctx, "mics", max_steps=1)
-    fitting.fit(Regression(), loader())
-    fitting.save_checkpoint(path, weights_only=True)
-    trainer(ctx, "mics").fit(Regression(), loader(), ckpt_path=path)
-
-
-def test_resuming_from_weights_alone_says_so(ranks: RankPool) -> None:
-    raises_on_every_rank(lambda: run(ranks, 2, _resumes_weights_only), KeyError, "contains only the model")
-
-
-def _fails_to_save(ctx: RankContext, path: str, storage_options: Any) -> None:
-    fitting = trainer(ctx, "mics", max_steps=1)
-    fitting.fit(Plain(), loader())
-    fitting.save_checkpoint(path, storage_options=storage_options)
-
-
-def test_a_directory_in_the_way_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    raises_on_every_rank(
-        lambda: run(ranks, 2, _fails_to_save, str(tmp_path), None), IsADirectoryError, "is a directory"
-    )
-
-
-def test_storage_options_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    path = str(tmp_path / PATH)
-    raises_on_every_rank(lambda: run(ranks, 2, _fails_to_save, path, {"a": 1}), TypeError, "storage_options")
-
-
-class BrokenIO(TorchCheckpointIO):
-    """A full disk."""
-
-    def save_checkpoint(self, *_: Any, **__: Any) -> None:
-        raise OSError("no space left")
-
-
-def _disk_full(ctx: RankContext) -> str:
-    fitting = trainer(ctx, "mics", max_steps=1, plugins=[BrokenIO()])
-    fitting.fit(Plain(), loader())
-    try:
-        fitting.save_checkpoint(ctx.tmp_path / PATH)
-    except (OSError, CheckpointError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_a_failure_to_write_reaches_every_rank(ranks: RankPool) -> None:
-    first, second = run(ranks, 2, _disk_full)
-    assert first == "OSError: no space left"
-    assert second.startswith("CheckpointError: Rank 0 could not write")
-
-
-def _load(ctx: RankContext, path: str, options: dict[str, Any], module: Any) -> None:
-    trainer(ctx, mics(**options)).fit(module, loader(8), ckpt_path=path)
-
-
-def test_paths_that_are_no_checkpoint_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    missing = str(tmp_path / "missing.ckpt")
-    raises_on_every_rank(lambda: run(ranks, 2, _load, str(tmp_path), {}, Plain()), CheckpointError, "is a directory")
-    raises_on_every_rank(lambda: run(ranks, 2, _load, missing, {}, Plain()), FileNotFoundError, "missing.ckpt")
-
-
-class TwoOptimizers(Regression):
-    """With manual optimization, one optimizer for each half."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.manual_backward(self(batch[0]).sum())
-        for optimizer in self.optimizers():
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.layers.parameters(), 0.1), torch.optim.SGD(self.head.parameters(), 0.1)
-
-
-def _other_optimizers(ctx: RankContext, saves: type[Regression], resumes: type[Regression]) -> None:
-    path = ctx.tmp_path / PATH
-    saving = trainer(ctx, "mics", max_steps=2)
-    saving.fit(saves(), loader())
-    saving.save_checkpoint(path)
-    trainer(ctx, "mics").fit(resumes(), loader(), ckpt_path=path)
-
-
-@pytest.mark.parametrize(("saves", "resumes"), [(Regression, TwoOptimizers), (TwoOptimizers, Regression)])
-def test_another_number_of_optimizers_is_refused(ranks: RankPool, saves: Any, resumes: Any) -> None:
-    raises_on_every_rank(
-        lambda: run(ranks, 2, _other_optimizers, saves, resumes), CheckpointError, "holds . optimizers.*made ."
-    )
-
-
 class Compiled(Regression):
     """Its layers are compiled in place, its head by a wrapper."""
 
@@ -302,32 +209,6 @@ def test_names_of_compiled_modules_are_those_of_ddp(ranks: RankPool, tmp_path: P
     assert "layers.0.up.weight" in checkpoints["mics"]
 
 
-class Hyper:
-    """Something that is no plain data."""
-
-
-class WithObject(Plain):
-    """Saves an object."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["hyper"] = Hyper()
-
-
-def _with_object(ctx: RankContext, options: dict[str, Any]) -> None:
-    path = ctx.tmp_path / PATH
-    saving = trainer(ctx, "mics", max_steps=1)
-    saving.fit(WithObject(), loader())
-    saving.save_checkpoint(path)
-    trainer(ctx, mics(**options)).fit(Plain(), loader(8), ckpt_path=path)
-
-
-def test_objects_in_a_checkpoint_need_permission(ranks: RankPool) -> None:
-    refused = "load_weights_only=False"
-    raises_on_every_rank(lambda: run(ranks, 2, _with_object, {}), CheckpointError, refused)
-    raises_on_every_rank(lambda: run(ranks, 2, _with_object, {"load_weights_only": True}), CheckpointError, refused)
-    run(ranks, 2, _with_object, {"load_weights_only": False})
-
-
 class Memory(TorchCheckpointIO):
     """Keeps checkpoints by path, whatever it looks like."""
 
@@ -347,49 +228,3 @@ def _remote(ctx: RankContext) -> list[Any]:
 
 def test_remote_paths_are_passed_on_as_they_are(ranks: RankPool) -> None:
     assert run(ranks, 2, _remote) == [["gs://bucket/a//b.ckpt"], []]
-
-
-class Failing(Plain):
-    """Fails in its third step, on rank 1 or on all."""
-
-    everywhere = True
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 2 and (self.everywhere or self.global_rank == 1):
-            raise ValueError("bad batch")
-        return super().training_step(batch, batch_idx)
-
-
-def _fails(ctx: RankContext, everywhere: bool) -> list[str]:
-    module = Failing()
-    module.everywhere = everywhere
-    callback = OnExceptionCheckpoint(ctx.tmp_path, "last_words")
-    try:
-        failing = trainer(ctx, mics(timeout=timedelta(seconds=3)), callbacks=[callback], enable_checkpointing=True)
-        failing.fit(module, loader())
-    except Exception as error:
-        errors = [type(error).__name__, type(error.__context__).__name__]
-    return [*errors, *sorted(p.name for p in ctx.tmp_path.iterdir() if p.suffix == ".ckpt")]
-
-
-def test_an_exception_everywhere_can_still_be_followed_by_a_checkpoint(ranks: RankPool) -> None:
-    for errors in run(ranks, 2, _fails, True):
-        assert errors[0] == "ValueError"
-        assert errors[-1] == "last_words.ckpt"
-
-
-def test_an_exception_on_one_rank_asks_for_no_checkpoint(ranks: RankPool) -> None:
-    with pytest.raises(RankError) as raised:
-        run(ranks, 2, _fails_here, timeout_s=30)
-    error = raised.value.by_rank[1]
-    assert isinstance(error, CheckpointError)
-    assert "ranks [0] did not reach it" in str(error)
-    assert "bad batch" in raised.value.tracebacks[1]
-
-
-def _fails_here(ctx: RankContext) -> None:
-    module = Failing()
-    module.everywhere = False
-    callback = OnExceptionCheckpoint(ctx.tmp_path, "last_words")
-    strategy = mics(timeout=timedelta(seconds=3))
-    trainer(ctx, strategy, callbacks=[callback], enable_checkpointing=True).fit(module, loader())

@@ -185,7 +185,6 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "data": lambda parameter: setattr(parameter, "data", parameter.data * 2),
     "copy": lambda parameter: parameter.copy_(parameter * 2),
     "local": lambda parameter: parameter.to_local().mul_(2),
-    "foreach": lambda parameter: torch._foreach_mul_([parameter], 2),
 }
 
 
@@ -205,6 +204,23 @@ def write_parameter(ctx: RankContext, run: Run, name: str) -> tuple[Tensor, Tens
 def test_every_write_into_a_parameter_is_seen(ranks: RankPool, preset: str, write: str) -> None:
     run = Run(case=models.mlp, config=ShardConfig.preset(preset))
     before, after = ranks(2, write_parameter, run, write)[1]
+    torch.testing.assert_close(after, 2 * before)
+
+
+def write_uncounted(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]:
+    training = start(ctx, run)
+    x = training.batch(0)["x"]
+    with torch.no_grad():
+        before = training.model(x).clone()
+        torch._foreach_mul_([training.model.get_parameter("4.weight")], 2)
+        torch._foreach_mul_([training.model.get_parameter("4.bias")], 2)
+        training.sharded.note_changes()
+        return before, training.model(x).clone()
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "mics"])
+def test_write_that_torch_does_not_count_is_seen_when_it_is_told(ranks: RankPool, preset: str) -> None:
+    before, after = ranks(2, write_uncounted, Run(case=models.mlp, config=ShardConfig.preset(preset)))[1]
     torch.testing.assert_close(after, 2 * before)
 
 
