@@ -89,12 +89,10 @@ def _piece(value: Any, own: object) -> Any:
     """This rank's shard of a whole tensor, labelled like the parameter `own`; anything else as it is."""
     if not isinstance(own, ShardedParameter) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
-    if value.shape != own.shape or not value.dim():
-        return (
-            value
-            if value.shape != own.shape
-            else DTensor.from_local(value, own.device_mesh, own.placements, run_check=False)
-        )
+    if value.shape != own.shape:
+        return value  # torch names the two shapes when it is loaded
+    if not value.dim():
+        return DTensor.from_local(value.clone(), own.device_mesh, own.placements, run_check=False)
     local = own.mics_region.slice_of(value, own.mics_index).to(own.device, copy=True)
     return DTensor.from_local(
         local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
