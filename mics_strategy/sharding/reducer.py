@@ -272,7 +272,7 @@ class _Usage:
         return self._everyone[start : start + len(gradient.bucket.sharded)]
 
     def is_due_elsewhere(self, gradient: BucketGradient) -> bool:
-        """Whether another rank holds a part that is not reduced yet; ranks differ only where gradients are not sharded."""
+        """Whether another rank holds a part that is not reduced yet; ranks differ only without sharded gradients."""
         return not gradient.is_sharded and any(count >= _DUE for count in self._by_position(gradient))
 
     def positions(self, gradient: BucketGradient) -> list[int]:
