@@ -7,6 +7,7 @@ replaced or converted would be trained by this rank alone, or not at all, withou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -66,11 +67,11 @@ def recover_before_reading(model: nn.Module, recover: Callable[[], None]) -> Non
     """
     listed = model.named_parameters
 
-    def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(_: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         recover()
         return listed(*args, **kwargs)
 
-    object.__setattr__(model, "named_parameters", named_parameters)
+    object.__setattr__(model, "named_parameters", MethodType(named_parameters, model))
     model.register_state_dict_pre_hook(lambda *_: recover())
 
 
