@@ -127,7 +127,10 @@ class LocalStep:
 
 
 class StepHooks:
-    """Torch's global step hooks for one sharded model; they end with `remove`.
+    """Torch's global step hooks for one sharded model.
+
+    They stay when the model is gone, and do nothing then: torch goes through its table of hooks while a hook runs, and
+    the collector may free a model at that very moment.
 
     Args:
         observer: The sharded model, held weakly.
@@ -137,15 +140,8 @@ class StepHooks:
         self._observer = weakref.ref(observer)
         self._steps: weakref.WeakKeyDictionary[Optimizer, LocalStep] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, list[ShardedParameter]] = weakref.WeakKeyDictionary()
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
-
-    def remove(self) -> None:
-        """Stop watching optimizers."""
-        for handle in self._handles:
-            handle.remove()
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -26,7 +26,7 @@ class Call:
     leave: int
     versions: tuple[int, ...]
     is_recomputed: bool
-    is_evaluation: bool
+    is_evaluation: bool = False
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class RecordedOrder:
         """The first forward is over."""
         self.is_frozen = self.is_frozen or bool(self.entered)
 
-    def complete(self, *, followed_all: bool) -> None:
+    def complete(self, *, followed_all: bool = True) -> None:
         """The first backward is over. One that left a forward behind (a sanity check) says little: record again."""
         if self.is_complete:
             return

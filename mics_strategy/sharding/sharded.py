@@ -75,7 +75,6 @@ class Sharded:
         self._last_step: tuple[int, Counter[Sent]] = (1, Counter())
         self._is_check_due = self._is_step_over = True
         self._step_hooks = StepHooks(self)
-        weakref.finalize(self, self._step_hooks.remove)
 
     def _link(self, modules: list[UnitModule]) -> None:
         for unit, module in zip(self._units, modules, strict=True):
@@ -101,7 +100,9 @@ class Sharded:
     def before_forward(self) -> None:
         """The model is about to run: see once per step that it is still the model that was sharded."""
         if self._is_check_due:
-            guard.refuse_other_parameters(self.model, {id(p): p.mics_name for p in self.parameters})
+            buckets = [bucket for unit in self._units for bucket in unit.buckets]
+            pairs = [pair for bucket in buckets for pair in zip(bucket.sharded, bucket.layout.regions, strict=True)]
+            guard.refuse_other_parameters(self.model, {id(sharded): region.name for sharded, region in pairs})
             self._is_check_due = False
         if self._is_step_over and self.model.training and torch.is_grad_enabled():
             self._mesh.ledger.take()  # what evaluation has sent belongs to no step
