@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mics_strategy.errors import ConfigError
+from mics_strategy.errors import ConfigError, LifecycleError
 from mics_strategy.sharding.parameter import ShardedParameter
 
 _NEEDS_WHOLE_TENSORS = ("Muon", "Adafactor")
@@ -53,11 +53,18 @@ class LocalStep:
     """
 
     def __init__(self, optimizer: Optimizer, owns: Callable[[torch.Tensor], bool]) -> None:
-        self._optimizer = optimizer
+        self._optimizer_ref = weakref.ref(optimizer)  # whoever keeps this object by its optimizer must not keep both
         self._owns = owns
         self._locals: dict[ShardedParameter, nn.Parameter] = {}
         self._wrapped: dict[int, DTensor] = {}
         self.is_local = False
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self._optimizer_ref()
+        if optimizer is None:
+            raise LifecycleError("The optimizer of a step is gone. Keep it as long as its model trains.")
+        return optimizer
 
     def enter(self) -> list[ShardedParameter]:
         """Show the optimizer local tensors. Returns the parameters that will be stepped."""
