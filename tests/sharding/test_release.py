@@ -46,4 +46,5 @@ def test_jobs_leave_no_threads_of_process_groups(ranks: RankPool) -> None:
     before = ranks(4, threads_after_a_job)
     for _ in range(3):
         ranks(4, train_once)
-    assert ranks(4, threads_after_a_job) == before
+    after = ranks(4, threads_after_a_job)
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
