@@ -7,9 +7,12 @@ without an error, for a mesh whose order differs from its group's.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mics_strategy import errors
 from mics_strategy.collectives.flat import FlatCollective, Ledger
+from mics_strategy.collectives.ops import is_anything_under_way
 from mics_strategy.config import ShardConfig
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Place, Span, Topology, topology_from_places
@@ -43,6 +47,7 @@ class Mesh:
         self.scopes = scopes
         self.rank = dist.get_rank()
         self.ledger = Ledger()
+        self._collectives: list[FlatCollective] = []
         world = scopes.world_size
         self.gather_params = self._collective("gather", scopes.span(1, scopes.params))
         self.gather_update = self._collective("update", scopes.span(scopes.params, scopes.optimizer))
@@ -53,10 +58,27 @@ class Mesh:
         self.shard_span = scopes.span(1, scopes.optimizer)
         self.replicate_span = scopes.span(scopes.optimizer, world)
         self.device_mesh = self._device_mesh(device_type)
+        if device_type == "cpu":
+            _gloo_meshes.add(self)
+
+    def close(self) -> None:
+        """Let go of the groups, which ends the threads of gloo. Not collective; nothing may be under way."""
+        for collective in self._collectives:
+            if dist.is_initialized():
+                with suppress(ValueError):  # of a default group that is gone
+                    dist.destroy_process_group(collective.group)
+            del collective.group
+        self._collectives.clear()
+        getattr(self.device_mesh, "_pg_registry", {}).clear()  # torch 2.13; before, it knows groups by name
 
     def _collective(self, purpose: str, span: Span) -> FlatCollective | None:
         group = self._group(purpose, span)
-        return None if group is None else FlatCollective(group, span.name, self.ledger)
+        return None if group is None else self._collective_over(group, span)
+
+    def _collective_over(self, group: dist.ProcessGroup, span: Span) -> FlatCollective:
+        collective = FlatCollective(group, span.name, self.ledger)
+        self._collectives.append(collective)
+        return collective
 
     def _group(self, purpose: str, span: Span) -> dist.ProcessGroup | None:
         if span.size == 1:
@@ -71,7 +93,7 @@ class Mesh:
     def _device_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh that labels parameters: replicas by shards, axes of one rank left out."""
         shard = self._group("shard", self.shard_span)
-        self._shard = None if shard is None else FlatCollective(shard, self.shard_span.name, self.ledger)
+        self._shard = None if shard is None else self._collective_over(shard, self.shard_span)
         replicate = self._group("replicate", self.replicate_span)
         shard_ranks = self.shard_span.members(self.rank)
         if shard is not None and replicate is not None:
@@ -94,6 +116,20 @@ class Mesh:
     def shard_index(self) -> int:
         """Which optimizer shard this rank holds."""
         return self.shard_span.index(self.rank)
+
+
+_gloo_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_gloo() -> None:
+    """End gloo's threads while the interpreter lives: one that frees a tensor later aborts the process (torch 2.13).
+
+    What is still under way belongs to a job that has failed; closing would wait for it, up to the timeout.
+    """
+    if not is_anything_under_way():
+        for mesh in list(_gloo_meshes):
+            mesh.close()
 
 
 def discover_topology(config: ShardConfig) -> Topology:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # DTensor imports it later, and then its default arguments keep the default group alive
 
 from mics_strategy.collectives import traffic
 from mics_strategy.collectives.ops import Handle

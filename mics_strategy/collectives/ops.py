@@ -6,6 +6,7 @@ result (adding a received sum, copying out) is part of the handle, so a caller n
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,6 +21,9 @@ class Work(Protocol):
     def wait(self) -> object:
         """Block (CPU) or make the current stream wait (CUDA)."""
 
+    def is_completed(self) -> bool:
+        """Whether the transport has done it, or given up."""
+
 
 class Handle:
     """One started collective and what must follow it.
@@ -30,12 +34,13 @@ class Handle:
         finish: Runs once, after the work, on the stream that waits.
     """
 
-    __slots__ = ("_finish", "_works", "what")
+    __slots__ = ("__weakref__", "_finish", "_works", "what")
 
     def __init__(self, what: str, works: list[Work], finish: Callable[[], None] | None = None) -> None:
         self.what = what
         self._works = works
         self._finish = finish
+        _started.add(self)
 
     def wait(self) -> None:
         """Make the result valid on the current stream. Calling it again does nothing.
@@ -45,17 +50,22 @@ class Handle:
         """
         works, self._works = self._works, []
         finish, self._finish = self._finish, None
+        _started.discard(self)
         for work in works:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise CommunicationError(
                     f"{self.what} failed: {error}. A rank died or left the common schedule; look for the first error "
-                    "of "
-                    "the other ranks. All ranks must run the same units in the same order while anything is sharded."
+                    "of the other ranks. All ranks must run the same units in the same order while anything is sharded."
                 ) from error
         if finish is not None:
             finish()
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the transport is done, so that `wait` would not block for it."""
+        return all(work.is_completed() for work in self._works)
 
     def then(self, finish: Callable[[], None]) -> Handle:
         """The same handle, with more to do after the work."""
@@ -68,6 +78,14 @@ class Handle:
 
         self._finish = both
         return self
+
+
+_started: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+def is_anything_under_way() -> bool:
+    """Whether a collective that this process has started, and nobody has waited for, still travels."""
+    return any(not handle.has_arrived for handle in list(_started))
 
 
 class Collective(Protocol):

@@ -6,6 +6,7 @@ world; partitions are the engine's business.
 
 from __future__ import annotations
 
+import atexit
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -101,6 +102,8 @@ class Processes(Base):
         self.set_world_ranks()
         device = self.root_device
         self._process_group_backend = self._process_group_backend or self.framework.default_backend(device)
+        if not _is_initialized():
+            atexit.register(_leave_gloo)
         self.framework.init_dist_connection(
             self.cluster_environment,
             self._process_group_backend,
@@ -135,6 +138,17 @@ class Processes(Base):
         if not isinstance(tensor, torch.Tensor):
             return tensor
         return self.framework.reduce_if_distributed(tensor, group, reduce_op=reduce_op)
+
+
+def _leave_gloo() -> None:
+    """End the default group's threads while the interpreter lives, as `mesh` does with its own."""
+    if _is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+
+
+def leave_as_it_is() -> None:
+    """The run has failed: the default group may wait for a rank that is gone, and ending it would wait, too."""
+    atexit.unregister(_leave_gloo)
 
 
 def _is_initialized() -> bool:

@@ -22,7 +22,7 @@ from mics_strategy.lightning.checkpoints import Checkpoints
 from mics_strategy.lightning.framework import Framework, check_sigterm_seldom, load_framework, use_no_grad
 from mics_strategy.lightning.logged import log_plain_numbers
 from mics_strategy.lightning.options import config_from, spelled_out
-from mics_strategy.lightning.processes import Processes
+from mics_strategy.lightning.processes import Processes, leave_as_it_is
 from mics_strategy.lightning.steps import run_as_forward
 from mics_strategy.lightning.units import UnitRule, rule_for
 
@@ -247,6 +247,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        leave_as_it_is()
         refusals.explain(exception)
 
     @override

@@ -17,6 +17,14 @@ from tests.ranks import RankContext, RankPool
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
+import atexit, os
+from pathlib import Path
+
+@atexit.register  # the first to be registered runs last
+def note_threads():
+    names = [Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    Path(f"threads-{os.getpid()}").write_text(str(sum(name.startswith("pt_gloo") for name in names)))
+
 from lightning.pytorch import Trainer
 import mics_strategy
 from tests.lightning.modules import Regression, loader
@@ -55,6 +63,7 @@ def test_a_script_starts_its_ranks_by_itself(ranks: RankPool, tmp_path: Path) ->
     assert _run_script(tmp_path) == ""
     found = torch.load(tmp_path / "script.ckpt", weights_only=True)["state_dict"]
     assert_same(found, run(ranks, 2, _with_ddp)[0])
+    assert [path.read_text() for path in tmp_path.glob("threads-*")] == ["0", "0"]
 
 
 def _from_this_process(ctx: RankContext, start_method: str) -> tuple[dict[str, torch.Tensor], float, bool]:
