@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mics_strategy import errors
 from mics_strategy.collectives.flat import FlatCollective, Ledger
 from mics_strategy.collectives.ops import is_anything_under_way
+from mics_strategy.collectives.trail import Trail, first_difference
 from mics_strategy.config import ShardConfig
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Place, Span, Topology, topology_from_places
@@ -111,6 +112,20 @@ class Mesh:
     def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or maximum of a scalar over the ranks that hold different shards, in place. No plan has it."""
         return value if self._shard is None else self._shard.combine(value, is_max=is_max)
+
+    @property
+    def _trails(self) -> dict[str, Trail]:
+        watched = {"gathers": self.gather_params, "updates": self.gather_update, "reductions": self.reduce_grads}
+        return {f"{name} over {group.axis}": group.trail for name, group in watched.items() if group is not None}
+
+    @property
+    def balance(self) -> int:
+        """Adds up to 0 over all ranks while they gather and reduce the same in the same order."""
+        return sum(trail.balance for trail in self._trails.values())
+
+    def first_difference(self) -> str:
+        """Where ranks have parted, in words. Collective, on the default group."""
+        return first_difference(gather_objects(self._trails))
 
     @property
     def shard_index(self) -> int:

@@ -19,6 +19,7 @@ import torch.distributed.nn  # DTensor imports it later, and then its default ar
 
 from mics_strategy.collectives import traffic
 from mics_strategy.collectives.ops import Handle
+from mics_strategy.collectives.trail import Trail
 from mics_strategy.errors import ShapeError
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -71,10 +72,12 @@ class FlatCollective:
         ranks = dist.get_process_group_ranks(group)
         self._where = f"{axis} (ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})"
         self._ledger = ledger
+        self.trail = Trail(ranks=tuple(ranks), index=group.rank())
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
         """See `Collective.gather`. Cost: (size - 1) * n sent."""
         _check(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, what, out, shard)
+        self.trail.note(what)
         self._ledger.write(traffic.GATHER, self, out)
         return Handle(
             f"Gather of {what} over {self._where}", [_all_gather(out, shard, group=self.group, async_op=True)]
@@ -85,6 +88,7 @@ class FlatCollective:
     ) -> Handle:
         """See `Collective.reduce`. Cost: (size - 1) * n sent, size * n of scratch."""
         _check(full.numel() == out.numel() * self.size and full.dtype == scratch.dtype, what, out, full)
+        self.trail.note(what)
         self._ledger.write(traffic.REDUCE_SCATTER, self, full)
         if full.is_cuda:
             total = scratch[: out.numel()]

@@ -107,13 +107,14 @@ class Staging:
 
     buffer: torch.Tensor
     land: Callable[[], None] | None = None
+    is_needed: Callable[[], bool] = bool
 
-    def take(self, land: Callable[[], None]) -> torch.Tensor:
+    def take(self, land: Callable[[], None], is_needed: Callable[[], bool]) -> torch.Tensor:
         """Borrow the buffer; `land` is called when the next borrower comes."""
         before, self.land = self.land, None
         if before is not None:
             before()
-        self.land = land
+        self.land, self.is_needed = land, is_needed
         return self.buffer
 
 
@@ -133,10 +134,16 @@ class StagingRing:
         self._stagings = [Staging(buffer) for buffer in buffers]
         self._next = 0
 
-    def take(self, land: Callable[[], None]) -> torch.Tensor:
-        """The next buffer in turn, after whoever had it has landed. Empty when nothing of this kind travels."""
+    def take(self, land: Callable[[], None], is_needed: Callable[[], bool] = bool) -> torch.Tensor:
+        """The next buffer in turn, after whoever had it has landed. Empty when nothing of this kind travels.
+
+        Args:
+            land: Called when the next borrower comes.
+            is_needed: Whether the borrower still fills the buffer, so that another one is to be lent, if there is one.
+        """
         if not self._stagings:
             return torch.empty(0, dtype=torch.uint8)
-        staging = self._stagings[self._next]
-        self._next = (self._next + 1) % len(self._stagings)
-        return staging.take(land)
+        in_turn = self._stagings[self._next :] + self._stagings[: self._next]
+        staging = next((each for each in in_turn if not each.is_needed()), in_turn[0])
+        self._next = (self._stagings.index(staging) + 1) % len(self._stagings)
+        return staging.take(land, is_needed)

@@ -22,6 +22,7 @@ from mics_strategy.sharding.parameter import make_sharded_parameter
 from mics_strategy.sharding.reducer import Reducer, ReducerBuffers, second_hop_bytes
 from mics_strategy.sharding.streams import Streams
 from mics_strategy.sharding.unit import Unit
+from mics_strategy.sharding.usage import CommonWay, usage_numel
 from mics_strategy.sharding.wrap import OwnedParameter, UnitModule
 
 
@@ -144,14 +145,16 @@ def build_engine(units: list[Unit], modules: list[UnitModule], site: Site) -> En
     config, overlap = site.config, site.config.overlap
     gradients = _gradients(units, site)
     streams = Streams(site.device)
+    buffers = _reducer_buffers(gradients, modules, site)
     reducer = Reducer(
         gradients=gradients,
         units=units,
         mesh=site.mesh,
         streams=streams,
-        buffers=_reducer_buffers(gradients, modules, site),
+        buffers=buffers,
         overlap_reduce="reduce" in overlap,
         overlap_second_hop="second_hop" in overlap,
+        way=CommonWay(buffers.usage, site.mesh),
     )
     return Engine(
         units,
@@ -239,5 +242,5 @@ def _reducer_buffers(
     return ReducerBuffers(
         collecting=collecting,
         second_hop=StagingRing(memory, "second hop stagings", 2, max(scratch, default=0), device),
-        usage=memory.zeros("parameter usage", count, torch.int32, device),
+        usage=memory.zeros("parameter usage", usage_numel(count), torch.int32, device),
     )

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from mics_strategy.errors import LifecycleError
+from mics_strategy.mesh import gather_objects
 from mics_strategy.sharding.buffers import StagingRing
 from mics_strategy.sharding.gradient import BucketGradient
 from mics_strategy.sharding.lifecycle import Phase
-from mics_strategy.sharding.order import Call, LiveCalls, RecordedOrder
+from mics_strategy.sharding.order import Call, CommonOrder, LiveCalls, RecordedOrder
 from mics_strategy.sharding.reducer import Reducer
 from mics_strategy.sharding.streams import Streams
 from mics_strategy.sharding.unit import Unit
@@ -69,9 +70,12 @@ class Engine:
         self._buffers = buffers
         self._timing = timing
         self._live = LiveCalls()
+        self._common = CommonOrder(units)
+        self._has_whole_parameters = reducer.mesh.gather_params is None
         self.num_backwards = 0
         self._clock = 0
         self._in_backward = False
+        self._hidden: set[int] = set()  # units that ran without gradients in a forward with them: to be recomputed
         self._training_forward: Unit | None = None  # the outermost unit of a forward with gradients
 
     @property
@@ -92,6 +96,8 @@ class Engine:
                     self._live.drop_evaluations()
             if self._training_forward is not None:
                 self.recorded.enter(unit.index)
+                if not torch.is_grad_enabled():
+                    self._hidden.add(unit.index)
             self._start_ahead(unit, (self.units[index] for index in self.recorded.ahead(self._timing.prefetch)))
         return self._clock
 
@@ -106,6 +112,8 @@ class Engine:
         unit.exit_forward()
         if self._training_forward is unit:
             self._training_forward = None
+        if unit.index == 0 and self._has_whole_parameters:
+            self._bring(self._common.rest())  # what other ranks may have needed
         watched = [tensor for tensor in outputs if tensor.requires_grad]
         if not watched or not torch.is_grad_enabled():
             return
@@ -129,7 +137,13 @@ class Engine:
         unit.finish_unshard()
 
     def _start(self, unit: Unit) -> None:
-        unit.start_unshard(self._streams, self._buffers.staging, self._buffers.cast)
+        if self._has_whole_parameters:
+            self._bring(self._common.up_to(unit))
+        self._bring([unit])
+
+    def _bring(self, units: list[Unit]) -> None:
+        for unit in units:
+            unit.start_unshard(self._streams, self._buffers.staging, self._buffers.cast)
 
     def _start_ahead(self, current: Unit, following: Iterable[Unit]) -> None:
         """Gather the following units while `current` computes, as far as their slots are free."""
@@ -146,7 +160,11 @@ class Engine:
         self._in_backward = True
         self.num_backwards += 1
         self.recorded.freeze()
-        self.reducer.begin_backward(self._live.reduction_order())
+        order = self._live.reduction_order()
+        if self._has_whole_parameters or self.reducer.mesh.reduce_grads is None:  # ranks may have run different units
+            order = self._common.units[::-1]
+        ran = self._hidden.union(unit.index for unit in self.units if unit.num_live_calls)
+        self.reducer.begin_backward(order, {unit.index for unit in self.units} - ran)
         _at_end_of_backward(self._end_backward)
 
     def _before_backward(self, call: Call) -> None:
@@ -208,6 +226,7 @@ class Engine:
             self._unshard(call.unit)
         self.reducer.end_backward()
         self.recorded.complete(followed_all=not left)
+        self._hidden.clear()
         self._in_backward = False
         if self._timing.second_hop_every_backward:
             self.finish_gradients()
@@ -215,6 +234,7 @@ class Engine:
     def _abandon_backward(self) -> None:
         """An exception ended a backward; the model is used again."""
         self._in_backward = False
+        self._hidden.clear()
         self._training_forward = None
         for _ in self._live.drain():
             pass
@@ -230,13 +250,19 @@ class Engine:
     def finish_gradients(self) -> None:
         """Make every gradient final and visible. Collective; does nothing inside a backward or when nothing is due."""
         self.recover()
-        if not self._in_backward:
-            self.reducer.finish()
+        if self._in_backward or not self.reducer.is_dirty:
+            return
+        if self._has_whole_parameters:
+            self._bring(self._common.rest())
+        if not self._common.is_agreed:
+            self._common.agree(gather_objects(self.recorded.entered))
+        self.reducer.finish()
 
     def after_step(self) -> None:
         """Parameters have changed: graphs from before cannot be backpropagated any more."""
         for _ in self._live.drain():
             pass
+        self._common.restart()
         if self._timing.update_at_once:
             for unit in self.units:
                 unit.update(self._streams, self._buffers.staging, self._buffers.cast)

@@ -1,9 +1,10 @@
 """Which unit comes next?
 
-Two kinds of knowledge. The *recorded* order of a first training forward says what to gather ahead in later
+Three kinds of knowledge. The *recorded* order of a first training forward says what to gather ahead in later
 ones; it is a hint, and a forward that goes another way only loses the head start. The *live calls* are the
 forwards whose backward is still to come: they say exactly in what order the backward will need units, and
-every rank has the same ones, so what one rank's backward skips it can still follow.
+while parameters are sharded every rank has the same ones, so what one rank's backward skips it can still
+follow. Where parameters are whole, ranks may run different units, and what travels follows the *common* order.
 """
 
 from __future__ import annotations
@@ -84,6 +85,51 @@ class LiveCalls:
         for call in first.values():
             call.unit.earliest_enter = call.enter
         return [call.unit for call in sorted(first.values(), key=lambda call: -call.enter)]
+
+
+class CommonOrder:
+    """All units in an order that does not depend on what this rank runs.
+
+    Args:
+        units: By index.
+    """
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.units = list(units)
+        self.is_agreed = False
+        self._place = {unit.index: place for place, unit in enumerate(units)}
+        self._num_given = 0
+
+    def agree(self, entered: list[list[int]]) -> None:
+        """Follow the orders in which the ranks have entered units; a unit that none has entered stays at its neighbour.
+
+        Args:
+            entered: Of every rank, the same on all of them.
+        """
+        merged: list[int] = []
+        for order in (*entered, sorted(self._place)):
+            place = 0
+            for index in order:
+                if index not in merged:
+                    merged.insert(place, index)
+                place = merged.index(index) + 1
+        by_index = {unit.index: unit for unit in self.units}
+        self.units = [by_index[index] for index in merged]
+        self._place = {index: place for place, index in enumerate(merged)}
+        self.is_agreed = True
+
+    def restart(self) -> None:
+        """Parameters have changed: every unit is due again."""
+        self._num_given = 0
+
+    def up_to(self, unit: Unit) -> list[Unit]:
+        """The units that are due before `unit` or with it, and were not given since `restart`."""
+        start, self._num_given = self._num_given, max(self._num_given, self._place[unit.index] + 1)
+        return self.units[start : self._num_given]
+
+    def rest(self) -> list[Unit]:
+        """All that is still due."""
+        return self.up_to(self.units[-1])
 
 
 @dataclass(slots=True)

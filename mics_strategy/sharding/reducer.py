@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from mics_strategy.collectives.ops import Handle
 from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.buffers import StagingRing, cut
 from mics_strategy.sharding.gradient import BucketGradient
 from mics_strategy.sharding.lifecycle import Collection, Gradient
 from mics_strategy.sharding.streams import Chain, Streams
 from mics_strategy.sharding.unit import Unit
+from mics_strategy.sharding.usage import CommonWay, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,7 @@ class Reducer:
         buffers: See `ReducerBuffers`.
         overlap_reduce: Whether a first hop may run under the rest of the backward.
         overlap_second_hop: Whether a second hop may start before the last backward has ended.
+        way: Sees that ranks do the same.
     """
 
     gradients: dict[int, list[BucketGradient]]
@@ -68,28 +69,31 @@ class Reducer:
     buffers: ReducerBuffers
     overlap_reduce: bool
     overlap_second_hop: bool
+    way: CommonWay
     is_boundary: bool = False
     is_dirty: bool = False
     _order: list[Unit] = field(default_factory=list)
     _expected: dict[int, int] = field(default_factory=dict)  # gradients of a unit in one backward
     _ready: set[int] = field(default_factory=set)
-    _launched: set[int] = field(default_factory=set)
     _in_flight: deque[FirstHop] = field(default_factory=deque)
     _second: dict[BucketGradient, Chain] = field(default_factory=dict)
     _unpublished: list[BucketGradient] = field(default_factory=list)  # finished, not yet shown on the parameters
 
-    def begin_backward(self, order: list[Unit]) -> None:
-        """A backward starts; `order` lists the units that may receive gradients, first to be reduced first."""
+    def begin_backward(self, order: list[Unit], idle: set[int]) -> None:
+        """A backward starts.
+
+        Args:
+            order: Units that may receive gradients on some rank, first to be reduced first.
+            idle: Indices of those among them that this rank has not run.
+        """
         self.is_dirty = True
         self._expected = {
             unit.index: sum(sharded.requires_grad for bucket in unit.trainable for sharded in bucket.sharded)
             for unit in self.units
         }
-        if self.mesh.reduce_grads is None:  # nothing travels now, and ranks may have run different units
-            order = self.units[::-1]
         self._order = [unit for unit in order if self._expected[unit.index]]
-        self._ready.clear()
-        self._launched.clear()
+        self._ready = idle
+        self._launch_ready()
 
     def collect(self, unit: Unit, gradient: BucketGradient, position: int, parameter: nn.Parameter) -> None:
         """Take the gradient that autograd has just accumulated on an unsharded parameter."""
@@ -106,10 +110,13 @@ class Reducer:
     def complete(self, unit: Unit) -> None:
         """No more gradients of `unit` will come in this backward; reduce it as soon as it is its turn."""
         if unit not in self._order:
-            if any(gradient.collection is Collection.FILLING for gradient in self.gradients.get(unit.index, [])):
+            if self._is_filling(unit):
                 self._launch(unit)  # unforeseen: a reentrant checkpoint, or gradients that arrive a second time
             return
         self._ready.add(unit.index)
+        self._launch_ready()
+
+    def _launch_ready(self) -> None:
         while self._order and self._order[0].index in self._ready:
             self._launch(self._order.pop(0))
 
@@ -118,7 +125,7 @@ class Reducer:
         while self._order:
             self._launch(self._order.pop(0))
         for unit in reversed(self.units):
-            if any(g.collection is Collection.FILLING for g in self.gradients.get(unit.index, [])):
+            if self._is_filling(unit):
                 self._launch(unit)
         for gradients in self.gradients.values():
             for gradient in gradients:
@@ -130,7 +137,8 @@ class Reducer:
         """Borrow the buffer in which this backward's gradients of `unit` are collected."""
         self._land_until(unit)  # its own first hop of an earlier backward
         gradients = self.gradients[unit.index]
-        buffer = self.buffers.collecting[unit.index].take(lambda: self._free(unit))
+        ring = self.buffers.collecting[unit.index]
+        buffer = ring.take(lambda: self._free(unit), lambda: self._is_filling(unit))
         sizes = [(gradient.bucket.layout.full_numel, gradient.wire_dtype) for gradient in gradients]
         views = cut(buffer, sizes * 2)
         for gradient, flat, scratch in zip(gradients, views, views[len(sizes) :], strict=False):
@@ -138,12 +146,16 @@ class Reducer:
 
     def _free(self, unit: Unit) -> None:
         """Another unit needs the buffer of `unit`: send what it holds, and everything whose turn is before."""
-        if any(gradient.collection is Collection.FILLING for gradient in self.gradients[unit.index]):
+        if self._is_filling(unit):
             while unit in self._order:
                 self._launch(self._order.pop(0))
-            if any(gradient.collection is Collection.FILLING for gradient in self.gradients[unit.index]):
+            if self._is_filling(unit):
                 self._launch(unit)
         self._land_until(unit)
+
+    def _is_filling(self, unit: Unit) -> bool:
+        """Whether gradients of `unit` have arrived that no first hop has taken."""
+        return any(gradient.collection is Collection.FILLING for gradient in self.gradients.get(unit.index, []))
 
     def _launch(self, unit: Unit) -> None:
         chains: list[Chain] = []
@@ -196,17 +208,18 @@ class Reducer:
 
     def finish(self) -> None:
         """Make every gradient the mean over all ranks, and show it on the parameters. Collective."""
-        if not self.is_dirty:
-            return
         self.is_dirty = False
+        self.way.check()
         self._land_all()
-        usage = _Usage(self.buffers.usage, [g for gs in self.gradients.values() for g in gs], self.mesh)
+        usage = Usage(self.buffers.usage, [g for gs in self.gradients.values() for g in gs], self.mesh)
         for index in sorted(self.gradients, reverse=True):
             for gradient in self.gradients[index]:
                 if gradient.state is Gradient.PARTIAL or usage.is_due_elsewhere(gradient):
                     self._start_second_hop(gradient)
         for gradient in list(self._second):
             self._settle(gradient)
+        usage.wait()
+        self.way.note()
         for gradient in (each for each in self._unpublished if each.state is Gradient.SHARDED):
             used = usage.positions(gradient)
             for position in used:
@@ -214,7 +227,6 @@ class Reducer:
             if not used:
                 gradient.forget_unused()
         self._unpublished.clear()
-        usage.wait()
 
     def clear(self, gradient: BucketGradient, position: int) -> None:
         """Forget one parameter's gradient, parts under way included."""
@@ -230,57 +242,6 @@ class Reducer:
         for gradients in self.gradients.values():
             for gradient in gradients:
                 gradient.abandon()
-
-
-_DUE = 1 << 16  # above the count of users: the number of ranks on which the bucket is still to be reduced
-
-
-class _Usage:
-    """Which parameters any rank has used since the last `zero_grad`; read only where this rank must know.
-
-    Args:
-        counts: [parameters], int32; overwritten.
-        gradients: Of all trainable buckets, in the same order on every rank.
-        mesh: Process groups.
-    """
-
-    def __init__(self, counts: torch.Tensor, gradients: list[BucketGradient], mesh: Mesh) -> None:
-        self._offsets: dict[BucketGradient, int] = {}
-        own: list[int] = []
-        for gradient in gradients:
-            self._offsets[gradient] = len(own)
-            due = _DUE if gradient.state is Gradient.PARTIAL else 0
-            own += [due + (position in gradient.used) for position in range(len(gradient.bucket.sharded))]
-        self._counts = counts
-        self._everyone: list[int] | None = None
-        self._handle: Handle | None = None
-        counts.copy_(torch.tensor(own, dtype=counts.dtype))
-        if mesh.control is not None and own:
-            self._handle = mesh.control.all_reduce(counts, counts, "parameter usage")
-
-    def wait(self) -> None:
-        """End the exchange, read or not."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.wait()
-
-    def _by_position(self, gradient: BucketGradient) -> list[int]:
-        if self._everyone is None:
-            self.wait()
-            self._everyone = self._counts.tolist()
-        start = self._offsets[gradient]
-        return self._everyone[start : start + len(gradient.bucket.sharded)]
-
-    def is_due_elsewhere(self, gradient: BucketGradient) -> bool:
-        """Whether another rank holds a part that is not reduced yet; ranks differ only without sharded gradients."""
-        return not gradient.is_sharded and any(count >= _DUE for count in self._by_position(gradient))
-
-    def positions(self, gradient: BucketGradient) -> list[int]:
-        """The parameters of the bucket that any rank has used."""
-        count = len(gradient.bucket.sharded)
-        if len(gradient.used) == count:
-            return list(range(count))
-        return [position for position, count in enumerate(self._by_position(gradient)) if count % _DUE]
 
 
 def second_hop_bytes(

@@ -150,6 +150,8 @@ class _Planner:
         for index in shape.needed:
             self._unshard(index, "backward")
         first_entered = [index for index in dict.fromkeys(shape.entered) if index in shape.needed]
+        if self.scopes.params == 1:  # ranks may run different units, so all are reduced
+            first_entered = list(range(len(self.units)))
         for index in reversed(first_entered):
             self._reduce(index)
 
@@ -198,7 +200,7 @@ class _Planner:
             len(bucket.layout.regions) for index in range(len(self.units)) for bucket in self._trainable(index)
         )
         if num_parameters:
-            self._add(ALL_REDUCE, world, num_parameters, USAGE_DTYPE, "(usage)", "second_hop")
+            self._add(ALL_REDUCE, world, num_parameters + 1, USAGE_DTYPE, "(usage)", "second_hop")
         replicas = scopes.span(scopes.optimizer, scopes.world_size)
         for index in sorted(set(needed), reverse=True):
             for bucket in self._trainable(index):

@@ -28,13 +28,23 @@ def _check(ranks: RankPool, world_size: int, run: Run) -> None:
     assert_same_training(outcomes, plain(run, world_size))
 
 
-def test_ranks_may_take_different_units_where_nothing_is_sharded(ranks: RankPool) -> None:
-    _check(ranks, 2, Run(case=models.unused, config=ShardConfig.preset("ddp"), accumulation=2, steps=4))
+WHOLE_PARAMETERS = ["ddp", "zero1", "zero2", "paro-nni", "paro-nii", "paro-nig", "paro-ngg"]
 
 
+@pytest.mark.parametrize("preset", WHOLE_PARAMETERS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_may_take_different_units_where_parameters_are_whole(
+    ranks: RankPool, preset: str, world_size: int
+) -> None:
+    _check(ranks, world_size, Run(case=models.unused, config=ShardConfig.preset(preset), accumulation=2, steps=4))
+
+
+@pytest.mark.parametrize("preset", WHOLE_PARAMETERS)
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_ranks_may_take_different_units_up_to_a_declared_boundary(ranks: RankPool, accumulation: int) -> None:
-    config = ShardConfig.preset("ddp")
+def test_ranks_may_take_different_units_up_to_a_declared_boundary(
+    ranks: RankPool, preset: str, accumulation: int
+) -> None:
+    config = ShardConfig.preset(preset)
     _check(ranks, 4, Run(case=models.unused, config=config, accumulation=accumulation, steps=4, signal=True))
 
 

@@ -1,0 +1,72 @@
+"""Were all ranks of a group asked for the same collectives, in the same order?
+
+A rank that runs other units than its peers starts other collectives. Where the sizes agree the transport does not
+notice, and a unit is filled with the parameters of another one. So each group keeps a trail, and one number per rank,
+sent along with something that travels anyway, tells whether the trails of all groups agree.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+_MODULUS = (1 << 18) - 5  # the balances of a thousand ranks fit into 32 bits
+
+
+@dataclass(slots=True, kw_only=True)
+class Trail:
+    """What one group was asked for, as this rank knows it.
+
+    Attributes:
+        ranks: Of the group.
+        index: Which of them this is.
+        count: Collectives so far.
+        recent: What the last of them moved.
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    count: int = 0
+    recent: deque[str] = field(default_factory=lambda: deque(maxlen=256))
+    _hash: int = 0
+
+    def note(self, what: str) -> None:
+        """The group is asked to move `what`."""
+        self.count += 1
+        self.recent.append(what)
+        self._hash = zlib.crc32(what.encode(), self._hash)
+
+    @property
+    def balance(self) -> int:
+        """Adds up to 0 over the ranks of the group when their trails agree; else but for 1 case in 250,000 not."""
+        own = self._hash % _MODULUS
+        return own * (len(self.ranks) - 1) if self.index == 0 else -own
+
+    def at(self, place: int) -> str:
+        """What the collective number `place` has moved."""
+        start = self.count - len(self.recent)
+        if place >= self.count:
+            return "nothing"
+        return f"`{self.recent[place - start]}`" if place >= start else "something long ago"
+
+
+def first_difference(trails: list[dict[str, Trail]]) -> str:
+    """Where two ranks of a group have parted, in words.
+
+    Args:
+        trails: By rank, then by name.
+    """
+    for rank, own in enumerate(trails):
+        for name, trail in own.items():
+            first = trails[trail.ranks[0]][name]
+            start = max(0, first.count - len(first.recent), trail.count - len(trail.recent))
+            for place in range(start, max(first.count, trail.count)):
+                if first.at(place) != trail.at(place):
+                    return (
+                        f"as transfer {place} of {name}, rank {first.ranks[0]} moved {first.at(place)} and rank {rank} "
+                        f"moved {trail.at(place)}"
+                    )
+    return "they parted more transfers ago than are kept"

@@ -1,0 +1,111 @@
+"""Which parameters has any rank used, and have all ranks gone the same way?
+
+One small all-reduce per optimizer step answers both. The counts of users are read only where this rank must know. The
+answer to the second question is read at once on the CPU; on a GPU, where reading stops the host, one step later.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mics_strategy.collectives.ops import Handle
+from mics_strategy.errors import LifecycleError
+from mics_strategy.mesh import Mesh
+from mics_strategy.sharding.gradient import BucketGradient
+from mics_strategy.sharding.lifecycle import Gradient
+
+_DUE = 1 << 16  # above the count of users: the number of ranks on which the bucket is still to be reduced
+
+
+def usage_numel(num_parameters: int) -> int:
+    """Elements that travel, int32: one for each trainable parameter, one for the way that this rank went."""
+    return num_parameters + 1
+
+
+class Usage:
+    """The exchange of one step.
+
+    Args:
+        counts: [usage_numel], int32; overwritten.
+        gradients: Of all trainable buckets, in the same order on every rank.
+        mesh: Process groups.
+    """
+
+    def __init__(self, counts: torch.Tensor, gradients: list[BucketGradient], mesh: Mesh) -> None:
+        self._offsets: dict[BucketGradient, int] = {}
+        own: list[int] = []
+        for gradient in gradients:
+            self._offsets[gradient] = len(own)
+            due = _DUE if gradient.state is Gradient.PARTIAL else 0
+            own += [due + (position in gradient.used) for position in range(len(gradient.bucket.sharded))]
+        own.append(mesh.balance)
+        self._counts = counts
+        self._everyone: list[int] | None = None
+        self._handle: Handle | None = None
+        counts.copy_(torch.tensor(own, dtype=counts.dtype))
+        if mesh.control is not None and gradients:
+            self._handle = mesh.control.all_reduce(counts, counts, "parameter usage")
+
+    def wait(self) -> None:
+        """End the exchange, read or not."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+
+    def _by_position(self, gradient: BucketGradient) -> list[int]:
+        if self._everyone is None:
+            self.wait()
+            self._everyone = self._counts.tolist()
+        start = self._offsets[gradient]
+        return self._everyone[start : start + len(gradient.bucket.sharded)]
+
+    def is_due_elsewhere(self, gradient: BucketGradient) -> bool:
+        """Whether another rank holds a part that is not reduced yet; ranks differ only without sharded gradients."""
+        return not gradient.is_sharded and any(count >= _DUE for count in self._by_position(gradient))
+
+    def positions(self, gradient: BucketGradient) -> list[int]:
+        """The parameters of the bucket that any rank has used."""
+        count = len(gradient.bucket.sharded)
+        if len(gradient.used) == count:
+            return list(range(count))
+        return [position for position, count in enumerate(self._by_position(gradient)) if count % _DUE]
+
+
+class CommonWay:
+    """Sees that all ranks run the same units in the same order.
+
+    Args:
+        counts: Where `Usage` leaves its sums; the last one is that of the balances.
+        mesh: Process groups.
+    """
+
+    def __init__(self, counts: torch.Tensor, mesh: Mesh) -> None:
+        self._balance = counts[-1:]
+        self._mesh = mesh
+        self._on_host = torch.zeros(1, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        self._copied: torch.cuda.Event | None = None
+
+    def check(self) -> None:
+        """Look at the last balance that has reached the host. On every rank alike.
+
+        Raises:
+            LifecycleError: Ranks have left the common way, so their parameters and gradients are mixed up.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._on_host.item() != 0:
+            raise LifecycleError(
+                f"Ranks ran different units, and their data is mixed up: {self._mesh.first_difference()}. Go back to "
+                "the last checkpoint, and let all ranks run the same units in the same order while parameters are "
+                "sharded (seed what chooses them, as LayerDrop does, alike), or keep parameters whole with "
+                "`params='none'`."
+            )
+
+    def note(self) -> None:
+        """An exchange is complete: bring its balance to the host."""
+        self._on_host.copy_(self._balance, non_blocking=True)
+        if self._balance.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self.check()

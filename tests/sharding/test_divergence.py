@@ -1,0 +1,80 @@
+"""Ranks that run different units of equal size would be given each other's parameters: is it seen?"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mics_strategy import LifecycleError, ShardConfig, Topology, shard
+from tests.ranks import RankContext, RankError, RankPool
+
+STRAIGHT, SWAPPED = (0, 1, 2, 3), (0, 2, 1, 3)
+
+
+class Layers(nn.Module):
+    """Four equal layers, run in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for index in order:
+            x = self.layers[index](x).tanh()
+        return x
+
+
+def _train(ctx: RankContext, preset: str, order: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """In the second step rank 2 runs the layers in the order `other`. Returns the number of the last step."""
+    model = Layers()
+    config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), overlap={"reduce"})
+    shard(model, config, units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        own = STRAIGHT if step != 1 else other if ctx.rank == 2 else order
+        model(torch.ones(2, 6), own).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return step
+
+
+@pytest.mark.parametrize("preset", ["zero3", "mics", "paro-iig"])
+def test_ranks_that_run_layers_in_different_orders_are_told_so(ranks: RankPool, preset: str) -> None:
+    with pytest.raises(RankError) as failure:
+        ranks(4, _train, preset, STRAIGHT, SWAPPED, timeout_s=20.0)
+    errors = list(failure.value.by_rank.values())
+    assert len(errors) == 4
+    for error in errors:
+        assert isinstance(error, LifecycleError)
+        for words in ("layers.1", "layers.2", "rank 2", "the same order"):
+            assert words in str(error)
+
+
+@pytest.mark.parametrize("preset", ["zero3", "mics", "paro-iig"])
+@pytest.mark.parametrize("order", [SWAPPED, (3, 1), (2,)])
+def test_another_order_that_all_ranks_share_is_right(ranks: RankPool, preset: str, order: tuple[int, ...]) -> None:
+    assert ranks(4, _train, preset, order, order, timeout_s=20.0) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("preset", "other"),
+    [(preset, other) for preset in ("ddp", "zero1") for other in (SWAPPED, (3, 1), (2,))]
+    + [("zero2", (1, 3)), ("zero2", (2,))],
+)
+def test_units_with_whole_parameters_may_be_chosen_by_each_rank(
+    ranks: RankPool, preset: str, other: tuple[int, ...]
+) -> None:
+    assert ranks(4, _train, preset, STRAIGHT, other, timeout_s=20.0) == [2, 2, 2, 2]
+
+
+def _evaluate_then_train(ctx: RankContext) -> None:
+    model = Layers()
+    shard(model, "zero3", units=[nn.Linear])
+    with torch.no_grad():
+        model(torch.ones(2, 6), SWAPPED if ctx.rank else STRAIGHT)
+    model(torch.ones(2, 6), STRAIGHT).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_what_went_wrong_in_evaluation_is_told_in_training(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"Ranks ran different units.*transfer 1 of gathers"):
+        ranks(2, _evaluate_then_train, timeout_s=20.0)
