@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -53,11 +53,18 @@ class _Conversion:
                     module._buffers[name] = convert(buffer)
         return self._module
 
-    def __reduce__(self) -> Any:
-        raise LifecycleError(
-            "A sharded model cannot be pickled or copied: each rank has only its shards. Use `full_state_dict()`, or "
-            "copy the plain model before `shard()`."
-        )
+
+def refuse_copies(modules: Iterable[nn.Module]) -> None:
+    """Make pickling and deep-copying `modules` fail with a reason."""
+    for module in modules:
+        object.__setattr__(module, "__reduce_ex__", _refuse_copy)  # pickle and copy look at the object first
+
+
+def _refuse_copy(_: Any) -> NoReturn:
+    raise LifecycleError(
+        "A sharded model cannot be pickled or copied: each rank has only its shards. Use `full_state_dict()`, or "
+        "copy the plain model before `shard()`."
+    )
 
 
 def recover_before_reading(model: nn.Module, recover: Callable[[], None]) -> None:

@@ -96,6 +96,20 @@ class ShardedParameter(DTensor):
         """Grows whenever the values may have changed."""
         return self.mics_changes + self._version + self._local_tensor._version
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation as any DTensor does, and count it as a change where it writes: torch misses lists."""
+        result = super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for parameter in value if isinstance(value, (list, tuple)) else (value,):
+                        if isinstance(parameter, ShardedParameter):
+                            parameter.mics_changes += 1
+        return result
+
     def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
         raise LifecycleError(
             f"A gradient hook on the sharded parameter `{self.mics_name}` would never run: autograd sees the gathered "

@@ -110,7 +110,7 @@ class Sharded:
         self._buffers.before_forward()
 
     def note_changes(self) -> None:
-        """Say that parameters were written in a way that torch does not count: `torch._foreach_*`, kernels of your own.
+        """Say that parameters were written behind torch's back: by a kernel of your own, or through `to_local().data`.
 
         Every other way of writing into a parameter is noticed.
         """

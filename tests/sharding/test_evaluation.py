@@ -207,20 +207,32 @@ def test_every_write_into_a_parameter_is_seen(ranks: RankPool, preset: str, writ
     torch.testing.assert_close(after, 2 * before)
 
 
-def write_uncounted(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]:
+def write_lists(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]:
     training = start(ctx, run)
     x = training.batch(0)["x"]
     with torch.no_grad():
         before = training.model(x).clone()
         torch._foreach_mul_([training.model.get_parameter("4.weight")], 2)
         torch._foreach_mul_([training.model.get_parameter("4.bias")], 2)
+        return before, training.model(x).clone()
+
+
+def write_behind_and_say_so(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]:
+    training = start(ctx, run)
+    x = training.batch(0)["x"]
+    with torch.no_grad():
+        before = training.model(x).clone()
+        for name in ("4.weight", "4.bias"):
+            training.model.get_parameter(name).to_local().data.mul_(2)
         training.sharded.note_changes()
         return before, training.model(x).clone()
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "mics"])
-def test_write_that_torch_does_not_count_is_seen_when_it_is_told(ranks: RankPool, preset: str) -> None:
-    before, after = ranks(2, write_uncounted, Run(case=models.mlp, config=ShardConfig.preset(preset)))[1]
+@pytest.mark.parametrize("write", ["lists", "announced"])
+def test_write_that_torch_does_not_count_is_seen(ranks: RankPool, preset: str, write: str) -> None:
+    job = {"lists": write_lists, "announced": write_behind_and_say_so}[write]
+    before, after = ranks(2, job, Run(case=models.mlp, config=ShardConfig.preset(preset)))[1]
     torch.testing.assert_close(after, 2 * before)
 
 

@@ -1,6 +1,7 @@
 """Is what cannot work refused, on every rank, with what was asked, what was found and what to do?"""
 
 import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -167,6 +168,18 @@ def deep_copy(ctx: RankContext) -> None:
     copy.deepcopy(_mlp())
 
 
+def pickled(ctx: RankContext) -> None:
+    pickle.dumps(_mlp())
+
+
+def saved_whole(ctx: RankContext) -> None:
+    torch.save({"model": _mlp()}, ctx.tmp_path / "model.pt")
+
+
+def part_copied(ctx: RankContext) -> None:
+    copy.deepcopy(_mlp()[2])
+
+
 def parameter_replaced(ctx: RankContext) -> None:
     model = _mlp()
     model[0].weight = nn.Parameter(torch.zeros(16, 5))
@@ -289,7 +302,10 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (accumulated_hook_before, ConfigError, r"`0.weight` has gradient hooks"),
     (gradient_hook_after, LifecycleError, r"hook on the sharded parameter `0.weight` would never run"),
     (accumulated_hook_after, LifecycleError, r"would never run"),
-    (deep_copy, LifecycleError, r"cannot be (deep-)?copied|cannot be pickled or copied"),
+    (deep_copy, LifecycleError, r"cannot be pickled or copied.*`full_state_dict"),
+    (part_copied, LifecycleError, r"cannot be (pickled or copied|deep-copied)"),
+    (pickled, LifecycleError, r"cannot be pickled or copied"),
+    (saved_whole, LifecycleError, r"cannot be pickled or copied"),
     (parameter_replaced, LifecycleError, r"`0.weight` was"),
     (parameter_removed, LifecycleError, r"`0.bias` was"),
     (module_added, LifecycleError, r"`5.weight` was"),
