@@ -1,6 +1,7 @@
 """Can `Trainer(strategy="mics")` be written, in both namespaces, with and without importing the package?"""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -219,3 +220,14 @@ def test_the_autoload_module_imports_nothing_but_sys() -> None:
     code = (AUTOLOAD / "mics_strategy_autoload" / "__init__.py").read_text()
     top_level = [line for line in code.splitlines() if line.startswith(("import", "from"))]
     assert top_level == ["import sys"]
+
+
+def test_the_entry_point_is_never_found_without_its_module(tmp_path: Path) -> None:
+    """An egg-info in the project's root would break `import torch` there for every other Python."""
+    autoload = AUTOLOAD.relative_to(ROOT)
+    shutil.copytree(AUTOLOAD, tmp_path / autoload, ignore=shutil.ignore_patterns("*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    command = [sys.executable, "-c", "import setuptools; setuptools.setup()", "-q", "egg_info"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=55)
+    assert [path.parent for path in tmp_path.rglob("*.egg-info")] == [tmp_path / autoload]

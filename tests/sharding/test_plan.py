@@ -142,8 +142,9 @@ def test_second_hop_waits_for_the_first_reader(ranks: RankPool, preset: str) -> 
 
 def count_step_alone(ctx: RankContext, run: Run) -> list[int]:
     training = start(ctx, run)
+    training.step(0)  # the first one also agrees on an order
     counts = []
-    training.backward(0)
+    training.backward(1)
     for event in (training.optimizer.step, training.optimizer.zero_grad):
         with CountC10d() as counted:
             event()

@@ -1,0 +1,54 @@
+"""Do the bytes that leave a rank, counted by the kernel, equal what `traffic()` says?"""
+
+import os
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mics_strategy import ShardConfig, Topology, shard
+from tests.ranks import RankContext, RankPool
+
+BYTES_ACKED = 120  # offset in Linux's struct tcp_info, a u64
+
+
+def bytes_sent() -> int:
+    """Bytes that peers have acknowledged on all TCP connections that this process has now."""
+    total = 0
+    for path in Path("/proc/self/fd").iterdir():
+        if path.is_symlink() and os.readlink(path).startswith("socket:"):
+            with socket.socket(fileno=os.dup(int(path.name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    total += struct.unpack_from("Q", info, BYTES_ACKED)[0]
+    return total
+
+
+def count_third_step(ctx: RankContext, preset: str, options: dict[str, str]) -> tuple[int, int]:
+    """Bytes by the kernel and by `traffic()`."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), **options)
+    sharded = shard(model, config, units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        dist.barrier()
+        before = bytes_sent()
+        for _ in range(2):
+            model(torch.ones(2, 512)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        counted = bytes_sent() - before
+    return counted, sum(row.sent_bytes for row in sharded.traffic())
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "mics", "hsdp", "paro-iig", "paro-nig"])
+@pytest.mark.parametrize("options", [{}, {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}], ids=["fp32", "bf16"])
+def test_kernel_counts_what_traffic_says(ranks: RankPool, preset: str, options: dict[str, str]) -> None:
+    for counted, said in ranks(4, count_third_step, preset, options):
+        assert said > 1_000_000
+        assert said <= counted <= 1.01 * said  # above it, the transport's headers
