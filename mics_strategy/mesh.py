@@ -8,6 +8,7 @@ without an error, for a mesh whose order differs from its group's.
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import socket
 import weakref
@@ -19,6 +20,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from mics_strategy import errors
 from mics_strategy.collectives.flat import FlatCollective, Ledger
@@ -86,7 +88,7 @@ class Mesh:
             return None
         mine = None
         for members in span.groups(self.scopes.world_size):
-            group = dist.new_group(members, sort_ranks=False, group_desc=f"mics.{purpose}.{span.name}")
+            group = _new_group(members, f"mics.{purpose}.{span.name}")
             if self.rank in members:
                 mine = group
         return mine
@@ -131,6 +133,27 @@ class Mesh:
     def shard_index(self) -> int:
         """Which optimizer shard this rank holds."""
         return self.shard_span.index(self.rank)
+
+
+class _Placed(int):
+    """A rank that torch 2.11, which sorts the ranks of a group, leaves where it is."""
+
+    place: int
+
+    @override
+    def __lt__(self, other: int) -> bool:
+        return self.place < other.place if isinstance(other, _Placed) else int(self) < other
+
+
+def _new_group(members: list[int], description: str) -> dist.ProcessGroup:
+    """A group of `members` in their order."""
+    new_group: Callable[..., dist.ProcessGroup] = dist.new_group
+    if "sort_ranks" in inspect.signature(new_group).parameters:
+        return new_group(members, sort_ranks=False, group_desc=description)
+    ranks = [_Placed(member) for member in members]
+    for place, rank in enumerate(ranks):
+        rank.place = place
+    return new_group(ranks, group_desc=description)
 
 
 _gloo_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
