@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from mics_strategy import ShardConfig
 from tests.ranks import RankContext, RankPool
@@ -18,8 +17,6 @@ PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 def run_block(ctx: RankContext, code: str) -> None:
     exec(compile(code, "README.md", "exec"), {})
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def test_the_plain_example_runs_on_four_ranks(ranks: RankPool) -> None:
