@@ -88,7 +88,7 @@ class Mesh:
             return None
         mine = None
         for members in span.groups(self.scopes.world_size):
-            group = _new_group(members, f"mics.{purpose}.{span.name}")
+            group = new_group(members, f"mics.{purpose}.{span.name}")
             if self.rank in members:
                 mine = group
         return mine
@@ -145,15 +145,15 @@ class _Placed(int):
         return self.place < other.place if isinstance(other, _Placed) else int(self) < other
 
 
-def _new_group(members: list[int], description: str) -> dist.ProcessGroup:
+def new_group(members: list[int], description: str) -> dist.ProcessGroup:
     """A group of `members` in their order."""
-    new_group: Callable[..., dist.ProcessGroup] = dist.new_group
-    if "sort_ranks" in inspect.signature(new_group).parameters:
-        return new_group(members, sort_ranks=False, group_desc=description)
+    make: Callable[..., dist.ProcessGroup] = dist.new_group
+    if "sort_ranks" in inspect.signature(make).parameters:
+        return make(members, sort_ranks=False, group_desc=description)
     ranks = [_Placed(member) for member in members]
     for place, rank in enumerate(ranks):
         rank.place = place
-    return new_group(ranks, group_desc=description)
+    return make(ranks, group_desc=description)
 
 
 _gloo_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()

@@ -204,6 +204,8 @@ def _run(rank: _Rank, store: dist.Store, fn: Callable[..., Any], args: tuple[obj
     try:
         world_size = rank.ctx.world_size
         dist.init_process_group("threaded", rank=rank.ctx.rank, world_size=world_size, store=store)
+        if not hasattr(dist.distributed_c10d._world, "comms"):  # torch 2.11 forgets it here, and then cannot destroy
+            dist.distributed_c10d._world.comms = []
         rank.value = fn(rank.ctx, *args)
         dist.destroy_process_group()
     except BaseException as error:  # reported to the test

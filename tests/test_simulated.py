@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from mics_strategy.mesh import new_group
 from tests import models
 from tests.ranks import RankContext, RankError, raises_on_every_rank, simulate
 from tests.reference import train_reference
@@ -109,7 +110,7 @@ def test_broadcast_and_objects(is_async: bool) -> None:
 def test_group_order_is_kept_without_sorting() -> None:
     def job(ctx: RankContext) -> tuple[int, list[int]]:
         members = [[3, 1], [0, 2]]
-        groups = [dist.new_group(ranks, sort_ranks=False) for ranks in members]
+        groups = [new_group(ranks, "test") for ranks in members]
         group = groups[0 if ctx.rank in members[0] else 1]
         out = torch.empty(2, dtype=torch.int64)
         all_gather(out, torch.tensor([ctx.rank]), group=group)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mics_strategy.collectives.flat import FlatCollective, Ledger
 from mics_strategy.errors import ShapeError
+from mics_strategy.mesh import new_group
 from tests.ranks import RankContext, RankPool
 
 sizes = pytest.mark.parametrize("numel", [1, 5, 8, 24])
@@ -18,7 +19,7 @@ def _values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 def _collective(order: list[int] | None = None) -> FlatCollective:
     ranks = order or list(range(dist.get_world_size()))
-    return FlatCollective(dist.new_group(ranks, sort_ranks=False), "axis", Ledger())
+    return FlatCollective(new_group(ranks, "test"), "axis", Ledger())
 
 
 def gather(ctx: RankContext, numel: int, order: list[int]) -> Tensor:
