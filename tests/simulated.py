@@ -29,6 +29,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from tests.rank_report import Failure, RankContext, RankError, node_environment
@@ -213,6 +214,7 @@ def _run(rank: _Rank, store: dist.Store, fn: Callable[..., Any], args: tuple[obj
             rank.failure = Failure.of(error)
             _stop_all(error)
     finally:
+        _clear_sharding_prop_cache()  # each thread has one, and torch 2.11 frees it without the interpreter's lock
         rank.pass_baton()
 
 
