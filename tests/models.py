@@ -75,7 +75,7 @@ def _images(step: int, micro: int, rank: int) -> Batch:
 
 
 def _squared_error(model: nn.Module, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch["x"]), batch["y"])
+    return F.mse_loss(model(batch["x"]).to(batch["y"].dtype), batch["y"])
 
 
 def _cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
