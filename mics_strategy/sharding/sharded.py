@@ -112,7 +112,7 @@ class Sharded:
     def note_changes(self) -> None:
         """Say that parameters were written behind torch's back: by a kernel of your own, or through `to_local().data`.
 
-        Every other way of writing into a parameter is noticed.
+        Every other way of writing into a parameter is noticed, but for ``torch._foreach_*`` on torch 2.11.
         """
         for parameter in self.parameters:
             parameter.mics_changes += 1

@@ -4,6 +4,7 @@ import gc
 import os
 import weakref
 
+import pytest
 import torch
 
 from mics_strategy import ShardConfig, Topology
@@ -41,6 +42,7 @@ def train_once(ctx: RankContext) -> None:
     torch.nn.utils.get_total_norm([torch.ones(2)])
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="a cache of torch 2.11 keeps meshes and cannot be emptied")
 def test_jobs_leave_no_threads_of_process_groups(ranks: RankPool) -> None:
     ranks(4, train_once)
     before = ranks(4, threads_after_a_job)
