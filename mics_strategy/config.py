@@ -20,7 +20,15 @@ Scope = str | int
 OVERLAPS = frozenset({"gather", "reduce", "second_hop", "update"})
 
 _LETTER_SCOPES = {"n": "none", "i": "partition", "g": "world"}
-_PRESET_LETTERS = {"ddp": "nnn", "zero1": "nng", "zero2": "ngg", "zero3": "ggg", "mics": "iii", "hsdp": "iii"}
+_PRESET_LETTERS = {
+    "ddp": "nnn",
+    "zero1": "nng",
+    "zero2": "ngg",
+    "zero3": "ggg",
+    "zeropp": "ggg",
+    "mics": "iii",
+    "hsdp": "iii",
+}
 _COARSENESS = {"n": 0, "i": 1, "g": 2}
 _PARO_LETTERS = tuple(
     p + g + os for p in "nig" for g in "nig" for os in "nig" if _COARSENESS[os] >= max(_COARSENESS[p], _COARSENESS[g])
@@ -39,8 +47,8 @@ class ShardConfig:
         grads: Scope to which gradients are reduced in every micro-step.
         optimizer: Scope of the optimizer states and of the parameters it updates. Never coarser than
             `params` or `grads`.
-        secondary_params: Scope of a second copy of the parameters kept for the backward pass.
-            Only ``"none"`` is available in this version.
+        secondary_params: Scope of a second copy that the forward leaves for the backward, which then gathers over these
+            ranks only (hpZ). ``"none"`` keeps none; smaller than `params`.
         hierarchical: Two-stage collectives where a scope spans nodes. ``"auto"`` and ``False`` are flat in
             this version.
         topology: ``"auto"`` reads the launcher's environment; `Topology` states it.
@@ -81,9 +89,8 @@ class ShardConfig:
 
     def __post_init__(self) -> None:
         _check_scope("partition_size", self.partition_size, words=("auto", "node", "world"))
-        for name in ("params", "grads", "optimizer"):
+        for name in ("params", "grads", "optimizer", "secondary_params"):
             _check_scope(name, getattr(self, name), words=("none", "partition", "world"))
-        _check_choice("secondary_params", self.secondary_params, ("none",))
         _check_choice("hierarchical", self.hierarchical, ("auto", False))
         _check_choice("weight_codec", self.weight_codec, ("none",))
         _check_choice("grad_codec", self.grad_codec, ("none",))
@@ -109,7 +116,7 @@ class ShardConfig:
         """The configuration of a published system, by name, with any field overridden.
 
         Args:
-            name: One of `ShardConfig.PRESETS`: ``ddp zero1 zero2 zero3 mics hsdp`` or ``paro-XYZ`` with the
+            name: One of `ShardConfig.PRESETS`: ``ddp zero1 zero2 zero3 zeropp mics hsdp`` or ``paro-XYZ`` with the
                 letters n (none), i (partition), g (world) for parameters, gradients and optimizer states.
             **overrides: Fields of `ShardConfig`.
 
@@ -117,7 +124,8 @@ class ShardConfig:
             ConfigError: Unknown preset or field.
 
         Source:
-            MiCS (arXiv:2205.00119); ZeRO (arXiv:1910.02054); PaRO (arXiv:2310.06003), table 1.
+            MiCS (arXiv:2205.00119); ZeRO (arXiv:1910.02054); ZeRO++ (arXiv:2306.10209), its secondary partition;
+            PaRO (arXiv:2310.06003), table 1.
         """
         key = name.lower().replace("_", "-")
         letters = _PRESET_LETTERS.get(key) or (
@@ -130,7 +138,9 @@ class ShardConfig:
         if unknown:
             raise ConfigError(f"Unknown option {', '.join(map(repr, unknown))}. Known: {', '.join(sorted(known))}.")
         params, grads, optimizer = (_LETTER_SCOPES[letter] for letter in letters)
-        return cls(**{"params": params, "grads": grads, "optimizer": optimizer, **overrides})
+        secondary = "partition" if key == "zeropp" else "none"
+        scopes = {"params": params, "grads": grads, "optimizer": optimizer, "secondary_params": secondary}
+        return cls(**{**scopes, **overrides})
 
     def describe(self) -> dict[str, str]:
         """Every field as text that is equal on two ranks when the values are."""

@@ -52,7 +52,10 @@ class Mesh:
         self.ledger = Ledger()
         self._collectives: list[FlatCollective] = []
         world = scopes.world_size
+        self.has_secondary = scopes.secondary < scopes.params
+        self.secondary_span = scopes.span(1, scopes.secondary if self.has_secondary else 1)
         self.gather_params = self._collective("gather", scopes.span(1, scopes.params))
+        self.gather_secondary = self._collective("secondary", self.secondary_span)
         self.gather_update = self._collective("update", scopes.span(scopes.params, scopes.optimizer))
         self.reduce_grads = self._collective("reduce", scopes.span(1, scopes.grads))
         self.second_scatter = self._collective("second_hop", scopes.span(scopes.grads, scopes.optimizer))
@@ -117,7 +120,12 @@ class Mesh:
 
     @property
     def _trails(self) -> dict[str, Trail]:
-        watched = {"gathers": self.gather_params, "updates": self.gather_update, "reductions": self.reduce_grads}
+        watched = {
+            "gathers": self.gather_params,
+            "secondary gathers": self.gather_secondary,
+            "updates": self.gather_update,
+            "reductions": self.reduce_grads,
+        }
         return {f"{name} over {group.axis}": group.trail for name, group in watched.items() if group is not None}
 
     @property

@@ -16,7 +16,8 @@ from mics_strategy.topology import Axis, Span, Topology
 class Scopes:
     """Ranks over which each model state is sharded, and the axes that these degrees cut.
 
-    Every degree is the product of a prefix of `axes`.
+    Every degree is the product of a prefix of `axes`. `secondary` is the degree of the copy of the parameters that the
+    forward leaves for the backward; equal to `params` when there is none.
     """
 
     world_size: int
@@ -24,6 +25,7 @@ class Scopes:
     params: int
     grads: int
     optimizer: int
+    secondary: int
     axes: tuple[Axis, ...]
 
     def depth(self, degree: int) -> int:
@@ -63,10 +65,20 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
                 f"`optimizer` is sharded over {degrees['optimizer']} ranks, coarser than `{name}` over "
                 f"{degrees[name]}. Shard `optimizer` over {degrees[name]} ranks or more, or `{name}` over fewer."
             )
+    secondary = degrees["params"]
+    if config.secondary_params != "none":
+        secondary = _ranks_of(config.secondary_params, words)
+        _check_degree("secondary_params", secondary, per_node, world_size)
+        if secondary > degrees["params"]:
+            raise ConfigError(
+                f"`secondary_params` is sharded over {secondary} ranks, more than `params` over {degrees['params']}: "
+                f"a backward would gather from further away. Use {degrees['params']} ranks or fewer, or 'none'."
+            )
     return Scopes(
         world_size=world_size,
         ranks_per_node=per_node,
-        axes=_cut_axes(sorted(set(degrees.values())), per_node, world_size),
+        axes=_cut_axes(sorted({*degrees.values(), secondary}), per_node, world_size),
+        secondary=secondary,
         **degrees,
     )
 

@@ -15,11 +15,10 @@ SENSIBLE = ("nnn", "nni", "nng", "nii", "nig", "ngg", "ini", "ing", "iii", "iig"
 REFUSED = [
     *[
         (name, value)
-        for name in ("params", "grads", "optimizer")
+        for name in ("params", "grads", "optimizer", "secondary_params")
         for value in ("node", "auto", "all", 0, -2, True, 2.0)
     ],
     *[("partition_size", value) for value in ("none", "partition", 0, -1, False, 1.5, None)],
-    *[("secondary_params", value) for value in ("partition", "world", 2, None)],
     *[("hierarchical", value) for value in (True, "yes", 0, None)],
     *[("weight_codec", value) for value in ("int8", "fp8", None)],
     *[("grad_codec", value) for value in ("int8", "int4", None)],
@@ -68,6 +67,10 @@ def test_only_the_fourteen_sensible_triples_are_presets(letters: str) -> None:
 )
 def test_named_preset_is_its_triple(preset: str, letters: str) -> None:
     assert ShardConfig.preset(preset) == ShardConfig.preset(f"paro-{letters}")
+
+
+def test_zeropp_is_zero3_with_a_copy_in_the_partition() -> None:
+    assert ShardConfig.preset("zeropp") == ShardConfig.preset("zero3", secondary_params="partition")
 
 
 def test_preset_is_found_in_any_spelling() -> None:

@@ -139,6 +139,10 @@ def test_words_mean_numbers_of_ranks(world: int, per_node: int) -> None:
         ({"params": "world"}, 8, 4, "`optimizer` is sharded over 4 ranks, coarser than `params` over 8"),
         ({"grads": "world"}, 8, 4, "coarser than `grads`"),
         ({"optimizer": "none"}, 8, 4, "coarser than `params`"),
+        ({"secondary_params": 3}, 8, 4, "`secondary_params=3` does not divide"),
+        ({"secondary_params": "world"}, 8, 4, "`secondary_params` is sharded over 8 ranks, more than `params` over 4"),
+        ({"params": "none", "secondary_params": 2}, 8, 4, "more than `params` over 1"),
+        ({"params": 6, "grads": 6, "optimizer": 6, "secondary_params": 4}, 12, 12, "4 and 6 ranks do not nest"),
         ({}, 6, 4, "`ranks_per_node=4` does not divide the 6 ranks"),
     ],
 )

@@ -1,14 +1,16 @@
 """Where are one bucket's tensors, and how do its parameters get from shard to whole?
 
-Three levels, each a tensor that may be the same memory as the one before:
+Levels, each a tensor that may be the same memory as the one before:
 
 - `master`: this rank's shard at the optimizer scope, in the parameters' own dtype; what the optimizer
   updates.
 - `params_shard`: this rank's shard at the parameter scope, in the compute dtype. It is `master` itself when
   scope and dtype agree, and none when parameters are not sharded.
+- `secondary`: a shard at a smaller scope, which a forward leaves for the backward; mostly none.
 - `whole`: the parameters themselves, in a slot (or for good, when parameters are not sharded).
 
-`update` goes from the first to the second once per optimizer step, `unshard` from the second to the third.
+`update` goes from the first to the second once per optimizer step, `unshard` from the second (or the secondary) to
+the last.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ class Bucket:
         mesh: The process groups.
         master: [shard_numel], a piece of the optimizer arena.
         params_shard: [numel_at(params scope)], or None (see the module's docstring).
+        secondary: [numel_at(secondary scope)] in the compute dtype, or None.
         whole: [compact_numel] in the compute dtype: a piece of a slot, or memory of its own.
     """
 
@@ -57,6 +60,7 @@ class Bucket:
         mesh: Mesh,
         master: torch.Tensor,
         params_shard: torch.Tensor | None,
+        secondary: torch.Tensor | None,
         whole: torch.Tensor,
     ) -> None:
         self.spec = spec
@@ -64,6 +68,7 @@ class Bucket:
         self.mesh = mesh
         self.master = master
         self.params_shard = params_shard
+        self.secondary = secondary
         self.whole = whole
         views = self.layout.compact_views(whole)
         self.unsharded = [nn.Parameter(view, requires_grad=spec.trainable) for view in views]
@@ -71,6 +76,7 @@ class Bucket:
         self.sharded: list[ShardedParameter] = []
         self._copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.updated_version = -1
+        self._secondary_version = -1
         self.unsharded_version = -1
 
     @property
@@ -122,21 +128,37 @@ class Bucket:
         elif not self.is_aliased:
             self.whole.copy_(self.master)
 
-    def unshard(self, staging: torch.Tensor) -> Handle | None:
+    def unshard(self, staging: torch.Tensor, *, again: bool) -> Handle | None:
         """Gather the whole parameters.
 
         Args:
             staging: [full_numel] in the compute dtype.
+            again: For a backward: from the secondary shards, if a forward has left them.
 
         Returns:
-            The gather over the parameter scope, which ends with the parameters in place; None when they are
-            not sharded.
+            The gather, which ends with the parameters in place; None when they are not sharded.
         """
         self.unsharded_version = self.updated_version
+        if again and self.secondary is not None and self._secondary_version == self.updated_version:
+            return self._unshard_secondary(staging, self.secondary)
         gather = self.mesh.gather_params
         if gather is None or self.params_shard is None:
             return None
-        return gather.gather(staging, self.params_shard, self.spec.name).then(lambda: self._copy_out(staging))
+        return gather.gather(staging, self.params_shard, self.spec.name).then(lambda: self._arrived(staging))
+
+    def _unshard_secondary(self, staging: torch.Tensor, secondary: torch.Tensor) -> Handle | None:
+        gather = self.mesh.gather_secondary
+        if gather is None:
+            self._copy_out(secondary)
+            return None
+        return gather.gather(staging, secondary, self.spec.name).then(lambda: self._copy_out(staging))
+
+    def _arrived(self, flat: torch.Tensor) -> None:
+        if self.secondary is not None:
+            index = self.mesh.secondary_span.index(self.mesh.rank)
+            self.secondary.copy_(flat.view(-1, self.secondary.numel())[index])
+            self._secondary_version = self.updated_version
+        self._copy_out(flat)
 
     def _copy_out(self, flat: torch.Tensor) -> None:
         """From the flat form to the parameters themselves. Stagings are few and stay, so the views are made once."""

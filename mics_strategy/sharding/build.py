@@ -66,6 +66,7 @@ def build_units(modules: list[UnitModule], site: Site) -> list[Unit]:
     scopes, memory, device = site.mesh.scopes, site.memory, site.device
     masters = arena(memory, "optimizer shards", [(spec.layout.shard_numel, spec.master_dtype) for spec in flat], device)
     shards = _params_shards(flat, masters, site)
+    secondary = _secondary_shards(flat, site)
     slots = _slots(modules, specs, site)
     units, start = [], 0
     whole_memory = iter(_whole_for_good(flat, masters, site)) if scopes.params == 1 else None
@@ -73,7 +74,7 @@ def build_units(modules: list[UnitModule], site: Site) -> list[Unit]:
         sizes = [(spec.layout.compact_numel, spec.param_dtype) for spec in of_unit]
         wholes = [next(whole_memory) for _ in of_unit] if whole_memory is not None else cut(slot.buffer, sizes)
         buckets = [
-            Bucket(spec, site.mesh, masters[start + i], shards[start + i], whole)
+            Bucket(spec, site.mesh, masters[start + i], shards[start + i], secondary[start + i], whole)
             for i, (spec, whole) in enumerate(zip(of_unit, wholes, strict=True))
         ]
         start += len(of_unit)
@@ -90,6 +91,13 @@ def _params_shards(specs: list[BucketSpec], masters: list[torch.Tensor], site: S
     pieces = iter(arena(site.memory, "parameter shards", sizes, site.device))
     keep = set(map(id, own))
     return [next(pieces) if id(spec) in keep else master for spec, master in zip(specs, masters, strict=True)]
+
+
+def _secondary_shards(specs: list[BucketSpec], site: Site) -> list[torch.Tensor | None]:
+    if not site.mesh.has_secondary:
+        return [None] * len(specs)
+    sizes = [(spec.layout.numel_at(site.mesh.scopes.secondary), spec.param_dtype) for spec in specs]
+    return [*arena(site.memory, "secondary parameter shards", sizes, site.device)]
 
 
 def _whole_for_good(specs: list[BucketSpec], masters: list[torch.Tensor], site: Site) -> list[torch.Tensor]:

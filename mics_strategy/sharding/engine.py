@@ -143,7 +143,7 @@ class Engine:
 
     def _bring(self, units: list[Unit]) -> None:
         for unit in units:
-            unit.start_unshard(self._streams, self._buffers.staging, self._buffers.cast)
+            unit.start_unshard(self._streams, self._buffers.staging, self._buffers.cast, again=self._in_backward)
 
     def _start_ahead(self, current: Unit, following: Iterable[Unit]) -> None:
         """Gather the following units while `current` computes, as far as their slots are free."""

@@ -139,10 +139,12 @@ class _Planner:
     micro_step: int = 0
     _tenants: dict[int, int] = field(default_factory=dict)
     _updated: set[BucketPlan] = field(default_factory=set)
+    _secondary: set[BucketPlan] = field(default_factory=set)  # whose forward has left a copy for the backward
 
     def begin_step(self) -> None:
         """The optimizer has changed every trainable bucket."""
         self._updated = {bucket for bucket in self._updated if not bucket.trainable}
+        self._secondary &= self._updated
 
     def forward_and_backward(self, shape: StepShape) -> None:
         for index in shape.entered:
@@ -172,9 +174,12 @@ class _Planner:
                     unit.name,
                     moment,
                 )
+            from_secondary = moment == "backward" and bucket in self._secondary
+            if scopes.secondary < scopes.params:
+                self._secondary.add(bucket)
             self._add(
                 GATHER,
-                scopes.span(1, scopes.params),
+                scopes.span(1, scopes.secondary if from_secondary else scopes.params),
                 bucket.layout.full_numel,
                 bucket.param_dtype,
                 unit.name,

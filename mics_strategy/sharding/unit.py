@@ -59,13 +59,14 @@ class Unit:
             bucket.unsharded_version == bucket.version for bucket in self.buckets
         )
 
-    def start_unshard(self, streams: Streams, staging: StagingRing, cast: StagingRing) -> None:
+    def start_unshard(self, streams: Streams, staging: StagingRing, cast: StagingRing, *, again: bool) -> None:
         """Begin to gather, unless the slot already holds the current parameters.
 
         Args:
             streams: Where the transfer runs.
             staging: Lends a buffer for the flat form of all buckets in the compute dtype.
             cast: Lends a buffer for this rank's shards in the compute dtype.
+            again: For a backward, after the forward of the same step.
         """
         if self.is_fresh:
             return
@@ -79,7 +80,7 @@ class Unit:
         for bucket, flat, shard in zip(self.buckets, flats, casts, strict=True):
             if bucket.updated_version != bucket.version:
                 stages.append(partial(bucket.update, flat, shard))
-            stages.append(partial(bucket.unshard, flat))
+            stages.append(partial(bucket.unshard, flat, again=again))
         self._arrival = streams.gather(*stages)
         for bucket in self.buckets:
             bucket.unsharded_version = bucket.version

@@ -169,3 +169,23 @@ def test_totals_and_table_show_every_byte() -> None:
     assert plan.sent_bytes() == sum(by_axis) == sum(p.sent_bytes for p in plan.collectives)
     rows = [float(line.split()[-1]) for line in plan.table().splitlines()[1:]]
     assert sum(rows) == pytest.approx(plan.sent_bytes() / 1e6, abs=0.001 * len(rows))
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("secondary", [1, 2, 4])
+def test_zeropp_gathers_for_the_backward_from_nearby(secondary: int, micro_steps: int) -> None:
+    """PaRO's table 3, row ZeRO++: forward (N-1) M / N, backward (S-1) M / S. All units share a slot."""
+    units = 0, 0, 0
+    plan = _plan(_scopes("zeropp", secondary_params=secondary), units, micro_steps)
+    forward = [p for p in plan.collectives if p.collective == GATHER and p.moment == "forward"]
+    backward = [p for p in plan.collectives if p.collective == GATHER and p.moment == "backward"]
+    unit = NUMEL * 4
+    assert all(p.ranks == 8 and p.sent_bytes == unit * 7 // 8 for p in forward)
+    assert all(p.ranks == secondary and p.sent_bytes == unit * (secondary - 1) // secondary for p in backward)
+    assert len(forward) == len(units) * micro_steps - (micro_steps - 1)  # the first is still there
+    assert len(backward) == ((len(units) - 1) * micro_steps if secondary > 1 else 0)
+
+
+def test_zeropp_needs_no_link_between_nodes_in_the_backward() -> None:
+    plan = _plan(_scopes("zeropp"), SINGLE)
+    assert {p.axis for p in plan.collectives if p.collective == GATHER and p.moment == "backward"} == {"intra_node"}
