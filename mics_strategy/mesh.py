@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,8 @@ class Mesh:
     """The process groups of one sharded model, by what they carry.
 
     A collective is None where its span holds one rank: such an axis sends nothing. Gathers and reductions
-    have groups of their own, so that one never waits for the other.
+    have groups of their own, so that one never waits for the other. Models of one process share groups that carry the
+    same over the same ranks.
 
     Args:
         scopes: Ranks and axes of each model state.
@@ -89,12 +90,13 @@ class Mesh:
     def _group(self, purpose: str, span: Span) -> dist.ProcessGroup | None:
         if span.size == 1:
             return None
-        mine = None
-        for members in span.groups(self.scopes.world_size):
-            group = new_group(members, f"mics.{purpose}.{span.name}")
-            if self.rank in members:
-                mine = group
-        return mine
+        shared = _groups.setdefault(dist.group.WORLD, {})
+        if (purpose, span) not in shared:
+            for members in span.groups(self.scopes.world_size):
+                group = new_group(members, f"mics.{purpose}.{span.name}")
+                if self.rank in members:
+                    shared[purpose, span] = group
+        return shared[purpose, span]
 
     def _device_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh that labels parameters: replicas by shards, axes of one rank left out."""
@@ -164,6 +166,7 @@ def new_group(members: list[int], description: str) -> dist.ProcessGroup:
     return make(ranks, group_desc=description)
 
 
+_groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, Span], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 _gloo_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
@@ -176,6 +179,7 @@ def _close_gloo() -> None:
     if not is_anything_under_way():
         for mesh in list(_gloo_meshes):
             mesh.close()
+        _groups.clear()
 
 
 def discover_topology(config: ShardConfig) -> Topology:

@@ -134,10 +134,7 @@ class LocalStep:
 
 
 class StepHooks:
-    """Torch's global step hooks for one sharded model.
-
-    They stay when the model is gone, and do nothing then: torch goes through its table of hooks while a hook runs, and
-    the collector may free a model at that very moment.
+    """What happens around the steps of one sharded model's optimizers, while this object lives.
 
     Args:
         observer: The sharded model, held weakly.
@@ -147,28 +144,28 @@ class StepHooks:
         self._observer = weakref.ref(observer)
         self._steps: weakref.WeakKeyDictionary[Optimizer, LocalStep] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[Optimizer, list[ShardedParameter]] = weakref.WeakKeyDictionary()
-        register_optimizer_step_pre_hook(self._before)
-        register_optimizer_step_post_hook(self._after)
+        _all_models[self] = None
 
-    def _before(
+    def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let the optimizer see local tensors. Returns the arguments for its step."""
         observer = self._observer()
         if observer is None:
-            return None
+            return args, kwargs
         known = self._steps.get(optimizer)
         if known is not None:
             known.leave()  # a step that raised has left it local
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         refuse_stale(optimizer, parameters, observer)
         if not any(observer.owns(p) for p in parameters):
-            return None
+            return args, kwargs
         refuse_unfit(optimizer, observer)
         step = self._steps.setdefault(optimizer, LocalStep(optimizer, self._owns))
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
         if closure is None:
             self._enter(optimizer, step, observer)
-            return None
+            return args, kwargs
         wrapped = self._around_closure(optimizer, step, observer, closure)
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
@@ -191,12 +188,34 @@ class StepHooks:
 
         return closure_on_sharded
 
-    def _after(self, optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
+    def after(self, optimizer: Optimizer) -> None:
+        """Let the optimizer see sharded parameters again, and tell the model."""
         observer, step = self._observer(), self._steps.get(optimizer)
         if observer is None or step is None:
             return
         step.leave()
         observer.after_update(self._stepped.pop(optimizer, []))
+
+
+_all_models: weakref.WeakKeyDictionary[StepHooks, None] = weakref.WeakKeyDictionary()  # in the order of shard()
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    for model in list(_all_models):
+        args, kwargs = model.before(optimizer, args, kwargs)
+    return args, kwargs
+
+
+def _after_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
+    for model in list(_all_models):
+        model.after(optimizer)
+
+
+# Once for all models: torch goes through its table while a hook runs, so nothing may be added or removed later.
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
 
 
 def refuse_stale(optimizer: Optimizer, parameters: list[torch.Tensor], observer: StepObserver) -> None:
