@@ -1,0 +1,124 @@
+"""Writes docs/presets.md: what every preset shards, sends and keeps. Run: ``python docs/presets.py``.
+
+The numbers come from the plan that the engine's own tests hold it to, for a model large enough that headers, padding
+and small tensors do not show.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+from mics_strategy import ShardConfig, Topology
+from mics_strategy.scopes import Scopes, resolve_scopes
+from mics_strategy.sharding.layout import plan_bucket
+from mics_strategy.sharding.schedule import BucketPlan, Plan, StepShape, UnitPlan, plan_step
+
+PAGE = Path(__file__).with_name("presets.md")
+NODES, PER_NODE, NUM_MICRO_STEPS = 4, 8, 4
+NUM_UNITS = 32
+UNIT_NUMEL = 1024 * NODES * PER_NODE * 32
+MODEL_BYTES = 2 * NUM_UNITS * UNIT_NUMEL  # bf16
+
+WHEN = {
+    "ddp": "The model and its states fit on one GPU.",
+    "zero1": "Parameters and gradients fit, Adam's states do not.",
+    "zero2": "Parameters fit; little accumulation, or gradients are what does not fit.",
+    "zero3": "Nothing else fits, or the links between nodes are as fast as those inside.",
+    "zeropp": "As zero3, with memory for one copy of the parameters in each node.",
+    "mics": "The states fit into one node: nothing but one all-reduce of shards leaves it, once per step.",
+    "hsdp": "Another name for mics.",
+    "paro-nni": "As zero1, with the states spread over one node, so that updates stay inside.",
+    "paro-nii": "Parameters fit; gradients and states are spread over one node.",
+    "paro-nig": "Parameters fit, and accumulation is long: gradients cross nodes once per step.",
+    "paro-ini": "Few parameters are trained (LoRA): gradients stay whole, the frozen rest is spread over a node.",
+    "paro-ing": "As paro-ini, with more trained parameters, whose states are spread over all ranks.",
+    "paro-iig": "As mics, when the states do not fit into one node. The same bytes leave a node.",
+    "paro-igg": "As paro-iig, when gradients do not fit either; they cross nodes in every micro-step.",
+    "paro-gng": "A large frozen model with few trained parameters that fits on no node.",
+    "paro-gig": "As paro-gng, with more trained parameters.",
+}
+SAME = {"paro-nnn": "ddp", "paro-nng": "zero1", "paro-ngg": "zero2", "paro-ggg": "zero3", "paro-iii": "mics"}
+
+
+def scopes_of(preset: str) -> Scopes:
+    """The scopes of a preset on the page's cluster."""
+    topology = Topology(ranks_per_node=PER_NODE)
+    return resolve_scopes(ShardConfig.preset(preset), topology, NODES * PER_NODE)
+
+
+def plan_of(preset: str) -> Plan:
+    """The plan of a bf16 model of equal units, with one unit gathered ahead."""
+    scopes = scopes_of(preset)
+    units = []
+    for index in range(NUM_UNITS):
+        bucket = BucketPlan(
+            layout=plan_bucket([(f"{index}", torch.Size((UNIT_NUMEL // 1024, 1024)))], scopes.optimizer),
+            param_dtype=torch.bfloat16,
+            wire_dtype=torch.bfloat16,
+            sum_dtype=torch.float32,
+            trainable=True,
+        )
+        units.append(UnitPlan(name=str(index), slot=index % 2, buckets=(bucket,)))
+    order = tuple(range(NUM_UNITS))
+    shape = StepShape(entered=order, needed=order[::-1], num_micro_steps=NUM_MICRO_STEPS)
+    return plan_step(tuple(units), scopes, shape)
+
+
+def sent_by_link(preset: str) -> dict[str, float]:
+    """Bytes that one rank sends per step inside its node, and on axes that leave it, in sizes of the model."""
+    sent: dict[str, float] = defaultdict(float)
+    for planned in plan_of(preset).collectives:
+        link = "inter" if "inter" in planned.axis else "intra"
+        sent[link] += planned.sent_bytes / MODEL_BYTES
+    return sent
+
+
+def bytes_of_states(params: int, secondary: int, grads: int, optimizer: int) -> float:
+    """Bytes for each parameter on one rank, by the ranks over which each state is sharded.
+
+    bf16 parameters (and a second shard of them), fp32 gradients (and their reduced shard, where that is another), fp32
+    master copy and Adam's two moments.
+    """
+    parameters = 2 / params + (2 / secondary if secondary < params else 0)
+    gradients = 4 / grads + (4 / optimizer if grads != optimizer else 0)
+    return parameters + gradients + 12 / optimizer
+
+
+def page() -> str:
+    """The whole text."""
+    rows = []
+    for preset in (p for p in ShardConfig.PRESETS if p not in SAME):
+        scopes, sent = scopes_of(preset), sent_by_link(preset)
+        degrees = f"{scopes.params} / {scopes.grads} / {scopes.optimizer}"
+        if scopes.secondary < scopes.params:
+            degrees += f", copy {scopes.secondary}"
+        also = ", ".join(f"`{other}`" for other, name in SAME.items() if name == preset)
+        name = f"`{preset}`" + (f" ({also})" if also else "")
+        memory = bytes_of_states(scopes.params, scopes.secondary, scopes.grads, scopes.optimizer)
+        traffic = f"{sent['intra']:.2f} | {sent['inter']:.2f}"
+        rows.append(f"| {name} | {degrees} | {traffic} | {memory:.2f} | {WHEN[preset]} |")
+    return (
+        f"""# Which preset?
+
+Written by `python docs/presets.py`; a test keeps it as the code is.
+
+Per rank and optimizer step, for {NODES} nodes of {PER_NODE} ranks, {NUM_MICRO_STEPS} micro-steps, {NUM_UNITS} equal
+layers in bf16 with bf16 on the wire. *P / G / OS* are the ranks over which parameters, gradients and optimizer states
+are sharded. *Intra* and *inter* are the bytes that one rank sends on axes inside a node, and on axes that also leave
+it, in sizes of the model (2 bytes for each parameter); a flat collective over both kinds of links counts as inter.
+*Memory* is bytes for each parameter in model states: parameters in bf16, gradients summed in fp32, a master copy and
+Adam's moments in fp32; slots for two layers come on top.
+
+| preset | P / G / OS | intra | inter | memory | when |
+|---|---|---|---|---|---|
+"""
+        + "\n".join(rows)
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
