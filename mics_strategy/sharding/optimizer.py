@@ -146,19 +146,20 @@ class StepHooks:
         self._stepped: weakref.WeakKeyDictionary[Optimizer, list[ShardedParameter]] = weakref.WeakKeyDictionary()
         _all_models[self] = None
 
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that still holds plain parameters of before `shard()`."""
+        observer, known = self._observer(), self._steps.get(optimizer)
+        if known is not None:
+            known.leave()  # a step that raised has left it local
+        if observer is not None:
+            refuse_stale(optimizer, _parameters(optimizer), observer)
+
     def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Let the optimizer see local tensors. Returns the arguments for its step."""
         observer = self._observer()
-        if observer is None:
-            return args, kwargs
-        known = self._steps.get(optimizer)
-        if known is not None:
-            known.leave()  # a step that raised has left it local
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        refuse_stale(optimizer, parameters, observer)
-        if not any(observer.owns(p) for p in parameters):
+        if observer is None or not any(observer.owns(p) for p in _parameters(optimizer)):
             return args, kwargs
         refuse_unfit(optimizer, observer)
         step = self._steps.setdefault(optimizer, LocalStep(optimizer, self._owns))
@@ -203,7 +204,11 @@ _all_models: weakref.WeakKeyDictionary[StepHooks, None] = weakref.WeakKeyDiction
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    for model in list(_all_models):
+    models = list(_all_models)
+    for model in models:
+        model.check(optimizer)
+    refuse_mixture(optimizer)
+    for model in models:
         args, kwargs = model.before(optimizer, args, kwargs)
     return args, kwargs
 
@@ -216,6 +221,29 @@ def _after_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) ->
 # Once for all models: torch goes through its table while a hook runs, so nothing may be added or removed later.
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def refuse_mixture(optimizer: Optimizer) -> None:
+    """Refuse sharded parameters beside others, whose gradients no rank would share: replicas would drift apart.
+
+    Raises:
+        ConfigError: Naming the first parameter that no sharded model has.
+    """
+    parameters = _parameters(optimizer)
+    if not any(isinstance(parameter, ShardedParameter) for parameter in parameters):
+        return
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter.requires_grad and not isinstance(parameter, ShardedParameter):
+                raise ConfigError(
+                    f"Parameter {position} of group {index} of {type(optimizer).__name__}, shape "
+                    f"{tuple(parameter.shape)}, belongs to no sharded model, so each rank would train its own. Make "
+                    "it a parameter of the model before `shard()`, or give it an optimizer of its own."
+                )
 
 
 def refuse_stale(optimizer: Optimizer, parameters: list[torch.Tensor], observer: StepObserver) -> None:

@@ -27,6 +27,13 @@ def test_optimizer_steps_as_on_the_plain_model(ranks: RankPool, optimizer: str) 
         assert_same(parameters, plain(run, 2).parameters)
 
 
+def test_every_optimizer_of_torch_is_tried() -> None:
+    """Here, or below among those that are refused, or for another reason left out."""
+    tried = {make.func.__name__ for make in OPTIMIZERS.values()} | {"Muon", "Adafactor", "LBFGS"}
+    left_out = {"Optimizer", "SparseAdam", "Rprop"}  # a base class; sparse gradients; steps by the sign of rounding
+    assert {name for name in torch.optim.__all__ if name[0].isupper()} == tried | left_out
+
+
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw_foreach", "adamw_fused", "adamw_single"])
 def test_optimizer_steps_on_a_larger_scope_than_the_parameters(ranks: RankPool, optimizer: str) -> None:
     run = Run(case=models.transformer, config=IIG, optimizer=optimizer, accumulation=2)

@@ -260,6 +260,17 @@ def partly_stale_optimizer(ctx: RankContext) -> None:
     torch.optim.SGD([model[0].weight, bias], lr=0.1).step()
 
 
+def optimizer_of_more(ctx: RankContext) -> None:
+    model = _mlp()
+    torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))], lr=0.1).step()
+
+
+def group_of_more(ctx: RankContext) -> None:
+    optimizer = torch.optim.AdamW(_mlp().parameters())
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    optimizer.step()
+
+
 def foreign_optimizer(ctx: RankContext) -> None:
     forget_meshes()
     sharded = shard(models.mlp().build())
@@ -318,6 +329,8 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (norm_of_infinity, LifecycleError, r"gradient norm is (inf|nan)"),
     (stale_optimizer, ConfigError, r"SGD was built before `shard\(\)`.*`0.weight`.*adopt"),
     (partly_stale_optimizer, ConfigError, r"still holds the plain `0.bias`"),
+    (optimizer_of_more, ConfigError, r"of group 0 of SGD, shape \(3,\), belongs to no sharded model.*before `shard"),
+    (group_of_more, ConfigError, r"Parameter 0 of group 1 of AdamW, shape \(2, 2\), belongs to no sharded model"),
     (foreign_optimizer, ConfigError, r"Parameter 0 of group 0 of SGD, shape \(2, 2\)"),
     (foreign_optimizer_on_one_rank, ConfigError, r"found on rank 1"),
 ]

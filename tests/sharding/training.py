@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from mics_strategy import ShardConfig, Sharded, shard
 from tests import models
@@ -35,6 +35,11 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adagrad": partial(Adagrad, lr=0.02, eps=1e-3),
     "rmsprop": partial(RMSprop, lr=0.005, eps=1e-3, momentum=0.5, centered=False),
     "nadam": partial(NAdam, lr=0.01, eps=1e-3),
+    "radam": partial(RAdam, lr=0.01, eps=1e-3),
+    "adamax": partial(Adamax, lr=0.01, eps=1e-3),
+    "adadelta": partial(Adadelta, lr=0.5, eps=1e-3),
+    "asgd": partial(ASGD, lr=0.05, t0=2),
+    "amsgrad": partial(AdamW, lr=0.01, eps=1e-3, amsgrad=True, maximize=True),
 }
 
 
