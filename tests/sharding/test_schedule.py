@@ -13,6 +13,7 @@ from mics_strategy.collectives.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.sharding.layout import plan_bucket
 from mics_strategy.sharding.schedule import BucketPlan, Plan, StepShape, UnitPlan, plan_step
+from tests.sharding.chains import chains
 
 NUMEL = 64 * 64 * 64  # of a unit: divisible by every number of ranks below
 SINGLE = 0, 0  # both units in one slot: everything travels every time
@@ -189,3 +190,37 @@ def test_zeropp_gathers_for_the_backward_from_nearby(secondary: int, micro_steps
 def test_zeropp_needs_no_link_between_nodes_in_the_backward() -> None:
     plan = _plan(_scopes("zeropp"), SINGLE)
     assert {p.axis for p in plan.collectives if p.collective == GATHER and p.moment == "backward"} == {"intra_node"}
+
+
+def _formula(scopes: Scopes, num_units: int, micro_steps: int) -> dict[str, float]:
+    """Elements that one rank sends per step, in sizes of a unit; all units share a slot.
+
+    Forward and backward gathers (MiCS M4, PaRO's table 3), less the units still in the slot; first hop; second hop
+    (PaRO's update columns as corrected, MiCS M9, AMSP A8) and the gather of updates (AMSP A9).
+    """
+    p, g, os, n, copy = scopes.params, scopes.grads, scopes.optimizer, scopes.world_size, scopes.secondary
+    forward = num_units * micro_steps - (micro_steps - 1)
+    backward = (num_units - 1) * micro_steps
+    return {
+        "gather": forward * (p - 1) / p + backward * (copy - 1) / copy,
+        "update": num_units * (os // p - 1) / os,
+        "first hop": micro_steps * num_units * (g - 1) / g,
+        "second scatter": num_units * (os // g - 1) / os,
+        "second reduce": num_units * 2 * (n // os - 1) / n,
+    }
+
+
+@pytest.mark.parametrize("topology", [(1, 4), (2, 2), (4, 1), (2, 4), (4, 4), (2, 8), (8, 8)], ids=str)
+@pytest.mark.parametrize("micro_steps", [1, 2, 4])
+def test_every_chain_sends_what_the_formulas_say(topology: tuple[int, int], micro_steps: int) -> None:
+    nodes, per_node = topology
+    for config in chains(nodes, per_node):
+        scopes = resolve_scopes(config, config.topology, nodes * per_node)
+        plan = _plan(scopes, (0, 0, 0), micro_steps)
+        expected = _formula(scopes, 3, micro_steps)
+        unit = NUMEL * 4
+        gathers = expected["gather"] + expected["update"]
+        assert _sent(plan, GATHER) == pytest.approx(gathers * unit), config
+        scatters = expected["first hop"] + expected["second scatter"]
+        assert _sent(plan, REDUCE_SCATTER) == pytest.approx(scatters * unit), config
+        assert _sent(plan, ALL_REDUCE) == pytest.approx(expected["second reduce"] * unit), config
