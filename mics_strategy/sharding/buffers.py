@@ -16,6 +16,8 @@ from typing import Protocol
 
 import torch
 
+from mics_strategy.errors import LifecycleError
+
 _ALIGN_BYTES = 64
 
 
@@ -114,6 +116,11 @@ class Staging:
         before, self.land = self.land, None
         if before is not None:
             before()
+        if self.is_needed():
+            raise LifecycleError(
+                "A buffer is asked for while its borrower still fills it: gradients would be lost. This is a defect of "
+                "the schedule; please report it."
+            )
         self.land, self.is_needed = land, is_needed
         return self.buffer
 

@@ -249,6 +249,7 @@ def _reducer_buffers(
     count = sum(len(g.bucket.layout.regions) for gs in gradients.values() for g in gs)
     return ReducerBuffers(
         collecting=collecting,
+        zeros=StagingRing(memory, "zero gradients", 1, max(flat.values(), default=0), device),
         second_hop=StagingRing(memory, "second hop stagings", 2, max(scratch, default=0), device),
         usage=memory.zeros("parameter usage", usage_numel(count), torch.int32, device),
     )

@@ -29,11 +29,13 @@ from mics_strategy.sharding.usage import CommonWay, Usage
 class ReducerBuffers:
     """Where gradients wait and travel.
 
-    `collecting` lends, by unit index, twice the flat form of the unit's trainable buckets; `second_hop` lends
-    scratch for one bucket's second hop; `usage` counts the users of every trainable parameter.
+    `collecting` lends, by unit index, twice the flat form of the unit's trainable buckets; `zeros` as much for any unit
+    whose turn comes without a gradient, so that it never takes the buffer of one that waits; `second_hop` lends scratch
+    for one bucket's second hop; `usage` counts the users of every trainable parameter.
     """
 
     collecting: dict[int, StagingRing]
+    zeros: StagingRing
     second_hop: StagingRing
     usage: torch.Tensor
 
@@ -102,7 +104,7 @@ class Reducer:
             return
         self._settle(gradient)
         if gradient.is_sharded and gradient.collection is not Collection.FILLING:
-            self._acquire(unit)
+            self._acquire(unit, self.buffers.collecting[unit.index])
         gradient.collect(position, grad)
         if sum(other.num_fired for other in self.gradients[unit.index]) >= self._expected[unit.index]:
             self.complete(unit)
@@ -133,11 +135,10 @@ class Reducer:
         if self.is_boundary:
             self._land_all()
 
-    def _acquire(self, unit: Unit) -> None:
+    def _acquire(self, unit: Unit, ring: StagingRing) -> None:
         """Borrow the buffer in which this backward's gradients of `unit` are collected."""
         self._land_until(unit)  # its own first hop of an earlier backward
         gradients = self.gradients[unit.index]
-        ring = self.buffers.collecting[unit.index]
         buffer = ring.take(lambda: self._free(unit), lambda: self._is_filling(unit))
         sizes = [(gradient.bucket.layout.full_numel, gradient.wire_dtype) for gradient in gradients]
         views = cut(buffer, sizes * 2)
@@ -164,7 +165,7 @@ class Reducer:
             for gradient in gradients:
                 self._settle(gradient)
             if gradients[0].collection is not Collection.FILLING:
-                self._acquire(unit)
+                self._acquire(unit, self.buffers.zeros)
             chains = [self.streams.reduce(gradient.launch) for gradient in gradients]
         self._in_flight.append(FirstHop(unit, chains, self.is_boundary and self.overlap_second_hop))
         while len(self._in_flight) > (1 if self.overlap_reduce else 0):

@@ -49,6 +49,7 @@ PENALTIES = (
 )
 MICS = ShardConfig(partition_size=2)  # of four ranks: two hops over one buffer
 ZERO2 = ShardConfig.preset("zero2")  # reduced to shards, parameters whole
+ZEROPP = ShardConfig.preset("zeropp")  # the backward gathers from another copy than the forward
 IIG = ShardConfig.preset("paro-iig")  # two buffers of different size
 
 backwards = pytest.mark.parametrize("pattern", BACKWARDS, ids=lambda pattern: pattern.__name__)
@@ -60,6 +61,11 @@ def _check(ranks: RankPool, run: Run, pattern: Pattern, world_size: int) -> None
     results = ranks(world_size, play, run, pattern, ranks_per_node=2)
     for grads, expected in results:
         assert_same(grads, expected)
+
+
+@backwards
+def test_backward_through_a_secondary_copy(ranks: RankPool, pattern: Pattern) -> None:
+    _check(ranks, Run(case=models.transformer, config=ZEROPP), pattern, 4)
 
 
 @backwards

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mics_strategy.sharding.order import Call, LiveCalls, RecordedOrder
+from mics_strategy.sharding.order import Call, CommonOrder, LiveCalls, RecordedOrder
 
 
 def _units(count: int) -> list[SimpleNamespace]:
@@ -145,3 +145,35 @@ def test_order_of_nothing_is_not_frozen(what: str) -> None:
     getattr(recorded, what)()
     assert not recorded.is_frozen
     assert not recorded.is_complete
+
+
+@pytest.mark.parametrize(
+    ("entered", "expected"),
+    [
+        ([[0, 1, 2, 3]], [0, 1, 2, 3]),
+        ([[0, 3, 2, 1]], [0, 3, 2, 1]),
+        ([[0, 3, 1], [0, 3, 2, 1]], [0, 3, 2, 1]),  # a unit that only the second rank has run
+        ([[0, 1], [0, 2], [0, 3]], [0, 3, 2, 1]),  # each rank its own: any order will do
+        ([[0, 3, 1]], [0, 3, 1, 2]),  # 2 was run by none, and follows its neighbour
+        ([[], []], [0, 1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_common_order_follows_what_the_ranks_have_run(entered: list[list[int]], expected: list[int]) -> None:
+    common = CommonOrder(_units(4))
+    common.agree(entered)
+    assert [unit.index for unit in common.units] == expected
+    for order in entered:
+        firsts = list(dict.fromkeys(order))
+        assert [index for index in expected if index in firsts] == firsts
+
+
+def test_common_order_gives_each_unit_once_until_it_restarts() -> None:
+    units = _units(4)
+    common = CommonOrder(units)
+    assert common.up_to(units[2]) == units[:3]
+    assert common.up_to(units[1]) == []
+    assert common.rest() == units[3:]
+    assert common.rest() == []
+    common.restart()
+    assert common.rest() == units

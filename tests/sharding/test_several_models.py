@@ -69,6 +69,37 @@ def test_actor_and_critic_train_as_plain(ranks: RankPool, presets: tuple[str, st
         assert_same(found, expected)
 
 
+def train_declared(ctx: RankContext, presets: tuple[str, str]) -> Weights:
+    """Both second hops are on their way under the other model's backward, over the groups that they share."""
+    forget_meshes()
+    pair = [models.mlp().build() for _ in presets]
+    handles = [_sharded(model, preset) for model, preset in zip(pair, presets, strict=True)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in pair]
+    for step in range(3):
+        losses = [model(_batch(step, ctx.rank)).square().mean() for model in pair]
+        with handles[0].micro_step(0, of=1), handles[1].micro_step(0, of=1):
+            losses[1].backward()
+            losses[0].backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {f"{i}.{name}": whole(p) for i, model in enumerate(pair) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero3", "zero1", "paro-iig"])
+def test_twins_with_second_hops_under_each_other_stay_equal_to_plain_ones(ranks: RankPool, preset: str) -> None:
+    model = models.mlp().build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        for rank in range(4):
+            (model(_batch(step, rank)).square().mean() / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {f"{i}.{name}": p.detach() for i in range(2) for name, p in model.named_parameters()}
+    for found in ranks(4, train_declared, (preset, preset), ranks_per_node=2):
+        assert_same(found, expected)
+
+
 def count_groups(ctx: RankContext) -> list[int]:
     """Process groups after each of three models."""
     kept, counts = [], []

@@ -48,6 +48,46 @@ def test_ranks_may_take_different_units_up_to_a_declared_boundary(
     _check(ranks, 4, Run(case=models.unused, config=config, accumulation=accumulation, steps=4, signal=True))
 
 
+class Backwards(nn.Module):
+    """Layers that run from the last to the first, each on some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
+
+    def forward(self, x: Tensor, left_out: int) -> Tensor:
+        for index in reversed(range(6)):
+            if index % 3 != left_out:
+                x = x + self.layers[index](x).tanh()
+        return x
+
+
+def backwards_on_some_ranks() -> Case:
+    vectors = models.unused()
+
+    def build() -> nn.Module:
+        torch.manual_seed(5)
+        return Backwards()
+
+    def batch(step: int, micro: int, rank: int) -> Batch:
+        chosen = {"left_out": (step + micro + rank) % 3 if step else 3}  # all ranks run all layers once
+        return {"x": vectors.batch(step, micro, rank)["x"]} | chosen
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["x"], batch["left_out"]).square().mean()
+
+    return Case(build=build, batch=batch, loss=loss, units=(nn.Linear,))
+
+
+@pytest.mark.parametrize("preset", WHOLE_PARAMETERS)
+@pytest.mark.parametrize("signal", [False, True], ids=["undeclared", "declared"])
+def test_ranks_may_take_different_units_in_another_order_than_the_modules(
+    ranks: RankPool, preset: str, signal: bool
+) -> None:
+    run = Run(case=backwards_on_some_ranks, config=ShardConfig.preset(preset), accumulation=2, steps=4, signal=signal)
+    _check(ranks, 4, run)
+
+
 @pytest.mark.parametrize("preset", ["mics", "zero3", "paro-iig", "paro-ini"])
 @pytest.mark.parametrize("signal", [False, True], ids=["undeclared", "declared"])
 def test_ranks_may_take_different_branches_inside_a_unit(ranks: RankPool, preset: str, signal: bool) -> None:
