@@ -57,7 +57,8 @@ class ShardConfig:
         grad_codec_until: Share of the training after which `grad_codec` is off.
         param_dtype: Dtype in which parameters are gathered and used; ``"auto"`` keeps each parameter's own.
         reduce_dtype: Dtype in which gradients travel; ``"auto"`` is fp32. Sums are always kept in fp32.
-        optimizer_layout: ``"rows"`` shards every tensor. Only ``"rows"`` is available in this version.
+        optimizer_layout: ``"rows"`` shards every tensor. ``"tensors"`` gives each tensor of an optimizer that needs it
+            whole (Muon, Adafactor, ...) to one rank of the optimizer scope, which updates it; others stay in rows.
         second_hop: When gradients meet beyond their scope: ``"boundary"`` (once per optimizer step) or
             ``"micro_step"`` (after every backward, the schedule that MiCS compares itself with).
         overlap: ``"all"``, ``"none"`` or a set of ``{"gather", "reduce", "second_hop", "update"}``: which
@@ -94,7 +95,7 @@ class ShardConfig:
         _check_choice("hierarchical", self.hierarchical, ("auto", False))
         _check_choice("weight_codec", self.weight_codec, ("none",))
         _check_choice("grad_codec", self.grad_codec, ("none",))
-        _check_choice("optimizer_layout", self.optimizer_layout, ("rows",))
+        _check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
         _check_choice("second_hop", self.second_hop, ("boundary", "micro_step"))
         if not (isinstance(self.topology, Topology) or self.topology == "auto"):
             raise ConfigError(

@@ -101,7 +101,7 @@ class Mesh:
     def _device_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh that labels parameters: replicas by shards, axes of one rank left out."""
         shard = self._group("shard", self.shard_span)
-        self._shard = None if shard is None else self._collective_over(shard, self.shard_span)
+        self.among_shards = None if shard is None else self._collective_over(shard, self.shard_span)
         replicate = self._group("replicate", self.replicate_span)
         shard_ranks = self.shard_span.members(self.rank)
         if shard is not None and replicate is not None:
@@ -118,7 +118,7 @@ class Mesh:
 
     def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or maximum of a scalar over the ranks that hold different shards, in place. No plan has it."""
-        return value if self._shard is None else self._shard.combine(value, is_max=is_max)
+        return value if self.among_shards is None else self.among_shards.combine(value, is_max=is_max)
 
     @property
     def _trails(self) -> dict[str, Trail]:
@@ -127,6 +127,7 @@ class Mesh:
             "secondary gathers": self.gather_secondary,
             "updates": self.gather_update,
             "reductions": self.reduce_grads,
+            "whole tensors": self.among_shards,
         }
         return {f"{name} over {group.axis}": group.trail for name, group in watched.items() if group is not None}
 

@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     (
         *("config", "topology", "scopes", "collectives.codecs", "collectives.order", "collectives.traffic"),
-        *("sharding.layout", "sharding.lifecycle", "sharding.schedule"),
+        *("sharding.layout", "sharding.lifecycle", "sharding.schedule", "sharding.dealing"),
         *("checkpoint.manifest", "checkpoint.reshard"),
     ),
     ("mesh", "collectives"),

@@ -25,7 +25,7 @@ REFUSED = [
     *[("grad_codec_until", value) for value in (-0.1, 1.1, float("nan"), "half", None)],
     *[("param_dtype", value) for value in (torch.int8, torch.bool, "int32", "bf16", "nn", None, 16)],
     *[("reduce_dtype", value) for value in (torch.int64, "float8", None)],
-    *[("optimizer_layout", value) for value in ("tensors", "columns", None)],
+    *[("optimizer_layout", value) for value in ("columns", None)],
     *[("second_hop", value) for value in ("step", "never", None)],
     *[("overlap", value) for value in ("some", {"gather", "everything"}, "gather", None, 1, [["gather"]])],
     *[("prefetch", value) for value in (0, -1, True, 1.5, "2", None)],

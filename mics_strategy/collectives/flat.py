@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from mics_strategy.collectives.ops import Handle
 from mics_strategy.collectives.trail import Trail
 from mics_strategy.errors import ShapeError
 
+T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -47,7 +49,14 @@ class Ledger:
     def write(self, collective: str, group: FlatCollective, tensor: torch.Tensor) -> None:
         """Record one collective whose full tensor is `tensor`."""
         full_bytes = tensor.numel() * tensor.element_size()
-        sent_bytes = traffic.SENT_BYTES[collective](full_bytes, group.size)
+        self._add(collective, group, tensor, traffic.SENT_BYTES[collective](full_bytes, group.size))
+
+    def write_exchange(self, group: FlatCollective, tensor: torch.Tensor, kept_numel: int) -> None:
+        """Record an all-to-all of `tensor`, of which this rank keeps `kept_numel` elements."""
+        self._add(traffic.ALL_TO_ALL, group, tensor, (tensor.numel() - kept_numel) * tensor.element_size())
+
+    def _add(self, collective: str, group: FlatCollective, tensor: torch.Tensor, sent_bytes: int) -> None:
+        full_bytes = tensor.numel() * tensor.element_size()
         self.entries[Sent(collective, group.axis, group.size, tensor.dtype, full_bytes, sent_bytes)] += 1
 
     def take(self) -> Counter[Sent]:
@@ -116,12 +125,40 @@ class FlatCollective:
             [dist.all_reduce(tensor, group=self.group, async_op=True)],
         )
 
-    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        """Copy the first rank's `tensor` to all, in place. For starting values and buffers; no plan has it."""
+    def exchange(
+        self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int], what: str
+    ) -> Handle:
+        """Give every rank its piece of `full`, and put what the ranks give into `out`, in the order of their index.
+
+        Args:
+            out: [sum of `out_numels`], same dtype as `full`; overwritten.
+            out_numels: Elements that each rank gives.
+            full: [sum of `full_numels`]; must stay unchanged until the handle has been waited for.
+            full_numels: Elements that each rank gets.
+            what: Names the caller in errors.
+
+        Cost:
+            All of `full` sent but the own piece.
+        """
+        fits = (out.numel(), full.numel(), out.dtype) == (sum(out_numels), sum(full_numels), full.dtype)
+        _check(fits, what, out, full)
+        self.trail.note(what)
+        self._ledger.write_exchange(self, full, full_numels[self.group.rank()])
+        work = dist.all_to_all_single(out, full, out_numels, full_numels, group=self.group, async_op=True)
+        return Handle(f"Exchange of {what} over {self._where}", [work])
+
+    def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
+        """Copy the tensor of one rank to all, in place. For starting values, buffers and states; no plan has it."""
         Handle(
             f"Broadcast of {what} over {self._where}",
-            [dist.broadcast(tensor, group=self.group, group_src=0, async_op=True)],
+            [dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)],
         ).wait()
+
+    def share(self, value: T, source: int) -> T:
+        """The object of one rank, on all. For states; no plan has it."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=source)
+        return values[0]
 
     def combine(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or the maximum of a small tensor over the ranks, in place. For norms; not part of a step's plan."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_REDUCE = "all_reduce"
+ALL_TO_ALL = "all_to_all"  # with pieces of any sizes: what a rank sends is what it holds for others
 
 
 def gather_bytes(full_bytes: int, ranks: int) -> int:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mics_strategy.collectives.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER, SENT_BYTES
+from mics_strategy.collectives.traffic import ALL_REDUCE, ALL_TO_ALL, GATHER, REDUCE_SCATTER, SENT_BYTES
 from mics_strategy.scopes import Scopes
+from mics_strategy.sharding.dealing import Deal
 from mics_strategy.sharding.layout import BucketLayout
 from mics_strategy.topology import Span
 
@@ -45,6 +46,16 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WholePlan:
+    """What of a bucket matters that has tensors which an optimizer updates whole, on the rank of shard `index`."""
+
+    name: str
+    deal: Deal
+    index: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
     """What one optimizer step looks like.
 
@@ -63,7 +74,7 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One collective of a step. `moment` is forward, backward or second_hop; bytes are per rank."""
+    """One collective of a step. `moment` is forward, backward, second_hop or update; bytes are per rank."""
 
     collective: str
     axis: str
@@ -107,13 +118,14 @@ class Plan:
         )
 
 
-def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepShape) -> Plan:
+def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepShape, whole: tuple[WholePlan, ...] = ()) -> Plan:
     """Plan one optimizer step in steady state: the step before has run the same way.
 
     Args:
         units: By index; the root is the first.
         scopes: Ranks and axes of every model state.
         shape: Orders and number of micro-steps.
+        whole: Tensors that optimizers update whole.
     """
     planner = _Planner(units, scopes)
     for _ in range(2):  # the first leaves slots as a step leaves them
@@ -126,6 +138,7 @@ def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepShape) -> 
                 planner.second_hop(shape.needed)
         if not shape.second_hop_every_backward:
             planner.second_hop(shape.needed)
+        planner.update(whole)
     return Plan(collectives=tuple(planner.planned), num_micro_steps=shape.num_micro_steps)
 
 
@@ -221,6 +234,20 @@ class _Planner:
                 if bucket.wire_dtype != bucket.sum_dtype:
                     shard = -(-shard // replicas.size) * replicas.size
                 self._add(ALL_REDUCE, replicas, shard, bucket.wire_dtype, self.units[index].name, "second_hop")
+
+    def update(self, whole: tuple[WholePlan, ...]) -> None:
+        span = self.scopes.span(1, self.scopes.optimizer)
+        for bucket in whole:
+            rows, wholes = bucket.deal.rows_numels(bucket.index), bucket.deal.whole_numels(bucket.index)
+            for pieces, num_bytes in ((rows, 2 * bucket.dtype.itemsize), (wholes, bucket.dtype.itemsize)):
+                full = sum(pieces) * num_bytes  # values and gradients to the owners; new values back
+                sent = full - pieces[bucket.index] * num_bytes
+                self.planned.append(
+                    Planned(
+                        *(ALL_TO_ALL, span.name, span.size, bucket.dtype, full, sent, bucket.name, "update"),
+                        self.micro_step,
+                    )
+                )
 
     def _trainable(self, index: int) -> Iterator[BucketPlan]:
         return (bucket for bucket in self.units[index].buckets if bucket.trainable)

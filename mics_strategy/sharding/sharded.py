@@ -24,8 +24,9 @@ from mics_strategy.sharding.optimizer import StepHooks, adopt
 from mics_strategy.sharding.parameter import ShardedParameter
 from mics_strategy.sharding.replicated import ReplicatedBuffers
 from mics_strategy.sharding.report import TrafficRow, compare
-from mics_strategy.sharding.schedule import BucketPlan, Plan, StepShape, UnitPlan, plan_step
+from mics_strategy.sharding.schedule import BucketPlan, Plan, StepShape, UnitPlan, WholePlan, plan_step
 from mics_strategy.sharding.unit import Unit
+from mics_strategy.sharding.whole import WholeTensors, deal_by_bucket
 from mics_strategy.sharding.wrap import UnitModule
 
 
@@ -66,6 +67,8 @@ class Sharded:
         self.scopes = site.mesh.scopes
         self.memory = site.memory
         self.keeps_optimizer_whole = self.scopes.optimizer == 1
+        self.optimizer_layout = self.config.optimizer_layout
+        self.device = site.device
         self._mesh = site.mesh
         self._engine = engine
         self._units = engine.units
@@ -73,6 +76,8 @@ class Sharded:
         self._link(modules)
         self._buffers = ReplicatedBuffers(model, site.mesh, site.device)
         self._last_step: tuple[int, Counter[Sent]] = (1, Counter())
+        self._loads_bytes = [0] * self.scopes.optimizer  # of whole tensors, by their owner
+        self._updated_whole: list[WholeTensors] = []  # in the last step
         self._is_check_due = self._is_step_over = True
         self._step_hooks = StepHooks(self)
 
@@ -134,7 +139,7 @@ class Sharded:
             ConfigError: On every rank, for an optimizer over other parameters, or one that needs whole
                 tensors.
         """
-        on_every_rank(lambda: adopt(optimizer, self))
+        on_every_rank(lambda: adopt(optimizer, self, self._step_hooks))
         return optimizer
 
     @contextmanager
@@ -197,7 +202,12 @@ class Sharded:
             num_micro_steps=self._last_step[0],
             second_hop_every_backward=self.config.second_hop == "micro_step",
         )
-        return plan_step(tuple(map(self._plan_unit, self._units)), self.scopes, shape)
+        dealt = [bucket for wholes in self._updated_whole for bucket in wholes.buckets]
+        whole = tuple(
+            WholePlan(name=bucket.name, deal=bucket.deal, index=self._mesh.shard_index, dtype=bucket.dtype)
+            for bucket in dealt
+        )
+        return plan_step(tuple(map(self._plan_unit, self._units)), self.scopes, shape, whole)
 
     def _plan_unit(self, unit: Unit) -> UnitPlan:
         wires = {gradient.bucket: gradient for gradient in self._engine.reducer.gradients.get(unit.index, [])}
@@ -238,11 +248,11 @@ class Sharded:
 
     def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The plain optimizer's state dict on rank 0's CPU; empty on other ranks. Collective."""
-        return state.full_optimizer_state_dict(optimizer)
+        return state.full_optimizer_state_dict(optimizer, self._step_hooks.step_of(optimizer).owner_of, self._mesh)
 
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a plain optimizer's state dict; every rank passes the whole one."""
-        state.load_full_optimizer_state_dict(optimizer, state_dict)
+        state.load_full_optimizer_state_dict(optimizer, state_dict, self._step_hooks.step_of(optimizer).owner_of)
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is a sharded parameter of this model."""
@@ -260,12 +270,27 @@ class Sharded:
         """An optimizer is about to read gradients."""
         self._engine.finish_gradients()
 
-    def after_update(self, stepped: list[ShardedParameter]) -> None:
-        """An optimizer has changed `stepped`."""
-        for parameter in stepped:
-            parameter.mics_changes += 1
+    def deal(self, parameters: list[ShardedParameter]) -> WholeTensors:
+        """Give each of `parameters` that is trained an owner among the ranks of the optimizer scope, and memory there.
+
+        Raises:
+            LifecycleError: There is nobody to deal them to.
+        """
+        across = self._mesh.among_shards
+        if across is None:
+            raise LifecycleError("Every rank holds whole tensors. This is a defect of the engine; please report it.")
+        buckets = [bucket for unit in self._units for bucket in unit.trainable]
+        dealt = deal_by_bucket(buckets, set(parameters), self._loads_bytes)
+        return WholeTensors(dealt, across, self._mesh.shard_index, self.memory, self.device)
+
+    def after_update(self, wholes: list[WholeTensors]) -> None:
+        """An optimizer has changed its parameters, some of them whole."""
         self._engine.after_step()
         self._is_check_due = self._is_step_over = True
         if self._engine.num_backwards:
             self._last_step = (self._engine.num_backwards, self._mesh.ledger.take())
             self._engine.num_backwards = 0
+            self._updated_whole = [*wholes]
+        else:  # another optimizer of the same step
+            self._last_step[1].update(self._mesh.ledger.take())
+            self._updated_whole += wholes

@@ -7,6 +7,7 @@ else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mics_strategy.errors import CheckpointError
+from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.parameter import ShardedParameter
 
 StateDict = dict[str, Any]
+OwnerOf = Callable[[torch.Tensor], int | None]
 
 
 def full_state_dict(model: nn.Module) -> StateDict:
@@ -45,18 +48,48 @@ def load_full_state_dict(model: nn.Module, state: StateDict, *, strict: bool) ->
     return model.load_state_dict(pieces, strict=strict)
 
 
-def full_optimizer_state_dict(optimizer: Optimizer) -> StateDict:
-    """The plain optimizer's state dict on rank 0's CPU, integer ids kept; empty on other ranks. Collective."""
+def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, mesh: Mesh) -> StateDict:
+    """The plain optimizer's state dict on rank 0's CPU, integer ids kept; empty on other ranks. Collective.
+
+    Args:
+        optimizer: Of the sharded model.
+        owner_of: The rank of the optimizer scope that alone has the states of a parameter; None where each has rows.
+        mesh: For the ranks of that scope.
+    """
     state = optimizer.state_dict()
-    states = {
-        index: {key: _to_rank_zero(value) if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
-        for index, entry in sorted(state["state"].items())
-    }
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    owners = {index: owner for index, p in enumerate(parameters) if (owner := owner_of(p)) is not None}
+    states = {}
+    for index in range(len(parameters)):
+        entry = state["state"].get(index)
+        if index in owners:
+            entry = _from_owner(entry, owners[index], mesh)
+        if entry is not None:
+            states[index] = {
+                key: _to_rank_zero(value) if isinstance(value, torch.Tensor) else value for key, value in entry.items()
+            }
     return {**state, "state": states} if dist.get_rank() == 0 else {}
 
 
-def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict) -> None:
+def _from_owner(entry: StateDict | None, owner: int, mesh: Mesh) -> StateDict | None:
+    """The states of a parameter that one rank of the optimizer scope has, on all of them, on the CPU."""
+    if mesh.among_shards is None:
+        return entry
+    sent = None if entry is None else {key: _on_cpu(value) for key, value in entry.items()}
+    return mesh.among_shards.share(sent, owner)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict, owner_of: OwnerOf) -> None:
     """Load a plain optimizer's state dict that every rank passes whole.
+
+    Args:
+        optimizer: Of the sharded model.
+        state: As the plain optimizer gives it.
+        owner_of: As for `full_optimizer_state_dict`.
 
     Raises:
         CheckpointError: It holds another number of parameters.
@@ -68,10 +101,14 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict) -> No
             f"The checkpoint's optimizer has {saved} parameters, this {type(optimizer).__name__} has "
             f"{len(parameters)}. Build the optimizer over the parameters that it was saved with."
         )
-    pieces = {
-        index: {key: _piece(value, parameters[index]) for key, value in entry.items()}
-        for index, entry in state["state"].items()
-    }
+    pieces = {}
+    for index, entry in state["state"].items():
+        parameter = parameters[index]
+        owner = owner_of(parameter)
+        if owner is None:
+            pieces[index] = {key: _piece(value, parameter) for key, value in entry.items()}
+        elif owner == parameter.mics_index:
+            pieces[index] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
     optimizer.load_state_dict({**state, "state": pieces})
 
 
@@ -90,7 +127,7 @@ def _piece(value: Any, own: object) -> Any:
     if not isinstance(own, ShardedParameter) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != own.shape:
-        return value  # torch names the two shapes when it is loaded
+        return value.clone()  # a state of another shape; of parameters, torch names the two when they are loaded
     if not value.dim():
         return DTensor.from_local(value.clone(), own.device_mesh, own.placements, run_check=False)
     local = own.mics_region.slice_of(value, own.mics_index).to(own.device, copy=True)

@@ -34,6 +34,8 @@ class CountC10d(TorchDispatchMode):
             self.names[name] += 1
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             full = max(tensors, key=torch.Tensor.numel)
+            if name == "alltoall_base_" and args[3]:  # pieces of given sizes
+                full, name = args[1], "all_to_all"
             ranks = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
             self.kinds[NAMES.get(name, name), full.dtype, full.numel() * full.element_size(), ranks] += 1
         elif namespace == "_c10d_functional" and name != "wait_tensor":

@@ -1,0 +1,193 @@
+"""What does an optimizer see of sharded parameters in a step?
+
+Plain local tensors, because dispatching a fused update through DTensor costs several times the update: this rank's
+rows, or, of tensors that are updated whole, those that this rank owns.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from mics_strategy.errors import LifecycleError
+from mics_strategy.sharding.parameter import ShardedParameter
+from mics_strategy.sharding.reach import Reach, reach_by_group
+from mics_strategy.sharding.refusals import refuse_other_lists, refuse_reach
+from mics_strategy.sharding.whole import WholeTensors
+
+T = TypeVar("T")
+
+
+class StepObserver(Protocol):
+    """Who must know when an optimizer steps."""
+
+    keeps_optimizer_whole: bool
+    optimizer_layout: str
+    device: torch.device
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether `parameter` is one of the sharded ones."""
+
+    def replaced(self, parameter: torch.Tensor) -> ShardedParameter | None:
+        """The sharded parameter that took the place of a plain one."""
+
+    def deal(self, parameters: list[ShardedParameter]) -> WholeTensors:
+        """Give each of `parameters` an owner, and memory there."""
+
+    def before_update(self) -> None:
+        """Gradients are about to be read."""
+
+    def after_update(self, wholes: list[WholeTensors]) -> None:
+        """Parameters have new values; `wholes` were updated whole."""
+
+
+class LocalStep:
+    """One optimizer and one model, seen from the optimizer's step hooks.
+
+    Args:
+        optimizer: Steps on sharded parameters.
+        model: Tells its parameters from those of another one.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: StepObserver) -> None:
+        self._optimizer_ref = weakref.ref(optimizer)  # whoever keeps this object by its optimizer must not keep both
+        self._model_ref = weakref.ref(model)
+        self._groups: list[int] = []  # parameters in each, when it was last looked at
+        self._locals: dict[ShardedParameter, nn.Parameter] = {}
+        self._wrapped: dict[int, DTensor] = {}
+        self._stepped: list[ShardedParameter] = []
+        self.wholes: list[WholeTensors] = []
+        self._whole: dict[ShardedParameter, int] = {}  # those updated whole, and their owners
+        self.is_local = False
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        return alive(self._optimizer_ref)
+
+    @property
+    def _model(self) -> StepObserver:
+        return alive(self._model_ref)
+
+    def prepare(self) -> None:
+        """See which tensors must be whole, and deal those; again when parameters have been added.
+
+        Raises:
+            ConfigError: The optimizer looks further than the tensors that a rank can be given.
+        """
+        optimizer, model = self._optimizer, self._model
+        groups = [len(group["params"]) for group in optimizer.param_groups]
+        if groups == self._groups:
+            return
+        refuse_other_lists(optimizer)
+        if not model.keeps_optimizer_whole:
+            reaches = reach_by_group(optimizer, model.device)
+            refuse_reach(optimizer, reaches, model.optimizer_layout)
+            grouped = zip(optimizer.param_groups, reaches, strict=True)
+            needed = [p for group, reach in grouped if reach is Reach.TENSOR for p in group["params"] if model.owns(p)]
+            self._deal([p for p in needed if p not in self._whole])
+        self._groups = groups
+
+    def _deal(self, parameters: list[ShardedParameter]) -> None:
+        if not parameters:
+            return
+        wholes = self._model.deal(parameters)
+        self.wholes.append(wholes)
+        self._whole.update(wholes.owners())
+        self._locals.update(wholes.shown())
+
+    def owner_of(self, parameter: torch.Tensor) -> int | None:
+        """The rank of the optimizer scope that updates `parameter` whole, if one does."""
+        return self._whole.get(cast("ShardedParameter", parameter))
+
+    def enter(self) -> None:
+        """Show the optimizer local tensors."""
+        for group in self._optimizer.param_groups:
+            group["params"] = [self._local_of(p) if self._model.owns(p) else p for p in group["params"]]
+        for wholes in self.wholes:
+            wholes.collect()
+        self._wrapped.clear()
+        self._stepped.clear()
+        for sharded, local in self._locals.items():
+            grad = sharded.stored_grad
+            if grad is not None:
+                self._stepped.append(sharded)
+            if sharded not in self._whole:
+                local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
+            if sharded in self._optimizer.state:
+                state = self._optimizer.state.pop(sharded)
+                self._optimizer.state[local] = {key: self._unwrap(value) for key, value in state.items()}
+        self.is_local = True
+
+    def leave(self) -> None:
+        """Show the optimizer sharded parameters again, its new states as DTensors like them."""
+        if not self.is_local:
+            return
+        self.is_local = False
+        back = {local: sharded for sharded, local in self._locals.items()}
+        for group in self._optimizer.param_groups:
+            group["params"] = [back.get(p, p) for p in group["params"]]
+        for sharded, local in self._locals.items():
+            local.grad = None
+            if local in self._optimizer.state:
+                state = self._optimizer.state.pop(local)
+                self._optimizer.state[sharded] = {key: self._wrap(value, sharded) for key, value in state.items()}
+        for wholes in self.wholes:
+            wholes.spread()
+        for sharded in self._stepped:
+            sharded.mics_changes += 1
+
+    def _local_of(self, parameter: torch.Tensor) -> nn.Parameter:
+        sharded = cast("ShardedParameter", parameter)
+        local = self._locals.get(sharded)
+        if local is None:
+            local = self._locals[sharded] = nn.Parameter(sharded.local.detach(), requires_grad=sharded.requires_grad)
+        return local
+
+    def _unwrap(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            local = value.to_local()
+            self._wrapped[id(local)] = value
+            return local
+        return value
+
+    def _wrap(self, value: Any, sharded: ShardedParameter) -> Any:
+        """A state of the parameter's own shape becomes a DTensor like it; counters and the like stay as they are.
+
+        So do states of tensors that are updated whole: they are on the owner only.
+        """
+        if (
+            sharded in self._whole
+            or not isinstance(value, torch.Tensor)
+            or value.shape != sharded.local.shape
+            or value.dim() != sharded.dim()
+            or not value.dim()
+        ):
+            return value
+        known = self._wrapped.get(id(value))
+        if known is not None:
+            return known
+        return DTensor.from_local(
+            value,
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=sharded.shape,
+            stride=sharded.stride(),
+        )
+
+
+def alive(reference: weakref.ref[T]) -> T:
+    """What `reference` refers to.
+
+    Raises:
+        LifecycleError: It is gone.
+    """
+    found = reference()
+    if found is None:
+        raise LifecycleError("The optimizer or the model of a step is gone. Keep both as long as the model trains.")
+    return found

@@ -1,0 +1,183 @@
+"""How far does an optimizer look when it updates one element?
+
+At that element only (Adam), at its whole tensor (Muon, Adafactor, LAMB), or at all tensors together (a norm of
+everything). The first may step on rows of tensors, the second on whole tensors dealt to ranks, the third on neither.
+Names do not tell, so an optimizer that is not torch's own is tried: a copy of it, with its options, takes a few steps
+on small tensors, on halves of them, and on half of them; what it does to a whole tensor must be what it does to the
+parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+_ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
+# Some of these look further only after more steps than are tried here.
+_NAMED_FOR_WHOLE_TENSORS = ("muon", "shampoo", "soap", "kfac", "galore")
+_NUM_STEPS = 3
+_LR = 0.01  # that of a warm-up may still be 0, which would hide everything
+_TOLERANCE = 1e-3  # of the largest change; halves differ by rounding only
+_HOOKS = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+Cut = Callable[[torch.Tensor, int], torch.Tensor | None]
+_log = logging.getLogger(__name__)
+
+
+class Reach(enum.IntEnum):
+    """What an update of one element depends on, beside that element's own gradients and states."""
+
+    ELEMENT = 0
+    TENSOR = 1
+    ALL = 2
+
+
+def reach_by_group(optimizer: Optimizer, device: torch.device) -> list[Reach]:
+    """How far each parameter group of an optimizer looks.
+
+    Args:
+        optimizer: Is not changed, and takes no step.
+        device: Where to try it.
+    """
+    groups = optimizer.param_groups
+    if type(optimizer) in _ELEMENTWISE:
+        return [Reach.ELEMENT] * len(groups)
+    names = [cls.__name__.lower() for cls in type(optimizer).__mro__]
+    least = Reach.TENSOR if any(word in name for name in names for word in _NAMED_FOR_WHOLE_TENSORS) else Reach.ELEMENT
+    try:
+        found = _Trial(optimizer, device).reach_by_group()
+    except Exception as error:  # of a foreign optimizer, whatever it is; what is assumed instead is said
+        _log.warning(
+            "%s could not be tried on small tensors (%s: %s), so it is taken for one that updates each element by "
+            "itself. If it needs whole tensors, keep optimizer states whole with `optimizer='none'`.",
+            *(type(optimizer).__name__, type(error).__name__, error),
+        )
+        found = [Reach.ELEMENT] * len(groups)
+    return [max(least, reach) for reach in found]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Outcome:
+    """What steps did: the change of each tensor's part (None where it had none), and the numbers of each group."""
+
+    changes: list[torch.Tensor | None]
+    numbers: list[dict[str, float]]
+
+
+class _Trial:
+    """Tries one optimizer. At most two tensors of each group and number of dimensions stand for its parameters."""
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._generator = torch.Generator().manual_seed(0)
+        self._stand_for: list[tuple[int, torch.Tensor]] = []  # group, parameter
+        for index, group in enumerate(optimizer.param_groups):
+            of_kind: dict[int, int] = defaultdict(int)
+            for parameter in group["params"]:
+                of_kind[parameter.dim()] += 1
+                if of_kind[parameter.dim()] <= 2:
+                    self._stand_for.append((index, parameter))
+        shapes = [(4, 6, 2, 2, 2, 2)[: parameter.dim()] for _, parameter in self._stand_for]
+        self._values = [self._random(shape) for shape in shapes]
+        self._grads = [[self._random(shape) for shape in shapes] for _ in range(_NUM_STEPS)]
+
+    def _random(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(self._device)
+
+    def reach_by_group(self) -> list[Reach]:
+        """Compare steps on whole tensors with steps on parts."""
+        whole = self._step(lambda tensor, _: tensor)
+        by_rows = [self._halves(whole, partial(_half_of_tensor, dim=dim)) for dim in (0, -1)]
+        by_tensors = self._halves(whole, _half_of_tensors)
+        reaches = []
+        for group in range(len(self._optimizer.param_groups)):
+            if not by_tensors[group]:
+                reaches.append(Reach.ALL)
+            else:
+                reaches.append(Reach.ELEMENT if all(same[group] for same in by_rows) else Reach.TENSOR)
+        return reaches
+
+    def _halves(self, whole: _Outcome, cut: Callable[[int], Cut]) -> list[bool]:
+        """By group, whether steps on either half do what steps on everything do."""
+        same = [True] * len(self._optimizer.param_groups)
+        for half in (0, 1):
+            outcome = self._step(cut(half))
+            for position, (group, _) in enumerate(self._stand_for):
+                found, expected = outcome.changes[position], whole.changes[position]
+                if found is not None and expected is not None:
+                    part = cut(half)(expected, position)
+                    same[group] &= part is not None and _is_close(found, part, expected)
+            for group, numbers in enumerate(outcome.numbers):
+                same[group] &= all(_are_near(value, whole.numbers[group].get(key)) for key, value in numbers.items())
+        return same
+
+    def _step(self, cut: Cut) -> _Outcome:
+        """Take the steps on the parts that `cut` leaves of the tensors."""
+        starts = [cut(value, position) for position, value in enumerate(self._values)]
+        parts = [None if start is None else nn.Parameter(start.clone()) for start in starts]
+        trial = self._copy(parts)
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []), torch.enable_grad():
+            for grads in self._grads:
+                for position, (part, grad) in enumerate(zip(parts, grads, strict=True)):
+                    piece = cut(grad, position)
+                    if part is not None and piece is not None:
+                        part.grad = piece.clone()
+                type(trial).step(trial)
+        return _Outcome(
+            changes=[
+                None if part is None or start is None else part.detach() - start
+                for part, start in zip(parts, starts, strict=True)
+            ],
+            numbers=[
+                {key: value for key, value in group.items() if isinstance(value, float)} for group in trial.param_groups
+            ],
+        )
+
+    def _copy(self, parts: list[nn.Parameter | None]) -> Optimizer:
+        """The optimizer with other parameters and no states; optimizers inside it (wrappers) are copied alike."""
+        trial: Optimizer = object.__new__(type(self._optimizer))
+        memo: dict[int, Any] = {id(self._optimizer): trial, id(self._optimizer.state): defaultdict(dict)}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                memo[id(parameter)] = nn.Parameter(torch.empty(0, device=self._device))  # has no gradient
+        for (_, parameter), part in zip(self._stand_for, parts, strict=True):
+            if part is not None:
+                memo[id(parameter)] = part
+        attributes = {name: value for name, value in vars(self._optimizer).items() if name not in _HOOKS}
+        trial.__dict__.update(copy.deepcopy(attributes, memo), **{hook: {} for hook in _HOOKS[1:]})
+        for group in trial.param_groups:
+            lr = group.get("lr")
+            if isinstance(lr, torch.Tensor):
+                lr.fill_(_LR)
+            elif isinstance(lr, (int, float)):
+                group["lr"] = _LR
+        return trial
+
+
+def _half_of_tensor(half: int, dim: int) -> Cut:
+    """One half of every tensor along `dim`; scalars whole."""
+    return lambda tensor, _: tensor.chunk(2, dim)[half] if tensor.dim() else tensor
+
+
+def _half_of_tensors(half: int) -> Cut:
+    """Every other tensor."""
+    return lambda tensor, position: tensor if position % 2 == half else None
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor, whole: torch.Tensor) -> bool:
+    return bool((found - expected).abs().max() <= _TOLERANCE * whole.abs().max())
+
+
+def _are_near(value: float, other: float | None) -> bool:
+    return other is not None and abs(value - other) <= _TOLERANCE * max(abs(value), abs(other))

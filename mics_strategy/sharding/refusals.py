@@ -1,0 +1,91 @@
+"""Which optimizers cannot step on this model, and what should be done instead?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.optim import Optimizer
+
+from mics_strategy.errors import ConfigError
+from mics_strategy.sharding.parameter import ShardedParameter
+from mics_strategy.sharding.reach import Reach
+
+_KEEPS_PARAMETERS = ("LBFGS",)  # a list of its own, from which shards cannot be hidden in a step
+_ELEMENTWISE = "an optimizer that updates each element by itself (AdamW, SGD, ...)"
+
+
+def refuse_mixture(optimizer: Optimizer) -> None:
+    """Refuse sharded parameters beside others, whose gradients no rank would share: replicas would drift apart.
+
+    Raises:
+        ConfigError: Naming the first parameter that no sharded model has.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    if not any(isinstance(parameter, ShardedParameter) for group in groups for parameter in group):
+        return
+    for index, group in enumerate(groups):
+        for position, parameter in enumerate(group):
+            if parameter.requires_grad and not isinstance(parameter, ShardedParameter):
+                raise ConfigError(
+                    f"Parameter {position} of group {index} of {type(optimizer).__name__}, shape "
+                    f"{tuple(parameter.shape)}, belongs to no sharded model, so each rank would train its own. Make "
+                    "it a parameter of the model before `shard()`, or give it an optimizer of its own."
+                )
+
+
+def refuse_stale(optimizer: Optimizer, replaced: Callable[[torch.Tensor], ShardedParameter | None]) -> None:
+    """An optimizer built before `shard()` holds parameters that no model uses: it would train nothing, in silence.
+
+    Args:
+        optimizer: About to step.
+        replaced: Gives the sharded parameter that took the place of a plain one.
+
+    Raises:
+        ConfigError: Naming the first such parameter.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        sharded = replaced(parameter)
+        if sharded is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__} was built before `shard()` and still holds the plain "
+                f"`{sharded.mics_name}`, which the model no "
+                "longer uses. Call `optimizer = sharded.adopt(optimizer)`, or build the optimizer after `shard()`."
+            )
+
+
+def refuse_other_lists(optimizer: Optimizer) -> None:
+    """Refuse optimizers that keep their parameters in more places than their groups.
+
+    Raises:
+        ConfigError: For the ones known to.
+    """
+    if any(cls.__name__ in _KEEPS_PARAMETERS for cls in type(optimizer).__mro__):
+        raise ConfigError(
+            f"{type(optimizer).__name__} needs whole tensors of all parameters together, which no scope offers. Use "
+            f"{_ELEMENTWISE}."
+        )
+
+
+def refuse_reach(optimizer: Optimizer, reaches: list[Reach], optimizer_layout: str) -> None:
+    """Refuse an optimizer that looks further than the tensors that a rank holds.
+
+    Args:
+        optimizer: About to step.
+        reaches: Of its groups.
+        optimizer_layout: Of the configuration.
+
+    Raises:
+        ConfigError: It needs whole tensors where there are rows, or all tensors together.
+    """
+    name = type(optimizer).__name__
+    if Reach.ALL in reaches:
+        raise ConfigError(
+            f"{name} updates a tensor by what other tensors hold, as a trial on small tensors shows, and each rank "
+            f"updates a part of them. Use {_ELEMENTWISE}, or keep optimizer states whole with `optimizer='none'`."
+        )
+    if Reach.TENSOR in reaches and optimizer_layout == "rows":
+        raise ConfigError(
+            f"{name} needs whole tensors, and each rank holds rows of them. Deal whole tensors to ranks with "
+            f"`optimizer_layout='tensors'`, keep optimizer states whole with `optimizer='none'`, or use {_ELEMENTWISE}."
+        )
