@@ -30,7 +30,7 @@ class Regression(LightningModule):
     """Layers, a head, and a parameter of the LightningModule itself that the loss uses outside `forward`.
 
     Args:
-        optimizer: "sgd", "adamw" or "adam_scheduler".
+        optimizer: "sgd", "adafactor", "adamw" or "adam_scheduler".
     """
 
     def __init__(self, optimizer: str = "sgd") -> None:
@@ -68,6 +68,8 @@ class Regression(LightningModule):
     def configure_optimizers(self) -> Any:
         if self.optimizer_name == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.05)
+        if self.optimizer_name == "adafactor":
+            return torch.optim.Adafactor(self.parameters(), lr=0.05, eps=(1e-3, 1e-3))
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
         if self.optimizer_name == "adamw":
             return optimizer
