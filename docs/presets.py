@@ -13,7 +13,9 @@ import torch
 
 from mics_strategy import ShardConfig, Topology
 from mics_strategy.scopes import Scopes, resolve_scopes
+from mics_strategy.sharding.advice import FEW_TRAINED, MANY_TRAINED, Workload, advise, recommended
 from mics_strategy.sharding.layout import plan_bucket
+from mics_strategy.sharding.model_states import ParameterKind, state_bytes
 from mics_strategy.sharding.schedule import BucketPlan, Plan, StepShape, UnitPlan, plan_step
 
 PAGE = Path(__file__).with_name("presets.md")
@@ -76,15 +78,32 @@ def sent_by_link(preset: str) -> dict[str, float]:
     return sent
 
 
-def bytes_of_states(params: int, secondary: int, grads: int, optimizer: int) -> float:
-    """Bytes for each parameter on one rank, by the ranks over which each state is sharded.
+def bytes_of_states(scopes: Scopes) -> float:
+    """Bytes for each parameter on one rank: bf16 parameters, fp32 gradients, master copy and Adam's two moments."""
+    kind = ParameterKind(numel=UNIT_NUMEL, master_bytes=4, param_bytes=2, wire_bytes=4, is_trained=True)
+    return state_bytes([kind], scopes) / UNIT_NUMEL
 
-    bf16 parameters (and a second shard of them), fp32 gradients (and their reduced shard, where that is another), fp32
-    master copy and Adam's two moments.
-    """
-    parameters = 2 / params + (2 / secondary if secondary < params else 0)
-    gradients = 4 / grads + (4 / optimizer if grads != optimizer else 0)
-    return parameters + gradients + 12 / optimizer
+
+def choices() -> str:
+    """The triples that are considered, by the share of parameters that are trained."""
+    triples = [name for name in ShardConfig.PRESETS if name.startswith("paro-")]
+    columns = [recommended(share)[0] for share in (1.0, (MANY_TRAINED + FEW_TRAINED) / 2, 0.0)]
+    rows = [
+        f"| `{triple}` | " + " | ".join("yes" if triple[5:] in column else "" for column in columns) + " |"
+        for triple in triples
+    ]
+    return "\n".join(rows)
+
+
+def example() -> str:
+    """What is printed for a LLaMA of 7 B parameters with adapters, on 32 GPUs of 16 GB."""
+    kinds = (
+        ParameterKind(numel=6_738_415_616, master_bytes=2, param_bytes=2, wire_bytes=4, is_trained=False),
+        ParameterKind(numel=19_988_480, master_bytes=4, param_bytes=2, wire_bytes=4, is_trained=True),
+    )
+    workload = Workload(kinds=kinds, slots_bytes=3 * 2 * 202_383_360, memory_bytes=16 * 10**9)
+    config, topology = ShardConfig.preset("auto"), Topology(ranks_per_node=PER_NODE)
+    return advise(config, workload, topology, NODES * PER_NODE).reasons
 
 
 def page() -> str:
@@ -97,7 +116,7 @@ def page() -> str:
             degrees += f", copy {scopes.secondary}"
         also = ", ".join(f"`{other}`" for other, name in SAME.items() if name == preset)
         name = f"`{preset}`" + (f" ({also})" if also else "")
-        memory = bytes_of_states(scopes.params, scopes.secondary, scopes.grads, scopes.optimizer)
+        memory = bytes_of_states(scopes)
         traffic = f"{sent['intra']:.2f} | {sent['inter']:.2f}"
         rows.append(f"| {name} | {degrees} | {traffic} | {memory:.2f} | {WHEN[preset]} |")
     return (
@@ -116,7 +135,24 @@ Adam's moments in fp32; slots for two layers come on top.
 |---|---|---|---|---|---|
 """
         + "\n".join(rows)
-        + "\n"
+        + f"""
+
+## Let it choose
+
+`ShardConfig.preset("auto")`, `Trainer(strategy="mics_auto")`. What is considered depends on the share of parameters
+that are trained (PaRO's rules, where they follow from its principles):
+
+| preset | {MANY_TRAINED:.0%} or more | in between | {FEW_TRAINED:.0%} or less |
+|---|---|---|---|
+{choices()}
+
+Among those whose states fit, the one whose traffic takes least time is taken, and rank 0 prints why. For a LLaMA of
+6.7 B frozen parameters and adapters of 20 M, on {NODES} nodes of {PER_NODE} GPUs with 16 GB:
+
+```text
+{example()}
+```
+"""
     )
 
 

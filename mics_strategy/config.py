@@ -19,6 +19,7 @@ from mics_strategy.topology import Topology
 Scope = str | int
 OVERLAPS = frozenset({"gather", "reduce", "second_hop", "update"})
 
+_CHOSEN_TOGETHER = ("params", "grads", "optimizer")
 _LETTER_SCOPES = {"n": "none", "i": "partition", "g": "world"}
 _PRESET_LETTERS = {
     "ddp": "nnn",
@@ -43,7 +44,8 @@ class ShardConfig:
         partition_size: Ranks that the word ``"partition"`` means: ``"node"``, ``"world"``, a number of ranks,
             or ``"auto"`` (the ranks of one node).
         params: Scope of the parameters between uses: ``"none"`` (every rank keeps all of them),
-            ``"partition"``, ``"world"`` or a number of ranks.
+            ``"partition"``, ``"world"`` or a number of ranks. ``"auto"``, for this and the next two together, chooses
+            them by the share of trained parameters, memory and traffic, and says what it chose and why.
         grads: Scope to which gradients are reduced in every micro-step.
         optimizer: Scope of the optimizer states and of the parameters it updates. Never coarser than
             `params` or `grads`.
@@ -90,8 +92,10 @@ class ShardConfig:
 
     def __post_init__(self) -> None:
         _check_scope("partition_size", self.partition_size, words=("auto", "node", "world"))
-        for name in ("params", "grads", "optimizer", "secondary_params"):
-            _check_scope(name, getattr(self, name), words=("none", "partition", "world"))
+        for name in _CHOSEN_TOGETHER:
+            _check_scope(name, getattr(self, name), words=("none", "partition", "world", "auto"))
+        _check_scope("secondary_params", self.secondary_params, words=("none", "partition", "world"))
+        _check_auto({name: getattr(self, name) for name in _CHOSEN_TOGETHER}, self.secondary_params)
         _check_choice("hierarchical", self.hierarchical, ("auto", False))
         _check_choice("weight_codec", self.weight_codec, ("none",))
         _check_choice("grad_codec", self.grad_codec, ("none",))
@@ -112,13 +116,27 @@ class ShardConfig:
                 f"`grad_codec_until={self.grad_codec_until!r}` is not a share of the training. Use 0.0 to 1.0."
             )
 
+    def param_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which a parameter of `dtype` is gathered and used."""
+        return self.param_dtype if isinstance(self.param_dtype, torch.dtype) and dtype.is_floating_point else dtype
+
+    def wire_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which the gradient of a parameter of `dtype` travels."""
+        return self.reduce_dtype if isinstance(self.reduce_dtype, torch.dtype) else sum_dtype_of(dtype)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the scopes are to be chosen."""
+        return self.params == "auto"
+
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> ShardConfig:
         """The configuration of a published system, by name, with any field overridden.
 
         Args:
             name: One of `ShardConfig.PRESETS`: ``ddp zero1 zero2 zero3 zeropp mics hsdp`` or ``paro-XYZ`` with the
-                letters n (none), i (partition), g (world) for parameters, gradients and optimizer states.
+                letters n (none), i (partition), g (world) for parameters, gradients and optimizer states; or ``auto``,
+                which chooses among the latter.
             **overrides: Fields of `ShardConfig`.
 
         Raises:
@@ -132,15 +150,15 @@ class ShardConfig:
         letters = _PRESET_LETTERS.get(key) or (
             key[5:] if key.startswith("paro-") and key[5:] in _PARO_LETTERS else None
         )
-        if letters is None:
-            raise ConfigError(f"`preset={name!r}` is not known. Use one of {', '.join(cls.PRESETS)}.")
+        if letters is None and key != "auto":
+            raise ConfigError(f"`preset={name!r}` is not known. Use one of {', '.join(cls.PRESETS)} or auto.")
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(overrides) - known)
         if unknown:
             raise ConfigError(f"Unknown option {', '.join(map(repr, unknown))}. Known: {', '.join(sorted(known))}.")
-        params, grads, optimizer = (_LETTER_SCOPES[letter] for letter in letters)
-        secondary = "partition" if key == "zeropp" else "none"
-        scopes = {"params": params, "grads": grads, "optimizer": optimizer, "secondary_params": secondary}
+        words = [_LETTER_SCOPES[letter] for letter in letters] if letters else ["auto"] * 3
+        scopes = dict(zip(_CHOSEN_TOGETHER, words, strict=True))
+        scopes["secondary_params"] = "partition" if key == "zeropp" else "none"
         return cls(**{**scopes, **overrides})
 
     def describe(self) -> dict[str, str]:
@@ -153,10 +171,29 @@ class ShardConfig:
         return dataclasses.replace(self, **changes)
 
 
+def sum_dtype_of(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which gradients of a parameter of `dtype` are added: fp32, or wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _check_scope(name: str, value: object, words: tuple[str, ...]) -> None:
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if not is_count and value not in words:
         raise ConfigError(f"`{name}={value!r}` is not a scope. Use {', '.join(map(repr, words))} or a number of ranks.")
+
+
+def _check_auto(scopes: dict[str, Scope], secondary_params: Scope) -> None:
+    given = [name for name, scope in scopes.items() if scope != "auto"]
+    if 0 < len(given) < len(scopes):
+        raise ConfigError(
+            f"`{given[0]}={scopes[given[0]]!r}` beside scopes that are 'auto': they are chosen together. Set "
+            f"{', '.join(scopes)} all to 'auto', or none of them."
+        )
+    if not given and secondary_params != "none":
+        raise ConfigError(
+            f"`secondary_params={secondary_params!r}` is a copy of shards whose scope is still to be chosen ('auto'). "
+            "Give the scopes, or leave `secondary_params` 'none'."
+        )
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

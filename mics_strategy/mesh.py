@@ -27,7 +27,7 @@ from mics_strategy.collectives.flat import FlatCollective, Ledger
 from mics_strategy.collectives.ops import is_anything_under_way
 from mics_strategy.collectives.trail import Trail, first_difference
 from mics_strategy.config import ShardConfig
-from mics_strategy.scopes import Scopes, resolve_scopes
+from mics_strategy.scopes import Scopes
 from mics_strategy.topology import Place, Span, Topology, topology_from_places
 
 T = TypeVar("T")
@@ -205,11 +205,6 @@ def node_name() -> str:
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
     number = next((f" {name}={os.environ[name]}" for name in _NODE_VARIABLES if name in os.environ), "")
     return f"{socket.gethostname()} {boot[:8]}{number}"
-
-
-def discover_scopes(config: ShardConfig) -> Scopes:
-    """The scopes of this job; the same, or the same error, on every rank."""
-    return resolve_scopes(config, discover_topology(config), dist.get_world_size())
 
 
 def gather_objects(value: T) -> list[T]:

@@ -53,8 +53,10 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
     """
     topology.check_world(world_size)
     per_node = topology.ranks_per_node
-    words = {"none": 1, "node": per_node, "auto": per_node, "world": world_size}
-    partition = _ranks_of(config.partition_size, words)
+    if config.is_auto:
+        raise ConfigError("The scopes are still to be chosen ('auto'). Give them, or let `shard()` choose.")
+    words = {"none": 1, "node": per_node, "world": world_size}
+    partition = per_node if config.partition_size == "auto" else _ranks_of(config.partition_size, words)
     words["partition"] = partition
     degrees = {name: _ranks_of(getattr(config, name), words) for name in ("params", "grads", "optimizer")}
     for name, degree in {"partition_size": partition, **degrees}.items():

@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("config", "topology", "scopes", "collectives.codecs", "collectives.order", "collectives.traffic"),
         *("sharding.layout", "sharding.lifecycle", "sharding.schedule", "sharding.dealing"),
+        *("sharding.model_states", "sharding.advice"),
         *("checkpoint.manifest", "checkpoint.reshard"),
     ),
     ("mesh", "collectives"),

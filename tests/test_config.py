@@ -16,8 +16,9 @@ REFUSED = [
     *[
         (name, value)
         for name in ("params", "grads", "optimizer", "secondary_params")
-        for value in ("node", "auto", "all", 0, -2, True, 2.0)
+        for value in ("node", "all", 0, -2, True, 2.0)
     ],
+    ("secondary_params", "auto"),
     *[("partition_size", value) for value in ("none", "partition", 0, -1, False, 1.5, None)],
     *[("hierarchical", value) for value in (True, "yes", 0, None)],
     *[("weight_codec", value) for value in ("int8", "fp8", None)],

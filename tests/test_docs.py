@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy.scopes import Scopes
 from tests.ranks import RankContext, RankPool
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -30,8 +31,8 @@ def test_presets_with_two_names_are_the_same(one: str, other: str) -> None:
     assert ShardConfig.preset(one) == ShardConfig.preset(other)
 
 
-def measured_bytes(ctx: RankContext) -> dict[str, tuple[float, tuple[int, ...]]]:
-    """Of model states for each parameter, and the degrees of P, secondary copy, G and OS, by preset."""
+def measured_bytes(ctx: RankContext) -> dict[str, tuple[float, Scopes]]:
+    """Of model states for each parameter, and the scopes, by preset."""
     found = {}
     for preset in ShardConfig.PRESETS:
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
@@ -43,12 +44,11 @@ def measured_bytes(ctx: RankContext) -> dict[str, tuple[float, tuple[int, ...]]]
         total = sum(sharded.memory.bytes_by_purpose.get(purpose, 0) for purpose in STATES)
         moments = (state[name].to_local() for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
         total += sum(moment.numel() * moment.element_size() for moment in moments)
-        scopes = sharded.scopes
-        found[preset] = (total / (4 * 64 * 64), (scopes.params, scopes.secondary, scopes.grads, scopes.optimizer))
+        found[preset] = (total / (4 * 64 * 64), sharded.scopes)
     return found
 
 
 def test_memory_is_what_the_page_calculates(ranks: RankPool) -> None:
     """On 2 nodes of 2 ranks, with the page's own formula."""
-    for preset, (measured, degrees) in ranks(4, measured_bytes, ranks_per_node=2)[0].items():
-        assert measured == pytest.approx(PRESETS["bytes_of_states"](*degrees)), preset
+    for preset, (measured, scopes) in ranks(4, measured_bytes, ranks_per_node=2)[0].items():
+        assert measured == pytest.approx(PRESETS["bytes_of_states"](scopes)), preset

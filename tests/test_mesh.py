@@ -5,7 +5,8 @@ import os
 import pytest
 
 from mics_strategy import ConfigError, ShardConfig, Topology
-from mics_strategy.mesh import discover_scopes, discover_topology
+from mics_strategy.mesh import discover_topology
+from mics_strategy.scopes import resolve_scopes
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 LAUNCHERS = {"torchrun": "GROUP_RANK", "slurm": "SLURM_NODEID", "lightning": "NODE_RANK"}
@@ -48,7 +49,7 @@ def test_cyclic_placement_is_refused(ranks: RankPool, variable: str) -> None:
 
 
 def scope_of_params(ctx: RankContext, config: ShardConfig) -> int:
-    return discover_scopes(config).params
+    return resolve_scopes(config, discover_topology(config), ctx.world_size).params
 
 
 @pytest.mark.parametrize(("partition_size", "expected"), [("auto", 2), ("node", 2), ("world", 4), (1, 1), (4, 4)])

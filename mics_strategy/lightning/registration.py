@@ -65,7 +65,7 @@ def names() -> Iterator[tuple[str, dict[str, str]]]:
     """Every registered name with the arguments that it stands for."""
     from mics_strategy import ShardConfig
 
-    for preset in ShardConfig.PRESETS:
+    for preset in (*ShardConfig.PRESETS, "auto"):
         name = "mics" if preset == "mics" else f"mics_{preset.replace('-', '_')}"
         yield name, {"config": preset}
     for name, start_method in START_METHODS.items():

@@ -10,14 +10,18 @@ from torch import nn
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
-from mics_strategy.mesh import Mesh, discover_scopes, on_every_rank, require_same
+from mics_strategy.mesh import Mesh, discover_topology, gather_objects, on_every_rank, require_same
+from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.sharding import guard, materialize, validate
+from mics_strategy.sharding.advice import advise, with_scopes_of
 from mics_strategy.sharding.buffers import Memory
 from mics_strategy.sharding.build import Site, add_sharded_parameters, build_engine, build_units
 from mics_strategy.sharding.hooks import install
 from mics_strategy.sharding.materialize import Initializer
 from mics_strategy.sharding.sharded import Sharded
+from mics_strategy.sharding.survey import device_memory_bytes, workload
 from mics_strategy.sharding.wrap import UnitModule, UnitRule, find_units
+from mics_strategy.topology import Topology
 
 
 def shard(
@@ -62,12 +66,26 @@ def shard(
     target = on_every_rank(lambda: validate.target_device(device))
     on_every_rank(lambda: validate.model(model, target))
     require_same({**chosen.describe(), "model": validate.describe(model)})
-    scopes = on_every_rank(lambda: discover_scopes(chosen))
+    topology = on_every_rank(lambda: discover_topology(chosen))
     modules = on_every_rank(lambda: find_units(model, units))
     require_same({"units": ", ".join(module.name for module in modules)})
+    scopes = on_every_rank(lambda: _scopes(chosen, modules, topology, target))
     site = Site(config=chosen, mesh=Mesh(scopes, target.type), device=target, memory=Memory())
     with torch.inference_mode(False), torch.no_grad():
         return _build(model, modules, site, initializer)
+
+
+def _scopes(config: ShardConfig, modules: list[UnitModule], topology: Topology, device: torch.device) -> Scopes:
+    """The scopes of this job; chosen, and the choice printed by rank 0, where the configuration leaves them open."""
+    world_size = dist.get_world_size()
+    if not config.is_auto:
+        return resolve_scopes(config, topology, world_size)
+    topology.check_world(world_size)
+    memory_bytes = min(gather_objects(device_memory_bytes(device, topology.ranks_per_node)))
+    advice = advise(config, workload(modules, config, memory_bytes), topology, world_size)
+    if dist.get_rank() == 0:
+        print(advice.reasons, flush=True)
+    return resolve_scopes(with_scopes_of(advice.preset, config), topology, world_size)
 
 
 def _build(model: nn.Module, modules: list[UnitModule], site: Site, initializer: Initializer | str) -> Sharded:

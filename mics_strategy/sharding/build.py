@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mics_strategy.config import ShardConfig
+from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.bucket import Bucket, BucketSpec
 from mics_strategy.sharding.buffers import Memory, Slot, StagingRing, arena, cut, packed_bytes
@@ -43,7 +43,6 @@ def plan_buckets(unit: UnitModule, site: Site) -> list[BucketSpec]:
         by_kind[entry.parameter.dtype, entry.parameter.requires_grad].append(entry)
     specs = []
     for (dtype, trainable), entries in by_kind.items():
-        compute = site.config.param_dtype
         specs.append(
             BucketSpec(
                 name=f"{unit.name or '(root)'}{'' if trainable else ' (frozen)'}",
@@ -52,7 +51,7 @@ def plan_buckets(unit: UnitModule, site: Site) -> list[BucketSpec]:
                 ),
                 homes=tuple(tuple(entry.homes) for entry in entries),
                 master_dtype=dtype,
-                param_dtype=compute if isinstance(compute, torch.dtype) and dtype.is_floating_point else dtype,
+                param_dtype=site.config.param_dtype_of(dtype),
                 trainable=trainable,
             )
         )
@@ -191,7 +190,7 @@ def _gather_buffers(units: list[Unit], site: Site) -> GatherBuffers:
 def _gradients(units: list[Unit], site: Site) -> dict[int, list[BucketGradient]]:
     scopes, memory, device = site.mesh.scopes, site.memory, site.device
     buckets = [bucket for unit in units for bucket in unit.trainable]
-    wide = [torch.promote_types(bucket.spec.master_dtype, torch.float32) for bucket in buckets]
+    wide = [sum_dtype_of(bucket.spec.master_dtype) for bucket in buckets]
     sums = arena(
         memory,
         "gradients",
@@ -209,14 +208,13 @@ def _gradients(units: list[Unit], site: Site) -> dict[int, list[BucketGradient]]
     narrow = [i for i, bucket in enumerate(buckets) if bucket.spec.master_dtype != wide[i]]
     sizes = [(buckets[i].layout.shard_numel, buckets[i].spec.master_dtype) for i in narrow]
     casts = dict(zip(narrow, arena(memory, "cast gradients", sizes, device), strict=True))
-    wire = site.config.reduce_dtype
     made = iter(
         BucketGradient(
             bucket,
             sums[i],
             results[i],
             casts.get(i, results[i]),
-            wire if isinstance(wire, torch.dtype) else wide[i],
+            site.config.wire_dtype_of(bucket.spec.master_dtype),
         )
         for i, bucket in enumerate(buckets)
     )
