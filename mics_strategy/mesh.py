@@ -14,6 +14,7 @@ import socket
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +34,23 @@ from mics_strategy.topology import Place, Span, Topology, topology_from_places
 T = TypeVar("T")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shards:
+    """How the masters of trained, or of frozen, parameters lie over the ranks.
+
+    Attributes:
+        degree: Ranks over which they are sharded.
+        index: Which shard this rank holds.
+        device_mesh: Labels them; replicas by shards, axes of one rank left out.
+        update: Gathers them over what the parameter scope lacks; None where that is nothing.
+    """
+
+    degree: int
+    index: int
+    device_mesh: DeviceMesh
+    update: FlatCollective | None
 
 
 class Mesh:
@@ -57,14 +75,16 @@ class Mesh:
         self.secondary_span = scopes.span(1, scopes.secondary if self.has_secondary else 1)
         self.gather_params = self._collective("gather", scopes.span(1, scopes.params))
         self.gather_secondary = self._collective("secondary", self.secondary_span)
-        self.gather_update = self._collective("update", scopes.span(scopes.params, scopes.optimizer))
         self.reduce_grads = self._collective("reduce", scopes.span(1, scopes.grads))
         self.second_scatter = self._collective("second_hop", scopes.span(scopes.grads, scopes.optimizer))
         self.second_reduce = self._collective("second_hop", scopes.span(scopes.optimizer, world))
         self.control = self._collective("control", scopes.span(1, world))
-        self.shard_span = scopes.span(1, scopes.optimizer)
-        self.replicate_span = scopes.span(scopes.optimizer, world)
-        self.device_mesh = self._device_mesh(device_type)
+        self.among_shards = self._collective("shard", scopes.span(1, scopes.optimizer))
+        self.device_type = device_type
+        self._device_meshes: list[DeviceMesh] = []
+        update = self._collective("update", scopes.span(scopes.params, scopes.optimizer))
+        self.trained = self._shards(scopes.optimizer, update)
+        self._frozen: Shards | None = self.trained if scopes.params == scopes.optimizer else None
         if device_type == "cpu":
             _gloo_meshes.add(self)
 
@@ -76,7 +96,8 @@ class Mesh:
                     dist.destroy_process_group(collective.group)
             del collective.group
         self._collectives.clear()
-        getattr(self.device_mesh, "_pg_registry", {}).clear()  # torch 2.13; before, it knows groups by name
+        for device_mesh in self._device_meshes:
+            getattr(device_mesh, "_pg_registry", {}).clear()  # torch 2.13; before, it knows groups by name
 
     def _collective(self, purpose: str, span: Span) -> FlatCollective | None:
         group = self._group(purpose, span)
@@ -98,23 +119,32 @@ class Mesh:
                     shared[purpose, span] = group
         return shared[purpose, span]
 
-    def _device_mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh that labels parameters: replicas by shards, axes of one rank left out."""
-        shard = self._group("shard", self.shard_span)
-        self.among_shards = None if shard is None else self._collective_over(shard, self.shard_span)
-        replicate = self._group("replicate", self.replicate_span)
-        shard_ranks = self.shard_span.members(self.rank)
+    @property
+    def frozen(self) -> Shards:
+        """Of frozen parameters, which have no optimizer states: they lie at the parameter scope. Collective, once."""
+        if self._frozen is None:
+            self._frozen = self._shards(self.scopes.params, None)
+        return self._frozen
+
+    def _shards(self, degree: int, update: FlatCollective | None) -> Shards:
+        span = self.scopes.span(1, degree)
+        device_mesh = self._device_mesh(span, self.scopes.span(degree, self.scopes.world_size))
+        self._device_meshes.append(device_mesh)
+        return Shards(degree=degree, index=span.index(self.rank), device_mesh=device_mesh, update=update)
+
+    def _device_mesh(self, shard_span: Span, replicate_span: Span) -> DeviceMesh:
+        shard, replicate = self._group("shard", shard_span), self._group("replicate", replicate_span)
+        shard_ranks = shard_span.members(self.rank)
         if shard is not None and replicate is not None:
-            first = shard_ranks[0]
-            ranks = torch.tensor([self.shard_span.members(member) for member in self.replicate_span.members(first)])
+            ranks = torch.tensor([shard_span.members(member) for member in replicate_span.members(shard_ranks[0])])
             return DeviceMesh.from_group(
-                [replicate, shard], device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
+                [replicate, shard], self.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
             )
         if replicate is not None:
-            ranks = torch.tensor(self.replicate_span.members(self.rank))
-            return DeviceMesh.from_group(replicate, device_type, mesh=ranks, mesh_dim_names=("replicate",))
+            ranks = torch.tensor(replicate_span.members(self.rank))
+            return DeviceMesh.from_group(replicate, self.device_type, mesh=ranks, mesh_dim_names=("replicate",))
         group = shard if shard is not None else dist.new_group([self.rank], use_local_synchronization=True)
-        return DeviceMesh.from_group(group, device_type, mesh=torch.tensor(shard_ranks), mesh_dim_names=("shard",))
+        return DeviceMesh.from_group(group, self.device_type, mesh=torch.tensor(shard_ranks), mesh_dim_names=("shard",))
 
     def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or maximum of a scalar over the ranks that hold different shards, in place. No plan has it."""
@@ -125,7 +155,7 @@ class Mesh:
         watched = {
             "gathers": self.gather_params,
             "secondary gathers": self.gather_secondary,
-            "updates": self.gather_update,
+            "updates": self.trained.update,
             "reductions": self.reduce_grads,
             "whole tensors": self.among_shards,
         }
@@ -139,11 +169,6 @@ class Mesh:
     def first_difference(self) -> str:
         """Where ranks have parted, in words. Collective, on the default group."""
         return first_difference(gather_objects(self._trails))
-
-    @property
-    def shard_index(self) -> int:
-        """Which optimizer shard this rank holds."""
-        return self.shard_span.index(self.rank)
 
 
 class _Placed(int):

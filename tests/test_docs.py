@@ -10,6 +10,7 @@ from torch import nn
 
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.scopes import Scopes
+from mics_strategy.sharding.model_states import ParameterKind, state_bytes
 from tests.ranks import RankContext, RankPool
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -31,24 +32,42 @@ def test_presets_with_two_names_are_the_same(one: str, other: str) -> None:
     assert ShardConfig.preset(one) == ShardConfig.preset(other)
 
 
-def measured_bytes(ctx: RankContext) -> dict[str, tuple[float, Scopes]]:
-    """Of model states for each parameter, and the scopes, by preset."""
+def measured_bytes(ctx: RankContext, num_trained: int, frozen_dtype: torch.dtype) -> dict[str, tuple[int, Scopes]]:
+    """Of model states on this rank, and the scopes, by preset. The last of four layers are trained."""
     found = {}
     for preset in ShardConfig.PRESETS:
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        model[: 4 - num_trained].requires_grad_(False).to(frozen_dtype)
         config = ShardConfig.preset(preset, param_dtype="bfloat16", topology=Topology(ranks_per_node=2))
         sharded = shard(model, config, units=[nn.Linear])
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1, 64)).sum().backward()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
         total = sum(sharded.memory.bytes_by_purpose.get(purpose, 0) for purpose in STATES)
         moments = (state[name].to_local() for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
-        total += sum(moment.numel() * moment.element_size() for moment in moments)
-        found[preset] = (total / (4 * 64 * 64), sharded.scopes)
+        found[preset] = (total + sum(moment.numel() * moment.element_size() for moment in moments), sharded.scopes)
     return found
 
 
 def test_memory_is_what_the_page_calculates(ranks: RankPool) -> None:
     """On 2 nodes of 2 ranks, with the page's own formula."""
-    for preset, (measured, scopes) in ranks(4, measured_bytes, ranks_per_node=2)[0].items():
-        assert measured == pytest.approx(PRESETS["bytes_of_states"](scopes)), preset
+    for preset, (measured, scopes) in ranks(4, measured_bytes, 4, torch.float32, ranks_per_node=2)[0].items():
+        assert measured == 4 * 64 * 64 * PRESETS["bytes_of_states"](scopes), preset
+
+
+@pytest.mark.parametrize("num_trained", [1, 3])
+@pytest.mark.parametrize("frozen_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_frozen_parameters_take_nothing_but_themselves(
+    ranks: RankPool, num_trained: int, frozen_dtype: torch.dtype
+) -> None:
+    """One copy in the dtype of compute, and another only where their own dtype is wider."""
+    trained = ParameterKind(numel=num_trained * 64 * 64, master_bytes=4, param_bytes=2, wire_bytes=4, is_trained=True)
+    frozen = ParameterKind(
+        numel=(4 - num_trained) * 64 * 64,
+        master_bytes=frozen_dtype.itemsize,
+        param_bytes=2,
+        wire_bytes=4,
+        is_trained=False,
+    )
+    for preset, (measured, scopes) in ranks(4, measured_bytes, num_trained, frozen_dtype, ranks_per_node=2)[2].items():
+        assert measured == state_bytes([trained, frozen], scopes), preset

@@ -3,7 +3,7 @@
 Levels, each a tensor that may be the same memory as the one before:
 
 - `master`: this rank's shard at the optimizer scope, in the parameters' own dtype; what the optimizer
-  updates.
+  updates. Frozen parameters, which none updates, have it at the parameter scope.
 - `params_shard`: this rank's shard at the parameter scope, in the compute dtype. It is `master` itself when
   scope and dtype agree, and none when parameters are not sharded.
 - `secondary`: a shard at a smaller scope, which a forward leaves for the backward; mostly none.
@@ -66,6 +66,7 @@ class Bucket:
         self.spec = spec
         self.layout = spec.layout
         self.mesh = mesh
+        self.shards = mesh.trained if spec.trainable else mesh.frozen
         self.master = master
         self.params_shard = params_shard
         self.secondary = secondary
@@ -110,7 +111,7 @@ class Bucket:
             nothing travels.
         """
         self.updated_version = self.version
-        across = self.mesh.gather_update
+        across = self.shards.update
         if across is None:
             self._update_in_place()
             return None
@@ -181,5 +182,5 @@ class Bucket:
     def load(self, position: int, value: torch.Tensor) -> None:
         """Keep this rank's piece of the whole parameter `value`."""
         region = self.layout.regions[position]
-        index = self.mesh.shard_index
+        index = self.shards.index
         region.local_view(self.master, index).copy_(region.slice_of(value, index))

@@ -43,12 +43,11 @@ def plan_buckets(unit: UnitModule, site: Site) -> list[BucketSpec]:
         by_kind[entry.parameter.dtype, entry.parameter.requires_grad].append(entry)
     specs = []
     for (dtype, trainable), entries in by_kind.items():
+        shards = site.mesh.trained if trainable else site.mesh.frozen
         specs.append(
             BucketSpec(
                 name=f"{unit.name or '(root)'}{'' if trainable else ' (frozen)'}",
-                layout=plan_bucket(
-                    [(entry.name, entry.parameter.shape) for entry in entries], site.mesh.scopes.optimizer
-                ),
+                layout=plan_bucket([(entry.name, entry.parameter.shape) for entry in entries], shards.degree),
                 homes=tuple(tuple(entry.homes) for entry in entries),
                 master_dtype=dtype,
                 param_dtype=site.config.param_dtype_of(dtype),
@@ -85,7 +84,7 @@ def _params_shards(specs: list[BucketSpec], masters: list[torch.Tensor], site: S
     scopes = site.mesh.scopes
     if scopes.params == 1:
         return [None] * len(specs)
-    own = [spec for spec in specs if scopes.params != scopes.optimizer or spec.param_dtype != spec.master_dtype]
+    own = [spec for spec in specs if spec.layout.ranks != scopes.params or spec.param_dtype != spec.master_dtype]
     sizes = [(spec.layout.numel_at(scopes.params), spec.param_dtype) for spec in own]
     pieces = iter(arena(site.memory, "parameter shards", sizes, site.device))
     keep = set(map(id, own))
@@ -101,7 +100,7 @@ def _secondary_shards(specs: list[BucketSpec], site: Site) -> list[torch.Tensor 
 
 def _whole_for_good(specs: list[BucketSpec], masters: list[torch.Tensor], site: Site) -> list[torch.Tensor]:
     """Memory of parameters that are not sharded: the optimizer's own where nothing distinguishes the two."""
-    own = [spec for spec in specs if site.mesh.scopes.optimizer > 1 or spec.param_dtype != spec.master_dtype]
+    own = [spec for spec in specs if spec.layout.ranks > 1 or spec.param_dtype != spec.master_dtype]
     pieces = iter(
         arena(
             site.memory,
@@ -135,14 +134,11 @@ def _slots(modules: list[UnitModule], specs: list[list[BucketSpec]], site: Site)
 
 def add_sharded_parameters(units: list[Unit], modules: list[UnitModule], site: Site) -> None:
     """Label the optimizer shards as parameters and put them into the modules."""
-    index = site.mesh.shard_index
     for unit, module in zip(units, modules, strict=True):
         requires_grad = {entry.name: entry.parameter.requires_grad for entry in module.parameters}
         for bucket in unit.buckets:
             for region in bucket.layout.regions:
-                sharded = make_sharded_parameter(
-                    bucket.master, region, index, site.mesh.device_mesh, requires_grad[region.name]
-                )
+                sharded = make_sharded_parameter(bucket.master, region, bucket.shards, requires_grad[region.name])
                 bucket.sharded.append(sharded)
         unit.abandon()
 
@@ -179,9 +175,10 @@ def build_engine(units: list[Unit], modules: list[UnitModule], site: Site) -> En
 def _gather_buffers(units: list[Unit], site: Site) -> GatherBuffers:
     mesh, memory, count = site.mesh, site.memory, site.config.prefetch
     flat = [packed_bytes([(b.layout.full_numel, b.spec.param_dtype) for b in unit.buckets]) for unit in units]
-    shard = [packed_bytes([(b.layout.shard_numel, b.spec.param_dtype) for b in unit.buckets]) for unit in units]
-    travels = mesh.gather_params is not None or (mesh.gather_update is not None and mesh.scopes.params == 1)
-    casts = mesh.gather_update is not None and any(bucket.needs_cast for unit in units for bucket in unit.buckets)
+    shard = [packed_bytes([(b.layout.shard_numel, b.spec.param_dtype) for b in unit.trainable]) for unit in units]
+    update = mesh.trained.update
+    travels = mesh.gather_params is not None or (update is not None and mesh.scopes.params == 1)
+    casts = update is not None and any(bucket.needs_cast for unit in units for bucket in unit.trainable)
     staging = StagingRing(memory, "gather stagings", count, max(flat) if travels else 0, site.device)
     cast = StagingRing(memory, "cast stagings", count, max(shard) if casts else 0, site.device)
     return GatherBuffers(staging=staging, cast=cast)

@@ -62,9 +62,10 @@ class BucketGradient:
         mesh = bucket.mesh
         self._divisor = mesh.scopes.world_size
         self._replicas = mesh.second_reduce.size if mesh.second_reduce is not None else 1
-        index = mesh.shard_index
+        index = mesh.trained.index
         self._labels: list[DTensor] = [
-            label(region.local_view(result_cast, index), region, mesh.device_mesh) for region in bucket.layout.regions
+            label(region.local_view(result_cast, index), region, mesh.trained.device_mesh)
+            for region in bucket.layout.regions
         ]
 
     @property

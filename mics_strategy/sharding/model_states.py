@@ -47,7 +47,7 @@ class StepTraffic:
 
 
 def state_bytes(kinds: Sequence[ParameterKind], scopes: Scopes) -> int:
-    """Bytes of parameters, gradients and Adam's states on one rank.
+    """Bytes of parameters, gradients and Adam's states on one rank. Frozen parameters have neither of the latter.
 
     Source:
         PaRO (arXiv:2310.06003) table 2; AMSP (arXiv:2311.00257) equation 1; with gradients summed in fp32, and the
@@ -57,8 +57,9 @@ def state_bytes(kinds: Sequence[ParameterKind], scopes: Scopes) -> int:
 
 
 def _bytes_of(kind: ParameterKind, scopes: Scopes) -> int:
-    master = kind.master_bytes / scopes.optimizer
-    is_master = scopes.params == scopes.optimizer and kind.param_bytes == kind.master_bytes
+    master_degree = scopes.optimizer if kind.is_trained else scopes.params
+    master = kind.master_bytes / master_degree
+    is_master = scopes.params == master_degree and kind.param_bytes == kind.master_bytes
     parameters = 0.0 if is_master else kind.param_bytes / scopes.params
     if scopes.secondary < scopes.params:
         parameters += kind.param_bytes / scopes.secondary

@@ -25,7 +25,7 @@ def total_norm(parameters: list[ShardedParameter], mesh: Mesh, norm_type: float)
     """
     if not norm_type > 0:
         raise ConfigError(f"`norm_type={norm_type}` is not a norm. Use a positive number or `math.inf`.")
-    device = mesh.device_mesh.device_type
+    device = mesh.device_type
     held = []
     for parameter in parameters:
         grad = parameter.stored_grad

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
 from mics_strategy.errors import LifecycleError
+from mics_strategy.mesh import Shards
 from mics_strategy.sharding.layout import Region
 
 _stored_grad: Any = torch.Tensor.grad  # the descriptor under the property below
@@ -128,25 +129,24 @@ class ShardedParameter(DTensor):
 
 
 def make_sharded_parameter(
-    master: torch.Tensor, region: Region, index: int, mesh: DeviceMesh, requires_grad: bool
+    master: torch.Tensor, region: Region, shards: Shards, requires_grad: bool
 ) -> ShardedParameter:
     """Label this rank's piece of a parameter as a DTensor of the whole one.
 
     Args:
         master: [shard_numel], a piece of the optimizer arena; stays the storage.
         region: Where the parameter is in it, the shape of the whole, and the dimension that is cut.
-        index: Which shard this rank holds.
-        mesh: Dimensions ``replicate`` and ``shard``, or one of them.
+        shards: Which one this rank holds, and the label of all.
         requires_grad: Of the plain parameter.
     """
-    tensor = label(region.local_view(master, index), region, mesh)
+    tensor = label(region.local_view(master, shards.index), region, shards.device_mesh)
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     sharded = cast("ShardedParameter", parameter)
     sharded.__class__ = ShardedParameter
     sharded.mics_name = region.name
     sharded.mics_changes = 0
     sharded.mics_region = region
-    sharded.mics_index = index
+    sharded.mics_index = shards.index
     if requires_grad:
         placements = sharded.placements
         cast("Any", torch.Tensor).register_hook(sharded, lambda grad: _like_parameter(grad, placements))

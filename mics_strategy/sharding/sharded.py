@@ -204,7 +204,7 @@ class Sharded:
         )
         dealt = [bucket for wholes in self._updated_whole for bucket in wholes.buckets]
         whole = tuple(
-            WholePlan(name=bucket.name, deal=bucket.deal, index=self._mesh.shard_index, dtype=bucket.dtype)
+            WholePlan(name=bucket.name, deal=bucket.deal, index=self._mesh.trained.index, dtype=bucket.dtype)
             for bucket in dealt
         )
         return plan_step(tuple(map(self._plan_unit, self._units)), self.scopes, shape, whole)
@@ -281,7 +281,7 @@ class Sharded:
             raise LifecycleError("Every rank holds whole tensors. This is a defect of the engine; please report it.")
         buckets = [bucket for unit in self._units for bucket in unit.trainable]
         dealt = deal_by_bucket(buckets, set(parameters), self._loads_bytes)
-        return WholeTensors(dealt, across, self._mesh.shard_index, self.memory, self.device)
+        return WholeTensors(dealt, across, self._mesh.trained.index, self.memory, self.device)
 
     def after_update(self, wholes: list[WholeTensors]) -> None:
         """An optimizer has changed its parameters, some of them whole."""
