@@ -34,7 +34,8 @@ from tests.simulated import simulate
 
 __all__ = ["MAX_RANKS", "RankContext", "RankError", "RankPool", "raises_on_every_rank", "simulate"]
 
-MAX_RANKS = 4
+MAX_RANKS = 8
+USUAL_RANKS = 4
 TIMEOUT_S = 50.0  # of a job; below the 60 s of a test
 GRACE_S = 5.0  # for the other ranks, after the first failure
 
@@ -147,7 +148,7 @@ class _Outcome:
 
 
 class RankPool:
-    """Four gloo ranks, forked when first needed and replaced after a failure.
+    """Four gloo ranks, or eight once a job needs more, forked when first needed and replaced after a failure.
 
     Make it while the process has a single thread, and `close()` it at the end.
     """
@@ -172,7 +173,7 @@ class RankPool:
         """Run `fn(ctx, *args)` on ranks 0 ... world_size - 1 and return their results in order.
 
         Args:
-            world_size: 1 to 4.
+            world_size: 1 to 8.
             fn: A module-level function.
             args: Anything that can be pickled; tensors are copied.
             ranks_per_node: Pretend nodes of this size; one node where not given.
@@ -191,8 +192,9 @@ class RankPool:
         (directory / "cwd").mkdir(parents=True)
         call = pickle.dumps((fn, args))
         common_env = _rendezvous() | (env or {})
-        if not self._ranks:
-            self._start()
+        if len(self._ranks) < world_size:
+            self.stop()
+            self._start(USUAL_RANKS if world_size <= USUAL_RANKS else MAX_RANKS)
         try:
             for rank in range(world_size):
                 ctx = RankContext(rank=rank, world_size=world_size, ranks_per_node=size, tmp_path=directory / "cwd")
@@ -212,8 +214,8 @@ class RankPool:
         self._raise_failures(world_size, outcome)
         return [outcome.values[rank] for rank in range(world_size)]
 
-    def _start(self) -> None:
-        pipes = [Pipe() for _ in range(MAX_RANKS)]
+    def _start(self, num: int) -> None:
+        pipes = [Pipe() for _ in range(num)]
         pids = self._server.fork_ranks(self._dir, [theirs.fileno() for _, theirs in pipes])
         for _, theirs in pipes:
             theirs.close()
