@@ -135,10 +135,10 @@ def _explain(
     world_size = chosen.scopes.world_size
     lines = [
         f"mics_strategy chose the scopes of `{chosen.preset}`: {workload.trained_share:.2%} of "
-        f"{total / 1e6:,.1f} M parameters are trained, on {world_size // topology.ranks_per_node} nodes of "
+        f"{total:,} parameters are trained, on {world_size // topology.ranks_per_node} nodes of "
         f"{topology.ranks_per_node} ranks.",
-        f"{why[0].upper()}{why[1:]}. Of the presets whose states take at most {limit / 1e9:.2f} GB "
-        f"({STATES_SHARE:.0%} of a rank's {workload.memory_bytes / 1e9:.2f} GB) it needs least time to send a step of "
+        f"{why[0].upper()}{why[1:]}. Of the presets whose states take at most {limit / 1e9:.3g} GB "
+        f"({STATES_SHARE:.0%} of a rank's {workload.memory_bytes / 1e9:.3g} GB) it needs least time to send a step of "
         f"{NUM_MICRO_STEPS} micro-steps, if a rank's link inside its node is {INSIDE_SPEED} times as fast as all links "
         "that leave the node.",
     ]
@@ -149,9 +149,9 @@ def _explain(
             (
                 candidate.preset,
                 f"{scopes.params}/{scopes.grads}/{scopes.optimizer}",
-                f"{traffic.between_nodes_bytes / 1e9:.3f}",
-                f"{traffic.inside_node_bytes / 1e9:.3f}",
-                f"{candidate.states_bytes / 1e9:.3f}",
+                f"{traffic.between_nodes_bytes / 1e9:.3g}",
+                f"{traffic.inside_node_bytes / 1e9:.3g}",
+                f"{candidate.states_bytes / 1e9:.3g}",
                 _mark(is_chosen=candidate is chosen, is_too_large=candidate.states_bytes > limit),
             )
         )

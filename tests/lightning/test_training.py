@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from mics_strategy import ShardConfig
 from tests.lightning.modules import Layer, Regression, loader
 from tests.lightning.runs import assert_same, fitted, full, mics, run, trainer, whole
 from tests.ranks import RankContext, RankPool
@@ -29,6 +30,17 @@ def _like_ddp(
 def test_every_kind_of_preset_equals_ddp(ranks: RankPool, config: str) -> None:
     losses = run(ranks, 4, _like_ddp, config, {}, "sgd", {}, ranks_per_node=2)
     assert losses[0] != losses[1]  # each rank has its own data
+
+
+def _all_like_ddp(ctx: RankContext, configs: list[str]) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 3, "max_epochs": 2, "gradient_clip_val": 0.05}
+    expected = fitted(ctx, "ddp", Regression("adamw"), loader(), **options)
+    for config in configs:
+        assert_same(fitted(ctx, mics(config), Regression("adamw"), loader(), **options), expected)
+
+
+def test_every_preset_accumulates_and_clips_as_ddp(ranks: RankPool) -> None:
+    run(ranks, 4, _all_like_ddp, [*ShardConfig.PRESETS, "auto"], ranks_per_node=2, timeout_s=58.0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

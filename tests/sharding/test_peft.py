@@ -146,29 +146,29 @@ def memory_of(ctx: RankContext, run: Run) -> Counter[str]:
     return Counter(start(ctx, run).sharded.memory.bytes_by_purpose)
 
 
-def _bytes(case: Make, *, ranks: int, trainable: bool | None = None) -> int:
-    """Bytes of the parameters' buckets over so many ranks together."""
+def _bytes(case: Make, *, trainable: bool, ranks: int) -> int:
+    """Bytes of the buckets of trained or of frozen parameters, sharded over so many ranks, on all of them together."""
     total = 0
     for unit in find_units(case().build(), case().units):
-        kinds: dict[tuple[torch.dtype, bool], list[Any]] = {}
+        by_dtype: dict[torch.dtype, list[Any]] = {}
         for entry in unit.parameters:
-            kinds.setdefault((entry.parameter.dtype, entry.parameter.requires_grad), []).append(entry)
-        for (dtype, trains), entries in kinds.items():
-            if trainable in (None, trains):
-                total += dtype.itemsize * plan_bucket([(e.name, e.parameter.shape) for e in entries], ranks).full_numel
+            if entry.parameter.requires_grad == trainable:
+                by_dtype.setdefault(entry.parameter.dtype, []).append((entry.name, entry.parameter.shape))
+        total += sum(dtype.itemsize * plan_bucket(kind, ranks).full_numel for dtype, kind in by_dtype.items())
     return total
 
 
 @pytest.mark.parametrize("case", [lora_and_a_trained_head, lora_on_bfloat16], ids=_name)
 def test_only_what_is_trained_has_gradient_memory(ranks: RankPool, case: Make) -> None:
-    for preset, size, optimizer_size in (("mics", 2, 2), ("paro-iig", 2, 4), ("paro-ini", 1, 2)):
+    for preset, params, grads, optimizer in (("mics", 2, 2, 2), ("paro-iig", 2, 2, 4), ("paro-ini", 2, 1, 2)):
         purposes = ranks(4, memory_of, _run(case, preset), ranks_per_node=2)[0]
-        trained = _bytes(case, ranks=optimizer_size, trainable=True)
-        assert purposes["gradients"] == trained // size
-        assert purposes["reduced gradients"] == (trained // optimizer_size if size != optimizer_size else 0)
+        trained = _bytes(case, trainable=True, ranks=optimizer)
+        frozen = _bytes(case, trainable=False, ranks=params)
+        assert trained < 0.5 * frozen
+        assert purposes["gradients"] == trained // grads
+        assert purposes["reduced gradients"] == (trained // optimizer if grads != optimizer else 0)
         assert purposes["cast gradients"] == 0
-        assert purposes["optimizer shards"] == _bytes(case, ranks=optimizer_size) // optimizer_size
-        assert trained < 0.4 * _bytes(case, ranks=optimizer_size)
+        assert purposes["optimizer shards"] == trained // optimizer + frozen // params
 
 
 def count_second_step(ctx: RankContext, runs: list[Run]) -> list[tuple[Counter[Kind], Counter[Kind]]]:
@@ -201,5 +201,5 @@ def test_frozen_parameters_are_never_reduced(ranks: RankPool) -> None:
         for _ in range(count)
         if collective != "all_gather" and dtype == torch.float32
     ]
-    trained = _bytes(lora_on_bfloat16, ranks=2, trainable=True)
+    trained = _bytes(lora_on_bfloat16, trainable=True, ranks=2)
     assert sum(reduced) == trained + trained // 2  # inside the node, then each half between the nodes

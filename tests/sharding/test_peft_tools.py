@@ -37,15 +37,11 @@ def _name(value: Any) -> str:
     return getattr(value, "__name__", str(value))
 
 
-settings = pytest.mark.parametrize(
-    ("case", "preset"),
-    [
-        (lora, "mics"),
-        (dora, "zero1"),
-        *((lora_and_a_trained_head, preset) for preset in ("ddp", "zero3", "mics", "paro-ini")),
-    ],
-    ids=_name,
-)
+SETTINGS = [
+    (lora, "mics"),
+    (dora, "zero3"),
+    *((lora_and_a_trained_head, preset) for preset in ("ddp", "zero3", "mics", "paro-ini")),
+]
 cases = pytest.mark.parametrize("case", [lora, lora_and_a_trained_head, dora], ids=_name)
 
 
@@ -94,7 +90,7 @@ def evaluate_without_adapter(ctx: RankContext, run: Run) -> tuple[float, float, 
     return without, with_adapter, _continue(training)
 
 
-@settings
+@pytest.mark.parametrize(("case", "preset"), [*SETTINGS, (dora, "zero1"), (lora, "paro-iig")], ids=_name)
 def test_evaluation_without_the_adapter_is_plain_and_changes_nothing(ranks: RankPool, case: Any, preset: str) -> None:
     run = _run(case, preset)
     model = _plain(run, 4)
@@ -117,7 +113,7 @@ def merge_and_unmerge(ctx: RankContext, run: Run) -> tuple[float, dict[str, Tens
     return loss, _continue(training)
 
 
-@settings
+@pytest.mark.parametrize(("case", "preset"), SETTINGS, ids=_name)
 def test_a_merged_adapter_evaluates_as_plain_and_can_be_taken_out(ranks: RankPool, case: Any, preset: str) -> None:
     run = _run(case, preset)
     model = _plain(run, 4)
