@@ -38,6 +38,22 @@ def partition_that_straddles(ctx: RankContext) -> None:
     _mlp(ShardConfig(partition_size=4, topology=Topology(ranks_per_node=3)))
 
 
+def coarser_optimizer(ctx: RankContext) -> None:
+    _mlp(ShardConfig(params="world", grads=2, optimizer=2))
+
+
+def scopes_that_do_not_nest(ctx: RankContext) -> None:
+    _mlp(ShardConfig(params=2, grads=2, optimizer=3, topology=Topology(ranks_per_node=6)))
+
+
+def scopes_on_uneven_nodes(ctx: RankContext) -> None:
+    _mlp(ShardConfig(params=1, grads=1, optimizer=4, partition_size=2, topology=Topology(ranks_per_node=8)))
+
+
+def larger_secondary(ctx: RankContext) -> None:
+    _mlp(ShardConfig(params=2, grads=2, optimizer=4, secondary_params=4))
+
+
 def unknown_preset(ctx: RankContext) -> None:
     _mlp("zero4")
 
@@ -288,6 +304,10 @@ def foreign_optimizer_on_one_rank(ctx: RankContext) -> None:
 REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (partition_that_does_not_divide, ConfigError, r"`partition_size=3` does not divide the 4 ranks.*Use 1, 2, 4"),
     (partition_that_straddles, ConfigError, r"`ranks_per_node=3` does not divide the 4 ranks"),
+    (coarser_optimizer, ConfigError, r"over 2 ranks, coarser than `params` over 4. Shard `optimizer` over 4 ranks or"),
+    (scopes_that_do_not_nest, ConfigError, r"`ranks_per_node=6` does not divide the 4 ranks"),
+    (scopes_on_uneven_nodes, ConfigError, r"`ranks_per_node=8` does not divide the 4 ranks"),
+    (larger_secondary, ConfigError, r"`secondary_params` is sharded over 4 ranks, more than `params` over 2.*Use 2"),
     (unknown_preset, ConfigError, r"`preset='zero4'` is not known. Use one of ddp"),
     (unknown_preset_on_one_rank, ConfigError, r"zero4"),
     (unknown_device, ConfigError, r"`device=cuda:0` cannot be used .* 'gloo'.* Use NCCL"),
