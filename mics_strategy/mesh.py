@@ -81,10 +81,12 @@ class Mesh:
         self.control = self._collective("control", scopes.span(1, world))
         self.among_shards = self._collective("shard", scopes.span(1, scopes.optimizer))
         self.device_type = device_type
-        self._device_meshes: list[DeviceMesh] = []
         update = self._collective("update", scopes.span(scopes.params, scopes.optimizer))
-        self.trained = self._shards(scopes.optimizer, update)
-        self._frozen: Shards | None = self.trained if scopes.params == scopes.optimizer else None
+        self._device_mesh = self._make_device_mesh(
+            scopes.span(1, scopes.optimizer), scopes.span(scopes.optimizer, world)
+        )
+        index = scopes.span(1, scopes.optimizer).index(self.rank)
+        self.trained = Shards(degree=scopes.optimizer, index=index, device_mesh=self._device_mesh, update=update)
         if device_type == "cpu":
             _gloo_meshes.add(self)
 
@@ -96,8 +98,7 @@ class Mesh:
                     dist.destroy_process_group(collective.group)
             del collective.group
         self._collectives.clear()
-        for device_mesh in self._device_meshes:
-            getattr(device_mesh, "_pg_registry", {}).clear()  # torch 2.13; before, it knows groups by name
+        getattr(self._device_mesh, "_pg_registry", {}).clear()  # torch 2.13; before, it knows groups by name
 
     def _collective(self, purpose: str, span: Span) -> FlatCollective | None:
         group = self._group(purpose, span)
@@ -121,18 +122,15 @@ class Mesh:
 
     @property
     def frozen(self) -> Shards:
-        """Of frozen parameters, which have no optimizer states: they lie at the parameter scope. Collective, once."""
-        if self._frozen is None:
-            self._frozen = self._shards(self.scopes.params, None)
-        return self._frozen
+        """Of frozen parameters: whole where parameters are not sharded, as there is no optimizer to shard them for.
 
-    def _shards(self, degree: int, update: FlatCollective | None) -> Shards:
-        span = self.scopes.span(1, degree)
-        device_mesh = self._device_mesh(span, self.scopes.span(degree, self.scopes.world_size))
-        self._device_meshes.append(device_mesh)
-        return Shards(degree=degree, index=span.index(self.rank), device_mesh=device_mesh, update=update)
+        Labelled over the same ranks as trained ones, so that an operation may have both.
+        """
+        if self.scopes.params > 1:
+            return self.trained
+        return Shards(degree=1, index=0, device_mesh=self.trained.device_mesh, update=None)
 
-    def _device_mesh(self, shard_span: Span, replicate_span: Span) -> DeviceMesh:
+    def _make_device_mesh(self, shard_span: Span, replicate_span: Span) -> DeviceMesh:
         shard, replicate = self._group("shard", shard_span), self._group("replicate", replicate_span)
         shard_ranks = shard_span.members(self.rank)
         if shard is not None and replicate is not None:

@@ -57,10 +57,9 @@ def test_memory_is_what_the_page_calculates(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("num_trained", [1, 3])
 @pytest.mark.parametrize("frozen_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_frozen_parameters_take_nothing_but_themselves(
+def test_frozen_parameters_have_neither_gradients_nor_optimizer_states(
     ranks: RankPool, num_trained: int, frozen_dtype: torch.dtype
 ) -> None:
-    """One copy in the dtype of compute, and another only where their own dtype is wider."""
     trained = ParameterKind(numel=num_trained * 64 * 64, master_bytes=4, param_bytes=2, wire_bytes=4, is_trained=True)
     frozen = ParameterKind(
         numel=(4 - num_trained) * 64 * 64,

@@ -17,7 +17,7 @@ from mics_strategy.sharding.advice import advise, with_scopes_of
 from mics_strategy.sharding.buffers import Memory
 from mics_strategy.sharding.build import Site, add_sharded_parameters, build_engine, build_units
 from mics_strategy.sharding.hooks import install
-from mics_strategy.sharding.materialize import Initializer
+from mics_strategy.sharding.initialize import Initializer
 from mics_strategy.sharding.sharded import Sharded
 from mics_strategy.sharding.survey import device_memory_bytes, workload
 from mics_strategy.sharding.wrap import UnitModule, UnitRule, find_units

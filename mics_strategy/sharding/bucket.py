@@ -3,7 +3,7 @@
 Levels, each a tensor that may be the same memory as the one before:
 
 - `master`: this rank's shard at the optimizer scope, in the parameters' own dtype; what the optimizer
-  updates. Frozen parameters, which none updates, have it at the parameter scope.
+  updates. Frozen parameters, which none updates, have it whole where parameters are not sharded.
 - `params_shard`: this rank's shard at the parameter scope, in the compute dtype. It is `master` itself when
   scope and dtype agree, and none when parameters are not sharded.
 - `secondary`: a shard at a smaller scope, which a forward leaves for the backward; mostly none.
@@ -72,7 +72,8 @@ class Bucket:
         self.secondary = secondary
         self.whole = whole
         views = self.layout.compact_views(whole)
-        self.unsharded = [nn.Parameter(view, requires_grad=spec.trainable) for view in views]
+        # Each with a version counter of its own: a write to one in a forward is no modification of the others.
+        self.unsharded = [nn.Parameter(view.data, requires_grad=spec.trainable) for view in views]
         self._whole_views = [parameter.data for parameter in self.unsharded]
         self.sharded: list[ShardedParameter] = []
         self._copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -93,6 +94,11 @@ class Bucket:
             and self.whole.dtype == self.master.dtype
             and self.layout.full_numel > 0
         )
+
+    @property
+    def cast_size(self) -> tuple[int, torch.dtype]:
+        """Elements, and their dtype, of what an update sends when that is not the master itself."""
+        return self.layout.shard_numel if self.shards.update is not None else 0, self.spec.param_dtype
 
     @property
     def needs_cast(self) -> bool:

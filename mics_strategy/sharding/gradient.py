@@ -62,10 +62,9 @@ class BucketGradient:
         mesh = bucket.mesh
         self._divisor = mesh.scopes.world_size
         self._replicas = mesh.second_reduce.size if mesh.second_reduce is not None else 1
-        index = mesh.trained.index
+        shards = mesh.trained
         self._labels: list[DTensor] = [
-            label(region.local_view(result_cast, index), region, mesh.trained.device_mesh)
-            for region in bucket.layout.regions
+            label(region.local_view(result_cast, shards.index), region, shards) for region in bucket.layout.regions
         ]
 
     @property

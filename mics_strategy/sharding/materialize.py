@@ -8,19 +8,14 @@ more than one whole unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 
-from mics_strategy.errors import ConfigError
 from mics_strategy.mesh import Mesh, gather_objects
 from mics_strategy.sharding.bucket import Bucket
+from mics_strategy.sharding.initialize import Initializer, find_initializer, refuse_unfilled, without_value
 from mics_strategy.sharding.unit import Unit
 from mics_strategy.sharding.wrap import UnitModule
-
-Initializer = Callable[[nn.Module], None]
 
 
 def fill(
@@ -40,6 +35,7 @@ def fill(
         device: Where the model trains.
     """
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    is_auto = isinstance(initializer, str)
     initialize = find_initializer(model) if isinstance(initializer, str) else initializer
     seed = shared_seed() if is_meta else 0
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=is_meta):
@@ -48,6 +44,8 @@ def fill(
         for module, unit in sorted(units, key=lambda pair: -pair[0].depth):
             values = {entry.name: entry.parameter.detach() for entry in module.parameters}
             values.update(initialized(module, initialize, device))
+            if is_auto:  # else whoever gave the initializer may load the rest
+                refuse_unfilled(own_modules(module))
             _keep_shards(values, unit.buckets, mesh, device)
             _put_parameters(module, {entry.name: entry.parameter for entry in module.parameters})
 
@@ -82,18 +80,18 @@ def initialized(unit: UnitModule, initializer: Initializer, device: torch.device
 
     The random generators must have the same state on all ranks. Modules that have values keep them.
     """
-    modules = _own_modules(unit)
+    modules = own_modules(unit)
     missing = [entry for entry in unit.parameters if entry.parameter.is_meta]
     with_values = {module for entry in unit.parameters if not entry.parameter.is_meta for module, _ in entry.homes}
     unfilled = [module for module in modules if any(b is not None and b.is_meta for b in module._buffers.values())]
     if not missing and not unfilled:
         return {}
-    values = {entry.name: torch.empty_like(entry.parameter, device=device) for entry in missing}
+    values = {entry.name: without_value(entry.parameter, device) for entry in missing}
     _put_parameters(unit, {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()})
     for module in unfilled:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                module._buffers[name] = without_value(buffer, device)
     for module in reversed(modules):
         if module not in with_values:
             initializer(module)
@@ -107,35 +105,11 @@ def _put_parameters(unit: UnitModule, parameters: dict[str, nn.Parameter]) -> No
                 module._parameters[attribute] = parameters[entry.name]
 
 
-def _own_modules(unit: UnitModule) -> list[nn.Module]:
+def own_modules(unit: UnitModule) -> list[nn.Module]:
     """Modules whose parameters or buffers belong to the unit, in module order; without those of inner units."""
     from_parameters = {module for entry in unit.parameters for module, _ in entry.homes}
     inner = {module for child in unit.inner for module in child.modules()}
     return [module for module in unit.module.modules() if module in from_parameters or module not in inner]
-
-
-def find_initializer(model: nn.Module) -> Initializer:
-    """How modules of `model` initialise themselves: ``_init_weights`` of transformers, or ``reset_parameters``.
-
-    Raises:
-        ConfigError: From the initializer: a module with meta tensors of its own has neither.
-    """
-    candidates = (getattr(module, "_init_weights", None) for module in model.modules())
-    whole_model: Any = next((candidate for candidate in candidates if callable(candidate)), None)
-
-    def initialize(module: nn.Module) -> None:
-        own = getattr(module, "reset_parameters", None)
-        if whole_model is not None:
-            whole_model(module)
-        elif callable(own):
-            own()
-        elif any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
-            raise ConfigError(
-                f"{type(module).__name__} is on the meta device and has no `reset_parameters()`, so its values are "
-                "unknown. Give it one, pass `initializer=` to `shard()`, or build the model on a real device."
-            )
-
-    return initialize
 
 
 def shared_seed() -> int:

@@ -49,6 +49,9 @@ class StepTraffic:
 def state_bytes(kinds: Sequence[ParameterKind], scopes: Scopes) -> int:
     """Bytes of parameters, gradients and Adam's states on one rank. Frozen parameters have neither of the latter.
 
+    Beside parameters that are sharded over fewer ranks than optimizer states, the engine keeps the shard of the finer
+    scope of frozen ones, too, so that all parameters are labelled alike.
+
     Source:
         PaRO (arXiv:2310.06003) table 2; AMSP (arXiv:2311.00257) equation 1; with gradients summed in fp32, and the
         reduced gradient of a finer optimizer scope beside the sum.
@@ -57,7 +60,7 @@ def state_bytes(kinds: Sequence[ParameterKind], scopes: Scopes) -> int:
 
 
 def _bytes_of(kind: ParameterKind, scopes: Scopes) -> int:
-    master_degree = scopes.optimizer if kind.is_trained else scopes.params
+    master_degree = 1 if scopes.params == 1 and not kind.is_trained else scopes.optimizer
     master = kind.master_bytes / master_degree
     is_master = scopes.params == master_degree and kind.param_bytes == kind.master_bytes
     parameters = 0.0 if is_master else kind.param_bytes / scopes.params

@@ -11,7 +11,6 @@ from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
@@ -139,7 +138,7 @@ def make_sharded_parameter(
         shards: Which one this rank holds, and the label of all.
         requires_grad: Of the plain parameter.
     """
-    tensor = label(region.local_view(master, shards.index), region, shards.device_mesh)
+    tensor = label(region.local_view(master, shards.index), region, shards)
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     sharded = cast("ShardedParameter", parameter)
     sharded.__class__ = ShardedParameter
@@ -158,10 +157,11 @@ def _like_parameter(grad: torch.Tensor, placements: tuple[Placement, ...]) -> to
     return grad.redistribute(placements=placements) if isinstance(grad, DTensor) else grad
 
 
-def label(local: torch.Tensor, region: Region, mesh: DeviceMesh) -> DTensor:
+def label(local: torch.Tensor, region: Region, shards: Shards) -> DTensor:
     """A DTensor whose local part is `local` and whose global shape is the region's."""
+    mesh = shards.device_mesh
     names = mesh.mesh_dim_names or ()
-    cut: Placement = Replicate() if region.dim is None else Shard(region.dim)
+    cut: Placement = Replicate() if region.dim is None or shards.degree == 1 else Shard(region.dim)
     placements = [Replicate() if name == "replicate" else cut for name in names]
     stride = torch.empty(region.shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=region.shape, stride=stride)

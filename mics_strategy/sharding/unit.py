@@ -101,7 +101,7 @@ class Unit:
     def _borrow(self, staging: StagingRing, cast: StagingRing) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views for every bucket: its flat form, and this rank's shard (where it is updated), in the compute dtype."""
         flat_sizes = [(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in self.buckets]
-        shard_sizes = [(b.layout.shard_numel if b.spec.trainable else 0, b.spec.param_dtype) for b in self.buckets]
+        shard_sizes = [bucket.cast_size for bucket in self.buckets]
         flats = _cut_or_none(staging.take(self.finish_unshard), flat_sizes)
         return flats, _cut_or_none(cast.take(self.finish_unshard), shard_sizes)
 

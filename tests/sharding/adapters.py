@@ -69,6 +69,10 @@ def lora() -> Case:
     return _case(_lora())
 
 
+def lora_that_begins(beginning: bool | str) -> Case:
+    return _case(_lora(init_lora_weights=beginning))
+
+
 def lora_on_tied_embeddings() -> Case:
     return _case(_lora(), tie_word_embeddings=True)
 
@@ -95,6 +99,11 @@ def lora_and_biases() -> Case:
 def lora_on_bfloat16() -> Case:
     """The base is frozen in bfloat16; `peft` keeps its adapters in float32."""
     return _case(_lora(), dtype=torch.bfloat16)
+
+
+def lora_on_parameters() -> Case:
+    """Adapts parameters instead of modules, and writes into the adapters between their uses."""
+    return _case(LoraConfig(r=3, lora_alpha=12, target_parameters=["mlp.gate_proj.weight"]))
 
 
 def dora() -> Case:

@@ -171,7 +171,7 @@ def printed(ctx: RankContext) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         with torch.device("meta"):
             model = models.mlp().build()
-        shard(model, "auto", initializer=lambda module: None)
+        shard(model, "auto")
     return out.getvalue()
 
 

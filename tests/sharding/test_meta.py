@@ -122,6 +122,83 @@ def test_a_module_that_cannot_initialise_itself_is_refused(ranks: RankPool) -> N
     raises_on_every_rank(lambda: ranks(2, shard_unknown), ConfigError, "reset_parameters")
 
 
+class Scaled(nn.Module):
+    """Knows the value of its parameter, and of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(3))
+        self.register_buffer("places", torch.arange(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.scale.fill_(0.5)
+            self.places.copy_(torch.arange(3))
+
+
+class AroundTransformers(nn.Module):
+    """A model of transformers beside modules that transformers does not know, as in a LightningModule."""
+
+    def __init__(self, *others: nn.Module) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16
+        )
+        self.model = LlamaForCausalLM(config)
+        self.others = nn.ModuleList([Scaled(), nn.PReLU(), *others])
+
+
+def shard_around_transformers(ctx: RankContext) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = AroundTransformers()
+    shard(model, "mics")
+    return {**{name: whole(p) for name, p in model.named_parameters()}, **dict(model.named_buffers())}
+
+
+def test_modules_that_transformers_does_not_know_initialise_themselves(ranks: RankPool) -> None:
+    for found in ranks(2, shard_around_transformers):
+        assert torch.equal(found["others.0.scale"], torch.full((3,), 0.5))
+        assert torch.equal(found["others.0.places"], torch.arange(3))
+        assert torch.equal(found["others.1.weight"], torch.full((1,), 0.25))
+        assert torch.equal(found["model.model.norm.weight"], torch.ones(8))
+        assert 0.01 < found["model.lm_head.weight"].std() < 0.04
+
+
+def shard_unknown_around_transformers(ctx: RankContext) -> None:
+    with torch.device("meta"):
+        model = AroundTransformers(Unknown())
+    shard(model, "mics")
+
+
+def test_what_nobody_initialises_is_refused_beside_transformers_too(ranks: RankPool) -> None:
+    raises_on_every_rank(
+        lambda: ranks(2, shard_unknown_around_transformers), ConfigError, "Unknown.*_init_weights.*leaves it out"
+    )
+
+
+class Forgetful(nn.Module):
+    """Has a buffer of whole numbers that its own method leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.register_buffer("places", torch.arange(3))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+def shard_forgetful(ctx: RankContext) -> None:
+    with torch.device("meta"):
+        model = Forgetful()
+    shard(model, "mics")
+
+
+def test_a_buffer_that_is_left_out_is_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(lambda: ranks(2, shard_forgetful), ConfigError, "Forgetful.*nothing gives its tensors values")
+
+
 def fill(module: nn.Module) -> None:
     if isinstance(module, Unknown):
         module.weight.fill_(3.0)

@@ -28,6 +28,7 @@ from tests.sharding.adapters import (
     lora_and_biases,
     lora_on_bfloat16,
     lora_on_everything,
+    lora_on_parameters,
     lora_on_tied_embeddings,
     lora_with_recomputation,
     prompt,
@@ -50,6 +51,7 @@ STEPS = 4
 OTHERS = (
     lora_on_tied_embeddings,
     lora_on_everything,
+    lora_on_parameters,
     lora_and_a_trained_head,
     lora_and_a_trained_tied_head,
     lora_and_biases,

@@ -13,10 +13,17 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from mics_strategy import LifecycleError, ShardConfig, shard
+from mics_strategy import ConfigError, LifecycleError, ShardConfig, shard
 from tests.models import Case
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
-from tests.sharding.adapters import dora, ia3, lora, lora_and_a_trained_head, lora_on_tied_embeddings
+from tests.sharding.adapters import (
+    dora,
+    ia3,
+    lora,
+    lora_and_a_trained_head,
+    lora_on_tied_embeddings,
+    lora_that_begins,
+)
 from tests.sharding.adapters import two_adapters_by_step as two_adapters
 from tests.sharding.training import (
     OPTIMIZERS,
@@ -27,6 +34,7 @@ from tests.sharding.training import (
     forget_meshes,
     plain,
     start,
+    whole,
 )
 
 STEPS = 3
@@ -40,6 +48,8 @@ def _name(value: Any) -> str:
 SETTINGS = [
     (lora, "mics"),
     (dora, "zero3"),
+    (dora, "zero1"),
+    *((lora, preset) for preset in ("zero2", "paro-iig", "paro-nni")),
     *((lora_and_a_trained_head, preset) for preset in ("ddp", "zero3", "mics", "paro-ini")),
 ]
 cases = pytest.mark.parametrize("case", [lora, lora_and_a_trained_head, dora], ids=_name)
@@ -90,7 +100,7 @@ def evaluate_without_adapter(ctx: RankContext, run: Run) -> tuple[float, float, 
     return without, with_adapter, _continue(training)
 
 
-@pytest.mark.parametrize(("case", "preset"), [*SETTINGS, (dora, "zero1"), (lora, "paro-iig")], ids=_name)
+@pytest.mark.parametrize(("case", "preset"), SETTINGS, ids=_name)
 def test_evaluation_without_the_adapter_is_plain_and_changes_nothing(ranks: RankPool, case: Any, preset: str) -> None:
     run = _run(case, preset)
     model = _plain(run, 4)
@@ -220,6 +230,27 @@ def test_a_meta_model_that_loads_a_plain_state_trains_as_plain(ranks: RankPool, 
     for loaded, trained in ranks(4, train_from_meta, run, ranks_per_node=2):
         assert_identical(loaded, {name: p.detach() for name, p in case().build().named_parameters()})
         assert_same(trained, plain(run, 4).parameters)
+
+
+def begin_on_meta(ctx: RankContext, beginning: Any) -> tuple[list[float], list[float]]:
+    """The largest elements of the two sides of each adapter."""
+    forget_meshes()
+    with torch.device("meta"):
+        model = lora_that_begins(beginning).build()
+    shard(model, "mics", units=[LlamaDecoderLayer])
+    found = {name: whole(p).abs().max().item() for name, p in model.named_parameters() if "lora_" in name}
+    return [v for name, v in found.items() if "lora_A" in name], [v for name, v in found.items() if "lora_B" in name]
+
+
+@pytest.mark.parametrize("beginning", [True, "gaussian"])
+def test_an_adapter_on_meta_begins_with_changing_nothing(ranks: RankPool, beginning: Any) -> None:
+    for of_a, of_b in ranks(2, begin_on_meta, beginning):
+        assert min(of_a) > 0
+        assert max(of_b) == 0
+
+
+def test_an_adapter_that_begins_from_the_base_is_refused_on_meta(ranks: RankPool) -> None:
+    raises_on_every_rank(lambda: ranks(2, begin_on_meta, "olora"), ConfigError, "begins from the base weights.*'olora'")
 
 
 def generate(ctx: RankContext, run: Run) -> Tensor:
