@@ -87,6 +87,7 @@ class Engine:
         """Make the unit's parameters usable. Returns the time of the call, for `after_forward`."""
         self._clock += 1
         self.recover()
+        unit.refuse_unfrozen()
         self._unshard(unit)
         unit.enter_forward()
         if not self.is_recomputing:

@@ -59,11 +59,17 @@ class LocalStep:
         self._model_ref = weakref.ref(model)
         self._groups: list[int] = []  # parameters in each, when it was last looked at
         self._locals: dict[ShardedParameter, nn.Parameter] = {}
-        self._wrapped: dict[int, DTensor] = {}
+        self._wrapped: dict[int, tuple[torch.Tensor, DTensor]] = {}  # by id, which is free again when a tensor is
+        self._homes: dict[ShardedParameter, torch.Tensor] = {}  # the memory of each local tensor
+        self._shown: list[ShardedParameter] = []  # whose gradient the optimizer sees
         self._stepped: list[ShardedParameter] = []
         self.wholes: list[WholeTensors] = []
         self._whole: dict[ShardedParameter, int] = {}  # those updated whole, and their owners
         self.is_local = False
+        self._is_spread_due = False
+        weak = weakref.ref(self)
+        optimizer.register_state_dict_pre_hook(lambda _: _leave(weak))  # after a step that raised
+        optimizer.register_load_state_dict_pre_hook(lambda *_: _leave(weak))
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -99,6 +105,7 @@ class LocalStep:
         self.wholes.append(wholes)
         self._whole.update(wholes.owners())
         self._locals.update(wholes.shown())
+        self._homes.update({parameter: local.detach() for parameter, local in self._locals.items()})
 
     def owner_of(self, parameter: torch.Tensor) -> int | None:
         """The rank of the optimizer scope that updates `parameter` whole, if one does."""
@@ -121,37 +128,55 @@ class LocalStep:
             if sharded in self._optimizer.state:
                 state = self._optimizer.state.pop(sharded)
                 self._optimizer.state[local] = {key: self._unwrap(value) for key, value in state.items()}
+        # An owner alone sees what becomes of a whole tensor's gradient, so that stays as it is.
+        self._shown = [p for p, local in self._locals.items() if local.grad is not None and p not in self._whole]
         self.is_local = True
 
     def leave(self) -> None:
-        """Show the optimizer sharded parameters again, its new states as DTensors like them."""
+        """Show the optimizer sharded parameters again, its new states as DTensors like them. Sends nothing."""
         if not self.is_local:
             return
         self.is_local = False
         back = {local: sharded for sharded, local in self._locals.items()}
         for group in self._optimizer.param_groups:
             group["params"] = [back.get(p, p) for p in group["params"]]
+        for sharded in self._shown:
+            if self._locals[sharded].grad is None:  # cleared by the step, or by `zero_grad` after one that raised
+                sharded.grad = None
         for sharded, local in self._locals.items():
             local.grad = None
+            home = self._homes[sharded]
+            if local.data_ptr() != home.data_ptr():  # `parameter.data = ...` has given it other memory
+                home.copy_(local.detach())
+                local.data = home
             if local in self._optimizer.state:
                 state = self._optimizer.state.pop(local)
                 self._optimizer.state[sharded] = {key: self._wrap(value, sharded) for key, value in state.items()}
-        for wholes in self.wholes:
-            wholes.spread()
+        self._wrapped.clear()
+        self._is_spread_due = bool(self.wholes)
         for sharded in self._stepped:
             sharded.mics_changes += 1
+
+    def finish(self) -> None:
+        """Leave, and bring the new values of whole tensors to every rank. Collective."""
+        self.leave()
+        if self._is_spread_due:
+            self._is_spread_due = False
+            for wholes in self.wholes:
+                wholes.spread()
 
     def _local_of(self, parameter: torch.Tensor) -> nn.Parameter:
         sharded = cast("ShardedParameter", parameter)
         local = self._locals.get(sharded)
         if local is None:
-            local = self._locals[sharded] = nn.Parameter(sharded.local.detach(), requires_grad=sharded.requires_grad)
+            self._homes[sharded] = sharded.local.detach()
+            local = self._locals[sharded] = nn.Parameter(self._homes[sharded], requires_grad=sharded.requires_grad)
         return local
 
     def _unwrap(self, value: Any) -> Any:
         if isinstance(value, DTensor):
             local = value.to_local()
-            self._wrapped[id(local)] = value
+            self._wrapped[id(local)] = local, value
             return local
         return value
 
@@ -170,7 +195,7 @@ class LocalStep:
             return value
         known = self._wrapped.get(id(value))
         if known is not None:
-            return known
+            return known[1]
         return DTensor.from_local(
             value,
             sharded.device_mesh,
@@ -179,6 +204,12 @@ class LocalStep:
             shape=sharded.shape,
             stride=sharded.stride(),
         )
+
+
+def _leave(weak: weakref.ref[LocalStep]) -> None:
+    step = weak()
+    if step is not None:
+        step.leave()
 
 
 def alive(reference: weakref.ref[T]) -> T:

@@ -48,9 +48,14 @@ class StepHooks:
         """Refuse an optimizer that still holds plain parameters of before `shard()`."""
         observer, known = self._observer(), self._steps.get(optimizer)
         if known is not None:
-            known.leave()  # a step that raised has left it local; as in torch, what it did until then counts
+            known.finish()  # a step that raised has left it local; as in torch, what it did until then counts
         if observer is not None:
             refuse_stale(optimizer, observer.replaced)
+
+    def recover(self) -> None:
+        """Take optimizers whose step has raised back to sharded parameters, before gradients are added to."""
+        for step in list(self._steps.values()):
+            step.finish()
 
     def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -73,13 +78,13 @@ class StepHooks:
         observer, step = self._observer(), self._steps.get(optimizer)
         if observer is None or step is None:
             return
-        step.leave()
+        step.finish()
         observer.after_update(step.wholes)
 
 
 def _around_closure(step: LocalStep, observer: StepObserver, closure: Callable[[], Any]) -> Callable[[], Any]:
     def closure_on_sharded() -> Any:
-        step.leave()
+        step.finish()
         result = closure()
         observer.before_update()
         step.enter()
@@ -145,23 +150,36 @@ def adopt(optimizer: Optimizer, observer: StepObserver, hooks: StepHooks) -> Non
                     f"{tuple(parameter.shape)}, is not a parameter of the "
                     "sharded model. Give the optimizer this model's parameters only, one optimizer per sharded model."
                 )
+    groups = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [swaps.get(parameter, parameter) for parameter in group["params"]]
-    step = hooks.step_of(optimizer)
-    for plain, sharded in swaps.items():
-        if plain not in optimizer.state:
-            continue
-        state, owner = optimizer.state.pop(plain), step.owner_of(sharded)
-        if owner is None:
-            optimizer.state[sharded] = {key: _shard_like(value, sharded) for key, value in state.items()}
-        elif owner == sharded.mics_index:
-            optimizer.state[sharded] = {key: _to_device_of(value, sharded) for key, value in state.items()}
+    try:
+        step = hooks.step_of(optimizer)
+        states: dict[torch.Tensor, Any] = {}
+        for plain, sharded in swaps.items():
+            state, owner = optimizer.state.get(plain), step.owner_of(sharded)
+            if state is not None and owner is None:
+                states[sharded] = {key: _shard_like(value, sharded) for key, value in state.items()}
+            elif state is not None and owner == sharded.mics_index:
+                states[sharded] = {key: _to_device_of(value, sharded) for key, value in state.items()}
+    except Exception:
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
+        raise
+    for plain in swaps:
+        optimizer.state.pop(plain, None)
+    optimizer.state.update(states)
 
 
 def _shard_like(value: Any, sharded: ShardedParameter) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != sharded.shape or not value.dim():
         return value
-    piece = sharded.mics_region.slice_of(value.detach(), sharded.mics_index).clone().to(sharded.device)
+    if type(value) is not torch.Tensor:
+        raise ConfigError(
+            f"A state of `{sharded.mics_name}` is a {type(value).__name__}, which cannot be cut into shards. Adopt the "
+            "optimizer before its first step."
+        )
+    piece = sharded.mics_region.slice_of(value.detach(), sharded.mics_index).to(sharded.device, copy=True)
     return DTensor.from_local(
         piece,
         sharded.device_mesh,

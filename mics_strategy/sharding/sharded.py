@@ -104,6 +104,7 @@ class Sharded:
 
     def before_forward(self) -> None:
         """The model is about to run: see once per step that it is still the model that was sharded."""
+        self._step_hooks.recover()
         if self._is_check_due:
             buckets = [bucket for unit in self._units for bucket in unit.buckets]
             pairs = [pair for bucket in buckets for pair in zip(bucket.sharded, bucket.layout.regions, strict=True)]

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from mics_strategy.errors import CheckpointError
-from mics_strategy.mesh import Mesh
+from mics_strategy.mesh import Mesh, on_every_rank
 from mics_strategy.sharding.parameter import ShardedParameter
 
 StateDict = dict[str, Any]
@@ -51,11 +52,15 @@ def load_full_state_dict(model: nn.Module, state: StateDict, *, strict: bool) ->
 def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, mesh: Mesh) -> StateDict:
     """The plain optimizer's state dict on rank 0's CPU, integer ids kept; empty on other ranks. Collective.
 
+    Raises:
+        CheckpointError: States of a kind that cannot be put together.
+
     Args:
         optimizer: Of the sharded model.
         owner_of: The rank of the optimizer scope that alone has the states of a parameter; None where each has rows.
         mesh: For the ranks of that scope.
     """
+    on_every_rank(lambda: _refuse_special(optimizer))
     state = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     owners = {index: owner for index, p in enumerate(parameters) if (owner := owner_of(p)) is not None}
@@ -69,6 +74,33 @@ def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, mesh: Mes
                 key: _to_rank_zero(value) if isinstance(value, torch.Tensor) else value for key, value in entry.items()
             }
     return {**state, "state": states} if dist.get_rank() == 0 else {}
+
+
+def _refuse_special(optimizer: Optimizer) -> None:
+    """Refuse states that cannot be put together from shards.
+
+    Raises:
+        CheckpointError: Naming the kind.
+    """
+    for states in optimizer.state.values():
+        for key, value in states.items():
+            local = value.to_local() if isinstance(value, DTensor) else value
+            if isinstance(local, torch.Tensor) and type(local) not in (torch.Tensor, nn.Parameter):
+                raise CheckpointError(
+                    f"`{key}` of {type(optimizer).__name__} is kept as {type(local).__name__} (quantized, say), which "
+                    "cannot be put together from shards in this version. Save the weights only, or each rank's own "
+                    "`optimizer.state_dict()`, which fits the same ranks and scopes."
+                )
+            if isinstance(value, (dict, list, tuple)) and _holds_tensor(value):
+                raise CheckpointError(
+                    f"`{key}` of {type(optimizer).__name__} holds tensors inside a {type(value).__name__}, of which it "
+                    "is not known how they are sharded. Save the weights only, or each rank's own "
+                    "`optimizer.state_dict()`, which fits the same ranks and scopes."
+                )
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in tree_leaves(value))
 
 
 def _from_owner(entry: StateDict | None, owner: int, mesh: Mesh) -> StateDict | None:

@@ -126,6 +126,13 @@ class Unit:
             self.content = advance(CONTENT, self.content, "evict", self.name)
         self._lost_weights = self.phase is Phase.BACKWARD
 
+    def refuse_unfrozen(self) -> None:
+        """See, before anything moves, that no parameter requires gradients for which there is no memory."""
+        for bucket in self.buckets:
+            if not bucket.spec.trainable:
+                for sharded in bucket.sharded:
+                    refuse_unfrozen(bucket, sharded)
+
     def enter_forward(self) -> None:
         """Put the whole parameters into the module, for a forward or a recomputation."""
         if self._forward_depth == 0:
@@ -176,7 +183,6 @@ class Unit:
         for bucket in self.buckets:
             for homes, parameter, sharded in zip(bucket.spec.homes, bucket.unsharded, bucket.sharded, strict=True):
                 if parameter.requires_grad != sharded.requires_grad:
-                    refuse_unfrozen(bucket, sharded)
                     parameter.requires_grad_(sharded.requires_grad)
                 for module, attribute in homes:
                     module._parameters[attribute] = parameter
