@@ -11,6 +11,7 @@ Every collective is written into a `Ledger`, from the tensors that were really p
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -77,11 +78,17 @@ class FlatCollective:
     def __init__(self, group: dist.ProcessGroup, axis: str, ledger: Ledger) -> None:
         self.group = group
         self.size = group.size()
+        self.index = group.rank()
         self.axis = axis
         ranks = dist.get_process_group_ranks(group)
         self._where = f"{axis} (ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})"
         self._ledger = ledger
-        self.trail = Trail(ranks=tuple(ranks), index=group.rank())
+        self.trail = Trail(ranks=tuple(ranks), index=self.index)
+
+    @property
+    def trails(self) -> Iterator[tuple[str, Trail]]:
+        """Its own."""
+        yield self.axis, self.trail
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
         """See `Collective.gather`. Cost: (size - 1) * n sent."""
@@ -143,7 +150,7 @@ class FlatCollective:
         fits = (out.numel(), full.numel(), out.dtype) == (sum(out_numels), sum(full_numels), full.dtype)
         _check(fits, what, out, full)
         self.trail.note(what)
-        self._ledger.write_exchange(self, full, full_numels[self.group.rank()])
+        self._ledger.write_exchange(self, full, full_numels[self.index])
         work = dist.all_to_all_single(out, full, out_numels, full_numels, group=self.group, async_op=True)
         return Handle(f"Exchange of {what} over {self._where}", [work])
 
@@ -168,6 +175,10 @@ class FlatCollective:
             [dist.all_reduce(value, op=op, group=self.group, async_op=True)],
         ).wait()
         return value
+
+    def all_reduce_scratch_numel(self, numel: int, *, is_narrow: bool) -> int:
+        """See `Collective.all_reduce_scratch_numel`."""
+        return 3 * self.size * -(-numel // self.size) if is_narrow else 0
 
     def _all_reduce_narrow(self, tensor: torch.Tensor, scratch: torch.Tensor, what: str) -> Handle:
         """Sum in the dtype of `tensor`, travel in the dtype of `scratch`.

@@ -7,11 +7,12 @@ result (adding a received sum, copying out) is part of the handle, so a caller n
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 
+from mics_strategy.collectives.trail import Trail
 from mics_strategy.errors import CommunicationError
 
 
@@ -92,6 +93,11 @@ class Collective(Protocol):
     """Collectives over one span of ranks. Inputs and outputs are contiguous and on the span's device."""
 
     size: int
+    index: int
+
+    @property
+    def trails(self) -> Iterable[tuple[str, Trail]]:
+        """What the groups behind it were asked for, by axis."""
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
         """Put every rank's `shard` into `out`, in the order of the ranks' index.
@@ -109,7 +115,8 @@ class Collective(Protocol):
 
         Args:
             out: [n], fp32 (or any wider dtype): holds the sum, or has it added.
-            full: [size * n], the wire dtype; must stay unchanged until the handle has been waited for.
+            full: [size * n], the wire dtype; must stay unchanged until the handle has been waited for, and may be
+                overwritten.
             scratch: [size * n], same dtype as `full`; overwritten.
             accumulate: Add to `out` instead of overwriting it.
             what: Names the caller in errors.
@@ -120,7 +127,14 @@ class Collective(Protocol):
 
         Args:
             tensor: [n], fp32 (or any wider dtype).
-            scratch: The wire dtype, at least ``3 * size * ceil(n / size)`` elements; unused when that is the
-                dtype of `tensor`.
+            scratch: [at least `all_reduce_scratch_numel`], the wire dtype; overwritten.
             what: Names the caller in errors.
+        """
+
+    def all_reduce_scratch_numel(self, numel: int, *, is_narrow: bool) -> int:
+        """Elements of scratch that an all-reduce of `numel` elements needs.
+
+        Args:
+            numel: Of the tensor.
+            is_narrow: Whether the wire dtype is another one than the tensor's.
         """
