@@ -18,7 +18,8 @@ def callbacks(framework: Framework, trainer: Any) -> None:
         if isinstance(callback, framework.copying_callbacks):
             raise ConfigError(
                 f"`{type(callback).__name__}` copies the whole model and averages it parameter by parameter, which "
-                "does not work on shards. Remove the callback, or average saved checkpoints after the training."
+                "does not work on shards. Average each rank's shards in a callback of your own (for every parameter, "
+                "`average.lerp_(parameter.detach(), 1 - decay)`), or average saved checkpoints after the training."
             )
 
 
