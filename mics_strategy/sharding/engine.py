@@ -165,7 +165,8 @@ class Engine:
         if self._has_whole_parameters or self.reducer.mesh.reduce_grads is None:  # ranks may have run different units
             order = self._common.units[::-1]
         ran = self._hidden.union(unit.index for unit in self.units if unit.num_live_calls)
-        self.reducer.begin_backward(order, {unit.index for unit in self.units} - ran)
+        if self.reducer.begin_backward(order, {unit.index for unit in self.units} - ran):
+            self.recorded.forget_needed()
         _at_end_of_backward(self._end_backward)
 
     def _before_backward(self, call: Call) -> None:

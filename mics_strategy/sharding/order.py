@@ -160,6 +160,10 @@ class RecordedOrder:
         if not self.is_complete:
             self.needed.append(index)
 
+    def forget_needed(self) -> None:
+        """Other parameters than before get gradients, so the backward may need other units: record it again."""
+        self.needed, self.is_complete = [], False
+
     def freeze(self) -> None:
         """The first forward is over."""
         self.is_frozen = self.is_frozen or bool(self.entered)

@@ -81,21 +81,25 @@ class Reducer:
     _second: dict[BucketGradient, Chain] = field(default_factory=dict)
     _unpublished: list[BucketGradient] = field(default_factory=list)  # finished, not yet shown on the parameters
 
-    def begin_backward(self, order: list[Unit], idle: set[int]) -> None:
-        """A backward starts.
+    def begin_backward(self, order: list[Unit], idle: set[int]) -> bool:
+        """A backward starts. Returns whether other parameters than in the one before require gradients.
 
         Args:
             order: Units that may receive gradients on some rank, first to be reduced first.
             idle: Indices of those among them that this rank has not run.
         """
         self.is_dirty = True
-        self._expected = {
-            unit.index: sum(sharded.requires_grad for bucket in unit.trainable for sharded in bucket.sharded)
-            for unit in self.units
-        }
+        before, self._expected = (
+            self._expected,
+            {
+                unit.index: sum(sharded.requires_grad for bucket in unit.trainable for sharded in bucket.sharded)
+                for unit in self.units
+            },
+        )
         self._order = [unit for unit in order if self._expected[unit.index]]
         self._ready = idle
         self._launch_ready()
+        return bool(before) and before != self._expected
 
     def collect(self, unit: Unit, gradient: BucketGradient, position: int, parameter: nn.Parameter) -> None:
         """Take the gradient that autograd has just accumulated on an unsharded parameter."""

@@ -27,13 +27,14 @@ USAGE_DTYPE = torch.int32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:
-    """What of a bucket matters for its traffic."""
+    """What of a bucket matters for its traffic. `has_gradients` is False while all its parameters are frozen."""
 
     layout: BucketLayout
     param_dtype: torch.dtype
     wire_dtype: torch.dtype
     sum_dtype: torch.dtype
     trainable: bool
+    has_gradients: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +156,8 @@ class _Planner:
     _secondary: set[BucketPlan] = field(default_factory=set)  # whose forward has left a copy for the backward
 
     def begin_step(self) -> None:
-        """The optimizer has changed every trainable bucket."""
-        self._updated = {bucket for bucket in self._updated if not bucket.trainable}
+        """The optimizer has changed every bucket that has gradients."""
+        self._updated = {bucket for bucket in self._updated if not (bucket.trainable and bucket.has_gradients)}
         self._secondary &= self._updated
 
     def forward_and_backward(self, shape: StepShape) -> None:
@@ -200,7 +201,7 @@ class _Planner:
             )
 
     def _reduce(self, index: int) -> None:
-        for bucket in self._trainable(index):
+        for bucket in self._reduced(index):
             span = self.scopes.span(1, self.scopes.grads)
             self._add(
                 REDUCE_SCATTER,
@@ -221,7 +222,7 @@ class _Planner:
             self._add(ALL_REDUCE, world, num_parameters + 1, USAGE_DTYPE, "(usage)", "second_hop")
         replicas = scopes.span(scopes.optimizer, scopes.world_size)
         for index in sorted(set(needed), reverse=True):
-            for bucket in self._trainable(index):
+            for bucket in self._reduced(index):
                 numel, shard = bucket.layout.numel_at(scopes.grads), bucket.layout.shard_numel
                 self._add(
                     REDUCE_SCATTER,
@@ -248,6 +249,11 @@ class _Planner:
                         self.micro_step,
                     )
                 )
+
+    def _reduced(self, index: int) -> Iterator[BucketPlan]:
+        """Buckets that are reduced: where gradients are sharded, those of a unit together, with zeros where need be."""
+        is_together = self.scopes.grads > 1 and any(bucket.has_gradients for bucket in self._trainable(index))
+        return (bucket for bucket in self._trainable(index) if is_together or bucket.has_gradients)
 
     def _trainable(self, index: int) -> Iterator[BucketPlan]:
         return (bucket for bucket in self.units[index].buckets if bucket.trainable)

@@ -223,6 +223,7 @@ class Sharded:
                     wire_dtype=bucket.spec.param_dtype if gradient is None else gradient.wire_dtype,
                     sum_dtype=bucket.spec.param_dtype if gradient is None else gradient.accumulator.dtype,
                     trainable=bucket.spec.trainable,
+                    has_gradients=any(sharded.requires_grad for sharded in bucket.sharded),
                 )
             )
         return UnitPlan(name=unit.name, slot=slots[id(unit.slot)], buckets=tuple(buckets))

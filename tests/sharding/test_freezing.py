@@ -260,3 +260,33 @@ def test_an_optimizer_over_all_parameters_leaves_frozen_ones_alone(ranks: RankPo
     for preset in PRESETS:
         run = Run(case=models.frozen, config=ShardConfig.preset(preset))
         assert ranks(2, train_what_was_frozen_by_hand, run) == [(False, True)] * 2
+
+
+def count_while_freezing(
+    ctx: RankContext, runs: list[Run], frozen: tuple[str, ...]
+) -> list[tuple[Counter[Kind], Counter[Kind]]]:
+    """Issued and planned collectives of the third step before, while and after parameters are frozen."""
+    found = []
+    for run in runs:
+        training = start(ctx, run)
+        for prefixes in ((), frozen, ()):
+            for name, parameter in training.model.named_parameters():
+                parameter.requires_grad_(not name.startswith(prefixes) if prefixes else True)
+            for step in range(3):
+                with CountC10d() as counted:
+                    training.step(step)
+            found.append((counted.kinds, planned_kinds(training.sharded.plan)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "frozen", [("blocks.1.",), ("blocks.1.", "head"), ("embedding", "blocks.0."), ("blocks.0.up", "blocks.2.norm1")]
+)
+def test_what_is_frozen_is_neither_sent_nor_planned(ranks: RankPool, frozen: tuple[str, ...]) -> None:
+    names = ("ddp", "zero1", "zero2", "zero3", "mics", "paro-iig")
+    runs = [Run(case=models.transformer, config=config, accumulation=2) for config in presets(names)]
+    for found in ranks(4, count_while_freezing, runs, frozen, ranks_per_node=2):
+        for issued, planned in found:
+            assert issued == planned
+        for (with_all, _), (with_few, _) in zip(found[::3], found[1::3], strict=True):
+            assert with_few.total() < with_all.total() or with_few == with_all
