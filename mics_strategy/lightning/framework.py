@@ -29,6 +29,7 @@ class Framework:
     precision: type[Any]
     foreign_precisions: tuple[type[Any], ...]
     copying_callbacks: tuple[type[Any], ...]
+    unfreezing_callbacks: tuple[type[Any], ...]
     checkpoint_io: type[Any]
     cluster_environment: type[Any]
     accelerator: type[Any]
@@ -75,6 +76,7 @@ def load_framework(name: str) -> Framework:
             trainer(f"plugins:{cls}") for cls in ("FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision")
         ),
         copying_callbacks=tuple(cls for cls in copying if cls is not None),
+        unfreezing_callbacks=(callbacks.BaseFinetuning,),
         checkpoint_io=trainer("plugins:CheckpointIO"),
         cluster_environment=fabric("plugins:ClusterEnvironment"),
         accelerator=trainer("accelerators:Accelerator"),

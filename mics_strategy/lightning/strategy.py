@@ -19,6 +19,7 @@ from typing_extensions import override
 from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, shard
 from mics_strategy.lightning import refusals
 from mics_strategy.lightning.checkpoints import Checkpoints
+from mics_strategy.lightning.finetuning import shown_as_trained
 from mics_strategy.lightning.framework import Framework, check_sigterm_seldom, load_framework, use_no_grad
 from mics_strategy.lightning.logged import log_plain_numbers
 from mics_strategy.lightning.options import config_from, spelled_out
@@ -171,7 +172,8 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
             module = self._layer_sync.apply(module)
         module = self.precision_plugin.convert_module(module)
         units = rule_for(module, self._units, every_child=not module.automatic_optimization)
-        vars(module)[_HANDLE] = shard(module, self.config, units=units, device=self.root_device)
+        with shown_as_trained(self.framework, self._trainer, module):
+            vars(module)[_HANDLE] = shard(module, self.config, units=units, device=self.root_device)
         self._lightning_module = self.model = module
 
     @override

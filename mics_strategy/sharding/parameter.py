@@ -101,6 +101,8 @@ class ShardedParameter(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation as any DTensor does, and count it as a change where it writes: torch misses lists."""
+        if func is torch.ops.aten.equal.default:
+            return _are_equal(*args)
         result = super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -125,6 +127,15 @@ class ShardedParameter(DTensor):
             f"`{self.mics_name}` is sharded and cannot be deep-copied with its model. "
             "Copy the plain model before `shard()`, or build it anew and load `full_state_dict()`."
         )
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """`torch.equal`, which DTensor does not offer for every pair. Collective where the shapes agree."""
+    if one is other or one.shape != other.shape:
+        return one is other
+    with torch.no_grad():
+        same = (one == other).all()
+        return bool(same.full_tensor() if isinstance(same, DTensor) else same)
 
 
 def make_sharded_parameter(

@@ -172,3 +172,23 @@ def local_round_trip(ctx: RankContext, run: Run) -> dict[str, Tensor]:
 def test_torchs_own_state_dicts_round_trip(ranks: RankPool, optimizer: str) -> None:
     run = Run(case=models.scalar, config=ShardConfig(), optimizer=optimizer)
     assert_same(ranks(2, local_round_trip, run)[1], plain(run, 2).parameters)
+
+
+def compare(ctx: RankContext, run: Run) -> list[bool]:
+    """A parameter with itself, a copy, a copy of which one element of rank 1 is another, and one of another shape."""
+    model = start(ctx, run).model
+    weight, *others = model.parameters()
+    same, changed = weight.detach().clone(), weight.detach().clone()
+    if ctx.rank == 1:
+        changed.to_local().view(-1)[:1] += 1
+    return [torch.equal(weight, other) for other in (weight, same, changed, others[0])]
+
+
+@pytest.mark.parametrize("preset", ["zero3", "mics", "ddp"])
+def test_parameters_are_compared_whole(ranks: RankPool, preset: str) -> None:
+    run = Run(case=models.mlp, config=ShardConfig.preset(preset))
+    found = ranks(2, compare, run)
+    assert found[0][:2] == found[1][:2] == [True, True]
+    assert found[0][3] is found[1][3] is False
+    if preset != "ddp":  # where each rank has all, and looks at its own
+        assert found[0][2] is found[1][2] is False
