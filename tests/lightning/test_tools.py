@@ -7,7 +7,7 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, LearningRateMonitor, ModelSummary
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelSummary
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.model_summary import summarize
@@ -68,20 +68,26 @@ def test_loggers_and_early_stopping_work(ranks: RankPool) -> None:
     assert run(ranks, 2, _with_loggers) == [["2", "lr-SGD", "val_loss"]] * 2
 
 
-class WithBackbone(Regression):
-    """Its layers are called backbone."""
+class HalfFrozen(Regression):
+    """Its layers are frozen from the beginning."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = self.layers
+        self.layers.requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
+class _Unfreezing(Callback):
+    """Of which nobody can know what it will do."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.layers.requires_grad_(trainer.current_epoch > 0)
+
+
 def _unfreezes(ctx: RankContext) -> None:
-    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.0)
-    trainer(ctx, "mics", max_epochs=3, callbacks=[callback]).fit(WithBackbone(), loader(8))
+    trainer(ctx, "mics", max_epochs=3, callbacks=[_Unfreezing()]).fit(HalfFrozen(), loader(8))
 
 
 def test_unfreezing_what_was_frozen_when_sharded_is_refused(ranks: RankPool) -> None:
