@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from typing_extensions import override
 
 from mics_strategy.errors import LifecycleError
@@ -134,8 +134,11 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one is other or one.shape != other.shape:
         return one is other
     with torch.no_grad():
-        same = (one == other).all()
-        return bool(same.full_tensor() if isinstance(same, DTensor) else same)
+        if isinstance(one, DTensor) and isinstance(other, DTensor) and one.placements == other.placements:
+            differs = torch.tensor(float(not torch.equal(one._local_tensor, other._local_tensor)), device=one.device)
+            counted = DTensor.from_local(differs, one.device_mesh, [Partial()] * one.device_mesh.ndim, run_check=False)
+            return not counted.full_tensor().item()
+        return torch.equal(*(each.full_tensor() if isinstance(each, DTensor) else each for each in (one, other)))
 
 
 def make_sharded_parameter(

@@ -57,6 +57,9 @@ def _fit(ctx: RankContext, strategy: str, name: str) -> dict[str, Tensor]:
     return fitted(ctx, strategy, WithBackbone(), batches, use_distributed_sampler=False, **options)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch.equal, which the callbacks use, fails on DTensors of other shapes there"
+)
 @pytest.mark.parametrize("strategy", ["mics", "mics_zero1", "mics_zero3", "mics_paro_iig"])
 @pytest.mark.parametrize("name", ["backbone", "layer by layer"])
 def test_unfreezing_equals_one_process(ranks: RankPool, name: str, strategy: str) -> None:
