@@ -57,7 +57,7 @@ class LocalStep:
     def __init__(self, optimizer: Optimizer, model: StepObserver) -> None:
         self._optimizer_ref = weakref.ref(optimizer)  # whoever keeps this object by its optimizer must not keep both
         self._model_ref = weakref.ref(model)
-        self._groups: list[int] = []  # parameters in each, when it was last looked at
+        self._groups: list[list[int]] = []  # the parameters in each, when it was last looked at
         self._locals: dict[ShardedParameter, nn.Parameter] = {}
         self._wrapped: dict[int, tuple[torch.Tensor, DTensor]] = {}  # by id, which is free again when a tensor is
         self._homes: dict[ShardedParameter, torch.Tensor] = {}  # the memory of each local tensor
@@ -80,18 +80,21 @@ class LocalStep:
         return alive(self._model_ref)
 
     def prepare(self) -> None:
-        """See which tensors must be whole, and deal those; again when parameters have been added.
+        """See which tensors must be whole, and deal those; again when groups have other parameters than before.
 
         Raises:
             ConfigError: The optimizer looks further than the tensors that a rank can be given.
         """
         optimizer, model = self._optimizer, self._model
-        groups = [len(group["params"]) for group in optimizer.param_groups]
+        if self.is_local:
+            return  # a step that raised left it so, and it was prepared for that
+        groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         if groups == self._groups:
             return
         refuse_other_lists(optimizer)
         if not model.keeps_optimizer_whole:
-            reaches = reach_by_group(optimizer, model.device)
+            untried = Reach.TENSOR if model.optimizer_layout == "tensors" else Reach.ELEMENT
+            reaches = reach_by_group(optimizer, model.device, untried)
             refuse_reach(optimizer, reaches, model.optimizer_layout)
             grouped = zip(optimizer.param_groups, reaches, strict=True)
             needed = [p for group, reach in grouped if reach is Reach.TENSOR for p in group["params"] if model.owns(p)]
@@ -196,14 +199,7 @@ class LocalStep:
         known = self._wrapped.get(id(value))
         if known is not None:
             return known[1]
-        return DTensor.from_local(
-            value,
-            sharded.device_mesh,
-            sharded.placements,
-            run_check=False,
-            shape=sharded.shape,
-            stride=sharded.stride(),
-        )
+        return sharded.labelled(value)
 
 
 def _leave(weak: weakref.ref[LocalStep]) -> None:

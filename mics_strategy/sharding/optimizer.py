@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -150,22 +150,19 @@ def adopt(optimizer: Optimizer, observer: StepObserver, hooks: StepHooks) -> Non
                     f"{tuple(parameter.shape)}, is not a parameter of the "
                     "sharded model. Give the optimizer this model's parameters only, one optimizer per sharded model."
                 )
-    groups = [group["params"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["params"] = [swaps.get(parameter, parameter) for parameter in group["params"]]
-    try:
+    states: dict[torch.Tensor, Any] = {}
+    with ExitStack() as undo:  # nothing is changed unless all of it can be
+        for group in optimizer.param_groups:
+            undo.callback(group.__setitem__, "params", group["params"])
+            group["params"] = [swaps.get(parameter, parameter) for parameter in group["params"]]
         step = hooks.step_of(optimizer)
-        states: dict[torch.Tensor, Any] = {}
         for plain, sharded in swaps.items():
             state, owner = optimizer.state.get(plain), step.owner_of(sharded)
             if state is not None and owner is None:
                 states[sharded] = {key: _shard_like(value, sharded) for key, value in state.items()}
             elif state is not None and owner == sharded.mics_index:
                 states[sharded] = {key: _to_device_of(value, sharded) for key, value in state.items()}
-    except Exception:
-        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = parameters
-        raise
+        undo.pop_all()
     for plain in swaps:
         optimizer.state.pop(plain, None)
     optimizer.state.update(states)
@@ -180,14 +177,7 @@ def _shard_like(value: Any, sharded: ShardedParameter) -> Any:
             "optimizer before its first step."
         )
     piece = sharded.mics_region.slice_of(value.detach(), sharded.mics_index).to(sharded.device, copy=True)
-    return DTensor.from_local(
-        piece,
-        sharded.device_mesh,
-        sharded.placements,
-        run_check=False,
-        shape=sharded.shape,
-        stride=sharded.stride(),
-    )
+    return sharded.labelled(piece)
 
 
 def _to_device_of(value: Any, sharded: ShardedParameter) -> Any:

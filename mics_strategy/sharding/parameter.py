@@ -96,6 +96,12 @@ class ShardedParameter(DTensor):
         """Grows whenever the values may have changed."""
         return self.mics_changes + self._version + self._local_tensor._version
 
+    def labelled(self, local: torch.Tensor) -> DTensor:
+        """Something of this parameter's shape, cut as it is, of which `local` is this rank's piece."""
+        return DTensor.from_local(
+            local, self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride()
+        )
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

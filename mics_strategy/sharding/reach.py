@@ -42,12 +42,13 @@ class Reach(enum.IntEnum):
     ALL = 2
 
 
-def reach_by_group(optimizer: Optimizer, device: torch.device) -> list[Reach]:
+def reach_by_group(optimizer: Optimizer, device: torch.device, untried: Reach = Reach.ELEMENT) -> list[Reach]:
     """How far each parameter group of an optimizer looks.
 
     Args:
         optimizer: Is not changed, and takes no step.
         device: Where to try it.
+        untried: What to take it for when it cannot be tried.
     """
     groups = optimizer.param_groups
     if type(optimizer) in _ELEMENTWISE:
@@ -58,11 +59,12 @@ def reach_by_group(optimizer: Optimizer, device: torch.device) -> list[Reach]:
         found = _Trial(optimizer, device).reach_by_group()
     except Exception as error:  # of a foreign optimizer, whatever it is; what is assumed instead is said
         _log.warning(
-            "%s could not be tried on small tensors (%s: %s), so it is taken for one that updates each element by "
-            "itself. If it needs whole tensors, keep optimizer states whole with `optimizer='none'`.",
-            *(type(optimizer).__name__, type(error).__name__, error),
+            "%s could not be tried on small tensors (%s: %s), so it is taken for one that updates each %s by itself. "
+            "If it needs whole tensors, use `optimizer_layout='tensors'`; if it needs all of them together, keep "
+            "optimizer states whole with `optimizer='none'`.",
+            *(type(optimizer).__name__, type(error).__name__, error, untried.name.lower()),
         )
-        found = [Reach.ELEMENT] * len(groups)
+        found = [untried] * len(groups)
     return [max(least, reach) for reach in found]
 
 

@@ -254,10 +254,9 @@ def second_hop_bytes(
 ) -> int:
     """Bytes of scratch that one bucket's second hop needs."""
     scatter = (1 if wire_dtype == accumulator_dtype else 2) * numel if mesh.second_scatter is not None else 0
-    narrow = 0
-    if mesh.second_reduce is not None and wire_dtype != accumulator_dtype:
-        narrow = 3 * mesh.second_reduce.size * -(-shard_numel // mesh.second_reduce.size)
-    return (scatter + narrow) * wire_dtype.itemsize
+    replicas, is_narrow = mesh.second_reduce, wire_dtype != accumulator_dtype
+    reduce = 0 if replicas is None else replicas.all_reduce_scratch_numel(shard_numel, is_narrow=is_narrow)
+    return (scatter + reduce) * wire_dtype.itemsize
 
 
 def _second_hop_views(

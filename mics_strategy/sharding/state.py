@@ -52,13 +52,13 @@ def load_full_state_dict(model: nn.Module, state: StateDict, *, strict: bool) ->
 def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, mesh: Mesh) -> StateDict:
     """The plain optimizer's state dict on rank 0's CPU, integer ids kept; empty on other ranks. Collective.
 
-    Raises:
-        CheckpointError: States of a kind that cannot be put together.
-
     Args:
         optimizer: Of the sharded model.
         owner_of: The rank of the optimizer scope that alone has the states of a parameter; None where each has rows.
         mesh: For the ranks of that scope.
+
+    Raises:
+        CheckpointError: States of a kind that cannot be put together.
     """
     on_every_rank(lambda: _refuse_special(optimizer))
     state = optimizer.state_dict()
@@ -163,6 +163,4 @@ def _piece(value: Any, own: object) -> Any:
     if not value.dim():
         return DTensor.from_local(value.clone(), own.device_mesh, own.placements, run_check=False)
     local = own.mics_region.slice_of(value, own.mics_index).to(own.device, copy=True)
-    return DTensor.from_local(
-        local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
-    )
+    return own.labelled(local)

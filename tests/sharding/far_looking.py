@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class Simple(Optimizer):
-    """An optimizer whose update of one tensor is `change`."""
+    """An optimizer that calls `update` for every tensor with a gradient, which subtracts `change`."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -19,7 +19,10 @@ class Simple(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(group["lr"] * self.change(p, group))
+                    self.update(p, group)
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        p.sub_(group["lr"] * self.change(p, group))
 
     def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         return p.grad

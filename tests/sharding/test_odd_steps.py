@@ -1,61 +1,44 @@
 """Do optimizers that treat their tensors oddly, or whose step raises, leave what they leave on the plain model?"""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from mics_strategy.errors import LifecycleError
 from tests import models
 from tests.ranks import RankContext, RankPool
+from tests.sharding.far_looking import Simple
 from tests.sharding.loops import Body, Loop, Seen, assert_same_loop
 from tests.sharding.training import Run, assert_same, presets, start, whole
 
 NAMES = ("ddp", "zero1", "mics", "paro-iig")
 
 
-class Odd(Optimizer):
-    """Calls `update` for every tensor with a gradient."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, group["lr"])
-
-    def update(self, p: nn.Parameter, lr: float) -> None:
-        raise NotImplementedError
-
-
-class Rebinding(Odd):
+class Rebinding(Simple):
     """A new tensor for the state in every step."""
 
-    def update(self, p: nn.Parameter, lr: float) -> None:
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         state["sum"] = state["sum"] * 0.9 + p.grad if "sum" in state else p.grad.clone()
-        p.add_(state["sum"], alpha=-lr)
+        p.add_(state["sum"], alpha=-group["lr"])
 
 
-class NewData(Odd):
+class NewData(Simple):
     """New memory for the tensor in every step."""
 
-    def update(self, p: nn.Parameter, lr: float) -> None:
-        p.data = p.data - lr * p.grad
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        p.data = p.data - group["lr"] * p.grad
 
 
-class Freeing(Odd):
+class Freeing(Simple):
     """Drops each gradient that it has used."""
 
-    def update(self, p: nn.Parameter, lr: float) -> None:
-        p.sub_(p.grad, alpha=lr)
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=group["lr"])
         p.grad = None
 
 
@@ -139,7 +122,7 @@ def test_odd_optimizer_leaves_what_it_leaves_on_the_plain_model(
     assert_same_loop(ranks, 2, runs, BODIES[body])
 
 
-def unfreeze_and_go_on(ctx: RankContext, run: Run, frozen: str) -> dict[str, torch.Tensor]:
+def unfreeze_and_go_on(ctx: RankContext, run: Run, frozen: str) -> dict[str, Tensor]:
     """A forward is refused because a parameter has no memory for gradients; frozen again, training goes on."""
     training = start(ctx, run)
     training.step(0)

@@ -358,6 +358,52 @@ def test_parameters_added_later_are_dealt_too(ranks: RankPool) -> None:
     assert_same(found[0], plain_add_later(run, 2, adafactor), 1e-5)
 
 
+def exchange_parameters(ctx: RankContext, run: Run, make: Make) -> dict[str, Tensor]:
+    """Another parameter takes the place of the first in its group, which is as long as before."""
+    training = start(ctx, run)
+    first, second, *_ = training.model.parameters()
+    optimizer = training.optimizer = make([first])
+    training.step(0)
+    training.sharded.model.zero_grad()
+    optimizer.param_groups[0]["params"] = [second]
+    training.step(1)
+    return training.parameters()
+
+
+def plain_exchange_parameters(run: Run, world_size: int, make: Make) -> dict[str, Tensor]:
+    case = run.case()
+    model = case.build()
+    first, second, *_ = model.parameters()
+    optimizer = make([first])
+    for step, parameter in enumerate((first, second)):
+        optimizer.param_groups[0]["params"] = [parameter]
+        model.zero_grad()
+        for rank in range(world_size):
+            (case.loss(model, case.batch(step, 0, rank)) / world_size).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_a_parameter_that_takes_the_place_of_another_is_dealt_too(ranks: RankPool) -> None:
+    run = Run(case=exact, config=layout("zero3"))
+    assert_identical(ranks(2, exchange_parameters, run, Lamb)[0], plain_exchange_parameters(run, 2, Lamb))
+
+
+class LambThatCannotBeTried(Lamb):
+    """Holds something that cannot be copied."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params)
+        self.thing = (each for each in ())
+
+
+def test_what_cannot_be_tried_is_taken_for_what_the_layout_says(ranks: RankPool) -> None:
+    run = Run(case=exact, config=layout("zero3"))
+    assert_identical(
+        ranks(2, train_with, [run], LambThatCannotBeTried)[1][0], plain_with(run, 2, LambThatCannotBeTried)
+    )
+
+
 def step_once(ctx: RankContext, run: Run, make: Make) -> None:
     begin(ctx, run, make).step(0)
 
