@@ -67,6 +67,11 @@ def test_whole_tensors_are_seen_to_be_needed(cls: type[Optimizer]) -> None:
     assert reach(cls) == [Reach.TENSOR]
 
 
+def test_rows_that_look_at_themselves_only_are_no_elements() -> None:
+    """Tensors may be cut along another dimension than the first."""
+    assert reach(lambda params: ByRow([p for p in params if p.dim() == 2])) == [Reach.TENSOR]
+
+
 @pytest.mark.parametrize("cls", [Clipping, CountingAll])
 def test_all_tensors_are_seen_to_be_needed(cls: type[Optimizer]) -> None:
     assert reach(cls) == [Reach.ALL]
