@@ -290,3 +290,22 @@ def test_what_is_frozen_is_neither_sent_nor_planned(ranks: RankPool, frozen: tup
             assert issued == planned
         for (with_all, _), (with_few, _) in zip(found[::3], found[1::3], strict=True):
             assert with_few.total() < with_all.total() or with_few == with_all
+
+
+def gathered_in_backward(ctx: RankContext, run: Run) -> list[set[str]]:
+    """Units that are planned to be gathered in the backward, before and while the first ones are frozen."""
+    training, found = start(ctx, run), []
+    for prefixes in ("nothing", ("embedding", "blocks.0.")):
+        for name, parameter in training.model.named_parameters():
+            parameter.requires_grad_(not name.startswith(prefixes))
+        for step in range(3):
+            training.step(step)
+        planned = [p for p in training.sharded.plan.collectives if p.moment == "backward"]
+        found.append({p.unit for p in planned if p.collective == "all_gather"})
+    return found
+
+
+def test_what_the_backward_does_not_reach_is_not_planned_for_it(ranks: RankPool) -> None:
+    for before, while_frozen in ranks(2, gathered_in_backward, Run(case=models.transformer, config=ShardConfig())):
+        assert "blocks.0" in before
+        assert "blocks.0" not in while_frozen
