@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from mics_strategy.collectives.codecs import Codec
 from mics_strategy.errors import ConfigError
 from mics_strategy.topology import Topology
 
@@ -51,11 +52,15 @@ class ShardConfig:
             `params` or `grads`.
         secondary_params: Scope of a second copy that the forward leaves for the backward, which then gathers over these
             ranks only (hpZ). ``"none"`` keeps none; smaller than `params`.
-        hierarchical: Two-stage collectives where a scope spans nodes. ``"auto"`` and ``False`` are flat in
-            this version.
+        hierarchical: Whether collectives over ranks of several nodes go in two stages, inside the nodes and between
+            them, which sends the least over the slow links. ``"auto"`` does.
         topology: ``"auto"`` reads the launcher's environment; `Topology` states it.
-        weight_codec: Compression of parameter gathers. Only ``"none"`` is available in this version.
-        grad_codec: Compression of gradient reductions. Only ``"none"`` is available in this version.
+        weight_codec: Encodes parameters while they travel: ``"none"``, ``"int8"``, ``"int4"`` or a `Codec`. What every
+            rank then computes with is what was decoded; the optimizer's own stay exact.
+        grad_codec: Encodes gradients while they travel, the same words. Sums are made of decoded numbers, in fp32.
+        codec_links: Which links carry encoded numbers: ``"slow"`` (those between nodes) or ``"all"``.
+        grad_codec_hops: Which hops of gradients are encoded: ``"first"`` (of every backward), ``"second"`` (of the
+            optimizer step) or ``"all"``.
         grad_codec_until: Share of the training after which `grad_codec` is off.
         param_dtype: Dtype in which parameters are gathered and used; ``"auto"`` keeps each parameter's own.
         reduce_dtype: Dtype in which gradients travel; ``"auto"`` is fp32. Sums are always kept in fp32.
@@ -78,8 +83,10 @@ class ShardConfig:
     secondary_params: Scope = "none"
     hierarchical: str | bool = "auto"
     topology: str | Topology = "auto"
-    weight_codec: str = "none"
-    grad_codec: str = "none"
+    weight_codec: str | Codec = "none"
+    grad_codec: str | Codec = "none"
+    codec_links: str = "slow"
+    grad_codec_hops: str = "all"
     grad_codec_until: float = 1.0
     param_dtype: str | torch.dtype = "auto"
     reduce_dtype: str | torch.dtype = "auto"
@@ -96,9 +103,12 @@ class ShardConfig:
             _check_scope(name, getattr(self, name), words=("none", "partition", "world", "auto"))
         _check_scope("secondary_params", self.secondary_params, words=("none", "partition", "world"))
         _check_auto({name: getattr(self, name) for name in _CHOSEN_TOGETHER}, self.secondary_params)
-        _check_choice("hierarchical", self.hierarchical, ("auto", False))
-        _check_choice("weight_codec", self.weight_codec, ("none",))
-        _check_choice("grad_codec", self.grad_codec, ("none",))
+        _check_choice("hierarchical", self.hierarchical, ("auto", True, False))
+        for name in ("weight_codec", "grad_codec"):
+            if not isinstance(getattr(self, name), Codec):
+                _check_choice(name, getattr(self, name), ("none", *Codec.WORDS))
+        _check_choice("codec_links", self.codec_links, ("slow", "all"))
+        _check_choice("grad_codec_hops", self.grad_codec_hops, ("all", "first", "second"))
         _check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
         _check_choice("second_hop", self.second_hop, ("boundary", "micro_step"))
         if not (isinstance(self.topology, Topology) or self.topology == "auto"):
@@ -123,6 +133,11 @@ class ShardConfig:
     def wire_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which the gradient of a parameter of `dtype` travels."""
         return self.reduce_dtype if isinstance(self.reduce_dtype, torch.dtype) else sum_dtype_of(dtype)
+
+    def codec_of(self, name: str) -> Codec | None:
+        """The codec that ``"weight_codec"`` or ``"grad_codec"`` asks for; None for ``"none"``."""
+        value = getattr(self, name)
+        return None if value == "none" else Codec.of(value)
 
     @property
     def is_auto(self) -> bool:

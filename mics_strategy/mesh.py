@@ -13,7 +13,6 @@ import os
 import socket
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,15 +23,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from mics_strategy import errors
-from mics_strategy.collectives.flat import FlatCollective, Ledger
+from mics_strategy.collectives.collective import Collective
+from mics_strategy.collectives.lane import AtOnce, Lane, Runner
+from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import is_anything_under_way
+from mics_strategy.collectives.peers import Peers
 from mics_strategy.collectives.trail import Trail, first_difference
+from mics_strategy.collectives.transport import Transport, is_gloo
+from mics_strategy.collectives.watch import Watch
+from mics_strategy.collectives.workspace import Workspace
 from mics_strategy.config import ShardConfig
 from mics_strategy.scopes import Scopes
 from mics_strategy.topology import Place, Span, Topology, topology_from_places
 
 T = TypeVar("T")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_FAMILIES = {
+    "gather": ("gather", "secondary", "update"),
+    "reduce": ("reduce",),
+    "second_hop": ("second_scatter", "second_reduce"),
+}
 _NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")
 
 
@@ -50,15 +60,15 @@ class Shards:
     degree: int
     index: int
     device_mesh: DeviceMesh
-    update: FlatCollective | None
+    update: Collective | None
 
 
 class Mesh:
     """The process groups of one sharded model, by what they carry.
 
-    A collective is None where its span holds one rank: such an axis sends nothing. Gathers and reductions
-    have groups of their own, so that one never waits for the other. Models of one process share groups that carry the
-    same over the same ranks.
+    A collective is None where its span holds one rank: such an axis sends nothing. What brings parameters, what takes
+    gradients away in a backward, and what does so in the second hop, have groups and lanes of their own, so that none
+    waits for another. Models of one process share groups that carry the same over the same ranks.
 
     Args:
         scopes: Ranks and axes of each model state.
@@ -69,19 +79,22 @@ class Mesh:
         self.scopes = scopes
         self.rank = dist.get_rank()
         self.ledger = Ledger()
-        self._collectives: list[FlatCollective] = []
+        self.device_type = device_type
+        self._number = _count_meshes()
+        self.workspaces = {family: Workspace() for family in _FAMILIES}
+        self._transports: list[Transport] = []
+        self._lanes: dict[str, Lane] = {}
         world = scopes.world_size
         self.has_secondary = scopes.secondary < scopes.params
-        self.secondary_span = scopes.span(1, scopes.secondary if self.has_secondary else 1)
-        self.gather_params = self._collective("gather", scopes.span(1, scopes.params))
-        self.gather_secondary = self._collective("secondary", self.secondary_span)
-        self.reduce_grads = self._collective("reduce", scopes.span(1, scopes.grads))
-        self.second_scatter = self._collective("second_hop", scopes.span(scopes.grads, scopes.optimizer))
-        self.second_reduce = self._collective("second_hop", scopes.span(scopes.optimizer, world))
-        self.control = self._collective("control", scopes.span(1, world))
-        self.among_shards = self._collective("shard", scopes.span(1, scopes.optimizer))
-        self.device_type = device_type
-        update = self._collective("update", scopes.span(scopes.params, scopes.optimizer))
+        self.secondary_span = scopes.span_of("secondary")
+        self.gather_params = self._collective("gather")
+        self.gather_secondary = self._collective("secondary")
+        self.reduce_grads = self._collective("reduce")
+        self.second_scatter = self._collective("second_scatter")
+        self.second_reduce = self._collective("second_reduce")
+        self.control = self._peers("control", scopes.span(1, world))
+        self.among_shards = self._peers("shard", scopes.span(1, scopes.optimizer))
+        update = self._collective("update")
         self._device_mesh = self._make_device_mesh(
             scopes.span(1, scopes.optimizer), scopes.span(scopes.optimizer, world)
         )
@@ -90,35 +103,61 @@ class Mesh:
         if device_type == "cpu":
             _gloo_meshes.add(self)
 
+    def stop(self) -> None:
+        """End the lanes. Not collective; what no rank waits for any more may be under way."""
+        for lane in self._lanes.values():
+            lane.close(self._transports)
+
     def close(self) -> None:
         """Let go of the groups, which ends the threads of gloo. Not collective; nothing may be under way."""
-        for collective in self._collectives:
-            if dist.is_initialized():
-                with suppress(ValueError):  # of a default group that is gone
-                    dist.destroy_process_group(collective.group)
-            del collective.group
-        self._collectives.clear()
+        self.stop()
+        for transport in self._transports:
+            transport.close()
+        self._transports.clear()
         getattr(self._device_mesh, "_pg_registry", {}).clear()  # torch 2.13; before, it knows groups by name
 
-    def _collective(self, purpose: str, span: Span) -> FlatCollective | None:
-        group = self._group(purpose, span)
-        return None if group is None else self._collective_over(group, span)
+    def _collective(self, purpose: str) -> Collective | None:
+        route, span = self.scopes.route(purpose), self.scopes.span_of(purpose)
+        if route is None:
+            return None
+        stages = span.by_link()[::-1] if route.fast is not None else (span,)
+        transports = [self._transport(purpose, stage) for stage in stages]
+        family = next(family for family, purposes in _FAMILIES.items() if purpose in purposes)
+        device, workspace = torch.device(self.device_type), self.workspaces[family]
+        return Collective(route, transports, self._runner(family, transports), workspace, self.ledger, device)
 
-    def _collective_over(self, group: dist.ProcessGroup, span: Span) -> FlatCollective:
-        collective = FlatCollective(group, span.name, self.ledger)
-        self._collectives.append(collective)
-        return collective
+    def _runner(self, family: str, transports: list[Transport]) -> Runner:
+        """The lane of a family of collectives, whose order among one another is kept; or none where none is needed."""
+        if not is_gloo(transports[0].group, self.device_type):
+            return AtOnce()
+        if family not in self._lanes:
+            name = f"{family} {self._number}"
+            self._lanes[family] = Lane(name, Watch(name, self.rank, self.scopes.world_size).look)
+        return self._lanes[family]
+
+    def _peers(self, purpose: str, span: Span) -> Peers | None:
+        return None if span.size == 1 else Peers(self._transport(purpose, span), self.ledger)
+
+    def _transport(self, purpose: str, span: Span) -> Transport:
+        group = self._group(purpose, span)
+        if group is None:
+            raise errors.LifecycleError(f"No group for {purpose} over one rank. This is a defect; please report it.")
+        transport = Transport(group, span.name, self.device_type)
+        self._transports.append(transport)
+        return transport
 
     def _group(self, purpose: str, span: Span) -> dist.ProcessGroup | None:
         if span.size == 1:
             return None
         shared = _groups.setdefault(dist.group.WORLD, {})
-        if (purpose, span) not in shared:
+        # Gloo's own all-reduce is matched by its number in the group, and every model has a lane that asks for it.
+        key = purpose if purpose != "second_reduce" else f"{purpose} {self._number}"
+        if (key, span) not in shared:
             for members in span.groups(self.scopes.world_size):
                 group = new_group(members, f"mics.{purpose}.{span.name}")
                 if self.rank in members:
-                    shared[purpose, span] = group
-        return shared[purpose, span]
+                    shared[key, span] = group
+        return shared[key, span]
 
     @property
     def frozen(self) -> Shards:
@@ -155,9 +194,16 @@ class Mesh:
             "secondary gathers": self.gather_secondary,
             "updates": self.trained.update,
             "reductions": self.reduce_grads,
-            "whole tensors": self.among_shards,
         }
-        return {f"{name} over {group.axis}": group.trail for name, group in watched.items() if group is not None}
+        trails = {
+            f"{name} over {transport.axis}": transport.trail
+            for name, collective in watched.items()
+            if collective is not None
+            for transport in collective.transports
+        }
+        if self.among_shards is not None:
+            trails[f"whole tensors over {self.among_shards.axis}"] = self.among_shards.transport.trail
+        return trails
 
     @property
     def balance(self) -> int:
@@ -192,6 +238,14 @@ def new_group(members: list[int], description: str) -> dist.ProcessGroup:
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, Span], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 _gloo_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
+_num_meshes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _count_meshes() -> int:
+    """How many meshes the ranks of this job have made before, in the same order on all of them."""
+    number = _num_meshes.get(dist.group.WORLD, 0)
+    _num_meshes[dist.group.WORLD] = number + 1
+    return number
 
 
 @atexit.register
@@ -200,6 +254,8 @@ def _close_gloo() -> None:
 
     What is still under way belongs to a job that has failed; closing would wait for it, up to the timeout.
     """
+    for mesh in list(_gloo_meshes):
+        mesh.stop()
     if not is_anything_under_way():
         for mesh in list(_gloo_meshes):
             mesh.close()

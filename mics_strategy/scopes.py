@@ -1,15 +1,36 @@
-"""How many ranks does each word of a configuration mean in this job?
+"""How many ranks does each word of a configuration mean in this job, and how do they reach one another?
 
 Pure.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
+from mics_strategy.collectives.codecs import Codec
+from mics_strategy.collectives.route import Hop, Route
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
 from mics_strategy.topology import Axis, Span, Topology
+
+PURPOSES = ("gather", "secondary", "update", "reduce", "second_scatter", "second_reduce")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codecs:
+    """What is encoded: parameters, gradients in every backward, gradients in the second hop; on which links."""
+
+    params: Codec | None = None
+    first_hop: Codec | None = None
+    second_hop: Codec | None = None
+    is_on_all_links: bool = False
+
+    def of(self, purpose: str) -> Codec | None:
+        """The codec of one of `PURPOSES`."""
+        if purpose == "reduce":
+            return self.first_hop
+        return self.second_hop if purpose.startswith("second_") else self.params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +38,8 @@ class Scopes:
     """Ranks over which each model state is sharded, and the axes that these degrees cut.
 
     Every degree is the product of a prefix of `axes`. `secondary` is the degree of the copy of the parameters that the
-    forward leaves for the backward; equal to `params` when there is none.
+    forward leaves for the backward; equal to `params` when there is none. A collective over ranks of several nodes goes
+    in two stages where `is_hierarchical`.
     """
 
     world_size: int
@@ -27,6 +49,8 @@ class Scopes:
     optimizer: int
     secondary: int
     axes: tuple[Axis, ...]
+    is_hierarchical: bool = True
+    codecs: Codecs = dataclasses.field(default_factory=lambda: Codecs())
 
     def depth(self, degree: int) -> int:
         """Number of leading axes whose sizes multiply to `degree`."""
@@ -42,6 +66,32 @@ class Scopes:
     def span(self, inner: int, outer: int) -> Span:
         """The axes that a scope of `outer` ranks has and one of `inner` ranks lacks."""
         return Span(axes=self.axes[self.depth(inner) : self.depth(outer)])
+
+    def span_of(self, purpose: str) -> Span:
+        """The ranks that exchange for one of `PURPOSES`."""
+        inner, outer = {
+            "gather": (1, self.params),
+            "secondary": (1, self.secondary if self.secondary < self.params else 1),
+            "update": (self.params, self.optimizer),
+            "reduce": (1, self.grads),
+            "second_scatter": (self.grads, self.optimizer),
+            "second_reduce": (self.optimizer, self.world_size),
+        }[purpose]
+        return self.span(inner, outer)
+
+    def route(self, purpose: str) -> Route | None:
+        """The stages of what serves one of `PURPOSES`; None where one rank needs nothing."""
+        span, codec = self.span_of(purpose), self.codecs.of(purpose)
+        fast, slow = span.by_link()
+        if span.size == 1:
+            return None
+        if fast.size == 1 or slow.size == 1 or not self.is_hierarchical:
+            is_coded = slow.size > 1 or self.codecs.is_on_all_links
+            return Route(slow=Hop(axis=span.name, ranks=span.size, codec=codec if is_coded else None))
+        return Route(
+            slow=Hop(axis=slow.name, ranks=slow.size, codec=codec),
+            fast=Hop(axis=fast.name, ranks=fast.size, codec=codec if self.codecs.is_on_all_links else None),
+        )
 
 
 def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> Scopes:
@@ -76,13 +126,42 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
                 f"`secondary_params` is sharded over {secondary} ranks, more than `params` over {degrees['params']}: "
                 f"a backward would gather from further away. Use {degrees['params']} ranks or fewer, or 'none'."
             )
-    return Scopes(
+    scopes = Scopes(
         world_size=world_size,
         ranks_per_node=per_node,
         axes=_cut_axes(sorted({*degrees.values(), secondary}), per_node, world_size),
         secondary=secondary,
+        is_hierarchical=config.hierarchical is not False,
+        codecs=_codecs_of(config),
         **degrees,
     )
+    _check_codecs(config, scopes)
+    return scopes
+
+
+def _codecs_of(config: ShardConfig) -> Codecs:
+    return Codecs(
+        params=config.codec_of("weight_codec"),
+        first_hop=config.codec_of("grad_codec") if config.grad_codec_hops != "second" else None,
+        second_hop=config.codec_of("grad_codec") if config.grad_codec_hops != "first" else None,
+        is_on_all_links=config.codec_links == "all",
+    )
+
+
+def _check_codecs(config: ShardConfig, scopes: Scopes) -> None:
+    """Refuse, in a job of several nodes, a codec that nothing would be encoded with."""
+    if scopes.world_size == scopes.ranks_per_node:
+        return
+    purposes = {"weight_codec": ("gather", "secondary", "update"), "grad_codec": PURPOSES[3:]}
+    for name, served in purposes.items():
+        routes = [scopes.route(purpose) for purpose in served]
+        if config.codec_of(name) is not None and not any(route is not None and route.is_coded for route in routes):
+            what = "Parameters" if name == "weight_codec" else "Gradients"
+            raise ConfigError(
+                f"`{name}={getattr(config, name)!r}` has nothing to encode: {what.lower()} of these scopes never "
+                f"travel where `codec_links={config.codec_links!r}` and `grad_codec_hops={config.grad_codec_hops!r}` "
+                f"encode. Use `codec_links='all'`, wider scopes, or `{name}='none'`."
+            )
 
 
 def _ranks_of(scope: str | int, words: dict[str, int]) -> int:

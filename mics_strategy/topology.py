@@ -78,6 +78,11 @@ class Axis:
     size: int
     stride: int
 
+    @property
+    def is_inside_node(self) -> bool:
+        """Whether the ranks along it share a node."""
+        return self.name.startswith("intra_node")
+
     def coordinate(self, rank: int) -> int:
         """Where `rank` is on this axis."""
         return rank // self.stride % self.size
@@ -98,6 +103,11 @@ class Span:
     def name(self) -> str:
         """Names of the axes, fastest first."""
         return "+".join(axis.name for axis in self.axes)
+
+    def by_link(self) -> tuple[Span, Span]:
+        """Its part inside a node, and its part between nodes; either may be of one rank."""
+        inside = sum(axis.is_inside_node for axis in self.axes)
+        return Span(axes=self.axes[:inside]), Span(axes=self.axes[inside:])
 
     def index(self, rank: int) -> int:
         """Local-rank-major position of `rank`: the fastest axis is the most significant digit."""

@@ -19,7 +19,7 @@ MAX_PARAMETERS = 6
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     (
-        *("config", "topology", "scopes", "collectives.codecs", "collectives.order", "collectives.traffic"),
+        *("config", "topology", "scopes", "collectives.codecs", "collectives.route", "collectives.traffic"),
         *("sharding.layout", "sharding.lifecycle", "sharding.schedule", "sharding.dealing"),
         *("sharding.model_states", "sharding.advice"),
         *("checkpoint.manifest", "checkpoint.reshard"),
@@ -43,7 +43,7 @@ FRAMEWORKS = {
 # Files that may name primitives of torch.distributed: patterns of paths to patterns of names.
 OBJECTS = ("*_object", "*_object_list", "barrier", "monitored_barrier")
 MAY_NAME_PRIMITIVES: dict[str, tuple[str, ...]] = {
-    "collectives/flat.py": ("*",),
+    "collectives/transport.py": ("*",),
     "mesh.py": OBJECTS,
     "topology.py": OBJECTS,
     "checkpoint/*": OBJECTS,

@@ -7,13 +7,12 @@ result (adding a received sum, copying out) is part of the handle, so a caller n
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from mics_strategy.collectives.trail import Trail
-from mics_strategy.errors import CommunicationError
+from mics_strategy.errors import CommunicationError, ShapeError
 
 
 class Work(Protocol):
@@ -32,15 +31,16 @@ class Handle:
     Args:
         what: Names the collective, the unit and the axis in an error.
         works: Started transport work; empty when nothing had to be sent.
-        finish: Runs once, after the work, on the stream that waits.
+        is_queued: Whether what is asked for next, of the same lane, waits for this by itself.
     """
 
-    __slots__ = ("__weakref__", "_finish", "_works", "what")
+    __slots__ = ("__weakref__", "_finish", "_works", "is_queued", "what")
 
-    def __init__(self, what: str, works: list[Work], finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, what: str, works: list[Work], *, is_queued: bool = False) -> None:
         self.what = what
+        self.is_queued = is_queued
         self._works = works
-        self._finish = finish
+        self._finish: Callable[[], None] | None = None
         _started.add(self)
 
     def wait(self) -> None:
@@ -56,10 +56,7 @@ class Handle:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise CommunicationError(
-                    f"{self.what} failed: {error}. A rank died or left the common schedule; look for the first error "
-                    "of the other ranks. All ranks must run the same units in the same order while anything is sharded."
-                ) from error
+                raise failed(self.what, error) from error
         if finish is not None:
             finish()
 
@@ -69,7 +66,7 @@ class Handle:
         return all(work.is_completed() for work in self._works)
 
     def then(self, finish: Callable[[], None]) -> Handle:
-        """The same handle, with more to do after the work."""
+        """The same handle, with more to do after the work, once, on the stream that waits."""
         before = self._finish
 
         def both() -> None:
@@ -81,6 +78,14 @@ class Handle:
         return self
 
 
+def failed(what: str, error: RuntimeError) -> CommunicationError:
+    """The error of a collective that the transport has given up."""
+    return CommunicationError(
+        f"{what} failed: {error}. A rank died or left the common schedule; look for the first error of the other "
+        "ranks. All ranks must run the same units in the same order while anything is sharded."
+    )
+
+
 _started: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
@@ -89,52 +94,14 @@ def is_anything_under_way() -> bool:
     return any(not handle.has_arrived for handle in list(_started))
 
 
-class Collective(Protocol):
-    """Collectives over one span of ranks. Inputs and outputs are contiguous and on the span's device."""
+def check_fit(fits: bool, what: str, small: torch.Tensor, large: torch.Tensor) -> None:
+    """Refuse buffers that do not belong to one collective, before anything is sent.
 
-    size: int
-    index: int
-
-    @property
-    def trails(self) -> Iterable[tuple[str, Trail]]:
-        """What the groups behind it were asked for, by axis."""
-
-    def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
-        """Put every rank's `shard` into `out`, in the order of the ranks' index.
-
-        Args:
-            out: [size * n], same dtype as `shard`; overwritten.
-            shard: [n].
-            what: Names the caller in errors.
-        """
-
-    def reduce(
-        self, out: torch.Tensor, full: torch.Tensor, scratch: torch.Tensor, accumulate: bool, what: str
-    ) -> Handle:
-        """Sum every rank's `full` and keep this rank's slice.
-
-        Args:
-            out: [n], fp32 (or any wider dtype): holds the sum, or has it added.
-            full: [size * n], the wire dtype; must stay unchanged until the handle has been waited for, and may be
-                overwritten.
-            scratch: [size * n], same dtype as `full`; overwritten.
-            accumulate: Add to `out` instead of overwriting it.
-            what: Names the caller in errors.
-        """
-
-    def all_reduce(self, tensor: torch.Tensor, scratch: torch.Tensor, what: str) -> Handle:
-        """Sum `tensor` over the ranks, in place; every rank ends with the same bits.
-
-        Args:
-            tensor: [n], fp32 (or any wider dtype).
-            scratch: [at least `all_reduce_scratch_numel`], the wire dtype; overwritten.
-            what: Names the caller in errors.
-        """
-
-    def all_reduce_scratch_numel(self, numel: int, *, is_narrow: bool) -> int:
-        """Elements of scratch that an all-reduce of `numel` elements needs.
-
-        Args:
-            numel: Of the tensor.
-            is_narrow: Whether the wire dtype is another one than the tensor's.
-        """
+    Raises:
+        ShapeError: They do not fit.
+    """
+    if not fits:
+        raise ShapeError(
+            f"{what}: buffers of {small.numel()} {small.dtype} and {large.numel()} {large.dtype} do not belong to one "
+            "collective. This is a defect of the layout; please report it."
+        )

@@ -149,6 +149,7 @@ def build_engine(units: list[Unit], modules: list[UnitModule], site: Site) -> En
     gradients = _gradients(units, site)
     streams = Streams(site.device)
     buffers = _reducer_buffers(gradients, modules, site)
+    _add_workspaces(units, gradients, site)
     reducer = Reducer(
         gradients=gradients,
         units=units,
@@ -223,7 +224,7 @@ def _reducer_buffers(
 ) -> ReducerBuffers:
     mesh, memory, device = site.mesh, site.memory, site.device
     flat = {
-        index: packed_bytes([(g.bucket.layout.full_numel, g.wire_dtype) for g in of_unit] * 2)
+        index: packed_bytes([(g.bucket.layout.full_numel, g.wire_dtype) for g in of_unit])
         if mesh.reduce_grads is not None
         else 0
         for index, of_unit in gradients.items()
@@ -236,15 +237,35 @@ def _reducer_buffers(
         count = min(len(indices), 2 if "reduce" in site.config.overlap else 1)
         ring = StagingRing(memory, "gradient stagings", count, max(flat[index] for index in indices), device)
         collecting.update(dict.fromkeys(indices, ring))
-    scratch = [
-        second_hop_bytes(g.wire_dtype, g.accumulator.dtype, g.accumulator.numel(), g.result.numel(), mesh)
-        for gs in gradients.values()
-        for g in gs
-    ]
+    wires = [second_hop_bytes(g, mesh) for gs in gradients.values() for g in gs]
     count = sum(len(g.bucket.layout.regions) for gs in gradients.values() for g in gs)
     return ReducerBuffers(
         collecting=collecting,
         zeros=StagingRing(memory, "zero gradients", 1, max(flat.values(), default=0), device),
-        second_hop=StagingRing(memory, "second hop stagings", 2, max(scratch, default=0), device),
+        second_hop=StagingRing(memory, "second hop stagings", 2, max(wires, default=0), device),
         usage=memory.zeros("parameter usage", usage_numel(count), torch.int32, device),
     )
+
+
+def _add_workspaces(units: list[Unit], gradients: dict[int, list[BucketGradient]], site: Site) -> None:
+    """Memory of what is under way, as much as the largest transfer of each kind needs."""
+    mesh, scopes = site.mesh, site.mesh.scopes
+    for bucket in (bucket for unit in units for bucket in unit.buckets):
+        layout, dtype = bucket.layout, bucket.spec.param_dtype
+        for collective, numel in (
+            (mesh.gather_params, layout.numel_at(scopes.params)),
+            (mesh.gather_secondary, layout.numel_at(scopes.secondary)),
+            (bucket.shards.update, layout.shard_numel),
+        ):
+            if collective is not None:
+                collective.reserve_gather(numel, dtype)
+    for gradient in (gradient for of_unit in gradients.values() for gradient in of_unit):
+        layout, wire, dtype = gradient.bucket.layout, gradient.wire_dtype, gradient.result.dtype
+        if mesh.reduce_grads is not None:
+            mesh.reduce_grads.reserve_reduce(layout.full_numel, wire, dtype)
+        if mesh.second_scatter is not None:
+            mesh.second_scatter.reserve_reduce(layout.numel_at(scopes.grads), wire, dtype)
+        if mesh.second_reduce is not None:
+            mesh.second_reduce.reserve_all_reduce(layout.shard_numel, wire, dtype)
+    for workspace in mesh.workspaces.values():
+        workspace.use(site.memory.zeros("workspaces", workspace.needed_bytes, torch.uint8, site.device))

@@ -56,7 +56,6 @@ class BucketGradient:
         self._written: set[int] = set()  # the accumulator holds a sum of it
         self._kept: set[int] = set()  # the result holds an earlier mean of it
         self._flat: torch.Tensor | None = None
-        self._scratch: torch.Tensor | None = None
         self._result_cast = result_cast
         self._is_one_buffer = accumulator.data_ptr() == result.data_ptr()
         mesh = bucket.mesh
@@ -77,9 +76,9 @@ class BucketGradient:
         """Parameters whose gradient has arrived in this backward."""
         return len(self._fired)
 
-    def begin_collecting(self, flat: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Use `flat` and `scratch`, both [full_numel] in the wire dtype, until this backward's first hop has landed."""
-        self._flat, self._scratch = flat, scratch
+    def begin_collecting(self, flat: torch.Tensor) -> None:
+        """Use `flat`, [full_numel] in the wire dtype, until this backward's first hop has landed."""
+        self._flat = flat
         self.collection = advance(COLLECTION, self.collection, "collect", self.name)
 
     def collect(self, position: int, grad: torch.Tensor) -> None:
@@ -108,8 +107,8 @@ class BucketGradient:
 
     def launch(self) -> Handle | None:
         """Start the first hop of what was collected; parameters without a gradient count as zero."""
-        across, flat, scratch = self.bucket.mesh.reduce_grads, self._flat, self._scratch
-        if across is None or flat is None or scratch is None:
+        across, flat = self.bucket.mesh.reduce_grads, self._flat
+        if across is None or flat is None:
             return None
         self._zero(flat, self._all - self._fired)
         self._fired.clear()
@@ -120,7 +119,7 @@ class BucketGradient:
             self._zero(self.accumulator, self._all - self._written)
         self._written.update(self._all)
         self._flat = None
-        return across.reduce(self.accumulator, flat, scratch, accumulate, self.name).then(self._landed)
+        return across.reduce(self.accumulator, flat, accumulate, self.name).then(self._landed)
 
     def _landed(self) -> None:
         self.collection = advance(COLLECTION, self.collection, "land", self.name)
@@ -147,12 +146,11 @@ class BucketGradient:
             self.result.copy_(self._result_cast)
         self.result.mul_(self._divisor / self._replicas)
 
-    def scatter(self, wire: torch.Tensor, scratch: torch.Tensor) -> Handle | None:
+    def scatter(self, wire: torch.Tensor) -> Handle | None:
         """Sum over the axes that the optimizer scope has and the gradient scope lacks, keeping this rank's slice.
 
         Args:
             wire: [numel_at(gradient scope)] in the wire dtype; used when that is not the accumulator's.
-            scratch: Same size and dtype.
         """
         if self.state is not Gradient.PARTIAL:
             self._open()  # other ranks have something, this one adds zeros
@@ -166,16 +164,12 @@ class BucketGradient:
         full = self.accumulator
         if self.wire_dtype != full.dtype:
             full = wire.copy_(full)
-        return across.reduce(self.result, full, scratch, bool(self._kept), self.name)
+        return across.reduce(self.result, full, bool(self._kept), self.name)
 
-    def all_reduce(self, scratch: torch.Tensor) -> Handle | None:
-        """Sum over the replicas. `scratch` as `Collective.all_reduce` asks."""
+    def all_reduce(self) -> Handle | None:
+        """Sum over the replicas."""
         across = self.bucket.mesh.second_reduce
-        if across is None:
-            return None
-        return across.all_reduce(
-            self.result, self.result if self.wire_dtype == self.result.dtype else scratch, self.name
-        )
+        return None if across is None else across.all_reduce(self.result, self.wire_dtype, self.name)
 
     def finish(self) -> None:
         """Divide, once, by the number of ranks."""

@@ -29,9 +29,10 @@ from mics_strategy.sharding.usage import CommonWay, Usage
 class ReducerBuffers:
     """Where gradients wait and travel.
 
-    `collecting` lends, by unit index, twice the flat form of the unit's trainable buckets; `zeros` as much for any unit
-    whose turn comes without a gradient, so that it never takes the buffer of one that waits; `second_hop` lends scratch
-    for one bucket's second hop; `usage` counts the users of every trainable parameter.
+    `collecting` lends, by unit index, the flat form of the unit's trainable buckets; `zeros` as much for any unit whose
+    turn comes without a gradient, so that it never takes the buffer of one that waits; `second_hop` lends the wire form
+    of one bucket for its second hop, where that is not the dtype of the sum; `usage` counts the users of every
+    trainable parameter.
     """
 
     collecting: dict[int, StagingRing]
@@ -145,9 +146,8 @@ class Reducer:
         gradients = self.gradients[unit.index]
         buffer = ring.take(lambda: self._free(unit), lambda: self._is_filling(unit))
         sizes = [(gradient.bucket.layout.full_numel, gradient.wire_dtype) for gradient in gradients]
-        views = cut(buffer, sizes * 2)
-        for gradient, flat, scratch in zip(gradients, views, views[len(sizes) :], strict=False):
-            gradient.begin_collecting(flat, scratch)
+        for gradient, flat in zip(gradients, cut(buffer, sizes), strict=True):
+            gradient.begin_collecting(flat)
 
     def _free(self, unit: Unit) -> None:
         """Another unit needs the buffer of `unit`: send what it holds, and everything whose turn is before."""
@@ -196,12 +196,9 @@ class Reducer:
         if gradient in self._second:
             return
         buffer = self.buffers.second_hop.take(lambda: self._settle(gradient))
-        numel, shard_numel = gradient.accumulator.numel(), gradient.result.numel()
-        wire, scratch, narrow = _second_hop_views(buffer, gradient.wire_dtype, numel, shard_numel, self.mesh)
+        wire = buffer[: second_hop_bytes(gradient, self.mesh)].view(gradient.wire_dtype)
         self._second[gradient] = self.streams.reduce(
-            lambda: gradient.scatter(wire, scratch),
-            lambda: gradient.all_reduce(narrow),
-            lambda: gradient.finish(),
+            lambda: gradient.scatter(wire), gradient.all_reduce, finish=gradient.finish
         )
 
     def _settle(self, gradient: BucketGradient) -> None:
@@ -249,21 +246,8 @@ class Reducer:
                 gradient.abandon()
 
 
-def second_hop_bytes(
-    wire_dtype: torch.dtype, accumulator_dtype: torch.dtype, numel: int, shard_numel: int, mesh: Mesh
-) -> int:
-    """Bytes of scratch that one bucket's second hop needs."""
-    scatter = (1 if wire_dtype == accumulator_dtype else 2) * numel if mesh.second_scatter is not None else 0
-    replicas, is_narrow = mesh.second_reduce, wire_dtype != accumulator_dtype
-    reduce = 0 if replicas is None else replicas.all_reduce_scratch_numel(shard_numel, is_narrow=is_narrow)
-    return (scatter + reduce) * wire_dtype.itemsize
-
-
-def _second_hop_views(
-    buffer: torch.Tensor, wire_dtype: torch.dtype, numel: int, shard_numel: int, mesh: Mesh
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Wire form, scratch of the scatter, scratch of the all-reduce: views of one lent buffer, maybe empty."""
-    typed = buffer[: buffer.numel() // wire_dtype.itemsize * wire_dtype.itemsize].view(wire_dtype)
-    if mesh.second_scatter is None:
-        return typed[:0], typed[:0], typed
-    return typed[numel : 2 * numel], typed[:numel], typed[2 * numel :]
+def second_hop_bytes(gradient: BucketGradient, mesh: Mesh) -> int:
+    """Bytes of the wire form of a bucket's second hop; none where it is the accumulator itself."""
+    if mesh.second_scatter is None or gradient.wire_dtype == gradient.accumulator.dtype:
+        return 0
+    return gradient.accumulator.numel() * gradient.wire_dtype.itemsize

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from mics_strategy.collectives.flat import Sent
+from mics_strategy.collectives.ledger import Sent
 from mics_strategy.sharding.schedule import Plan
 
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mics_strategy.collectives.traffic import ALL_REDUCE, ALL_TO_ALL, GATHER, REDUCE_SCATTER, SENT_BYTES
+from mics_strategy.collectives.route import Message, all_reduce_messages, gather_messages, reduce_messages
+from mics_strategy.collectives.traffic import ALL_REDUCE, ALL_TO_ALL, SENT_BYTES
 from mics_strategy.scopes import Scopes
 from mics_strategy.sharding.dealing import Deal
 from mics_strategy.sharding.layout import BucketLayout
-from mics_strategy.topology import Span
 
 USAGE_DTYPE = torch.int32
 
@@ -179,38 +179,25 @@ class _Planner:
         for bucket in unit.buckets:
             if bucket not in self._updated:
                 self._updated.add(bucket)
-                numel = bucket.layout.numel_at(scopes.params)
-                self._add(
-                    GATHER,
-                    scopes.span(scopes.params, scopes.optimizer),
-                    numel,
-                    bucket.param_dtype,
-                    unit.name,
-                    moment,
-                )
+                self._gather("update", bucket, bucket.layout.numel_at(scopes.params), unit.name, moment)
             from_secondary = moment == "backward" and bucket in self._secondary
             if scopes.secondary < scopes.params:
                 self._secondary.add(bucket)
-            self._add(
-                GATHER,
-                scopes.span(1, scopes.secondary if from_secondary else scopes.params),
-                bucket.layout.full_numel,
-                bucket.param_dtype,
-                unit.name,
-                moment,
-            )
+            purpose = "secondary" if from_secondary else "gather"
+            self._gather(purpose, bucket, bucket.layout.full_numel, unit.name, moment)
+
+    def _gather(self, purpose: str, bucket: BucketPlan, numel: int, unit: str, moment: str) -> None:
+        route = self.scopes.route(purpose)
+        if route is not None:
+            self._add(gather_messages(route, numel, bucket.param_dtype), unit, moment)
 
     def _reduce(self, index: int) -> None:
+        route = self.scopes.route("reduce")
+        if route is None:
+            return
         for bucket in self._reduced(index):
-            span = self.scopes.span(1, self.scopes.grads)
-            self._add(
-                REDUCE_SCATTER,
-                span,
-                bucket.layout.full_numel,
-                bucket.wire_dtype,
-                self.units[index].name,
-                "backward",
-            )
+            messages = reduce_messages(route, bucket.layout.full_numel, bucket.wire_dtype)
+            self._add(messages, self.units[index].name, "backward")
 
     def second_hop(self, needed: tuple[int, ...]) -> None:
         scopes = self.scopes
@@ -218,23 +205,18 @@ class _Planner:
         num_parameters = sum(
             len(bucket.layout.regions) for index in range(len(self.units)) for bucket in self._trainable(index)
         )
-        if num_parameters:
-            self._add(ALL_REDUCE, world, num_parameters + 1, USAGE_DTYPE, "(usage)", "second_hop")
-        replicas = scopes.span(scopes.optimizer, scopes.world_size)
+        if num_parameters and world.size > 1:
+            num_bytes = (num_parameters + 1) * USAGE_DTYPE.itemsize
+            usage = Message(ALL_REDUCE, world.name, world.size, USAGE_DTYPE, num_bytes)
+            self._add([usage], "(usage)", "second_hop")
+        scatter, replicas = scopes.route("second_scatter"), scopes.route("second_reduce")
         for index in sorted(set(needed), reverse=True):
             for bucket in self._reduced(index):
-                numel, shard = bucket.layout.numel_at(scopes.grads), bucket.layout.shard_numel
-                self._add(
-                    REDUCE_SCATTER,
-                    scopes.span(scopes.grads, scopes.optimizer),
-                    numel,
-                    bucket.wire_dtype,
-                    self.units[index].name,
-                    "second_hop",
-                )
-                if bucket.wire_dtype != bucket.sum_dtype:
-                    shard = -(-shard // replicas.size) * replicas.size
-                self._add(ALL_REDUCE, replicas, shard, bucket.wire_dtype, self.units[index].name, "second_hop")
+                layout, wire = bucket.layout, bucket.wire_dtype
+                messages = reduce_messages(scatter, layout.numel_at(scopes.grads), wire) if scatter is not None else []
+                if replicas is not None:
+                    messages += all_reduce_messages(replicas, layout.shard_numel, wire, bucket.sum_dtype)
+                self._add(messages, self.units[index].name, "second_hop")
 
     def update(self, whole: tuple[WholePlan, ...]) -> None:
         span = self.scopes.span(1, self.scopes.optimizer)
@@ -258,11 +240,9 @@ class _Planner:
     def _trainable(self, index: int) -> Iterator[BucketPlan]:
         return (bucket for bucket in self.units[index].buckets if bucket.trainable)
 
-    def _add(self, collective: str, span: Span, numel: int, dtype: torch.dtype, unit: str, moment: str) -> None:
-        if span.size == 1:
-            return
-        full_bytes = numel * dtype.itemsize
-        sent = SENT_BYTES[collective](full_bytes, span.size)
-        self.planned.append(
-            Planned(collective, span.name, span.size, dtype, full_bytes, sent, unit, moment, self.micro_step)
-        )
+    def _add(self, messages: list[Message], unit: str, moment: str) -> None:
+        for m in messages:
+            sent = SENT_BYTES[m.collective](m.full_bytes, m.ranks)
+            self.planned.append(
+                Planned(m.collective, m.axis, m.ranks, m.dtype, m.full_bytes, sent, unit, moment, self.micro_step)
+            )

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mics_strategy.collectives.flat import Sent
+from mics_strategy.collectives.ledger import Sent
 from mics_strategy.errors import ConfigError, LifecycleError
 from mics_strategy.mesh import on_every_rank
 from mics_strategy.sharding import guard, norm, state

@@ -1,8 +1,8 @@
 """What may run at the same time?
 
-A `Chain` is a sequence of collectives of which each needs the one before (update, then gather). On the CPU
-its first stage runs in the transport's threads while Python computes, and the rest follows when somebody
-waits. On CUDA the whole chain is put on a side stream at once, ordered by events, and the host never blocks.
+A `Chain` is a sequence of collectives of which each needs the one before (update, then gather). All are asked for at
+once, in this order: on the CPU a lane's thread works them off while Python computes, on CUDA they are put on a side
+stream, ordered by events, and the host never blocks.
 """
 
 from __future__ import annotations
@@ -18,37 +18,48 @@ Stage = Callable[[], Handle | None]
 
 
 class Chain:
-    """Collectives started one after the other.
+    """Collectives one after the other.
 
     Args:
         stages: Each starts a collective, or does local work and returns None.
+        finish: Local work after the last.
         stream: Where a CUDA chain runs; None on the CPU.
     """
 
-    def __init__(self, stages: list[Stage], stream: torch.cuda.Stream | None = None) -> None:
-        self._stages = stages[::-1]
-        self._running: Handle | None = None
+    def __init__(
+        self, stages: list[Stage], finish: Callable[[], None] | None = None, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        self._handles: list[Handle] = []
+        self._finish = finish
         self._done: torch.cuda.Event | None = None
         self.is_done = False
         if stream is None:
-            self._start_next()
+            self._start(stages)
         else:
-            self._run_on(stream)
+            self._run_on(stream, stages)
 
-    def _start_next(self) -> None:
-        while self._stages and self._running is None:
-            self._running = self._stages.pop()()
+    def _start(self, stages: list[Stage]) -> None:
+        for stage in stages:
+            handle = stage()
+            if handle is None:
+                continue
+            if handle.is_queued:
+                self._handles.append(handle)
+            else:
+                handle.wait()
 
     def _drain(self) -> None:
-        self._start_next()
-        while self._running is not None:
-            handle, self._running = self._running, None
+        handles, self._handles = self._handles, []
+        finish, self._finish = self._finish, None
+        for handle in handles:
             handle.wait()
-            self._start_next()
+        if finish is not None:
+            finish()
 
-    def _run_on(self, stream: torch.cuda.Stream) -> None:
+    def _run_on(self, stream: torch.cuda.Stream, stages: list[Stage]) -> None:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
+            self._start(stages)
             self._drain()
             self._done = torch.cuda.Event()
             self._done.record(stream)
@@ -78,11 +89,11 @@ class Streams:
 
     def gather(self, *stages: Stage) -> Chain:
         """Start a chain that brings parameters."""
-        return Chain(list(stages), self._gather)
+        return Chain(list(stages), stream=self._gather)
 
-    def reduce(self, *stages: Stage) -> Chain:
+    def reduce(self, *stages: Stage, finish: Callable[[], None] | None = None) -> Chain:
         """Start a chain that takes gradients away, on a stream of higher priority: no gather delays it."""
-        return Chain(list(stages), self._reduce)
+        return Chain(list(stages), finish, self._reduce)
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:

@@ -44,7 +44,7 @@ class Usage:
         self._handle: Handle | None = None
         counts.copy_(torch.tensor(own, dtype=counts.dtype))
         if mesh.control is not None and gradients:
-            self._handle = mesh.control.all_reduce(counts, counts, "parameter usage")
+            self._handle = mesh.control.all_reduce(counts, "parameter usage")
 
     def wait(self) -> None:
         """End the exchange, read or not."""

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mics_strategy.collectives.flat import FlatCollective
 from mics_strategy.collectives.ops import Handle
+from mics_strategy.collectives.peers import Peers
 from mics_strategy.sharding.bucket import Bucket
 from mics_strategy.sharding.buffers import Memory, StagingRing, arena, cut, packed_bytes
 from mics_strategy.sharding.dealing import Deal, deal
@@ -84,7 +84,7 @@ class WholeTensors:
     """
 
     def __init__(
-        self, buckets: Sequence[Dealt], across: FlatCollective, index: int, memory: Memory, device: torch.device
+        self, buckets: Sequence[Dealt], across: Peers, index: int, memory: Memory, device: torch.device
     ) -> None:
         self.buckets = tuple(buckets)
         self._across = across

@@ -1,0 +1,309 @@
+"""How is one tensor gathered, summed, or summed for all, over one or two stages?
+
+In two stages a slice goes in pieces, one behind the other: while a piece is on the slow links, the one before it is on
+the fast ones, so that a collective takes about as long as the slower of its stages and not as long as both.
+
+A collective is a program (see `lane`): on the CPU it goes on while nobody waits for it, on a GPU it is on the stream
+when the call returns. The workspace is that of the lane, so the programs of one lane never share it at one time.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import torch
+
+from mics_strategy.collectives import route as routes
+from mics_strategy.collectives.coder import Coder
+from mics_strategy.collectives.lane import Runner
+from mics_strategy.collectives.ledger import Ledger
+from mics_strategy.collectives.ops import Handle, check_fit
+from mics_strategy.collectives.route import Hop, Route
+from mics_strategy.collectives.stages import CodedStage, Finish, PlainStage, Stage
+from mics_strategy.collectives.transport import Transport
+from mics_strategy.collectives.workspace import Workspace, aligned_bytes
+
+
+class Collective:
+    """Collectives over one route. Inputs and outputs are flat, contiguous and on one device.
+
+    Args:
+        route: The stages, with their codecs.
+        transports: Of the slow stage, and of the fast one where there is one.
+        runner: Runs the programs.
+        workspace: Of the runner's programs.
+        ledger: Receives every stage.
+        device: Of the tensors.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        transports: list[Transport],
+        runner: Runner,
+        workspace: Workspace,
+        ledger: Ledger,
+        device: torch.device,
+    ) -> None:
+        self.route = route
+        self.transports = transports
+        self.size = route.size
+        slow, *rest = transports
+        self._num_slow = slow.size
+        self._num_fast = rest[0].size if rest else 1
+        self._at_fast = rest[0].index if rest else 0
+        self.index = self._at_fast * slow.size + slow.index
+        self._runner = runner
+        self._workspace = workspace
+        self._ledger = ledger
+        self._slow = _stage(slow, route.slow, workspace, device)
+        self._fast = _stage(rest[0], route.fast, workspace, device) if rest and route.fast is not None else None
+        self._plain = [PlainStage(transport, workspace) for transport in transports]
+        codec = route.gather_codec
+        self._gather_coder = Coder(codec, device, torch.Generator().manual_seed(self.index)) if codec else None
+
+    def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
+        """Put every rank's `shard` into `out`, in the order of the ranks' index.
+
+        Args:
+            out: [size * n], same dtype as `shard`; overwritten.
+            shard: [n]; must stay unchanged until the handle has been waited for.
+            what: Names the caller in errors.
+
+        Cost:
+            Sent: `route.gather_messages`.
+        """
+        check_fit(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, what, out, shard)
+        tag = self._note(what, "gather", out.numel(), shard.dtype)
+        self._write(routes.gather_messages(self.route, out.numel(), out.dtype))
+        coder = self._gather_coder
+        if coder is None:
+            return self._run("Gather", what, lambda: self._gather([self._slow, *self._fasts], out, shard, tag))
+        return self._run("Gather", what, lambda: self._gather_coded(coder, out, shard, tag))
+
+    def reserve_gather(self, numel: int, dtype: torch.dtype) -> None:
+        """Announce gathers of shards of `numel` elements."""
+        if self._gather_coder is not None:
+            encoded = self._gather_coder.codec.encoded_bytes(numel)
+            self._workspace.reserve(aligned_bytes((self.size * encoded, torch.uint8)))
+        elif numel:
+            pieces = routes.pieces_of(self.route, numel, dtype.itemsize)
+            self._workspace.reserve(sum(self._slow.gather_bytes(b - a, dtype, dtype) for a, b in pieces))
+
+    @property
+    def _fasts(self) -> list[Stage]:
+        return [self._fast] if self._fast is not None else []
+
+    def _gather(self, stages: list[Stage], out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+        """Gather.
+
+        1. Over the slow links, piece by piece, into this rank's slice of `out`.
+        2. Each piece over the fast links as soon as it is there; what is this rank's own, at once.
+        """
+        slow, *fasts = stages
+        slices = out.view(self._num_fast, self._num_slow, -1)
+        mine, own_row = slices[self._at_fast], slow.transport.index
+        pieces = routes.pieces_of(self.route, shard.numel(), shard.itemsize)
+        begun = [
+            slow.begin_gather([row[start:end] for row in mine], shard[start:end], shard.dtype, tag)
+            for start, end in pieces
+        ]
+        over_fast: list[Finish] = []
+
+        def pass_on(row: int, start: int, end: int) -> None:
+            for fast in fasts:
+                rows = [of_rank[row][start:end] for of_rank in slices]
+                over_fast.append(fast.begin_gather(rows, mine[row][start:end], shard.dtype, tag))
+
+        is_own_final = not isinstance(slow, CodedStage)
+        for start, end in pieces if is_own_final else []:
+            pass_on(own_row, start, end)
+        for finish, (start, end) in zip(begun, pieces, strict=True):
+            finish()
+            for row in range(self._num_slow):
+                if row != own_row or not is_own_final:
+                    pass_on(row, start, end)
+        for finish in over_fast:
+            finish()
+
+    def _gather_coded(self, coder: Coder, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+        """Encode once, gather what is encoded over all stages, decode everything, the own share, too."""
+        num_bytes = coder.codec.encoded_bytes(shard.numel())
+        encoded = self._workspace.take(self.size * num_bytes, torch.uint8)
+        rows = encoded.view(self.size, num_bytes)
+        coder.encode(shard, rows[self.index])
+        self._gather(list(self._plain), encoded, rows[self.index], tag)
+        for row, slice_ in zip(rows, out.view(self.size, -1), strict=True):
+            coder.decode(row, slice_)
+
+    def reduce(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, what: str) -> Handle:
+        """Sum every rank's `full` and keep this rank's slice.
+
+        Args:
+            out: [n], fp32 or wider: holds the sum, or has it added.
+            full: [size * n], the wire dtype; must stay unchanged until the handle has been waited for.
+            accumulate: Add to `out` instead of overwriting it.
+            what: Names the caller in errors.
+
+        Cost:
+            Sent: `route.reduce_messages`. In two stages a narrow wire rounds once per stage.
+        """
+        check_fit(full.numel() == out.numel() * self.size, what, out, full)
+        tag = self._note(what, "reduce", full.numel(), full.dtype)
+        self._write(routes.reduce_messages(self.route, full.numel(), full.dtype))
+        return self._run("Reduction", what, lambda: self._reduce(out, full, accumulate, tag))
+
+    def reserve_reduce(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+        """Announce reductions of `full_numel` elements to sums of `dtype`."""
+        shard = full_numel // self.size
+        pieces = routes.pieces_of(self.route, shard, wire.itemsize) if shard else []
+        if self._fast is None:
+            self._workspace.reserve(sum(self._slow.sum_bytes(b - a, wire, wire) for a, b in pieces))
+            return
+        rows = 1 if len(pieces) == 1 else self._num_slow
+        numels = [(b - a) * self._num_slow // rows for a, b in pieces]
+        over_fast = sum(rows * self._fast.sum_bytes(numel, wire, wire) for numel in numels)
+        over_slow = sum(self._slow.sum_bytes(b - a, dtype, wire) for a, b in pieces)
+        self._workspace.reserve(over_fast + over_slow + aligned_bytes((self._num_slow * shard, dtype)))
+
+    def _reduce(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> None:
+        """Sum.
+
+        1. Over the fast links, piece by piece: this rank keeps one slice, in the dtype of the sum.
+        2. Each piece of the slice over the slow links as soon as it is summed.
+        """
+        numel, wire = out.numel(), full.dtype
+        pieces = routes.pieces_of(self.route, numel, wire.itemsize)
+        if self._fast is None:
+            rows = full.view(self.size, -1)
+            begun = [self._slow.begin_sum([row[a:b] for row in rows], wire, tag) for a, b in pieces]
+            for finish, (a, b) in zip(begun, pieces, strict=True):
+                finish(out[a:b], accumulate)
+            return
+        sums = self._workspace.take(self._num_slow * numel, out.dtype)
+        slices, parts = full.view(self._num_fast, self._num_slow, -1), sums.view(self._num_slow, -1)
+        fast = self._fast
+        if len(pieces) == 1:
+            over_fast = [[(fast.begin_sum(list(full.view(self._num_fast, -1)), wire, tag), sums)]]
+        else:
+            over_fast = [
+                [
+                    (fast.begin_sum([of_rank[row][a:b] for of_rank in slices], wire, tag), parts[row][a:b])
+                    for row in range(self._num_slow)
+                ]
+                for a, b in pieces
+            ]
+        over_slow = []
+        for begun_rows, (a, b) in zip(over_fast, pieces, strict=True):
+            for finish, part in begun_rows:
+                finish(part, False)
+            over_slow.append(self._slow.begin_sum([part[a:b] for part in parts], wire, tag))
+        for finish, (a, b) in zip(over_slow, pieces, strict=True):
+            finish(out[a:b], accumulate)
+
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, what: str) -> Handle:
+        """Sum `tensor` over the ranks, in place; every rank ends with the same bits.
+
+        Args:
+            tensor: [n], fp32 or wider.
+            wire: Dtype in which unencoded numbers travel.
+            what: Names the caller in errors.
+
+        Cost:
+            Sent: `route.all_reduce_messages`. A narrow or encoded wire rounds once going, per stage, and once coming.
+        """
+        tag = self._note(what, "all-reduce", tensor.numel(), wire)
+        self._write(routes.all_reduce_messages(self.route, tensor.numel(), wire, tensor.dtype))
+        if routes.is_plain_all_reduce(self.route, wire, tensor.dtype):
+            return self._run("All-reduce", what, lambda: _end(self.transports[0].all_reduce(tensor).wait()))
+        return self._run("All-reduce", what, lambda: self._all_reduce(tensor, wire, tag))
+
+    def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+        """Announce all-reduces of `numel` elements of `dtype`."""
+        if not numel or routes.is_plain_all_reduce(self.route, wire, dtype):
+            return
+        slice_numel = routes.all_reduce_slice(self.route, numel)
+        full = self._num_fast * slice_numel
+        num_bytes = aligned_bytes((full, dtype), (slice_numel, dtype))
+        for a, b in routes.pieces_of(self.route, slice_numel, wire.itemsize, self._num_slow):
+            row = (b - a) // self._num_slow
+            num_bytes += self._slow.sum_bytes(row, dtype, wire) + self._slow.gather_bytes(row, dtype, wire)
+            num_bytes += aligned_bytes((row, dtype))
+            if self._fast is not None:
+                num_bytes += self._fast.sum_bytes(b - a, dtype, wire) + self._plain[1].gather_bytes(b - a, dtype, wire)
+        self._workspace.reserve(num_bytes)
+
+    def _all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> None:
+        """Sum for all.
+
+        1. Sum over the fast links, piece by piece; this rank keeps a slice.
+        2. Sum over the slow links; each rank keeps a share of the piece, and sends its sum to the others.
+        3. Gather the slices over the fast links, never encoded anew, so that all nodes keep the same bits.
+        """
+        slice_numel = routes.all_reduce_slice(self.route, tensor.numel())
+        full = self._workspace.take(self._num_fast * slice_numel, tensor.dtype)
+        full[: tensor.numel()].copy_(tensor)
+        full[tensor.numel() :].zero_()
+        slices = full.view(self._num_fast, -1)
+        mine = self._workspace.take(slice_numel, tensor.dtype) if self._fast is not None else full
+        pieces = routes.pieces_of(self.route, slice_numel, wire.itemsize, self._num_slow)
+        summed = [self._begin_fast_sum(slices, mine, piece, wire, tag) for piece in pieces]
+        over_slow = []
+        for finish_fast, (a, b) in zip(summed, pieces, strict=True):
+            finish_fast()
+            rows = list(mine[a:b].view(self._num_slow, -1))
+            over_slow.append((self._slow.begin_sum(rows, wire, tag), rows))
+        gathers = []
+        for finish_sum, rows in over_slow:
+            total = self._workspace.take(rows[0].numel(), tensor.dtype)
+            finish_sum(total, False)
+            gathers.append(self._slow.begin_gather(rows, total, wire, tag))
+        back: list[Finish] = []
+        for finish, (a, b) in zip(gathers, pieces, strict=True):
+            finish()
+            for fast in self._plain[1:]:
+                back.append(fast.begin_gather([each[a:b] for each in slices], mine[a:b], wire, tag))
+        for finish in back:
+            finish()
+        tensor.copy_(full[: tensor.numel()])
+
+    def _begin_fast_sum(
+        self, slices: torch.Tensor, mine: torch.Tensor, piece: tuple[int, int], wire: torch.dtype, tag: int
+    ) -> Finish:
+        a, b = piece
+        if self._fast is None:
+            return lambda: None
+        finish = self._fast.begin_sum([each[a:b] for each in slices], wire, tag)
+        return lambda: finish(mine[a:b], False)
+
+    def _note(self, what: str, kind: str, numel: int, dtype: torch.dtype) -> int:
+        """Write into the trails what is asked for. Returns a tag that ranks share which are asked for the same."""
+        for transport in self.transports:
+            transport.trail.note(what)
+        count = self.transports[0].trail.count
+        return zlib.crc32(f"{self._runner.name} {count} {kind} {what} {numel} {dtype}".encode()) % (2**31 - 1)
+
+    def _write(self, messages: list[routes.Message]) -> None:
+        for m in messages:
+            self._ledger.write(m.collective, m.axis, m.ranks, m.dtype, m.full_bytes)
+
+    def _run(self, kind: str, what: str, program: Callable[[], None]) -> Handle:
+        def in_workspace() -> None:
+            self._workspace.begin()
+            program()
+
+        where = " and ".join(transport.where for transport in self.transports)
+        name = f"{kind} of {what} over {where}"
+        work = self._runner.run(name, in_workspace)
+        return Handle(name, [] if work is None else [work], is_queued=self._runner.is_queue)
+
+
+def _stage(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> Stage:
+    if hop.codec is None:
+        return PlainStage(transport, workspace)
+    return CodedStage(transport, workspace, hop.codec, device)
+
+
+def _end(_: object) -> None:
+    """A program returns nothing."""

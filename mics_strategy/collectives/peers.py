@@ -1,0 +1,76 @@
+"""What else do the ranks of one group tell one another?
+
+Small or rare: counts, norms, states, starting values, and tensors of any sizes. In one stage, never encoded.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from mics_strategy.collectives import traffic
+from mics_strategy.collectives.ledger import Ledger
+from mics_strategy.collectives.ops import Handle, Work, check_fit
+from mics_strategy.collectives.transport import Transport
+
+T = TypeVar("T")
+
+
+class Peers:
+    """The ranks of one group.
+
+    Args:
+        transport: Of the group.
+        ledger: Receives what belongs to a training step.
+    """
+
+    def __init__(self, transport: Transport, ledger: Ledger) -> None:
+        self.transport = transport
+        self.size = transport.size
+        self.index = transport.index
+        self.axis = transport.axis
+        self._ledger = ledger
+
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> Handle:
+        """Sum `tensor` over the ranks, in place. Cost: 2 (size - 1) / size * n sent."""
+        num_bytes = tensor.numel() * tensor.itemsize
+        self._ledger.write(traffic.ALL_REDUCE, self.axis, self.size, tensor.dtype, num_bytes)
+        return self._handle(f"All-reduce of {what}", self.transport.all_reduce(tensor))
+
+    def exchange(
+        self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int], what: str
+    ) -> Handle:
+        """Give every rank its piece of `full`, and put what the ranks give into `out`, in the order of their index.
+
+        Args:
+            out: [sum of `out_numels`], same dtype as `full`; overwritten.
+            out_numels: Elements that each rank gives.
+            full: [sum of `full_numels`]; must stay unchanged until the handle has been waited for.
+            full_numels: Elements that each rank gets.
+            what: Names the caller in errors.
+
+        Cost:
+            All of `full` sent but the own piece.
+        """
+        fits = (out.numel(), full.numel(), out.dtype) == (sum(out_numels), sum(full_numels), full.dtype)
+        check_fit(fits, what, out, full)
+        self.transport.trail.note(what)
+        self._ledger.write_exchange(self.axis, self.size, full, full_numels[self.index])
+        return self._handle(f"Exchange of {what}", self.transport.all_to_all(out, out_numels, full, full_numels))
+
+    def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
+        """Copy the tensor of one rank to all, in place. For starting values, buffers and states; no plan has it."""
+        self._handle(f"Broadcast of {what}", self.transport.broadcast(tensor, source)).wait()
+
+    def share(self, value: T, source: int) -> T:
+        """The object of one rank, on all. For states; no plan has it."""
+        return self.transport.share(value, source)
+
+    def combine(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
+        """The sum or the maximum of a small tensor over the ranks, in place. For norms; not part of a step's plan."""
+        self._handle("All-reduce of a norm", self.transport.combine(value, is_max=is_max)).wait()
+        return value
+
+    def _handle(self, what: str, work: Work) -> Handle:
+        return Handle(f"{what} over {self.transport.where}", [work])

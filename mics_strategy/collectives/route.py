@@ -1,0 +1,170 @@
+"""Through which stages does a collective go, in which form, and how many bytes is that?
+
+A collective over ranks of several nodes may go in two stages: over the fast links inside a node, and over the slow ones
+between nodes. A gather goes over the slow links first, a reduction over the fast ones first. A rank's place inside its
+node is the more significant digit of its index, so every stage moves a contiguous slice: nothing is re-arranged.
+
+Of a tensor of M bytes over p ranks, k in a node, all ranks of a node together send M (p - k) / p to other nodes; in one
+stage over all ranks it would be M (p - 1) / p at the best.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from mics_strategy.collectives.codecs import Codec
+from mics_strategy.collectives.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER
+
+_MIN_PIECE_BYTES = 64 * 1024
+_MAX_PIECES = 8  # measured: 2 pieces leave a tenth of the overlap, 32 cost more in messages than they win
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """One stage: the ranks it connects, and what its numbers are encoded with."""
+
+    axis: str
+    ranks: int
+    codec: Codec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The stages of one collective. `fast` is None where there is one stage only.
+
+    Source:
+        MiCS (arXiv:2205.00119) section 3.3; ZeRO++ (arXiv:2306.10209) section 3.3.
+    """
+
+    slow: Hop
+    fast: Hop | None = None
+
+    @property
+    def size(self) -> int:
+        """Ranks that take part."""
+        return self.slow.ranks * self.num_fast
+
+    @property
+    def num_fast(self) -> int:
+        """Ranks of the fast stage."""
+        return self.fast.ranks if self.fast is not None else 1
+
+    @property
+    def gather_codec(self) -> Codec | None:
+        """What a gather encodes with, once for all stages; None where it encodes for the slow links only, or nothing."""
+        return self.fast.codec if self.fast is not None else self.slow.codec
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether anything is encoded."""
+        return self.slow.codec is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One stage of one collective as it is planned and counted; `full_bytes` of the whole tensor of the stage."""
+
+    collective: str
+    axis: str
+    ranks: int
+    dtype: torch.dtype
+    full_bytes: int
+
+
+def cut(numel: int, itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """Pieces of a slice that go through the stages one behind the other, so that both links are at work.
+
+    Args:
+        numel: Elements of the slice.
+        itemsize: Bytes of one, as they travel unencoded.
+        multiple: Every piece but the last is a multiple of it.
+
+    Returns:
+        Start and end of each piece.
+    """
+    count = max(1, min(_MAX_PIECES, numel * itemsize // _MIN_PIECE_BYTES))
+    step = max(1, math.ceil(numel / count / multiple)) * multiple
+    return [(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+
+def pieces_of(route: Route, numel: int, itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """The pieces in which a slice of `numel` elements goes through the stages of `route`."""
+    if route.fast is None and not route.is_coded:
+        return [(0, numel)]
+    block = route.slow.codec.block_size if route.slow.codec is not None else 1
+    return cut(numel, itemsize, math.lcm(multiple, min(block, 1 << 16)))
+
+
+def gather_messages(route: Route, full_numel: int, dtype: torch.dtype) -> list[Message]:
+    """What a gather of `full_numel` elements sends, stage by stage."""
+    shard = full_numel // route.size
+    slow, fast, ranks = route.slow, route.fast, route.slow.ranks
+    coded = route.gather_codec
+    if coded is not None:
+        num_bytes = coded.encoded_bytes(shard)
+        messages = [Message(GATHER, slow.axis, ranks, torch.uint8, ranks * num_bytes)]
+        if fast is not None:
+            messages.append(Message(GATHER, fast.axis, fast.ranks, torch.uint8, route.size * num_bytes))
+        return messages
+    if slow.codec is not None:
+        pieces = pieces_of(route, shard, dtype.itemsize)
+        num_bytes = sum(slow.codec.encoded_bytes(end - start) for start, end in pieces)
+        messages = [Message(GATHER, slow.axis, ranks, torch.uint8, ranks * num_bytes)]
+    else:
+        messages = [Message(GATHER, slow.axis, ranks, dtype, ranks * shard * dtype.itemsize)]
+    if fast is not None:
+        messages.append(Message(GATHER, fast.axis, fast.ranks, dtype, full_numel * dtype.itemsize))
+    return messages
+
+
+def reduce_messages(route: Route, full_numel: int, wire: torch.dtype) -> list[Message]:
+    """What a reduction of `full_numel` elements sends, stage by stage."""
+    shard = full_numel // route.size
+    pieces = pieces_of(route, shard, wire.itemsize)
+    messages = []
+    if route.fast is not None:
+        rows = [end - start for start, end in pieces] * route.slow.ranks
+        messages.append(_reduction(route.fast, rows if len(pieces) > 1 else [shard * route.slow.ranks], wire))
+    return [*messages, _reduction(route.slow, [end - start for start, end in pieces], wire)]
+
+
+def _reduction(hop: Hop, numels: list[int], wire: torch.dtype) -> Message:
+    """Of pieces of which each rank gets one: their sizes are `numels`."""
+    if hop.codec is None:
+        return Message(REDUCE_SCATTER, hop.axis, hop.ranks, wire, hop.ranks * sum(numels) * wire.itemsize)
+    num_bytes = hop.ranks * sum(hop.codec.encoded_bytes(numel) for numel in numels)
+    return Message(REDUCE_SCATTER, hop.axis, hop.ranks, torch.uint8, num_bytes)
+
+
+def is_plain_all_reduce(route: Route, wire: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether an all-reduce is one of the transport's own: one stage, nothing encoded or rounded."""
+    return route.fast is None and not route.is_coded and wire == dtype
+
+
+def all_reduce_slice(route: Route, numel: int) -> int:
+    """Elements, padding included, that one rank of a fast stage takes over the slow links."""
+    ranks = route.slow.ranks
+    return math.ceil(numel / route.num_fast / ranks) * ranks
+
+
+def all_reduce_messages(route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype) -> list[Message]:
+    """What an all-reduce of `numel` elements of `dtype` sends, stage by stage."""
+    slow, fast = route.slow, route.fast
+    if is_plain_all_reduce(route, wire, dtype):
+        return [Message(ALL_REDUCE, slow.axis, slow.ranks, dtype, numel * dtype.itemsize)]
+    slice_numel = all_reduce_slice(route, numel)
+    numels = [end - start for start, end in pieces_of(route, slice_numel, wire.itemsize, slow.ranks)]
+    if slow.codec is None:
+        over_slow = Message(ALL_REDUCE, slow.axis, slow.ranks, wire, slice_numel * wire.itemsize)
+    else:
+        num_bytes = slow.ranks * sum(slow.codec.encoded_bytes(n // slow.ranks) for n in numels)
+        over_slow = Message(ALL_REDUCE, slow.axis, slow.ranks, torch.uint8, num_bytes)
+    if fast is None:
+        return [over_slow]
+    back = Message(GATHER, fast.axis, fast.ranks, wire, fast.ranks * slice_numel * wire.itemsize)
+    return [_reduction(fast, numels, wire), over_slow, back]

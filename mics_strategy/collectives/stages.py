@@ -1,0 +1,206 @@
+"""How do the ranks of one group gather and add, as they are or encoded?
+
+A stage is one step of a collective inside one group. It is begun, which starts to send, and finished, which waits and
+puts the result in place; several may be under way. It runs within a program (see `lane`).
+
+Pieces are added in the order of the ranks in the dtype of the sum, fp32 or wider, which makes one rounding per
+contribution of a narrow wire instead of one per hop of a ring, and the same bits in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from mics_strategy.collectives.codecs import Codec
+from mics_strategy.collectives.coder import Coder
+from mics_strategy.collectives.transport import Transport, joined
+from mics_strategy.collectives.workspace import Workspace, aligned_bytes
+
+Finish = Callable[[], None]
+FinishSum = Callable[[torch.Tensor, bool], None]
+
+
+class Stage(Protocol):
+    """One step of a collective inside one group."""
+
+    transport: Transport
+
+    def gather_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
+        """Of workspace, for `begin_gather` of `numel` elements from each rank."""
+
+    def begin_gather(self, rows: list[torch.Tensor], own: torch.Tensor, wire: torch.dtype, tag: int) -> Finish:
+        """Put every rank's `own` into its row, the same bits on all ranks.
+
+        Args:
+            rows: [n] for each rank, contiguous.
+            own: [n], same dtype; may be its row.
+            wire: Dtype in which unencoded numbers travel.
+            tag: Of the transfer, the same on all ranks.
+        """
+
+    def sum_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
+        """Of workspace, for `begin_sum` of `numel` elements for each rank."""
+
+    def begin_sum(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> FinishSum:
+        """Add what all ranks have for this one.
+
+        Args:
+            pieces: [n] for each rank, contiguous; unchanged until finished.
+            wire: Dtype in which unencoded numbers travel.
+            tag: Of the transfer, the same on all ranks.
+
+        Returns:
+            What takes the tensor for the sum, [n], fp32 or wider, and whether to add to it.
+        """
+
+
+class PlainStage:
+    """Sends numbers as they are, or rounded to a narrower dtype.
+
+    Args:
+        transport: Of the group.
+        workspace: Lends what is received before it is added.
+    """
+
+    def __init__(self, transport: Transport, workspace: Workspace) -> None:
+        self.transport = transport
+        self._workspace = workspace
+
+    def gather_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
+        """See `Stage.gather_bytes`."""
+        return 0 if wire == dtype else self.transport.size * aligned_bytes((numel, wire))
+
+    def begin_gather(self, rows: list[torch.Tensor], own: torch.Tensor, wire: torch.dtype, tag: int) -> Finish:
+        """See `Stage.begin_gather`."""
+        if wire == own.dtype:
+            return self.transport.gather(rows, own, tag).wait
+        narrow = [self._workspace.take(own.numel(), wire) for _ in rows]
+        pieces = self.transport.gather(narrow, narrow[self.transport.index].copy_(own), tag)
+
+        def finish() -> None:
+            pieces.wait()
+            for row, arrived in zip(rows, narrow, strict=True):
+                row.copy_(arrived)
+
+        return finish
+
+    def sum_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
+        """See `Stage.sum_bytes`."""
+        return (self.transport.size + 1) * aligned_bytes((numel, wire)) * (1 if wire == dtype else 2)
+
+    def begin_sum(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> FinishSum:
+        """See `Stage.begin_sum`."""
+        numel, size = pieces[0].numel(), self.transport.size
+        if wire != pieces[0].dtype:
+            pieces = [self._workspace.take(numel, wire).copy_(piece) for piece in pieces]
+        if pieces[0].is_cuda:
+            return self._begin_reduce_scatter(pieces)
+        arrived = [self._workspace.take(numel, wire) for _ in range(size)]
+        under_way = self.transport.exchange(arrived, pieces, tag)
+        arrived[self.transport.index] = pieces[self.transport.index]
+
+        def finish(out: torch.Tensor, accumulate: bool) -> None:
+            for index, piece in enumerate(arrived):
+                under_way.wait_for(index)
+                if accumulate or index:
+                    out.add_(piece)
+                else:
+                    out.copy_(piece)
+            under_way.wait()
+
+        return finish
+
+    def _begin_reduce_scatter(self, pieces: list[torch.Tensor]) -> FinishSum:
+        """With NCCL's own, which adds in the wire dtype in no said order."""
+        numel = pieces[0].numel()
+        total, full = self._workspace.take(numel, pieces[0].dtype), joined(pieces)
+        if full is None:
+            full = self._workspace.take(len(pieces) * numel, pieces[0].dtype)
+            torch.cat(pieces, out=full)
+        work = self.transport.reduce_scatter(total, full)
+
+        def finish(out: torch.Tensor, accumulate: bool) -> None:
+            work.wait()
+            if accumulate:
+                out.add_(total)
+            else:
+                out.copy_(total)
+
+        return finish
+
+
+class CodedStage:
+    """Sends numbers encoded.
+
+    Every rank decodes what travelled, its own share of a gather, too: all have the same bits. A rank's own share of a
+    sum does not travel and stays exact.
+
+    Args:
+        transport: Of the group.
+        workspace: Lends what is encoded.
+        codec: How.
+        device: Where the tensors are.
+    """
+
+    def __init__(self, transport: Transport, workspace: Workspace, codec: Codec, device: torch.device) -> None:
+        self.transport = transport
+        self._workspace = workspace
+        self._codec = codec
+        generator = torch.Generator().manual_seed(transport.trail.ranks[transport.index])
+        self._coder = Coder(codec, device, generator)
+
+    def _rows(self, numel: int) -> list[torch.Tensor]:
+        num_bytes = self._codec.encoded_bytes(numel)
+        return [self._workspace.take(num_bytes, torch.uint8) for _ in range(self.transport.size)]
+
+    def gather_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
+        """See `Stage.gather_bytes`."""
+        return self.transport.size * aligned_bytes((self._codec.encoded_bytes(numel), torch.uint8))
+
+    def begin_gather(self, rows: list[torch.Tensor], own: torch.Tensor, wire: torch.dtype, tag: int) -> Finish:
+        """See `Stage.begin_gather`."""
+        encoded = self._rows(own.numel())
+        mine = encoded[self.transport.index]
+        self._coder.encode(own, mine)
+        pieces = self.transport.gather(encoded, mine, tag)
+
+        def finish() -> None:
+            for index, (row, arrived) in enumerate(zip(rows, encoded, strict=True)):
+                pieces.wait_for(index)
+                self._coder.decode(arrived, row)
+            pieces.wait()
+
+        return finish
+
+    def sum_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
+        """See `Stage.sum_bytes`."""
+        return 2 * self.gather_bytes(numel, dtype, wire) + aligned_bytes((numel, torch.float32))
+
+    def begin_sum(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> FinishSum:
+        """See `Stage.begin_sum`."""
+        own, numel = self.transport.index, pieces[0].numel()
+        outgoing, arrived = self._rows(numel), self._rows(numel)
+        for index, (piece, encoded) in enumerate(zip(pieces, outgoing, strict=True)):
+            if index != own:
+                self._coder.encode(piece, encoded)
+        under_way = self.transport.exchange(arrived, outgoing, tag)
+        decoded = self._workspace.take(numel, torch.float32)
+
+        def finish(out: torch.Tensor, accumulate: bool) -> None:
+            if not accumulate:
+                out.zero_()
+            for index, encoded in enumerate(arrived):
+                under_way.wait_for(index)
+                if index == own:
+                    out.add_(pieces[own])
+                elif out.dtype == torch.float32:
+                    self._coder.decode_add(encoded, out)
+                else:
+                    self._coder.decode(encoded, decoded)
+                    out.add_(decoded)
+            under_way.wait()
+
+        return finish

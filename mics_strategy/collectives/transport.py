@@ -1,0 +1,194 @@
+"""How do pieces get from rank to rank? The only file that names torch's primitives.
+
+On gloo pieces are sent point to point: every receive is posted before the first send, into the place where the piece
+belongs, so nothing is copied and nothing allocated (gloo's own gather has a hidden copy of the whole, its own
+reduce-scatter is an all-reduce and sends twice as much). Elsewhere, as on NCCL, torch's collectives move them.
+
+A piece has a tag made of what it belongs to. Ranks that are at different transfers therefore never put one's numbers
+into another's memory, and gloo, which ends the process on a message of the wrong size, never sees one.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # DTensor imports it later, and then its default arguments keep the default group alive
+
+from mics_strategy.collectives.ops import Work
+from mics_strategy.collectives.trail import Trail
+
+T = TypeVar("T")
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pieces:
+    """One piece from every rank, under way.
+
+    Args:
+        arrivals: By the index of the rank it comes from; ranks may share one.
+        departures: Of what this rank sends.
+    """
+
+    __slots__ = ("_arrivals", "_departures")
+
+    def __init__(self, arrivals: dict[int, Work], departures: list[Work]) -> None:
+        self._arrivals = arrivals
+        self._departures = departures
+
+    def wait_for(self, index: int) -> None:
+        """Make the piece of one rank valid."""
+        work = self._arrivals.pop(index, None)
+        if work is not None:
+            work.wait()
+
+    def wait(self) -> None:
+        """Make all pieces valid, and what was sent free to be overwritten."""
+        for index in list(self._arrivals):
+            self.wait_for(index)
+        for work in self._departures:
+            work.wait()
+        self._departures = []
+
+
+class Transport:
+    """One process group and the ways to move pieces within it.
+
+    Args:
+        group: Ranks in the order of their shard index.
+        axis: Names of the axes that the group spans.
+        device_type: Of the tensors that will travel.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, axis: str, device_type: str) -> None:
+        self.group = group
+        self.size = group.size()
+        self.index = group.rank()
+        self.axis = axis
+        ranks = dist.get_process_group_ranks(group)
+        self.where = f"{axis} (ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})"
+        self.trail = Trail(ranks=tuple(ranks), index=self.index)
+        self.is_point_to_point = is_gloo(group, device_type)
+        self._others = [(self.index + step) % self.size for step in range(1, self.size)]
+
+    def gather(self, rows: list[torch.Tensor], own: torch.Tensor, tag: int) -> Pieces:
+        """Put every rank's `own` into its row, this rank's, too.
+
+        Args:
+            rows: [n] for each rank, contiguous.
+            own: [n], same dtype; may be its row.
+            tag: Of the transfer, the same on all ranks.
+
+        Cost:
+            (size - 1) * n sent.
+        """
+        mine = rows[self.index]
+        if own.data_ptr() != mine.data_ptr():
+            mine.copy_(own)
+        if self.is_point_to_point:
+            return self._post(rows, [mine] * self.size, tag)
+        out = joined(rows)
+        if out is not None:
+            return self._all_from(_all_gather(out, mine, group=self.group, async_op=True))
+        return self._all_from(dist.all_to_all(rows, [mine] * self.size, group=self.group, async_op=True))
+
+    def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> Pieces:
+        """Send every rank its row of `outgoing`, and put into a row of `incoming` what its rank has sent.
+
+        Args:
+            incoming: [n] for each rank, contiguous; what this rank's own row holds afterwards is not said.
+            outgoing: [n] for each rank, contiguous, same dtype.
+            tag: Of the transfer, the same on all ranks.
+
+        Cost:
+            (size - 1) * n sent.
+        """
+        if self.is_point_to_point:
+            return self._post(incoming, outgoing, tag)
+        full, received = joined(outgoing), joined(incoming)
+        if full is not None and received is not None:
+            return self._all_from(dist.all_to_all_single(received, full, group=self.group, async_op=True))
+        return self._all_from(dist.all_to_all(incoming, outgoing, group=self.group, async_op=True))
+
+    def _post(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> Pieces:
+        if not outgoing[self.index].numel():
+            return Pieces({}, [])
+        arrivals = {index: self.group.recv([incoming[index]], index, tag) for index in reversed(self._others)}
+        return Pieces(arrivals, [self.group.send([outgoing[index]], index, tag) for index in self._others])
+
+    def _all_from(self, work: Any) -> Pieces:
+        return Pieces(dict.fromkeys(range(self.size), work), [])
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
+        """Sum every rank's `full` and keep this rank's slice, in their dtype, in no said order. On NCCL."""
+        work: Work = _reduce_scatter(out, full, group=self.group, async_op=True)
+        return work
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """Sum `tensor` over the ranks in place, in its dtype; every rank ends with the same bits."""
+        work: Work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return work
+
+    def all_to_all(
+        self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int]
+    ) -> Work:
+        """Exchange pieces of any sizes."""
+        work: Work = dist.all_to_all_single(out, full, out_numels, full_numels, group=self.group, async_op=True)
+        return work
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """Copy the tensor of one rank to all, in place."""
+        work: Work = dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
+        return work
+
+    def share(self, value: T, source: int) -> T:
+        """The object of one rank, on all."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=source)
+        return values[0]
+
+    def combine(self, value: torch.Tensor, *, is_max: bool) -> Work:
+        """The sum or the maximum of a tensor over the ranks, in place."""
+        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        work: Work = dist.all_reduce(value, op=op, group=self.group, async_op=True)
+        return work
+
+    def cancel(self) -> None:
+        """End everything that is under way in the group, on its other ranks, too, with an error. On gloo.
+
+        Nothing else wakes a thread that waits for a message which will never come; when the interpreter ends around
+        such a thread, the process is aborted.
+        """
+        never = self.group.recv([torch.empty(1)], self._others[0], 2**31 - 1)
+        try:
+            never.wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            return  # as meant: a receive that is late closes the connections of its group
+
+    def close(self) -> None:
+        """Let go of the group. Not collective; nothing may be under way."""
+        if dist.is_initialized():
+            with suppress(ValueError):  # of a default group that is gone
+                dist.destroy_process_group(self.group)
+        del self.group
+
+
+def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether gloo moves the tensors of this device."""
+    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(",") if ":" in each)
+    return device_type == "cpu" and backends.get("cpu") == "gloo"
+
+
+def joined(rows: list[torch.Tensor]) -> torch.Tensor | None:
+    """The rows as one tensor without a copy; None where they do not lie side by side."""
+    first = rows[0]
+    storage = first.untyped_storage().data_ptr()
+    for place, row in enumerate(rows):
+        offset = first.storage_offset() + place * first.numel()
+        if row.storage_offset() != offset or row.untyped_storage().data_ptr() != storage:
+            return None
+    return first.as_strided((len(rows) * first.numel(),), (1,))
