@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from mics_strategy import errors
-from mics_strategy.collectives.collective import Collective
+from mics_strategy.collectives.collective import Channel, Collective
 from mics_strategy.collectives.lane import AtOnce, Lane, Runner
 from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import is_anything_under_way
@@ -81,6 +81,7 @@ class Mesh:
         self.ledger = Ledger()
         self.device_type = device_type
         self._number = _count_meshes()
+        self._watch = Watch(str(self._number), self.rank)
         self.workspaces = {family: Workspace() for family in _FAMILIES}
         self._transports: list[Transport] = []
         self._lanes: dict[str, Lane] = {}
@@ -123,20 +124,22 @@ class Mesh:
         stages = span.by_link()[::-1] if route.fast is not None else (span,)
         transports = [self._transport(purpose, stage) for stage in stages]
         family = next(family for family, purposes in _FAMILIES.items() if purpose in purposes)
+        channel = Channel(
+            route=route, transports=transports, ranks=frozenset(span.members(self.rank)), watch=self._watch
+        )
         device, workspace = torch.device(self.device_type), self.workspaces[family]
-        return Collective(route, transports, self._runner(family, transports), workspace, self.ledger, device)
+        return Collective(channel, self._runner(family, transports), workspace, self.ledger, device)
 
     def _runner(self, family: str, transports: list[Transport]) -> Runner:
         """The lane of a family of collectives, whose order among one another is kept; or none where none is needed."""
         if not is_gloo(transports[0].group, self.device_type):
             return AtOnce()
         if family not in self._lanes:
-            name = f"{family} {self._number}"
-            self._lanes[family] = Lane(name, Watch(name, self.rank, self.scopes.world_size).look)
+            self._lanes[family] = Lane(f"{family} {self._number}", self._watch)
         return self._lanes[family]
 
     def _peers(self, purpose: str, span: Span) -> Peers | None:
-        return None if span.size == 1 else Peers(self._transport(purpose, span), self.ledger)
+        return None if span.size == 1 else Peers(self._transport(purpose, span), self.ledger, self._watch)
 
     def _transport(self, purpose: str, span: Span) -> Transport:
         group = self._group(purpose, span)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -22,15 +23,32 @@ from mics_strategy.collectives.ops import Handle, check_fit
 from mics_strategy.collectives.route import Hop, Route
 from mics_strategy.collectives.stages import CodedStage, Finish, PlainStage, Stage
 from mics_strategy.collectives.transport import Transport
+from mics_strategy.collectives.watch import Watch
 from mics_strategy.collectives.workspace import Workspace, aligned_bytes
 
 
-class Collective:
-    """Collectives over one route. Inputs and outputs are flat, contiguous and on one device.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """A route in this job.
 
-    Args:
+    Attributes:
         route: The stages, with their codecs.
         transports: Of the slow stage, and of the fast one where there is one.
+        ranks: That take part, in all stages.
+        watch: Knows whether ranks have parted.
+    """
+
+    route: Route
+    transports: list[Transport]
+    ranks: frozenset[int]
+    watch: Watch
+
+
+class Collective:
+    """Collectives over one channel. Inputs and outputs are flat, contiguous and on one device.
+
+    Args:
+        channel: Where they go.
         runner: Runs the programs.
         workspace: Of the runner's programs.
         ledger: Receives every stage.
@@ -38,28 +56,23 @@ class Collective:
     """
 
     def __init__(
-        self,
-        route: Route,
-        transports: list[Transport],
-        runner: Runner,
-        workspace: Workspace,
-        ledger: Ledger,
-        device: torch.device,
+        self, channel: Channel, runner: Runner, workspace: Workspace, ledger: Ledger, device: torch.device
     ) -> None:
-        self.route = route
-        self.transports = transports
+        self.route = route = channel.route
+        self.transports = channel.transports
         self.size = route.size
-        slow, *rest = transports
+        slow, *rest = channel.transports
         self._num_slow = slow.size
         self._num_fast = rest[0].size if rest else 1
         self._at_fast = rest[0].index if rest else 0
         self.index = self._at_fast * slow.size + slow.index
         self._runner = runner
+        self._channel = channel
         self._workspace = workspace
         self._ledger = ledger
         self._slow = _stage(slow, route.slow, workspace, device)
         self._fast = _stage(rest[0], route.fast, workspace, device) if rest and route.fast is not None else None
-        self._plain = [PlainStage(transport, workspace) for transport in transports]
+        self._plain = [PlainStage(transport, workspace) for transport in channel.transports]
         codec = route.gather_codec
         self._gather_coder = Coder(codec, device, torch.Generator().manual_seed(self.index)) if codec else None
 
@@ -295,8 +308,9 @@ class Collective:
 
         where = " and ".join(transport.where for transport in self.transports)
         name = f"{kind} of {what} over {where}"
-        work = self._runner.run(name, in_workspace)
-        return Handle(name, [] if work is None else [work], is_queued=self._runner.is_queue)
+        work = self._runner.run(name, self._channel.ranks, in_workspace)
+        works = [] if work is None else [work]
+        return Handle(name, works, is_queued=self._runner.is_queue, on_failure=self._channel.watch.look_back)
 
 
 def _stage(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> Stage:

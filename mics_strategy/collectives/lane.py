@@ -17,11 +17,15 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from typing import Protocol
 
+import torch
+
 from mics_strategy.collectives.ops import Work, failed
 from mics_strategy.collectives.transport import Transport
+from mics_strategy.collectives.watch import Asked, Watch
 
 Program = Callable[[], None]
-PATIENCE_S = 5.0  # before a rank that waits looks whether its peers wait for something else
+PATIENCE_S = 2.0  # before a rank that waits looks whether its peers wait for something else
+MAX_PATIENCE_S = 30.0  # between two looks
 GRACE_S = 1.0  # for what is under way when the process ends
 
 
@@ -36,8 +40,17 @@ class Runner(Protocol):
     name: str
     is_queue: bool
 
-    def run(self, what: str, program: Program) -> Work | None:
-        """Run `program` after all before it. Returns what to wait for; None when a stream orders what follows."""
+    def run(self, what: str, ranks: frozenset[int], program: Program) -> Work | None:
+        """Run a program after all before it.
+
+        Args:
+            what: Names it in errors, the same on all ranks that take part.
+            ranks: That take part.
+            program: To run.
+
+        Returns:
+            What to wait for; None when a stream orders what follows.
+        """
 
 
 class AtOnce:
@@ -46,7 +59,7 @@ class AtOnce:
     name = "at once"
     is_queue = False
 
-    def run(self, what: str, program: Program) -> Work | None:
+    def run(self, what: str, ranks: frozenset[int], program: Program) -> Work | None:
         """See `Runner.run`."""
         try:
             program()
@@ -60,28 +73,26 @@ class Lane:
 
     Args:
         name: See `Runner`.
-        on_long_wait: Called with the number and the name of a program for which somebody waits long; may raise.
+        watch: Looks for the reason where somebody waits long.
     """
 
     is_queue = True
 
-    def __init__(self, name: str, on_long_wait: Callable[[int, str], None]) -> None:
+    def __init__(self, name: str, watch: Watch) -> None:
         self.name = name
-        self._on_long_wait = on_long_wait
+        self._watch = watch
         self._queue: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._count = 0
         self._last: _Task | None = None
         weakref.finalize(self, self._queue.put, None)
 
-    def run(self, what: str, program: Program) -> Work:
+    def run(self, what: str, ranks: frozenset[int], program: Program) -> Work:
         """See `Runner.run`."""
         if self._thread is None:
             name = f"mics {self.name}"
             self._thread = threading.Thread(target=_work_off, args=(self._queue,), name=name, daemon=True)
             self._thread.start()
-        task = self._last = _Task(self._count, what, program, self._on_long_wait)
-        self._count += 1
+        task = self._last = _Task(self._watch.ask(self.name, what, ranks), program, self._watch)
         self._queue.put(task)
         return task
 
@@ -103,21 +114,23 @@ class Lane:
 
 def _work_off(queue: SimpleQueue[_Task | None]) -> None:
     failure = None
-    while (task := queue.get()) is not None:
-        failure = task.execute(failure)
-        del task  # keeps the tensors of its program
+    with (
+        torch.inference_mode()
+    ):  # nothing here is for autograd; tensors made in anybody's inference mode may be written
+        while (task := queue.get()) is not None:
+            failure = task.execute(failure)
+            del task  # keeps the tensors of its program
 
 
 class _Task:
     """A program in the queue."""
 
-    __slots__ = ("_done", "_failure", "_number", "_on_long_wait", "_program", "_what")
+    __slots__ = ("_asked", "_done", "_failure", "_program", "_watch")
 
-    def __init__(self, number: int, what: str, program: Program, on_long_wait: Callable[[int, str], None]) -> None:
-        self._number = number
-        self._what = what
+    def __init__(self, asked: Asked, program: Program, watch: Watch) -> None:
+        self._asked = asked
         self._program: Program | None = program
-        self._on_long_wait = on_long_wait
+        self._watch = watch
         self._done = threading.Event()
         self._failure: BaseException | None = None
 
@@ -134,9 +147,15 @@ class _Task:
         return self._failure
 
     def wait(self) -> None:
-        """Block until the program has ended."""
-        while not self._done.wait(PATIENCE_S):
-            self._on_long_wait(self._number, self._what)
+        """Block until the program has ended.
+
+        Raises:
+            LifecycleError: It never will: ranks wait for different things.
+        """
+        patience_s = PATIENCE_S
+        while not self._done.wait(patience_s):
+            self._watch.look(self._asked)
+            patience_s = min(2 * patience_s, MAX_PATIENCE_S)
         if self._failure is not None:
             raise self._failure
 

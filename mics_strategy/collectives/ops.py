@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from mics_strategy.errors import CommunicationError, ShapeError
+from mics_strategy.errors import CommunicationError, LifecycleError, ShapeError
 
 
 class Work(Protocol):
@@ -32,12 +32,21 @@ class Handle:
         what: Names the collective, the unit and the axis in an error.
         works: Started transport work; empty when nothing had to be sent.
         is_queued: Whether what is asked for next, of the same lane, waits for this by itself.
+        on_failure: Called when the transport has given up; may raise what it knows better.
     """
 
-    __slots__ = ("__weakref__", "_finish", "_works", "is_queued", "what")
+    __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "is_queued", "what")
 
-    def __init__(self, what: str, works: list[Work], *, is_queued: bool = False) -> None:
+    def __init__(
+        self,
+        what: str,
+        works: list[Work],
+        *,
+        is_queued: bool = False,
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
         self.what = what
+        self._on_failure = on_failure
         self.is_queued = is_queued
         self._works = works
         self._finish: Callable[[], None] | None = None
@@ -55,7 +64,10 @@ class Handle:
         for work in works:
             try:
                 work.wait()
+            except LifecycleError:
+                raise
             except RuntimeError as error:
+                self._on_failure()
                 raise failed(self.what, error) from error
         if finish is not None:
             finish()

@@ -13,6 +13,7 @@ from mics_strategy.collectives import traffic
 from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import Handle, Work, check_fit
 from mics_strategy.collectives.transport import Transport
+from mics_strategy.collectives.watch import Watch
 
 T = TypeVar("T")
 
@@ -23,9 +24,11 @@ class Peers:
     Args:
         transport: Of the group.
         ledger: Receives what belongs to a training step.
+        watch: Knows whether ranks have parted.
     """
 
-    def __init__(self, transport: Transport, ledger: Ledger) -> None:
+    def __init__(self, transport: Transport, ledger: Ledger, watch: Watch) -> None:
+        self._watch = watch
         self.transport = transport
         self.size = transport.size
         self.index = transport.index
@@ -73,4 +76,4 @@ class Peers:
         return value
 
     def _handle(self, what: str, work: Work) -> Handle:
-        return Handle(f"{what} over {self.transport.where}", [work])
+        return Handle(f"{what} over {self.transport.where}", [work], on_failure=self._watch.look_back)

@@ -56,7 +56,7 @@ class Route:
 
     @property
     def gather_codec(self) -> Codec | None:
-        """What a gather encodes with, once for all stages; None where it encodes for the slow links only, or nothing."""
+        """What a gather encodes with, once for all stages; None where it encodes for the slow ones only, or nothing."""
         return self.fast.codec if self.fast is not None else self.slow.codec
 
     @property

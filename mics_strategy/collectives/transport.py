@@ -117,7 +117,9 @@ class Transport:
     def _post(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> Pieces:
         if not outgoing[self.index].numel():
             return Pieces({}, [])
-        arrivals = {index: self.group.recv([incoming[index]], index, tag) for index in reversed(self._others)}
+        arrivals: dict[int, Work] = {}
+        for index in reversed(self._others):
+            arrivals[index] = self.group.recv([incoming[index]], index, tag)
         return Pieces(arrivals, [self.group.send([outgoing[index]], index, tag) for index in self._others])
 
     def _all_from(self, work: Any) -> Pieces:
@@ -133,9 +135,7 @@ class Transport:
         work: Work = dist.all_reduce(tensor, group=self.group, async_op=True)
         return work
 
-    def all_to_all(
-        self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int]
-    ) -> Work:
+    def all_to_all(self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int]) -> Work:
         """Exchange pieces of any sizes."""
         work: Work = dist.all_to_all_single(out, full, out_numels, full_numels, group=self.group, async_op=True)
         return work

@@ -1,58 +1,107 @@
 """Does a rank wait for something that will never come?
 
-Ranks that were asked for different transfers wait for each other in vain. A rank that has waited for some seconds leaves
-a note of what it waits for in the store of the job and reads the notes of the others; where two wait for different
-things in the same place of the same lane, both know, long before the timeout of the process group.
+Ranks that were asked for different transfers wait for each other in vain. A rank that has waited for some seconds
+leaves a note in the store of the job, of what it waits for and what it was asked for so far, and reads the notes of the
+ranks that it waits for. Two that wait for different things in the same place, or each for something that the other has
+not been asked for, can never go on. Both say so, long before the timeout of the process group; a rank whose connections
+break meanwhile says it, too.
 """
 
 from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from mics_strategy.errors import LifecycleError
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A transfer that a lane was asked for: the how manieth, what it moves, and the ranks that take part."""
+
+    lane: str
+    number: int
+    what: str
+    ranks: frozenset[int]
+
+    def __str__(self) -> str:
+        return f"the {self.what[0].lower()}{self.what[1:]}"
+
+
 class Watch:
-    """The notes of one lane.
+    """The notes of one model's lanes.
 
     Args:
-        lane: Its name.
+        name: Of the model, the same on all ranks.
         rank: Of this process.
-        world_size: Of the job.
     """
 
-    def __init__(self, lane: str, rank: int, world_size: int) -> None:
-        self._lane = lane
+    def __init__(self, name: str, rank: int) -> None:
+        self._name = name
         self._rank = rank
-        self._others = [other for other in range(world_size) if other != rank]
         self._store = dist.distributed_c10d._get_default_store()
-        self._left: str | None = None
+        self._counts: Counter[str] = Counter()
 
-    def look(self, number: int, what: str) -> None:
+    def ask(self, lane: str, what: str, ranks: frozenset[int]) -> Asked:
+        """A lane is asked for a transfer."""
+        asked = Asked(lane, self._counts[lane], what.split(" over ")[0], ranks)
+        self._counts[lane] += 1
+        return asked
+
+    def look(self, own: Asked) -> None:
         """Leave a note, and read those of the others.
 
         Args:
-            number: Of the transfer, in the order in which the lane was asked.
-            what: It moves.
+            own: What this rank waits for.
 
         Raises:
-            LifecycleError: Another rank waits, as that number, for something else.
+            LifecycleError: It will never come.
         """
-        what = what.split(" over ")[0]
-        if self._left != (note := f"{number} {what}"):
-            self._store.set(self._key(self._rank), note)
-            self._left = note
-        for other in self._others:
-            if not self._store.check([self._key(other)]):
+        try:
+            self._compare(own)
+        except dist.DistError:
+            return
+        self.look_back()
+
+    def _compare(self, own: Asked) -> None:
+        note = [own.lane, own.number, own.what, sorted(own.ranks), dict(self._counts)]
+        self._store.set(self._key(self._rank), json.dumps(note))
+        for rank in sorted(own.ranks - {self._rank}):
+            if not self._store.check([self._key(rank)]):
                 continue
-            its_number, _, its_what = self._store.get(self._key(other)).decode().partition(" ")
-            if int(its_number) == number and its_what != what:
-                raise LifecycleError(
-                    f"As transfer {number} of its {self._lane} lane, rank {self._rank} waits for the {what.lower()} and "
-                    f"rank {other} for the {its_what.lower()}: they will never come. Let all ranks run the same units "
-                    "in the same order while parameters are sharded (seed what chooses them, as LayerDrop does, "
-                    "alike), or keep parameters whole with `params='none'`."
+            lane, number, what, ranks, counts = json.loads(self._store.get(self._key(rank)))
+            other = Asked(lane, number, what, frozenset(ranks))
+            is_another = (own.lane, own.number) == (lane, number) and own.what != what
+            is_deadlock = (
+                self._rank in other.ranks
+                and counts.get(own.lane, 0) <= own.number
+                and self._counts[other.lane] <= other.number
+            )
+            if is_another or is_deadlock:
+                first, second = sorted([(self._rank, own), (rank, other)], key=lambda pair: pair[0])
+                self._store.set(
+                    self._key("parted"),
+                    f"Ranks have parted, and wait for each other in vain: rank {first[0]} for {first[1]} (transfer "
+                    f"{first[1].number} of its lane), rank {second[0]} for {second[1]} (transfer {second[1].number}). "
+                    "Let all ranks run the same units in the same order while parameters are sharded (seed what "
+                    "chooses them, as LayerDrop does, alike), or keep parameters whole with `params='none'`.",
                 )
 
-    def _key(self, rank: int) -> str:
-        return f"mics/waits/{self._lane}/{rank}"
+    def look_back(self) -> None:
+        """Say what another rank has found.
+
+        Raises:
+            LifecycleError: Ranks have parted.
+        """
+        try:
+            found = self._store.get(self._key("parted")) if self._store.check([self._key("parted")]) else None
+        except dist.DistError:  # the rank that held the store has left; nobody knows more
+            return
+        if found is not None:
+            raise LifecycleError(found.decode())
+
+    def _key(self, of: int | str) -> str:
+        return f"mics/waits/{self._name}/{of}"

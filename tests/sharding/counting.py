@@ -1,7 +1,13 @@
-"""What did a step hand to the transport? Counted apart from the engine."""
+"""What did a step hand to the transport? Counted apart from the engine, below its ledger.
+
+Messages and all-reduces are counted where torch takes them, in whatever thread, messages with their real sizes; other
+collectives of torch by the bytes that one rank must send in them.
+"""
 
 from collections import Counter
+from types import TracebackType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,45 +16,77 @@ from torch.utils._pytree import tree_leaves
 
 from mics_strategy.sharding.schedule import Plan
 
-Kind = tuple[str, torch.dtype, int, int]  # collective, dtype, bytes of the full tensor, ranks
-# A reduction on gloo exchanges slices and adds them itself.
-NAMES = {
-    "_allgather_base_": "all_gather",
-    "alltoall_base_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "allreduce_": "all_reduce",
-}
+Kind = tuple[torch.dtype, int]  # dtype, ranks of the group
 
 
 class CountC10d(TorchDispatchMode):
-    """Counts every c10d operator that is called inside."""
+    """Counts what is handed to torch.distributed inside: bytes that this rank sends by kind, and operators by name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kinds: Counter[Kind] = Counter()
         self.names: Counter[str] = Counter()
+        send = dist.ProcessGroup.send
+
+        def counted(group: Any, tensors: list[torch.Tensor], *args: Any) -> Any:
+            self.names["send"] += 1
+            for tensor in tensors:
+                self.kinds[tensor.dtype, group.size()] += tensor.numel() * tensor.itemsize
+            return send(group, tensors, *args)
+
+        all_reduce = dist.ProcessGroup.allreduce
+
+        def counted_all_reduce(group: Any, tensors: list[torch.Tensor], *args: Any) -> Any:
+            self.names["allreduce_"] += 1
+            num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+            self.kinds[tensors[0].dtype, group.size()] += 2 * num_bytes * (group.size() - 1) // group.size()
+            return all_reduce(group, tensors, *args)
+
+        self._patches = [
+            mock.patch.object(dist.ProcessGroup, "send", counted),
+            mock.patch.object(dist.ProcessGroup, "allreduce", counted_all_reduce),
+        ]
+
+    def __enter__(self) -> "CountC10d":
+        for patch in self._patches:
+            patch.start()
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, where)
+        for patch in self._patches:
+            patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
-        if namespace == "c10d":
+        if namespace == "c10d" and name not in ("send", "recv_", "allreduce_"):
             self.names[name] += 1
+            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             full = max(tensors, key=torch.Tensor.numel)
-            if name == "alltoall_base_" and args[3]:  # pieces of given sizes
-                full, name = args[1], "all_to_all"
-            ranks = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
-            self.kinds[NAMES.get(name, name), full.dtype, full.numel() * full.element_size(), ranks] += 1
+            self.kinds[full.dtype, group.size()] += _sent_bytes(name, args, full, group)
         elif namespace == "_c10d_functional" and name != "wait_tensor":
             self.names[f"functional {name}"] += 1
         return func(*args, **(kwargs or {}))
 
 
+def _sent_bytes(name: str, args: tuple, full: torch.Tensor, group: dist.ProcessGroup) -> int:
+    num_bytes, ranks = full.numel() * full.itemsize, group.size()
+    if name == "alltoall_base_" and args[3]:  # pieces of given sizes: the second tensor goes out
+        outgoing, sizes = args[1], args[4]
+        return (outgoing.numel() - sizes[group.rank()]) * outgoing.itemsize
+    if name == "alltoall_":
+        return sum(tensor.numel() * tensor.itemsize for tensor in args[1]) // ranks * (ranks - 1)
+    if name in ("_allgather_base_", "_reduce_scatter_base_", "alltoall_base_"):
+        return num_bytes // ranks * (ranks - 1)
+    return num_bytes  # of no plan, so it shows as a difference
+
+
 def planned_kinds(plan: Plan) -> Counter[Kind]:
-    """The collectives of a plan in the same terms."""
+    """The bytes of a plan in the same terms."""
     kinds: Counter[Kind] = Counter()
     for p in plan.collectives:
-        is_narrow = p.collective == "all_reduce" and p.dtype in (torch.bfloat16, torch.float16)
-        # In less than the dtype of the sum: slices are exchanged, added, and the sums gathered.
-        for name in ("reduce_scatter", "all_gather") if is_narrow else (p.collective,):
-            kinds[name, p.dtype, p.full_bytes, p.ranks] += 1
+        kinds[p.dtype, p.ranks] += p.sent_bytes
     return kinds

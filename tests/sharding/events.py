@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from mics_strategy.collectives.flat import FlatCollective
+from mics_strategy.collectives.collective import Collective
 from mics_strategy.collectives.ops import Handle
 
 
@@ -20,7 +20,7 @@ def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
     names = {module: name for name, module in model.named_modules() if isinstance(module, units)}
     hooks = [module.register_forward_hook(_forward(events, name)) for module, name in names.items()]
     hooks += [module.register_full_backward_hook(_backward(events, name)) for module, name in names.items()]
-    originals = {name: getattr(FlatCollective, name) for name in ("gather", "reduce", "all_reduce")}
+    originals = {name: getattr(Collective, name) for name in ("gather", "reduce", "all_reduce")}
     wait = Handle.wait
     labels: dict[int, str] = {}
 
@@ -41,14 +41,14 @@ def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
         return started
 
     for kind in originals:
-        setattr(FlatCollective, kind, spy(kind))
+        setattr(Collective, kind, spy(kind))
     Handle.wait = spied_wait
     try:
         yield events
     finally:
         Handle.wait = wait
         for kind, original in originals.items():
-            setattr(FlatCollective, kind, original)
+            setattr(Collective, kind, original)
         for hook in hooks:
             hook.remove()
 

@@ -26,7 +26,9 @@ def _bucket(ranks: int, name: str = "u0", **changes: object) -> BucketPlan:
 
 
 def _scopes(preset: str, world: int = 8, per_node: int = 4, **options: object) -> Scopes:
-    return resolve_scopes(ShardConfig.preset(preset, **options), Topology(ranks_per_node=per_node), world)
+    """Collectives in one stage each, which is what the papers' formulas count."""
+    config = ShardConfig.preset(preset, hierarchical=False, **options)
+    return resolve_scopes(config, Topology(ranks_per_node=per_node), world)
 
 
 def _plan(scopes: Scopes, slots: tuple[int, ...], micro_steps: int = 1, **bucket: object) -> Plan:
@@ -215,7 +217,7 @@ def _formula(scopes: Scopes, num_units: int, micro_steps: int) -> dict[str, floa
 def test_every_chain_sends_what_the_formulas_say(topology: tuple[int, int], micro_steps: int) -> None:
     nodes, per_node = topology
     for config in chains(nodes, per_node):
-        scopes = resolve_scopes(config, config.topology, nodes * per_node)
+        scopes = resolve_scopes(config.replace(hierarchical=False), config.topology, nodes * per_node)
         plan = _plan(scopes, (0, 0, 0), micro_steps)
         expected = _formula(scopes, 3, micro_steps)
         unit = NUMEL * 4
