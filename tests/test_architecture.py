@@ -136,7 +136,7 @@ GOOD: list[tuple[Check, str, str]] = [
     (architecture.check_imports, "lightning/x.py", "from mics_strategy.lightning import strategy"),
     (architecture.check_imports, "planner/calibrate.py", "from mics_strategy.mesh import Mesh"),
     (architecture.check_imports, "cli.py", "from mics_strategy.planner.plan import plan"),
-    (architecture.check_primitives, "collectives/flat.py", "import torch.distributed as d\nd.all_reduce(x)"),
+    (architecture.check_primitives, "collectives/transport.py", "import torch.distributed as d\nd.all_reduce(x)"),
     (architecture.check_primitives, "mesh.py", "import torch.distributed as d\nd.all_gather_object(x, y)"),
     (architecture.check_primitives, "mesh.py", "import torch.distributed as d\nd.new_group([0])"),
     (architecture.check_primitives, "sharding/api.py", "collective.reduce(x)\ncollective.gather(x)"),

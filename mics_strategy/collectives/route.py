@@ -116,7 +116,7 @@ def gather_messages(route: Route, full_numel: int, dtype: torch.dtype) -> list[M
         num_bytes = sum(slow.codec.encoded_bytes(end - start) for start, end in pieces)
         messages = [Message(GATHER, slow.axis, ranks, torch.uint8, ranks * num_bytes)]
     else:
-        messages = [Message(GATHER, slow.axis, ranks, dtype, ranks * shard * dtype.itemsize)]
+        messages = [Message(GATHER, slow.axis, ranks, dtype, full_numel * dtype.itemsize // route.num_fast)]
     if fast is not None:
         messages.append(Message(GATHER, fast.axis, fast.ranks, dtype, full_numel * dtype.itemsize))
     return messages
@@ -129,14 +129,16 @@ def reduce_messages(route: Route, full_numel: int, wire: torch.dtype) -> list[Me
     messages = []
     if route.fast is not None:
         rows = [end - start for start, end in pieces] * route.slow.ranks
-        messages.append(_reduction(route.fast, rows if len(pieces) > 1 else [shard * route.slow.ranks], wire))
-    return [*messages, _reduction(route.slow, [end - start for start, end in pieces], wire)]
+        rows = rows if len(pieces) > 1 else [shard * route.slow.ranks]
+        messages.append(_reduction(route.fast, full_numel * wire.itemsize, rows, wire))
+    over_slow = full_numel * wire.itemsize // route.num_fast
+    return [*messages, _reduction(route.slow, over_slow, [end - start for start, end in pieces], wire)]
 
 
-def _reduction(hop: Hop, numels: list[int], wire: torch.dtype) -> Message:
-    """Of pieces of which each rank gets one: their sizes are `numels`."""
+def _reduction(hop: Hop, plain_bytes: int, numels: list[int], wire: torch.dtype) -> Message:
+    """Of `plain_bytes`, or where they are encoded of pieces of which each rank gets one: their sizes are `numels`."""
     if hop.codec is None:
-        return Message(REDUCE_SCATTER, hop.axis, hop.ranks, wire, hop.ranks * sum(numels) * wire.itemsize)
+        return Message(REDUCE_SCATTER, hop.axis, hop.ranks, wire, plain_bytes)
     num_bytes = hop.ranks * sum(hop.codec.encoded_bytes(numel) for numel in numels)
     return Message(REDUCE_SCATTER, hop.axis, hop.ranks, torch.uint8, num_bytes)
 
@@ -167,4 +169,4 @@ def all_reduce_messages(route: Route, numel: int, wire: torch.dtype, dtype: torc
     if fast is None:
         return [over_slow]
     back = Message(GATHER, fast.axis, fast.ranks, wire, fast.ranks * slice_numel * wire.itemsize)
-    return [_reduction(fast, numels, wire), over_slow, back]
+    return [_reduction(fast, back.full_bytes, numels, wire), over_slow, back]

@@ -8,14 +8,19 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mics_strategy.collectives.traffic import all_reduce_bytes, gather_bytes, reduce_scatter_bytes
-from mics_strategy.scopes import Scopes
-from mics_strategy.topology import Span
+import torch
 
-_SUM_BYTES = 4  # gradients are summed in fp32
+from mics_strategy.collectives.route import Message, all_reduce_messages, gather_messages, reduce_messages
+from mics_strategy.collectives.traffic import SENT_BYTES
+from mics_strategy.scopes import Scopes
+
+_SUM_DTYPE = torch.float32
+_SUM_BYTES = _SUM_DTYPE.itemsize
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # any of their size: only that matters
 _MOMENTS = 2  # Adam's
 
 
@@ -83,33 +88,40 @@ def step_traffic(kinds: Sequence[ParameterKind], scopes: Scopes, num_micro_steps
     Source:
         MiCS (arXiv:2205.00119) sections 3.2 to 3.4; PaRO table 3, corrected; AMSP equations A2 to A10.
     """
-    gather, secondary = scopes.span(1, scopes.params), scopes.span(1, scopes.secondary)
-    reduce, second = scopes.span(1, scopes.grads), scopes.span(scopes.grads, scopes.optimizer)
-    replicas, update = scopes.span(scopes.optimizer, scopes.world_size), scopes.span(scopes.params, scopes.optimizer)
-    sent: list[tuple[Span, int]] = []
-    for kind in kinds:
-        whole = kind.numel * kind.param_bytes
-        sent.append((gather, num_micro_steps * gather_bytes(whole, gather.size)))
-        sent.append((secondary, num_micro_steps * gather_bytes(whole, secondary.size)))
-        if not kind.is_trained:
-            continue
-        grads = kind.numel * kind.wire_bytes
-        sent.append((reduce, num_micro_steps * reduce_scatter_bytes(grads, reduce.size)))
-        sent.append((second, reduce_scatter_bytes(grads // scopes.grads, second.size)))
-        sent.append((replicas, all_reduce_bytes(grads // scopes.optimizer, replicas.size)))
-        sent.append((update, gather_bytes(whole // scopes.params, update.size)))
+    sizes = {axis.name: axis.size for axis in scopes.axes}
     between = inside = 0
-    for span, num_bytes in sent:
-        in_node = _ranks_in_node(span)
-        if in_node < span.size:  # a ring passes each of its nodes once; as many rings as the node has groups
-            between += num_bytes * scopes.ranks_per_node // in_node
+    for times, message in (pair for kind in kinds for pair in _messages(kind, scopes, num_micro_steps)):
+        sent = times * SENT_BYTES[message.collective](message.full_bytes, message.ranks)
+        in_node = math.prod(sizes[name] for name in message.axis.split("+") if name.startswith("intra_node"))
+        if in_node < message.ranks:  # a ring passes each of its nodes once; as many rings as the node has groups
+            between += sent * scopes.ranks_per_node // in_node
         if in_node > 1:
-            inside += num_bytes
+            inside += sent
     return StepTraffic(between_nodes_bytes=between, inside_node_bytes=inside)
 
 
-def _ranks_in_node(span: Span) -> int:
-    size = 1
-    for axis in span.axes:
-        size *= axis.size if axis.name.startswith("intra_node") else 1
-    return size
+def _messages(kind: ParameterKind, scopes: Scopes, num_micro_steps: int) -> Iterator[tuple[int, Message]]:
+    """What all parameters of a kind send in a step, as if they were one bucket, and how often."""
+    param, wire = _DTYPES[kind.param_bytes], _DTYPES[kind.wire_bytes]
+    for_backward = "secondary" if scopes.secondary < scopes.params else "gather"
+    for purpose, times, numel in (
+        ("gather", num_micro_steps, kind.numel),
+        (for_backward, num_micro_steps, kind.numel),
+        ("update", int(kind.is_trained), kind.numel // scopes.params),
+    ):
+        route = scopes.route(purpose)
+        for message in gather_messages(route, numel, param) if route is not None else ():
+            yield times, message
+    if not kind.is_trained:
+        return
+    for purpose, times, numel in (
+        ("reduce", num_micro_steps, kind.numel),
+        ("second_scatter", 1, kind.numel // scopes.grads),
+    ):
+        route = scopes.route(purpose)
+        for message in reduce_messages(route, numel, wire) if route is not None else ():
+            yield times, message
+    route = scopes.route("second_reduce")
+    if route is not None:
+        for message in all_reduce_messages(route, kind.numel // scopes.optimizer, wire, _SUM_DTYPE):
+            yield 1, message
