@@ -50,7 +50,7 @@ def _store_rounded(out: tl.tensor, index: tl.tensor, value: tl.tensor, is_value:
     if out.dtype.element_ty == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(value == value, rounded, 0x7FC0)
+        rounded = tl.where(value == value, rounded, 0x7FC0)  # a GPU's NaN has all bits set, and would become -0
         tl.store(out + index, rounded.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=is_value)
     else:
         tl.store(out + index, value.to(out.dtype.element_ty), mask=is_value)
