@@ -3,6 +3,7 @@
 Importing the package makes ``Trainer(strategy="mics")`` known to Lightning, without importing Lightning.
 """
 
+from mics_strategy.collectives.codecs import Codec
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import (
     CheckpointError,
@@ -18,6 +19,7 @@ from mics_strategy.topology import Topology
 
 __all__ = [
     "CheckpointError",
+    "Codec",
     "CommunicationError",
     "ConfigError",
     "LifecycleError",

@@ -19,7 +19,8 @@ MAX_PARAMETERS = 6
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     (
-        *("config", "topology", "scopes", "collectives.codecs", "collectives.route", "collectives.traffic"),
+        *("config", "topology", "scopes", "collectives.route", "collectives.traffic"),
+        *("collectives.codecs", "collectives.coder", "collectives.codec_tiles", "collectives.codec_kernels"),
         *("sharding.layout", "sharding.lifecycle", "sharding.schedule", "sharding.dealing"),
         *("sharding.model_states", "sharding.advice"),
         *("checkpoint.manifest", "checkpoint.reshard"),
@@ -61,7 +62,7 @@ GROUPS_MADE_IN = "mesh.py"
 ONE_DOCSTRING = ("collectives", "sharding", "checkpoint")  # folders whose __init__.py holds no more
 VAGUE_NAMES = ("util", "utils", "helpers", "misc", "common")
 # What a user may import: the promise, and all there is.
-PROMISED_NAMES = {"ShardConfig", "Sharded", "shard"}
+PROMISED_NAMES = {"Codec", "ShardConfig", "Sharded", "shard"}
 PUBLIC_NAMES = {
     *PROMISED_NAMES,
     *("Topology", "MiCSError", "CheckpointError", "CommunicationError", "ConfigError"),
@@ -288,9 +289,12 @@ def check_sizes(sources: Iterable[Source]) -> list[str]:
 
 
 def _num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Named parameters without self and cls; none for what a framework or a type checker dictates."""
-    decorators = {ast.unparse(d).rpartition(".")[2] for d in function.decorator_list}
-    if decorators & {"override", "overload"}:
+    """Named parameters without self and cls; none for what a framework or a type checker dictates.
+
+    A kernel (``triton.jit``) takes pointers, numbers and constants one by one.
+    """
+    decorators = {ast.unparse(d).partition("(")[0].rpartition(".")[2] for d in function.decorator_list}
+    if decorators & {"override", "overload", "jit"}:
         return 0
     args = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     return len(args) - (1 if args and args[0].arg in ("self", "cls") else 0)

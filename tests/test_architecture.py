@@ -142,6 +142,8 @@ GOOD: list[tuple[Check, str, str]] = [
     (architecture.check_primitives, "sharding/api.py", "collective.reduce(x)\ncollective.gather(x)"),
     (architecture.check_sizes, "errors.py", f"class A:\n  def f(self, {PARAMETERS}, *args): ..."),
     (architecture.check_sizes, "errors.py", f"class A:\n  @override\n  def f(self, {PARAMETERS}, g): ..."),
+    (architecture.check_sizes, "errors.py", f"@triton.jit\ndef f({PARAMETERS}, g): ..."),
+    (architecture.check_sizes, "errors.py", f"@triton.jit(a=1)\ndef f({PARAMETERS}, g): ..."),
     (architecture.check_sizes, "errors.py", "def f():\n" + "  x = 1\n" * 59),
 ]
 

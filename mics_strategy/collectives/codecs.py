@@ -1,0 +1,140 @@
+"""How does a compressed tensor look on the wire?
+
+A flat tensor is cut into blocks of `block_size` values; the last block may be shorter. A block becomes one fp32 scale
+and one small integer per value: ``code = round(value / scale)``, with ``scale = max|block| / largest_code``. Codes are
+symmetric around zero. Payload and scales share one buffer of bytes, so that they travel in one message:
+
+``[payload | zeros up to a multiple of 16 bytes in all | fp32 scales]``
+
+INT8 has one code a byte, in two's complement. INT4 has two: the byte at position i of a block holds value i in its low
+half and value i + ceil(width / 2) in its high half, each as code + 8. Both halves of a block are then contiguous, which
+packs and unpacks several times faster than neighbours in one byte.
+
+Pure: what the bytes mean. `coder` writes and reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mics_strategy.errors import ConfigError, ShapeError
+
+ALIGN_BYTES = 16  # rows of pieces side by side start where the widest loads of a GPU may
+SCALE_BYTES = 4
+SMALLEST_SCALE = 2.0**-123  # about 1e-37; 1 / scale is finite with a wide margin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec:
+    """Blocks of small integers with a scale each.
+
+    What a decoded block is, whatever `rounding`:
+
+    - All zeros where all values are zero, or so small that the scale would be below 2**-123 (about 1e-37).
+    - NaN, every value of it, where any value is NaN or infinite after conversion to fp32: the block is *poisoned*.
+      An overflow is spread, never hidden; `is_poisoned` finds it without decoding.
+    - Otherwise finite, as is every fp32 value up to the largest, and off by at most scale / 2 (nearest) or scale
+      (stochastic) and the rounding of fp32.
+
+    Args:
+        bits: 8 (codes from -127 to 127) or 4 (codes from -7 to 7).
+        block_size: Values that share a scale: even and positive. A tensor that is not longer is one block.
+        rounding: ``"nearest"`` (half to even) or ``"stochastic"`` (up or down at random, the mean is right).
+
+    Raises:
+        ConfigError: Another value.
+
+    Source:
+        ZeRO++ (arXiv:2306.10209), block-based symmetric quantization.
+    """
+
+    bits: int
+    block_size: int = 256
+    rounding: str = "nearest"
+
+    WORDS: ClassVar[tuple[str, ...]] = ("int8", "int4")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, bool) or self.bits not in (4, 8):
+            raise ConfigError(f"`bits={self.bits!r}` is not a width of codes. Use 8 or 4.")
+        size = self.block_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 2 or size % 2:
+            raise ConfigError(f"`block_size={size!r}` is not an even, positive number of values. Use 256, say.")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ConfigError(f"`rounding={self.rounding!r}` is not known. Use 'nearest' or 'stochastic'.")
+
+    @classmethod
+    def of(cls, codec: str | Codec) -> Codec:
+        """The codec that a word of `WORDS` names, with blocks of 256; a `Codec` is returned as it is.
+
+        Raises:
+            ConfigError: Neither.
+        """
+        if isinstance(codec, Codec):
+            return codec
+        if codec not in cls.WORDS:
+            words = ", ".join(map(repr, cls.WORDS))
+            raise ConfigError(f"`codec={codec!r}` is not known. Use {words} or a Codec such as Codec(bits=8).")
+        return cls(bits=int(codec.removeprefix("int")))
+
+    @property
+    def largest_code(self) -> int:
+        """127 or 7."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def values_per_byte(self) -> int:
+        """1 or 2."""
+        return 8 // self.bits
+
+    @property
+    def block_bytes(self) -> int:
+        """Payload of one whole block."""
+        return self.block_size // self.values_per_byte
+
+    def lane(self, width: int) -> int:
+        """Payload bytes of a block of `width` values: the distance of the two values in one byte of INT4."""
+        return -(-width // self.values_per_byte)
+
+    def num_blocks(self, numel: int) -> int:
+        """Blocks of `numel` values."""
+        return -(-numel // self.block_size)
+
+    def payload_bytes(self, numel: int) -> int:
+        """Bytes of the codes of `numel` values."""
+        whole, rest = divmod(numel, self.block_size)
+        return whole * self.block_bytes + self.lane(rest)
+
+    def encoded_bytes(self, numel: int) -> int:
+        """Bytes of the whole buffer for `numel` values: a multiple of 16, 0 for none."""
+        used = self.payload_bytes(numel) + SCALE_BYTES * self.num_blocks(numel)
+        return -(-used // ALIGN_BYTES) * ALIGN_BYTES
+
+    def scales(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
+        """The scales as a view: [..., num_blocks] fp32.
+
+        Args:
+            encoded: [..., encoded_bytes] uint8, one buffer or rows of them.
+            numel: Values that each row holds.
+
+        Raises:
+            ShapeError: `encoded` is not as long as `numel` values are.
+        """
+        if encoded.dtype != torch.uint8 or encoded.shape[-1] != self.encoded_bytes(numel):
+            raise ShapeError(
+                f"A buffer {encoded.dtype} {list(encoded.shape)} does not hold {numel} values of {self}. Pass uint8 "
+                f"with {self.encoded_bytes(numel)} bytes in the last dimension."
+            )
+        start = encoded.shape[-1] - SCALE_BYTES * self.num_blocks(numel)
+        return encoded[..., start:].view(torch.float32)
+
+    def is_poisoned(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
+        """Whether a block of each row decodes to NaN: [...] bool, on the device, without waiting for it.
+
+        Cost:
+            Reads the scales only.
+        """
+        return self.scales(encoded, numel).isnan().any(-1)
