@@ -102,31 +102,27 @@ def measure(bed: Testbed, entries: list[Entry], setup: Setup, say: Callable[[str
             if item.refused:
                 say(f"round {index + 1}/{setup.rounds}  {item.entry.label}: refused")
                 continue
-            item.rounds.append(combine(records, plans=item.entry.is_ours))
+            item.rounds.append(combine(records))
             say(f"round {index + 1}/{setup.rounds}  {item.entry.label}: {item.rounds[-1].step_s[-1]:.2f} s a step")
     return measured
 
 
-def combine(records: list[RankRecord], *, plans: bool) -> Round:
+def combine(records: list[RankRecord]) -> Round:
     """One round from its ranks, in rank order."""
     nodes = sorted({record.node for record in records})
     by_node = [[record for record in records if record.node == node] for node in nodes]
     num_steps = range(len(records[0].step_s))
 
-    def slowest(name: str) -> list[float]:
+    def by_step(name: str, combined: Callable[[list[list[float]]], float]) -> list[float]:
         if not all(name in facts for record in records for facts in record.facts):
             return []
-        return [max(record.facts[step][name] for record in records) for step in num_steps]
+        return [combined([[record.facts[step][name] for record in ranks] for ranks in by_node]) for step in num_steps]
 
     return Round(
         step_s=[max(record.step_s[step] for record in records) for step in num_steps],
-        micro_steps_s=slowest("micro_steps_s"),
+        micro_steps_s=by_step("micro_steps_s", lambda nodes: max(map(max, nodes))),
         sent_bytes=[max(ranks[0].sent_bytes[step] for ranks in by_node) for step in num_steps],
-        planned_bytes=[
-            max(sum(record.facts[step]["planned_bytes"] for record in ranks) for ranks in by_node) for step in num_steps
-        ]
-        if plans
-        else [],
+        planned_bytes=by_step("planned_bytes", lambda nodes: max(map(sum, nodes))),
         losses=[sum(losses) / len(records) for losses in zip(*(record.losses for record in records), strict=True)],
         peak_bytes=max(record.peak_bytes for record in records),
         training_bytes=max(record.peak_bytes - record.before_bytes for record in records),

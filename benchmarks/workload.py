@@ -106,7 +106,8 @@ class Block(nn.Module):
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, sequence, width))
-        return x + self.narrow(F.gelu(self.widen(self.forward_norm(x))))
+        x = x + self.narrow(F.gelu(self.widen(self.forward_norm(x))))
+        return x
 
 
 class GPT(nn.Module):
@@ -125,4 +126,6 @@ class GPT(nn.Module):
         x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1]))
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+        logits = self.head(self.norm(x)).flatten(0, 1).float()
+        loss: torch.Tensor = F.cross_entropy(logits, targets.flatten())
+        return loss
