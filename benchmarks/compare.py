@@ -38,7 +38,7 @@ without interpreter and libraries. peer, floor: step s by that of the fastest pe
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print and write; 0 when all engines ran or were refused, and agree."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         return _compare(options)
     except (TestbedError, RankFailedError, ValueError) as error:
@@ -69,9 +69,10 @@ def _compare(options: argparse.Namespace) -> int:
     return 0 if all(report.is_sound for report in reports) else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__.splitlines()[0])
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__.splitlines()[0])
+    add = made.add_argument
     add("--nodes", type=int, default=2)
     add("--ranks-per-node", type=int, default=2)
     add("--rate-mbit", type=float, default=200.0, help="of each node's link, in each direction")
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout-s", type=float, default=300.0, help="for one engine in one round")
     add("--loss-tolerance", type=float, default=_LOSS_TOLERANCE, help="of exact engines, relative")
     add("--output", type=Path, default=None, help="a folder for compare.json and, with matplotlib, plots")
-    return parser
+    return made
 
 
 def _entries(options: argparse.Namespace) -> list[Entry]:
@@ -145,6 +146,7 @@ def _write(reports: list[Report], options: argparse.Namespace) -> None:
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "kernel": platform.release()},
         "cores": os.cpu_count(),
+        "load": os.getloadavg(),  # with our own ranks, at the end
     }
     write_json(reports, facts, options.output / "compare.json")
     if importlib.util.find_spec("matplotlib") is None:

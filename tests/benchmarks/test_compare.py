@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare import main
+from benchmarks.compare import main, parser
+from benchmarks.report import Cluster, make_report, table
+from benchmarks.workload import Workload
 from tests.benchmarks.needs import needs_testbed
 
+PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
 SMALL = "--width 128 --layers 3 --vocabulary 512 --sequence 32 --micro-batch 1 --accumulation 2 --rounds 1 --steps 5"
 
 
@@ -39,3 +42,23 @@ def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--peers", "horovod"]) == 2
     assert "`horovod` is not known" in capsys.readouterr().err
+
+
+def test_every_command_of_the_page_is_one() -> None:
+    commands = re.findall(r"^python -m benchmarks.compare(.*)$", PAGE, flags=re.MULTILINE)
+    assert len(commands) >= 2
+    for command in commands:
+        parser().parse_args(command.split())
+
+
+def test_every_option_the_page_names_exists() -> None:
+    options = set(re.findall(r"`(--[a-z-]+)", PAGE))
+    assert options <= set(re.findall(r"--[a-z-]+", parser().format_help()))
+    assert "--loss-tolerance" in options
+
+
+def test_the_page_explains_every_column() -> None:
+    report = make_report([], Workload(), Cluster(nodes=2, ranks_per_node=2, rate_mbit=200), loss_tolerance=1e-4)
+    columns = re.split(r"\s{2,}", table(report).splitlines()[0])
+    explained = re.findall(r"^\| ([\w/ -]+?) \|", PAGE.partition("What the columns say")[2], flags=re.MULTILINE)
+    assert explained == ["column", *columns[1:]]
