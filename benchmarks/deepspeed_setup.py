@@ -28,8 +28,10 @@ def build_extension(python: str) -> None:
     """Build the one extension that DeepSpeed loads on CPUs; if its ranks do so at once, they fail or hang.
 
     Raises:
-        RankFailedError: It cannot be built.
+        RankFailedError: There is no such interpreter, or it cannot build.
     """
+    if not os.access(python, os.X_OK):
+        raise RankFailedError(f"`{python}` is no interpreter. Give the path of one that has deepspeed==0.19.2.")
     env = {**os.environ, **environment(python, 1), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([python, "-c", _BUILD], env=env, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -95,8 +95,12 @@ def make_testbed(*, nodes: int, rate_mbit: float, loopback_mbit: float | None = 
         The testbed, with all links up.
 
     Raises:
-        TestbedError: Not root, no iproute2, or the kernel refuses.
+        TestbedError: No nodes, not root, no iproute2, or the kernel refuses.
     """
+    if nodes < 1 or rate_mbit <= 0:
+        raise TestbedError(
+            f"`nodes={nodes}, rate_mbit={rate_mbit}` is no testbed. Use 1 node or more and a rate above 0."
+        )
     _require_tools()
     remove_leftovers()
     owner = f"{_PREFIX}.{os.getpid()}.{_start_time(os.getpid())}.{secrets.token_hex(4)}"

@@ -44,6 +44,11 @@ def test_an_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "`horovod` is not known" in capsys.readouterr().err
 
 
+def test_a_peer_without_an_interpreter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--deepspeed-python", "/nowhere/python"]) == 2
+    assert "`/nowhere/python` is no interpreter" in capsys.readouterr().err
+
+
 def test_every_command_of_the_page_is_one() -> None:
     commands = re.findall(r"^python -m benchmarks.compare(.*)$", PAGE, flags=re.MULTILINE)
     assert len(commands) >= 2

@@ -202,6 +202,12 @@ def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         make_testbed(nodes=1, rate_mbit=100).__enter__()
 
 
+@pytest.mark.parametrize(("nodes", "rate_mbit"), [(0, 100), (2, 0)])
+def test_a_testbed_of_nothing_is_refused(nodes: int, rate_mbit: float) -> None:
+    with pytest.raises(TestbedError, match="Use 1 node or more and a rate above 0"):
+        make_testbed(nodes=nodes, rate_mbit=rate_mbit).__enter__()
+
+
 TABLE = """\
 Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
