@@ -13,6 +13,7 @@ from tests.architecture import Source, load
 ROOT = Path(__file__).parents[1]
 Check = Callable[[list[Source]], list[str]]
 
+SHAPE: tuple[Check, ...] = (architecture.check_sizes, architecture.check_asserts, architecture.check_names)
 CHECKS: tuple[tuple[str, Check], ...] = (
     ("mics_strategy", architecture.check_imports),
     ("mics_strategy", architecture.check_pure),
@@ -22,9 +23,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("mics_strategy", architecture.check_asserts),
     ("mics_strategy", architecture.check_names),
     ("mics_strategy", architecture.check_public_names),
-    ("recipes", architecture.check_sizes),
-    ("recipes", architecture.check_asserts),
-    ("recipes", architecture.check_names),
+    *((folder, check) for folder in ("recipes", "benchmarks") for check in SHAPE),
 )
 PARAMETERS = ", ".join("abcdef")
 

@@ -1,0 +1,258 @@
+"""What was measured, as numbers, text, a file and a picture?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.entries import COMPUTE
+from benchmarks.floor import floor_s, second_hop_bytes
+from benchmarks.measure import Measured, Round
+from benchmarks.workload import Workload
+
+_INEXACT = ("weight_codec", "grad_codec", "param_dtype", "reduce_dtype")
+_HEADER = (
+    "engine",
+    "step s",
+    "min-max",
+    "tokens/s",
+    "sent MB",
+    "plan MB",
+    "peak MB",
+    "train MB",
+    "peer",
+    "floor",
+    "loss",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The nodes and links of a run."""
+
+    nodes: int
+    ranks_per_node: int
+    rate_mbit: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One engine, over all rounds.
+
+    Attributes:
+        label: The entry.
+        kind: ``"ours"``, ``"peer"`` or ``"compute"``.
+        outcome: ``""``, or why there are no numbers: ``"refused: ..."``, ``"failed: ..."``.
+        is_exact: Whether its losses must be those of plain training in fp32.
+        step_s: Median over all measured steps.
+        step_s_range: The fastest and the slowest.
+        tokens_per_s: Of all ranks together.
+        sent_bytes: Median of the most that left one node in a step.
+        planned_bytes: What the engine planned on axes between nodes; None where it does not plan.
+        peak_bytes: Most resident memory of a rank (VmHWM).
+        training_bytes: The same without interpreter and libraries.
+        losses: Of every step, of the last round.
+        to_peer: Step time by that of the fastest peer; None where no peer ran.
+        to_floor: Step time by the floor; None where compute was not measured.
+    """
+
+    label: str
+    kind: str
+    outcome: str = ""
+    is_exact: bool = False
+    step_s: float = 0.0
+    step_s_range: tuple[float, float] = (0.0, 0.0)
+    tokens_per_s: float = 0.0
+    sent_bytes: float = 0.0
+    planned_bytes: float | None = None
+    peak_bytes: int = 0
+    training_bytes: int = 0
+    losses: tuple[float, ...] = ()
+    to_peer: float | None = None
+    to_floor: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One workload on one cluster.
+
+    Attributes:
+        floor_s: See `benchmarks.floor`; None where compute was not measured.
+        micro_step_s: A forward and a backward with nothing sent and all ranks at work, median; None as above.
+        disagreements: Engines whose losses are not those of the others, in words.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    rows: tuple[Row, ...]
+    floor_s: float | None
+    micro_step_s: float | None
+    disagreements: tuple[str, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether all exact engines agree and none failed."""
+        return not self.disagreements and not any(row.outcome.startswith("failed") for row in self.rows)
+
+
+def make_report(measured: list[Measured], workload: Workload, cluster: Cluster, *, loss_tolerance: float) -> Report:
+    """Medians, ratios and the check of losses.
+
+    Args:
+        measured: By entry.
+        workload: That was trained.
+        cluster: On which.
+        loss_tolerance: Largest difference of the losses of exact engines at any step in any round, by the loss itself.
+    """
+    compute = next((item for item in measured if item.entry.name == COMPUTE and item.rounds), None)
+    micro_step_s = None if compute is None else _micro_step_s(compute.rounds, workload.accumulation)
+    floor = None if micro_step_s is None else _floor_s(micro_step_s, workload, cluster)
+    num_tokens = workload.tokens * cluster.nodes * cluster.ranks_per_node
+    rows = [_row(item, workload, num_tokens) for item in measured]
+    fastest = min((row.step_s for row in rows if row.kind == "peer" and not row.outcome), default=None)
+    return Report(
+        cluster=cluster,
+        workload=workload,
+        rows=tuple(row if row.outcome else _with_ratios(row, fastest, floor) for row in rows),
+        floor_s=floor,
+        micro_step_s=micro_step_s,
+        disagreements=tuple(_disagreements(measured, workload, loss_tolerance)),
+    )
+
+
+def table(report: Report) -> str:
+    """The report as text."""
+    lines: list[tuple[str, ...]] = [_HEADER]
+    lines += [_cells(row) for row in report.rows if not row.outcome]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
+    text = [
+        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+    text += [f"{row.label}  {row.outcome.splitlines()[0]}" for row in report.rows if row.outcome]
+    if report.floor_s is not None and report.micro_step_s is not None:
+        text.append(f"floor {report.floor_s:.3f} s; a micro-step with nothing sent {report.micro_step_s:.3f} s")
+    text += [f"LOSSES DISAGREE: {what}" for what in report.disagreements]
+    return "\n".join(text)
+
+
+def write_json(reports: list[Report], facts: dict[str, Any], path: Path) -> None:
+    """All numbers of a run, with what is needed to repeat it.
+
+    Args:
+        reports: One for each workload.
+        facts: Command line, versions, machine.
+        path: Overwritten.
+    """
+    path.write_text(json.dumps({**facts, "reports": [dataclasses.asdict(report) for report in reports]}, indent=1))
+
+
+def plot(report: Report, path: Path) -> None:
+    """Step times as bars with the floor as a line; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in report.rows if not row.outcome and row.kind != "compute"]
+    figure = Figure(figsize=(8, 1 + 0.35 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    colors = ["tab:blue" if row.kind == "ours" else "tab:gray" for row in rows]
+    axes.barh([row.label for row in rows], [row.step_s for row in rows], color=colors)
+    axes.invert_yaxis()
+    if report.floor_s is not None:
+        axes.axvline(report.floor_s, color="tab:red", linestyle="--", label="floor")
+        axes.legend()
+    axes.set_xlabel("s per optimizer step, median")
+    axes.set_title(describe(report))
+    figure.savefig(path)
+
+
+def describe(report: Report) -> str:
+    """Cluster and workload in a line."""
+    cluster, workload = report.cluster, report.workload
+    return (
+        f"{cluster.nodes} nodes of {cluster.ranks_per_node} ranks, {cluster.rate_mbit:g} Mbit/s a node; "
+        f"{workload.numel / 1e6:.2f} M parameters, accumulation {workload.accumulation}, {workload.dtype}"
+    )
+
+
+def _floor_s(micro_step_s: float, workload: Workload, cluster: Cluster) -> float:
+    return floor_s(
+        micro_step_s=micro_step_s,
+        num_micro_steps=workload.accumulation,
+        hop_bytes=second_hop_bytes(workload.numel * workload.torch_dtype.itemsize, cluster.nodes),
+        link_bytes_per_s=cluster.rate_mbit * 1e6 / 8,
+    )
+
+
+def _micro_step_s(rounds: list[Round], num_micro_steps: int) -> float:
+    return statistics.median(value for found in rounds for value in found.micro_steps_s) / num_micro_steps
+
+
+def _row(item: Measured, workload: Workload, num_tokens: int) -> Row:
+    kind = "ours" if item.entry.is_ours else "compute" if item.entry.name == COMPUTE else "peer"
+    if item.refused or item.failed:
+        outcome = f"refused: {item.refused}" if item.refused else f"failed: {item.failed}"
+        return Row(label=item.entry.label, kind=kind, outcome=outcome)
+    step_s = [value for found in item.rounds for value in found.step_s]
+    planned = [value for found in item.rounds for value in found.planned_bytes]
+    return Row(
+        label=item.entry.label,
+        kind=kind,
+        is_exact=_is_exact(item, workload),
+        step_s=statistics.median(step_s),
+        step_s_range=(min(step_s), max(step_s)),
+        tokens_per_s=num_tokens / statistics.median(step_s),
+        sent_bytes=statistics.median(value for found in item.rounds for value in found.sent_bytes),
+        planned_bytes=statistics.median(planned) if planned else None,
+        peak_bytes=max(found.peak_bytes for found in item.rounds),
+        training_bytes=max(found.training_bytes for found in item.rounds),
+        losses=tuple(item.rounds[-1].losses),
+    )
+
+
+def _with_ratios(row: Row, fastest_peer_s: float | None, floor: float | None) -> Row:
+    return dataclasses.replace(
+        row,
+        to_peer=None if fastest_peer_s is None else row.step_s / fastest_peer_s,
+        to_floor=None if floor is None else row.step_s / floor,
+    )
+
+
+def _is_exact(item: Measured, workload: Workload) -> bool:
+    is_plain = all(item.entry.overrides.get(name, "none") in ("none", "auto", "float32") for name in _INEXACT)
+    return is_plain and workload.dtype == "float32" and item.entry.name != COMPUTE
+
+
+def _disagreements(measured: list[Measured], workload: Workload, tolerance: float) -> list[str]:
+    """Every round of every exact engine beside the first round of the first one."""
+    exact = [item for item in measured if item.rounds and _is_exact(item, workload)]
+    found = []
+    for item in exact:
+        reference = exact[0].rounds[0].losses
+        pairs = [pair for found in item.rounds for pair in zip(found.losses, reference, strict=True)]
+        wrong = [(own, other) for own, other in pairs if not abs(own - other) <= tolerance * abs(other)]  # NaN is wrong
+        if wrong:
+            found.append(
+                f"{item.entry.label} has {wrong[0][0]:.6f} where {exact[0].entry.label} has {wrong[0][1]:.6f}; "
+                f"at most {tolerance:g} of it is allowed"
+            )
+    return found
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.label,
+        f"{row.step_s:.3f}",
+        f"{row.step_s_range[0]:.2f}-{row.step_s_range[1]:.2f}",
+        f"{row.tokens_per_s:.0f}",
+        f"{row.sent_bytes / 1e6:.2f}",
+        "-" if row.planned_bytes is None else f"{row.planned_bytes / 1e6:.2f}",
+        f"{row.peak_bytes / 1e6:.0f}",
+        f"{row.training_bytes / 1e6:.0f}",
+        "-" if row.to_peer is None else f"{row.to_peer:.2f}",
+        "-" if row.to_floor is None else f"{row.to_floor:.2f}",
+        f"{row.losses[-1]:.4f}",
+    )
