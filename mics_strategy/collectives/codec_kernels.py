@@ -98,13 +98,13 @@ def _source_at(
     index: tl.tensor,
     is_value: tl.tensor,
     numel: tl.tensor,
-    num_pieces: tl.tensor,
     piece_bytes: tl.tensor,
+    PIECES: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """What is encoded: the values, or (where BITS is not 0) the pieces, added in their order to the values if given."""
-    if BITS == 0:
+    """What is encoded: the values, or (where there are PIECES) those, added in their order to the values if given."""
+    if PIECES == 0:
         total = _load_fp32(values, index, is_value)
     else:
         first: tl.constexpr = 1 if values is None else 0
@@ -112,7 +112,7 @@ def _source_at(
             total = _decoded_at(pieces, scales, index, is_value, numel, BITS, SIZE)
         else:
             total = _load_fp32(values, index, is_value)
-        for piece in range(first, num_pieces):
+        for piece in range(first, PIECES):
             start = tl.cast(piece, tl.int64) * piece_bytes
             total += _decoded_at(pieces + start, scales + start // 4, index, is_value, numel, BITS, SIZE)
     return total
@@ -145,7 +145,7 @@ def _code(
     return rounded.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["seed", "num_pieces"])
+@triton.jit(do_not_specialize=["seed"])
 def encode_blocks(
     values: tl.tensor,
     pieces: tl.tensor,
@@ -156,11 +156,11 @@ def encode_blocks(
     numel: tl.tensor,
     rows: tl.tensor,
     lane: tl.tensor,
-    num_pieces: tl.tensor,
     piece_bytes: tl.tensor,
     seed: tl.tensor,
     BITS: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
+    PIECES: tl.constexpr,
     SOURCE_BITS: tl.constexpr,
     SOURCE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -177,14 +177,14 @@ def encode_blocks(
     low_index = begin + row_R[:, None] * (HALVES * lane) + column_C[None, :]
     low = _source_at(
         *(values, pieces, piece_scales, low_index, is_byte & (low_index < numel), numel),
-        *(num_pieces, piece_bytes, SOURCE_BITS, SOURCE_SIZE),
+        *(piece_bytes, PIECES, SOURCE_BITS, SOURCE_SIZE),
     )
     magnitude, is_none = _magnitude(low)
     if HALVES == 2:
         high_index = low_index + lane
         high = _source_at(
             *(values, pieces, piece_scales, high_index, is_byte & (high_index < numel), numel),
-            *(num_pieces, piece_bytes, SOURCE_BITS, SOURCE_SIZE),
+            *(piece_bytes, PIECES, SOURCE_BITS, SOURCE_SIZE),
         )
         high_magnitude, high_is_none = _magnitude(high)
         magnitude = tl.maximum(magnitude, high_magnitude)
@@ -278,19 +278,19 @@ class Kernels:
         for run in _runs(codec, numel):
             encode_blocks[run.grid](
                 *(values, pieces.encoded, pieces.scales, out[run.first_byte :], scale_bits[run.first :]),
-                *(run.begin, numel, run.rows, run.lane, pieces.ranks, pieces.row_bytes, seed),
-                *(codec.bits, is_stochastic, pieces.bits, pieces.block_size),
+                *(run.begin, numel, run.rows, run.lane, pieces.row_bytes, seed),
+                *(codec.bits, is_stochastic, pieces.ranks, pieces.bits, pieces.block_size),
                 **run.constants,
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Encoded summands; bits is 0 where there are none."""
+    """Encoded summands, or none."""
 
     encoded: torch.Tensor | None = None
     scales: torch.Tensor | None = None  # of the first row, and with its stride those of the others
-    bits: int = 0
+    bits: int = 8
     block_size: int = 2
 
     @property

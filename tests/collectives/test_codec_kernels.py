@@ -61,7 +61,7 @@ from triton.compiler import ASTSource
 from mics_strategy.collectives import codec_kernels as kernels
 
 BLOCK = {"ROWS": 8, "LANE": 256}
-NUMBERS = ("begin", "numel", "rows", "lane", "num_pieces", "piece_bytes", "seed")
+NUMBERS = ("begin", "numel", "rows", "lane", "piece_bytes", "seed")
 
 
 def ptx(kernel, pointers, constants, fusion):
@@ -80,8 +80,8 @@ def encode(bits, fusion=False, values="*bf16", is_wide=False, pieces=0):
     pointers |= {"values": values} if values else {}
     pointers |= {"pieces": "*u8", "piece_scales": "*fp32"} if pieces else {}
     absent |= {} if pieces else {"pieces": None, "piece_scales": None}
-    constants = {"BITS": bits, "SOURCE_BITS": pieces, "SOURCE_SIZE": 96, "IS_WIDE": is_wide}
-    constants |= {"IS_STOCHASTIC": is_wide, **dict.fromkeys(BLOCK)}
+    constants = {"BITS": bits, "PIECES": 3 if pieces else 0, "SOURCE_BITS": pieces, "SOURCE_SIZE": 96}
+    constants |= {"IS_STOCHASTIC": is_wide, "IS_WIDE": is_wide, **dict.fromkeys(BLOCK)}
     return ptx(kernels.encode_blocks, pointers, constants | absent, fusion)
 
 
