@@ -165,7 +165,7 @@ def plot(report: Report, path: Path) -> None:
         axes.axvline(report.floor_s, color="tab:red", linestyle="--", label="floor")
         axes.legend()
     axes.set_xlabel("s per optimizer step, median")
-    axes.set_title(describe(report))
+    figure.suptitle(describe(report), fontsize="small")
     figure.savefig(path)
 
 
