@@ -1,0 +1,152 @@
+"""Does training with encoded parameters and gradients stay near plain training, and the same on all ranks?
+
+What travels is compared bit by bit in tests/collectives; here it is the whole engine: every rank must end with the same
+bits, the first gradients must be off by what a codec may cost, and more than rounding where something is encoded, and
+what is sent must be what was planned.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from mics_strategy import Codec, ConfigError, ShardConfig, Topology
+from mics_strategy.scopes import resolve_scopes
+from mics_strategy.sharding.schedule import Plan
+from tests import models
+from tests.ranks import RankContext, RankPool
+from tests.sharding.counting import CountC10d, Kind, planned_kinds
+from tests.sharding.training import Run, assert_identical, plain, start
+from tests.simulated import simulate
+
+INT8, INT4 = Codec(bits=8, block_size=32), Codec(bits=4, block_size=32)
+ROUNDING = 1e-5  # more than fp32 loses in any order of adding
+BOUND = {8: 0.02, 4: 0.3}  # of the norm; a uniform error of half a step in the worst place
+
+CASES = {
+    "weights": dict(weight_codec=INT8),
+    "weights on all links": dict(weight_codec=INT8, codec_links="all"),
+    "gradients": dict(grad_codec=INT8),
+    "gradients on all links": dict(grad_codec=INT4, codec_links="all"),
+    "first hop": dict(grad_codec=INT8, grad_codec_hops="first", codec_links="all"),
+    "second hop": dict(grad_codec=INT4, grad_codec_hops="second", codec_links="all"),
+    "everything": dict(weight_codec=INT8, grad_codec=INT4, codec_links="all"),
+    "stochastic": dict(grad_codec=Codec(bits=8, block_size=32, rounding="stochastic"), codec_links="all"),
+    "one stage": dict(weight_codec=INT8, grad_codec=INT8, codec_links="all", hierarchical=False),
+    "narrow": dict(grad_codec=INT8, reduce_dtype="bfloat16", param_dtype="bfloat16", codec_links="all"),
+}
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp", "mics", "paro-nig", "paro-iig", "paro-igg")
+Found = tuple[list[float], dict[str, Tensor], dict[str, Tensor], list[tuple[Counter[Kind], Counter[Kind]]]]
+
+
+def config_of(preset: str, case: str) -> ShardConfig | None:
+    """The configuration, or None where it is refused because nothing would be encoded."""
+    config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), **CASES[case])
+    try:
+        resolve_scopes(config, config.topology, 4)
+    except ConfigError as error:
+        assert "nothing to encode" in str(error)
+        return None
+    return config
+
+
+def train_coded(ctx: RankContext, run: Run) -> Found:
+    """Losses, the gradients of the first step, the parameters at the end, and what was sent and planned."""
+    training = start(ctx, run)
+    losses, first, sent = [], {}, []
+    for step in range(run.steps):
+        with CountC10d() as counted:
+            losses.append(training.backward(step))
+            training.sharded.finish_gradients()
+        first = first or training.grads()
+        with counted:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        sent.append((counted.kinds, planned_kinds(training.sharded.plan)))
+    return losses, first, training.parameters(), sent[1:]
+
+
+def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Norm of the difference by the norm."""
+    off = sum((found[name] - value).square().sum() for name, value in expected.items())
+    return float((off / sum(value.square().sum() for value in expected.values())).sqrt())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_replicas_stay_equal_and_near_plain_training(ranks: RankPool, preset: str, case: str) -> None:
+    config = config_of(preset, case)
+    if config is None:
+        return
+    run = Run(case=models.transformer, config=config, accumulation=2, steps=3, optimizer="sgd")
+    trace, found = plain(run, 4), ranks(4, train_coded, run)
+    for _, first, parameters, _ in found[1:]:
+        assert_identical(first, found[0][1])
+        assert_identical(parameters, found[0][2])
+    codecs = [codec for codec in (config.codec_of("weight_codec"), config.codec_of("grad_codec")) if codec]
+    distance = _distance(found[0][1], trace.grads[0])
+    assert ROUNDING < distance < len(codecs) * max(BOUND[codec.bits] for codec in codecs)
+    for rank, (losses, *_) in enumerate(found):
+        expected = [by_rank[rank] for by_rank in trace.losses_by_rank]
+        assert losses == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_sends_what_was_planned(ranks: RankPool, preset: str, case: str) -> None:
+    config = config_of(preset, case)
+    if config is None:
+        return
+    run = Run(case=models.mlp, config=config, accumulation=2, steps=3)
+    for *_, sent in ranks(4, train_coded, run):
+        for counted, planned in sent:
+            assert counted == planned
+
+
+def test_transports_without_lanes_train_alike(ranks: RankPool) -> None:
+    """On streams, and where torch's collectives do the work, the same programs give the same bits."""
+    config = config_of("zero3", "everything")
+    assert config is not None
+    run = Run(case=models.mlp, config=config, accumulation=2, steps=2)
+    here = ranks(4, train_coded, run)
+    for one, other in zip(here, simulate(4, train_coded, run, ranks_per_node=2), strict=True):
+        assert_identical(one[2], other[2])
+
+
+def plan_of(ctx: RankContext, run: Run) -> Plan:
+    training = start(ctx, run)
+    for step in range(2):
+        training.step(step)
+    return training.sharded.plan
+
+
+def _between_nodes(plan: Plan) -> int:
+    return sum(p.sent_bytes for p in plan.collectives if p.axis.startswith("inter_node") and p.unit != "(usage)")
+
+
+def test_zeropp_sends_a_quarter_of_zero3_between_nodes(ranks: RankPool) -> None:
+    """ZeRO++ against ZeRO-3 in 16 bits: (0.5 + 0 + 0.25) M instead of 3 M; scales and padding beside."""
+    half = dict(param_dtype="bfloat16", reduce_dtype="bfloat16", topology=Topology(ranks_per_node=2))
+    codecs = dict(weight_codec="int8", grad_codec="int4", codec_links="all")
+    runs = [
+        Run(case=wide_layers, config=ShardConfig.preset(preset, **half, **more))
+        for preset, more in (("zero3", {}), ("zeropp", codecs))
+    ]
+    zero3, zeropp = (_between_nodes(ranks(4, plan_of, run)[0]) for run in runs)
+    assert 0.25 < zeropp / zero3 < 0.27
+
+
+def wide_layers() -> models.Case:
+    """Layers large enough for blocks of 256."""
+    from dataclasses import replace
+
+    from torch import nn
+
+    case = models.mlp()
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 256), *(nn.Linear(256, 256) for _ in range(8)), nn.Linear(256, 3))
+
+    return replace(case, build=build, units=[nn.Linear])
