@@ -61,7 +61,8 @@ class ShardConfig:
         codec_links: Which links carry encoded numbers: ``"slow"`` (those between nodes) or ``"all"``.
         grad_codec_hops: Which hops of gradients are encoded: ``"first"`` (of every backward), ``"second"`` (of the
             optimizer step) or ``"all"``.
-        grad_codec_until: Share of the training after which `grad_codec` is off.
+        grad_codec_until: Share of the training after which `grad_codec` is off. Below 1 it needs `training_steps`.
+        training_steps: Optimizer steps of the whole training, or ``"unknown"``. Lightning's Trainer fills it in.
         param_dtype: Dtype in which parameters are gathered and used; ``"auto"`` keeps each parameter's own.
         reduce_dtype: Dtype in which gradients travel; ``"auto"`` is fp32. Sums are always kept in fp32.
         optimizer_layout: ``"rows"`` shards every tensor. ``"tensors"`` gives each tensor of an optimizer that needs it
@@ -88,6 +89,7 @@ class ShardConfig:
     codec_links: str = "slow"
     grad_codec_hops: str = "all"
     grad_codec_until: float = 1.0
+    training_steps: int | str = "unknown"
     param_dtype: str | torch.dtype = "auto"
     reduce_dtype: str | torch.dtype = "auto"
     optimizer_layout: str = "rows"
@@ -120,7 +122,9 @@ class ShardConfig:
         object.__setattr__(self, "overlap", _as_overlap(self.overlap))
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 1:
             raise ConfigError(f"`prefetch={self.prefetch!r}` is not a positive number of units. Use 1 or more.")
-        until = self.grad_codec_until
+        steps, until = self.training_steps, self.grad_codec_until
+        if steps != "unknown" and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+            raise ConfigError(f"`training_steps={steps!r}` is not a number of steps. Use 1 or more, or 'unknown'.")
         if isinstance(until, bool) or not isinstance(until, (int, float)) or not 0.0 <= until <= 1.0:
             raise ConfigError(
                 f"`grad_codec_until={self.grad_codec_until!r}` is not a share of the training. Use 0.0 to 1.0."
@@ -133,6 +137,22 @@ class ShardConfig:
     def wire_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which the gradient of a parameter of `dtype` travels."""
         return self.reduce_dtype if isinstance(self.reduce_dtype, torch.dtype) else sum_dtype_of(dtype)
+
+    @property
+    def grad_codec_steps(self) -> int | None:
+        """Optimizer steps with `grad_codec`; None for all.
+
+        Raises:
+            ConfigError: A share of a training of unknown length.
+        """
+        if self.grad_codec == "none" or self.grad_codec_until == 1.0:
+            return None
+        if not isinstance(self.training_steps, int):
+            raise ConfigError(
+                f"`grad_codec_until={self.grad_codec_until!r}` is a share of a training whose length is unknown. Give "
+                "`training_steps`, the number of its optimizer steps."
+            )
+        return round(self.grad_codec_until * self.training_steps)
 
     def codec_of(self, name: str) -> Codec | None:
         """The codec that ``"weight_codec"`` or ``"grad_codec"`` asks for; None for ``"none"``."""

@@ -8,13 +8,11 @@ without an error, for a mesh whose order differs from its group's.
 from __future__ import annotations
 
 import atexit
+import functools
 import inspect
-import os
-import socket
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -32,18 +30,16 @@ from mics_strategy.collectives.trail import Trail, first_difference
 from mics_strategy.collectives.transport import Transport, is_gloo
 from mics_strategy.collectives.watch import Watch
 from mics_strategy.collectives.workspace import Workspace
-from mics_strategy.config import ShardConfig
 from mics_strategy.scopes import Scopes
-from mics_strategy.topology import Place, Span, Topology, topology_from_places
+from mics_strategy.topology import Span
 
 T = TypeVar("T")
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+GradCollectives = tuple[Collective | None, Collective | None, Collective | None]  # first hop, second: scatter, reduce
 _FAMILIES = {
     "gather": ("gather", "secondary", "update"),
     "reduce": ("reduce",),
     "second_hop": ("second_scatter", "second_reduce"),
 }
-_NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +84,12 @@ class Mesh:
         world = scopes.world_size
         self.has_secondary = scopes.secondary < scopes.params
         self.secondary_span = scopes.span_of("secondary")
-        self.gather_params = self._collective("gather")
-        self.gather_secondary = self._collective("secondary")
-        self.reduce_grads = self._collective("reduce")
-        self.second_scatter = self._collective("second_scatter")
-        self.second_reduce = self._collective("second_reduce")
+        self.gather_params = self._collective("gather", scopes)
+        self.gather_secondary = self._collective("secondary", scopes)
+        self.reduce_grads, self.second_scatter, self.second_reduce = self._grad_collectives(scopes)
         self.control = self._peers("control", scopes.span(1, world))
         self.among_shards = self._peers("shard", scopes.span(1, scopes.optimizer))
-        update = self._collective("update")
+        update = self._collective("update", scopes)
         self._device_mesh = self._make_device_mesh(
             scopes.span(1, scopes.optimizer), scopes.span(scopes.optimizer, world)
         )
@@ -103,6 +97,20 @@ class Mesh:
         self.trained = Shards(degree=scopes.optimizer, index=index, device_mesh=self._device_mesh, update=update)
         if device_type == "cpu":
             _gloo_meshes.add(self)
+
+    @functools.cached_property
+    def uncoded(self) -> GradCollectives:
+        """Collectives of gradients without codecs. Collective where it is asked for first."""
+        return self._grad_collectives(self.scopes.without_grad_codecs())
+
+    def drop_grad_codecs(self) -> None:
+        """Send gradients as they are, from now on. On every rank between two optimizer steps."""
+        self.reduce_grads, self.second_scatter, self.second_reduce = self.uncoded
+        self.scopes = self.scopes.without_grad_codecs()
+
+    def _grad_collectives(self, scopes: Scopes) -> GradCollectives:
+        reduce, scatter = self._collective("reduce", scopes), self._collective("second_scatter", scopes)
+        return reduce, scatter, self._collective("second_reduce", scopes)
 
     def stop(self) -> None:
         """End the lanes. Not collective; what no rank waits for any more may be under way."""
@@ -117,8 +125,8 @@ class Mesh:
         self._transports.clear()
         getattr(self._device_mesh, "_pg_registry", {}).clear()  # torch 2.13; before, it knows groups by name
 
-    def _collective(self, purpose: str) -> Collective | None:
-        route, span = self.scopes.route(purpose), self.scopes.span_of(purpose)
+    def _collective(self, purpose: str, scopes: Scopes) -> Collective | None:
+        route, span = scopes.route(purpose), scopes.span_of(purpose)
         if route is None:
             return None
         stages = span.by_link()[::-1] if route.fast is not None else (span,)
@@ -263,30 +271,6 @@ def _close_gloo() -> None:
         for mesh in list(_gloo_meshes):
             mesh.close()
         _groups.clear()
-
-
-def discover_topology(config: ShardConfig) -> Topology:
-    """The explicit topology of `config`, or the one that the ranks' environment describes.
-
-    Cost: one object gather over the world when the topology is not explicit.
-
-    Raises:
-        ConfigError: Uneven or cyclic placement of ranks on nodes.
-    """
-    if isinstance(config.topology, Topology):
-        return config.topology
-    return topology_from_places(gather_objects(Place(node=node_name())))
-
-
-def node_name() -> str:
-    """A text that is equal on, and only on, the ranks of one node.
-
-    The host and the boot of its kernel, because hosts in containers may share a name; and the launcher's number of the
-    node, because a launcher may put several "nodes" on one host.
-    """
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
-    number = next((f" {name}={os.environ[name]}" for name in _NODE_VARIABLES if name in os.environ), "")
-    return f"{socket.gethostname()} {boot[:8]}{number}"
 
 
 def gather_objects(value: T) -> list[T]:

@@ -67,6 +67,10 @@ class Scopes:
         """The axes that a scope of `outer` ranks has and one of `inner` ranks lacks."""
         return Span(axes=self.axes[self.depth(inner) : self.depth(outer)])
 
+    def without_grad_codecs(self) -> Scopes:
+        """The same, with gradients sent as they are."""
+        return dataclasses.replace(self, codecs=dataclasses.replace(self.codecs, first_hop=None, second_hop=None))
+
     def span_of(self, purpose: str) -> Span:
         """The ranks that exchange for one of `PURPOSES`."""
         inner, outer = {

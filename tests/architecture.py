@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("sharding.model_states", "sharding.advice"),
         *("checkpoint.manifest", "checkpoint.reshard"),
     ),
-    ("mesh", "collectives"),
+    ("mesh", "places", "collectives"),
     ("sharding",),
     ("checkpoint",),
     ("",),

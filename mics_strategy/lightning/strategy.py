@@ -21,6 +21,7 @@ from mics_strategy.lightning import refusals
 from mics_strategy.lightning.checkpoints import Checkpoints
 from mics_strategy.lightning.finetuning import shown_as_trained
 from mics_strategy.lightning.framework import Framework, check_sigterm_seldom, load_framework, use_no_grad
+from mics_strategy.lightning.length import at_any_length, grad_codec_steps
 from mics_strategy.lightning.logged import log_plain_numbers
 from mics_strategy.lightning.options import config_from, spelled_out
 from mics_strategy.lightning.processes import Processes, leave_as_it_is
@@ -155,7 +156,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
             check_sigterm_seldom(trainer, self._sigterm_every)
         if _HANDLE not in vars(self._module):
             self._shard()
-        elif self.sharded.config != self.config:
+        elif self.sharded.config != at_any_length(self.config):
             raise ConfigError(
                 f"The model is sharded already, by {self.sharded.config}; asked for {self.config}. Build it anew, or "
                 "use the same strategy."
@@ -164,6 +165,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         self.barrier()
         if trainer.state.fn == self.framework.fitting:
             self.setup_optimizers(trainer)
+            self.sharded.grad_codec_steps = grad_codec_steps(self.config, trainer)
         self.setup_precision_plugin()
 
     def _shard(self) -> None:
@@ -173,7 +175,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         module = self.precision_plugin.convert_module(module)
         units = rule_for(module, self._units, every_child=not module.automatic_optimization)
         with shown_as_trained(self.framework, self._trainer, module):
-            vars(module)[_HANDLE] = shard(module, self.config, units=units, device=self.root_device)
+            vars(module)[_HANDLE] = shard(module, at_any_length(self.config), units=units, device=self.root_device)
         self._lightning_module = self.model = module
 
     @override

@@ -10,7 +10,8 @@ from torch import nn
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
-from mics_strategy.mesh import Mesh, discover_topology, gather_objects, on_every_rank, require_same
+from mics_strategy.mesh import Mesh, gather_objects, on_every_rank, require_same
+from mics_strategy.places import discover_topology
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.sharding import guard, materialize, validate
 from mics_strategy.sharding.advice import advise, with_scopes_of
@@ -63,6 +64,7 @@ def shard(
             "`shard()` was called before the process group exists. Call `torch.distributed.init_process_group()` first."
         )
     chosen = on_every_rank(lambda: ShardConfig.preset(config) if isinstance(config, str) else config)
+    on_every_rank(lambda: chosen.grad_codec_steps)
     target = on_every_rank(lambda: validate.target_device(device))
     on_every_rank(lambda: validate.model(model, target))
     require_same({**chosen.describe(), "model": validate.describe(model)})

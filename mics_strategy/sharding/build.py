@@ -6,6 +6,7 @@ engine will ever need is allocated here.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -259,13 +260,17 @@ def _add_workspaces(units: list[Unit], gradients: dict[int, list[BucketGradient]
         ):
             if collective is not None:
                 collective.reserve_gather(numel, dtype)
-    for gradient in (gradient for of_unit in gradients.values() for gradient in of_unit):
+    variants = [(mesh.reduce_grads, mesh.second_scatter, mesh.second_reduce)]
+    if scopes.codecs.first_hop is not None or scopes.codecs.second_hop is not None:
+        variants.append(mesh.uncoded)
+    of_buckets = [gradient for of_unit in gradients.values() for gradient in of_unit]
+    for gradient, (first, scatter, replicas) in itertools.product(of_buckets, variants):
         layout, wire, dtype = gradient.bucket.layout, gradient.wire_dtype, gradient.result.dtype
-        if mesh.reduce_grads is not None:
-            mesh.reduce_grads.reserve_reduce(layout.full_numel, wire, dtype)
-        if mesh.second_scatter is not None:
-            mesh.second_scatter.reserve_reduce(layout.numel_at(scopes.grads), wire, dtype)
-        if mesh.second_reduce is not None:
-            mesh.second_reduce.reserve_all_reduce(layout.shard_numel, wire, dtype)
+        if first is not None:
+            first.reserve_reduce(layout.full_numel, wire, dtype)
+        if scatter is not None:
+            scatter.reserve_reduce(layout.numel_at(scopes.grads), wire, dtype)
+        if replicas is not None:
+            replicas.reserve_all_reduce(layout.shard_numel, wire, dtype)
     for workspace in mesh.workspaces.values():
         workspace.use(site.memory.zeros("workspaces", workspace.needed_bytes, torch.uint8, site.device))

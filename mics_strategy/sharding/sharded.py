@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mics_strategy.collectives.ledger import Sent
 from mics_strategy.errors import ConfigError, LifecycleError
 from mics_strategy.mesh import on_every_rank
+from mics_strategy.scopes import Scopes
 from mics_strategy.sharding import guard, norm, state
 from mics_strategy.sharding.build import Site
 from mics_strategy.sharding.engine import Engine
@@ -57,19 +58,21 @@ class Sharded:
     Attributes:
         model: The model, sharded in place.
         config: As given.
-        scopes: Ranks and axes of every model state in this job.
         memory: Bytes that the engine has allocated, by purpose.
+        steps_done: Optimizer steps so far; set it when a training is resumed.
+        grad_codec_steps: The step from which gradients travel as they are; None for never.
     """
 
     def __init__(self, model: nn.Module, site: Site, engine: Engine, modules: list[UnitModule]) -> None:
         self.model = model
         self.config = site.config
-        self.scopes = site.mesh.scopes
         self.memory = site.memory
+        self._mesh = site.mesh
+        self.steps_done = 0
+        self.grad_codec_steps = site.config.grad_codec_steps
         self.keeps_optimizer_whole = self.scopes.optimizer == 1
         self.optimizer_layout = self.config.optimizer_layout
         self.device = site.device
-        self._mesh = site.mesh
         self._engine = engine
         self._units = engine.units
         self._replaced: Any = WeakIdKeyDictionary()
@@ -111,9 +114,20 @@ class Sharded:
             guard.refuse_other_parameters(self.model, {id(sharded): region.name for sharded, region in pairs})
             self._is_check_due = False
         if self._is_step_over and self.model.training and torch.is_grad_enabled():
-            self._mesh.ledger.take()  # what evaluation has sent belongs to no step
-            self._is_step_over = False
+            self._begin_step()
         self._buffers.before_forward()
+
+    def _begin_step(self) -> None:
+        self._mesh.ledger.take()  # what evaluation has sent belongs to no step
+        self._is_step_over = False
+        if self.grad_codec_steps is not None and self.steps_done >= self.grad_codec_steps:
+            self.grad_codec_steps = None
+            self._mesh.drop_grad_codecs()
+
+    @property
+    def scopes(self) -> Scopes:
+        """Ranks and axes of every model state in this job, and what is encoded between them."""
+        return self._mesh.scopes
 
     def note_changes(self) -> None:
         """Say that parameters were written behind torch's back: by a kernel of your own, or through `to_local().data`.
@@ -293,6 +307,7 @@ class Sharded:
             self._last_step = (self._engine.num_backwards, self._mesh.ledger.take())
             self._engine.num_backwards = 0
             self._updated_whole = [*wholes]
+            self.steps_done += 1
         else:  # another optimizer of the same step
             self._last_step[1].update(self._mesh.ledger.take())
             self._updated_whole += wholes
