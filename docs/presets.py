@@ -127,7 +127,7 @@ Written by `python docs/presets.py`; a test keeps it as the code is.
 Per rank and optimizer step, for {NODES} nodes of {PER_NODE} ranks, {NUM_MICRO_STEPS} micro-steps, {NUM_UNITS} equal
 layers in bf16 with bf16 on the wire. *P / G / OS* are the ranks over which parameters, gradients and optimizer states
 are sharded. *Intra* and *inter* are the bytes that one rank sends on axes inside a node, and on axes that also leave
-it, in sizes of the model (2 bytes for each parameter); a flat collective over both kinds of links counts as inter.
+it, in sizes of the model (2 bytes for each parameter); what has both kinds of links goes in two stages.
 *Memory* is bytes for each parameter in model states: parameters in bf16, gradients summed in fp32, a master copy and
 Adam's moments in fp32; slots for two layers come on top.
 

@@ -91,7 +91,8 @@ class Scopes:
             return None
         if fast.size == 1 or slow.size == 1 or not self.is_hierarchical:
             is_coded = slow.size > 1 or self.codecs.is_on_all_links
-            return Route(slow=Hop(axis=span.name, ranks=span.size, codec=codec if is_coded else None))
+            codec, mixes = codec if is_coded else None, fast.size > 1 and slow.size > 1
+            return Route(slow=Hop(axis=span.name, ranks=span.size, codec=codec, spans_nodes=mixes))
         return Route(
             slow=Hop(axis=slow.name, ranks=slow.size, codec=codec),
             fast=Hop(axis=fast.name, ranks=fast.size, codec=codec if self.codecs.is_on_all_links else None),

@@ -20,6 +20,7 @@ from mics_strategy.collectives.coder import Coder
 from mics_strategy.collectives.lane import Runner
 from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import Handle, check_fit
+from mics_strategy.collectives.ring import RingStage
 from mics_strategy.collectives.route import Hop, Route
 from mics_strategy.collectives.stages import CodedStage, Finish, PlainStage, Stage
 from mics_strategy.collectives.transport import Transport
@@ -314,9 +315,11 @@ class Collective:
 
 
 def _stage(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> Stage:
-    if hop.codec is None:
-        return PlainStage(transport, workspace)
-    return CodedStage(transport, workspace, hop.codec, device)
+    if hop.codec is not None:
+        return CodedStage(transport, workspace, hop.codec, device)
+    if hop.spans_nodes and transport.is_point_to_point:
+        return RingStage(transport, workspace)
+    return PlainStage(transport, workspace)
 
 
 def _end(_: object) -> None:

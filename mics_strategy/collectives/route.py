@@ -26,11 +26,15 @@ _MAX_PIECES = 8  # measured: 2 pieces leave a tenth of the overlap, 32 cost more
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """One stage: the ranks it connects, and what its numbers are encoded with."""
+    """One stage: the ranks it connects, and what its numbers are encoded with.
+
+    `spans_nodes` where it connects several ranks of several nodes, so that their order on a ring matters.
+    """
 
     axis: str
     ranks: int
     codec: Codec | None = None
+    spans_nodes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

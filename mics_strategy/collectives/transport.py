@@ -114,13 +114,21 @@ class Transport:
             return self._all_from(dist.all_to_all_single(received, full, group=self.group, async_op=True))
         return self._all_from(dist.all_to_all(incoming, outgoing, group=self.group, async_op=True))
 
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
+        """Send to the rank of that index. Where messages go point to point."""
+        return self.group.send([tensor], to, tag)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Work:
+        """Receive from the rank of that index. Messages of one tag arrive in the order in which they were sent."""
+        return self.group.recv([tensor], source, tag)
+
     def _post(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> Pieces:
         if not outgoing[self.index].numel():
             return Pieces({}, [])
         arrivals: dict[int, Work] = {}
         for index in reversed(self._others):
-            arrivals[index] = self.group.recv([incoming[index]], index, tag)
-        return Pieces(arrivals, [self.group.send([outgoing[index]], index, tag) for index in self._others])
+            arrivals[index] = self.receive(incoming[index], index, tag)
+        return Pieces(arrivals, [self.send(outgoing[index], index, tag) for index in self._others])
 
     def _all_from(self, work: Any) -> Pieces:
         return Pieces(dict.fromkeys(range(self.size), work), [])
