@@ -142,6 +142,8 @@ class Collective:
 
     def _gather_coded(self, coder: Coder, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
         """Encode once, gather what is encoded over all stages, decode everything, the own share, too."""
+        if not shard.numel():
+            return
         num_bytes = coder.codec.encoded_bytes(shard.numel())
         encoded = self._workspace.take(self.size * num_bytes, torch.uint8)
         rows = encoded.view(self.size, num_bytes)

@@ -194,6 +194,24 @@ def test_handles_of_two_lanes_may_be_waited_for_in_any_order_and_twice(ranks: Ra
     assert ranks(4, asked_at_once, order, ranks_per_node=2) == [True] * 4
 
 
+def nothing_at_all(ctx: RankContext, codec: Codec | None, num_stages: int) -> None:
+    one = Network(ctx, codec, "all", num_stages).one
+    empty = torch.empty(0)
+    one.reserve_gather(0, FP32)
+    one.reserve_reduce(0, BF16, FP32)
+    one.reserve_all_reduce(0, BF16, FP32)
+    one.gather(empty, empty, "block").wait()
+    one.reduce(empty, empty.bfloat16(), True, "block").wait()
+    one.all_reduce(empty, BF16, "block").wait()
+    one.all_reduce(empty, FP32, "block").wait()
+
+
+@stages
+@codecs
+def test_nothing_may_be_gathered_and_summed(ranks: RankPool, codec: Codec | None, stages: int) -> None:
+    assert ranks(4, nothing_at_all, codec, stages, ranks_per_node=2) == [None] * 4
+
+
 def refused(ctx: RankContext) -> int:
     network = Network(ctx)
     one, count = network.one, 0
