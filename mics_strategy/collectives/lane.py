@@ -22,6 +22,7 @@ import torch
 from mics_strategy.collectives.ops import Work, failed
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.collectives.watch import Asked, Watch
+from mics_strategy.errors import LifecycleError
 
 Program = Callable[[], None]
 PATIENCE_S = 2.0  # before a rank that waits looks whether its peers wait for something else
@@ -63,6 +64,8 @@ class AtOnce:
         """See `Runner.run`."""
         try:
             program()
+        except LifecycleError:
+            raise
         except RuntimeError as error:
             raise failed(what, error) from error
         return None

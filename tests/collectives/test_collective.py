@@ -255,3 +255,6 @@ def test_more_memory_than_announced_is_refused(ranks: RankPool, kind: str, codec
     raises_on_every_rank(
         lambda: ranks(4, take_too_much, kind, codec, ranks_per_node=2), LifecycleError, "were announced"
     )
+    raises_on_every_rank(
+        lambda: simulate(4, take_too_much, kind, codec, ranks_per_node=2), LifecycleError, "were announced"
+    )
