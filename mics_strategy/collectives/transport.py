@@ -163,11 +163,9 @@ class Transport:
         Nothing else wakes a thread that waits for a message which will never come; when the interpreter ends around
         such a thread, the process is aborted.
         """
-        never = self.group.recv([torch.empty(1)], self._others[0], 2**31 - 1)
-        try:
-            never.wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return  # as meant: a receive that is late closes the connections of its group
+        for other in self._others:  # until one is alive: where none is, nothing waits
+            with suppress(RuntimeError):  # as meant: a receive that is late closes the connections of its group
+                self.group.recv([torch.empty(1)], other, 2**31 - 1).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Let go of the group. Not collective; nothing may be under way."""

@@ -1,6 +1,8 @@
 """Do lanes run programs in order, say what failed, and end?"""
 
 import gc
+import os
+import signal
 import threading
 import time
 import weakref
@@ -10,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mics_strategy.collectives.lane import AtOnce, Lane, Program, Runner
 from mics_strategy.collectives.ops import Handle, Work
@@ -17,7 +20,7 @@ from mics_strategy.collectives.transport import Transport
 from mics_strategy.collectives.watch import Asked
 from mics_strategy.errors import CommunicationError, LifecycleError
 from tests.collectives.networks import Network
-from tests.ranks import RankContext, RankPool, raises_on_every_rank
+from tests.ranks import RankContext, RankError, RankPool, raises_on_every_rank
 
 EIGHT_PIECES = 150_000
 WITHIN_S = 15.0  # far less than the timeout of a process group
@@ -232,6 +235,35 @@ def test_closing_ends_programs_that_wait_for_what_never_comes(
     ranks: RankPool, world: int, per_node: int, lanes: int
 ) -> None:
     assert ranks(world, close_what_never_ends, lanes, ranks_per_node=per_node) == [(True, 0)] * world
+
+
+def close_after_a_peer_has_died(ctx: RankContext) -> None:
+    """Rank 0 waits for ranks 2 and 3, which do nothing; rank 1, to which it is connected, too, dies."""
+    network, has_closed = Network(ctx), ctx.tmp_path / "closed"
+    assert network.gather(8)
+    handle = network.one.gather(torch.empty(32), torch.ones(8), "alone") if ctx.rank == 0 else None
+    dist.barrier()
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        dist.barrier()
+    if handle is None:
+        while not has_closed.exists():
+            time.sleep(0.01)
+        return
+    try:
+        network.mesh.stop()
+        with pytest.raises(CommunicationError, match="Gather of alone"):
+            handle.wait()
+        assert not any(thread.name.startswith("mics ") for thread in threading.enumerate())
+    finally:
+        has_closed.touch()
+
+
+def test_closing_ends_a_program_although_another_peer_has_died(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as failure:
+        ranks(4, close_after_a_peer_has_died)
+    assert list(failure.value.by_rank) == [1], failure.value
 
 
 class Spy:
