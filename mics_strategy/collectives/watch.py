@@ -18,14 +18,22 @@ import torch.distributed as dist
 from mics_strategy.errors import LifecycleError
 
 
+Place = tuple[str, frozenset[int]]
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A transfer that a lane was asked for: the how manieth, what it moves, and the ranks that take part."""
+    """A transfer that a lane was asked for: the how manieth among these ranks, what it moves, and who takes part."""
 
     lane: str
     number: int
     what: str
     ranks: frozenset[int]
+
+    @property
+    def place(self) -> Place:
+        """Where it has its number. Ranks that share it count alike; of other transfers one may have more."""
+        return self.lane, self.ranks
 
     def __str__(self) -> str:
         return f"the {self.what[0].lower()}{self.what[1:]}"
@@ -43,12 +51,12 @@ class Watch:
         self._name = name
         self._rank = rank
         self._store = dist.distributed_c10d._get_default_store()
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[Place] = Counter()
 
     def ask(self, lane: str, what: str, ranks: frozenset[int]) -> Asked:
         """A lane is asked for a transfer."""
-        asked = Asked(lane, self._counts[lane], what.split(" over ")[0], ranks)
-        self._counts[lane] += 1
+        asked = Asked(lane, self._counts[lane, ranks], what.split(" over ")[0], ranks)
+        self._counts[asked.place] += 1
         return asked
 
     def look(self, own: Asked) -> None:
@@ -67,18 +75,20 @@ class Watch:
         self.look_back()
 
     def _compare(self, own: Asked) -> None:
-        note = [own.lane, own.number, own.what, sorted(own.ranks), dict(self._counts)]
+        counts = [(lane, sorted(ranks), count) for (lane, ranks), count in self._counts.items()]
+        note = [own.lane, own.number, own.what, sorted(own.ranks), counts]
         self._store.set(self._key(self._rank), json.dumps(note))
         for rank in sorted(own.ranks - {self._rank}):
             if not self._store.check([self._key(rank)]):
                 continue
             lane, number, what, ranks, counts = json.loads(self._store.get(self._key(rank)))
             other = Asked(lane, number, what, frozenset(ranks))
-            is_another = (own.lane, own.number) == (lane, number) and own.what != what
+            its_counts = {(lane, frozenset(ranks)): count for lane, ranks, count in counts}
+            is_another = (own.place, own.number) == (other.place, number) and own.what != what
             is_deadlock = (
                 self._rank in other.ranks
-                and counts.get(own.lane, 0) <= own.number
-                and self._counts[other.lane] <= other.number
+                and its_counts.get(own.place, 0) <= own.number
+                and self._counts[other.place] <= other.number
             )
             if is_another or is_deadlock:
                 first, second = sorted([(self._rank, own), (rank, other)], key=lambda pair: pair[0])

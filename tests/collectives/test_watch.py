@@ -17,6 +17,9 @@ from mics_strategy.collectives.codecs import Codec
 from mics_strategy.collectives.ops import Handle
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.errors import CommunicationError, LifecycleError
+from mics_strategy.mesh import Mesh
+from mics_strategy.scopes import Scopes
+from mics_strategy.topology import Axis
 from tests.collectives.networks import Network
 from tests.ranks import RankContext, RankError, RankPool, raises_on_every_rank
 
@@ -113,6 +116,31 @@ def be_slow(ctx: RankContext) -> bool:
 
 def test_ranks_that_are_merely_slow_are_waited_for(ranks: RankPool) -> None:
     assert ranks(4, be_slow, ranks_per_node=2) == [True] * 4
+
+
+def let_nodes_differ(ctx: RankContext) -> bool:
+    """Parameters live in a node, so node 0 may gather once more; what all nodes share they share."""
+    axes = (Axis(name="intra_node", size=2, stride=1), Axis(name="inter_node", size=2, stride=2))
+    scopes = Scopes(
+        world_size=4, ranks_per_node=2, params=2, grads=2, optimizer=4, secondary=2, axes=axes, is_hierarchical=True
+    )
+    mesh = Mesh(scopes, "cpu")
+    assert mesh.gather_params is not None
+    assert mesh.trained.update is not None
+    with impatient(0.05):
+        for _ in range(1 - ctx.node):
+            mesh.gather_params.gather(torch.empty(8), torch.ones(4), "more").wait()
+        time.sleep(0.6 * ctx.node)
+        for step in range(2):
+            out = torch.empty(8)
+            mesh.trained.update.gather(out, torch.full((4,), float(step)), f"update {step}").wait()
+            assert torch.equal(out, torch.full((8,), float(step)))
+            time.sleep(0.6 * (1 - ctx.node))
+    return True
+
+
+def test_ranks_of_different_groups_may_have_been_asked_for_different_things(ranks: RankPool) -> None:
+    assert ranks(4, let_nodes_differ, ranks_per_node=2, timeout_s=TIMEOUT_S) == [True] * 4
 
 
 DYING = 2
