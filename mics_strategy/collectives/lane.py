@@ -41,11 +41,12 @@ class Runner(Protocol):
     name: str
     is_queue: bool
 
-    def run(self, what: str, ranks: frozenset[int], program: Program) -> Work | None:
+    def run(self, what: str, size: str, ranks: frozenset[int], program: Program) -> Work | None:
         """Run a program after all before it.
 
         Args:
             what: Names it in errors, the same on all ranks that take part.
+            size: How much it moves, in words; the same, too.
             ranks: That take part.
             program: To run.
 
@@ -60,7 +61,7 @@ class AtOnce:
     name = "at once"
     is_queue = False
 
-    def run(self, what: str, ranks: frozenset[int], program: Program) -> Work | None:
+    def run(self, what: str, size: str, ranks: frozenset[int], program: Program) -> Work | None:
         """See `Runner.run`."""
         try:
             program()
@@ -89,13 +90,13 @@ class Lane:
         self._last: _Task | None = None
         weakref.finalize(self, self._queue.put, None)
 
-    def run(self, what: str, ranks: frozenset[int], program: Program) -> Work:
+    def run(self, what: str, size: str, ranks: frozenset[int], program: Program) -> Work:
         """See `Runner.run`."""
         if self._thread is None:
             name = f"mics {self.name}"
             self._thread = threading.Thread(target=_work_off, args=(self._queue,), name=name, daemon=True)
             self._thread.start()
-        task = self._last = _Task(self._watch.ask(self.name, what, ranks), program, self._watch)
+        task = self._last = _Task(self._watch.ask(self.name, what, size, ranks), program, self._watch)
         self._queue.put(task)
         return task
 

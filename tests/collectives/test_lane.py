@@ -29,8 +29,8 @@ WITHIN_S = 15.0  # far less than the timeout of a process group
 class NothingToSee:
     """In place of a watch: nobody waits in vain."""
 
-    def ask(self, lane: str, what: str, ranks: frozenset[int]) -> Asked:
-        return Asked(lane, 0, what, ranks)
+    def ask(self, lane: str, what: str, size: str, ranks: frozenset[int]) -> Asked:
+        return Asked(lane, 0, what, size, ranks)
 
     def done(self, asked: Asked) -> None:
         pass
@@ -52,7 +52,7 @@ def threads_of(name: str) -> list[threading.Thread]:
 
 
 def run(runner: Runner, program: Program) -> Work | None:
-    return runner.run("Program", frozenset([0]), program)
+    return runner.run("Program", "1 number", frozenset([0]), program)
 
 
 def test_programs_run_one_after_the_other_in_the_order_of_asking() -> None:

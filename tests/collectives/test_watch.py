@@ -100,6 +100,33 @@ def test_ranks_that_wait_for_one_another_in_two_lanes_say_so(ranks: RankPool, wo
     assert names_both(failure, "gather of layers.3", "reduction of layers.7")
 
 
+def ask_for_different_sizes(ctx: RankContext, kind: str) -> None:
+    network = ready(ctx, 2000)
+    numel, size = 8 * (1 + (ctx.rank == 1)), ctx.world_size
+    with impatient():
+        if kind == "gather":
+            gathered(network, "layers.3", numel).wait()
+        elif kind == "reduce":
+            reduced(network, "layers.3", numel).wait()
+        else:
+            network.one.all_reduce(torch.zeros(size * numel), getattr(torch, kind), "layers.3").wait()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("gather", "gather"), ("reduce", "reduction"), ("bfloat16", "all-reduce")],
+)
+@pytest.mark.parametrize(("world", "per_node"), [(2, 2), (4, 2)])
+def test_ranks_that_are_asked_for_different_sizes_say_so(
+    ranks: RankPool, world: int, per_node: int, kind: str, name: str
+) -> None:
+    raises_on_every_rank(
+        lambda: ranks(world, ask_for_different_sizes, kind, ranks_per_node=per_node, timeout_s=TIMEOUT_S),
+        LifecycleError,
+        rf"rank \d for the {name} of layers.3 of \d+ torch.\w+ \(.*, rank \d for the {name} of layers.3 of \d+",
+    )
+
+
 def be_slow(ctx: RankContext) -> bool:
     """Each rank in turn lets the others wait, in both lanes, once before it asks and once between two transfers."""
     network = ready(ctx)
