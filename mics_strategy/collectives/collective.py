@@ -240,8 +240,13 @@ class Collective:
         asked = self._note("All-reduce", what, tensor.numel(), wire)
         self._write(routes.all_reduce_messages(self.route, tensor.numel(), wire, tensor.dtype))
         if routes.is_plain_all_reduce(self.route, wire, tensor.dtype):
-            return self._run(asked, lambda: _end(self.transports[0].all_reduce(tensor).wait()))
+            return self._run(asked, lambda: self._all_reduce_plain(tensor, asked.tag))
         return self._run(asked, lambda: self._all_reduce(tensor, wire, asked.tag))
+
+    def _all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> None:
+        """Sum for all with the transport's own."""
+        self.transports[0].meet(tag)
+        self.transports[0].all_reduce(tensor).wait()
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Announce all-reduces of `numel` elements of `dtype`."""
@@ -329,7 +334,3 @@ def _stage(transport: Transport, hop: Hop, workspace: Workspace, device: torch.d
     if hop.codec is None:
         return PlainStage(transport, workspace)
     return CodedStage(transport, workspace, hop.codec, device)
-
-
-def _end(_: object) -> None:
-    """A program returns nothing."""

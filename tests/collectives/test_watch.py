@@ -114,7 +114,7 @@ def ask_for_different_sizes(ctx: RankContext, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("gather", "gather"), ("reduce", "reduction"), ("bfloat16", "all-reduce")],
+    [("gather", "gather"), ("reduce", "reduction"), ("bfloat16", "all-reduce"), ("float32", "all-reduce")],
 )
 @pytest.mark.parametrize(("world", "per_node"), [(2, 2), (4, 2)])
 def test_ranks_that_are_asked_for_different_sizes_say_so(
