@@ -96,7 +96,8 @@ class Lane:
             name = f"mics {self.name}"
             self._thread = threading.Thread(target=_work_off, args=(self._queue,), name=name, daemon=True)
             self._thread.start()
-        task = self._last = _Task(self._watch.ask(self.name, what, size, ranks), program, self._watch)
+        asked = self._watch.ask(self.name, what, size, ranks)
+        task = self._last = _Task(asked, program, self._watch, self._last)
         self._queue.put(task)
         return task
 
@@ -129,10 +130,11 @@ def _work_off(queue: SimpleQueue[_Task | None]) -> None:
 class _Task:
     """A program in the queue."""
 
-    __slots__ = ("_asked", "_done", "_failure", "_program", "_watch")
+    __slots__ = ("_asked", "_before", "_done", "_failure", "_program", "_watch")
 
-    def __init__(self, asked: Asked, program: Program, watch: Watch) -> None:
+    def __init__(self, asked: Asked, program: Program, watch: Watch, before: _Task | None) -> None:
         self._asked = asked
+        self._before = before
         self._program: Program | None = program
         self._watch = watch
         self._done = threading.Event()
@@ -141,6 +143,7 @@ class _Task:
     def execute(self, earlier: BaseException | None) -> BaseException | None:
         """Run it, unless one before has failed. Returns that failure or its own."""
         program, self._program = self._program, None
+        self._before = None
         self._failure = earlier
         if program is not None and earlier is None:
             try:
@@ -158,10 +161,17 @@ class _Task:
         """
         patience_s = PATIENCE_S
         while not self._done.wait(patience_s):
-            self._watch.look(self._asked)
+            self._watch.look(self._first_under_way()._asked)
             patience_s = min(2 * patience_s, MAX_PATIENCE_S)
         if self._failure is not None:
             raise self._failure
+
+    def _first_under_way(self) -> _Task:
+        """What this waits for: itself, or one before it in the queue."""
+        first = self
+        while (before := first._before) is not None and not before._done.is_set():
+            first = before
+        return first
 
     def is_completed(self, within_s: float = 0.0) -> bool:
         """Whether the program has ended, well or not, or does so within that time."""

@@ -100,6 +100,21 @@ def test_ranks_that_wait_for_one_another_in_two_lanes_say_so(ranks: RankPool, wo
     assert names_both(failure, "gather of layers.3", "reduction of layers.7")
 
 
+def wait_for_what_is_behind(ctx: RankContext) -> None:
+    """Rank 0 waits for its second transfer, rank 1 for its first; it is the first ones that differ."""
+    network = ready(ctx)
+    with impatient():
+        handles = [gathered(network, "layers.7" if ctx.rank else "layers.3")]
+        handles.append(gathered(network, "layers.5"))
+        handles[1 - ctx.rank].wait()
+
+
+def test_what_is_behind_a_transfer_that_differs_waits_in_vain_too(ranks: RankPool) -> None:
+    raises_on_every_rank(
+        lambda: ranks(2, wait_for_what_is_behind, timeout_s=TIMEOUT_S), LifecycleError, r"layers.3.*layers.7"
+    )
+
+
 def ask_for_different_sizes(ctx: RankContext, kind: str) -> None:
     network = ready(ctx, 2000)
     numel, size = 8 * (1 + (ctx.rank == 1)), ctx.world_size
