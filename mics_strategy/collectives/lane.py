@@ -87,6 +87,7 @@ class Lane:
         self._watch = watch
         self._queue: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._fate = _Fate()
         self._last: _Task | None = None
         weakref.finalize(self, self._queue.put, None)
 
@@ -97,7 +98,7 @@ class Lane:
             self._thread = threading.Thread(target=_work_off, args=(self._queue,), name=name, daemon=True)
             self._thread.start()
         asked = self._watch.ask(self.name, what, size, ranks)
-        task = self._last = _Task(asked, program, self._watch, self._last)
+        task = self._last = _Task(asked, program, self._watch, self._fate, self._last)
         self._queue.put(task)
         return task
 
@@ -118,40 +119,47 @@ class Lane:
 
 
 def _work_off(queue: SimpleQueue[_Task | None]) -> None:
-    failure = None
-    with (
-        torch.inference_mode()
-    ):  # nothing here is for autograd; tensors made in anybody's inference mode may be written
+    """Run what comes. Nothing stays here between two programs, so a lane that nobody knows any more can be freed."""
+    with torch.inference_mode():  # nothing is for autograd; tensors made in anybody's inference mode may be written
         while (task := queue.get()) is not None:
-            failure = task.execute(failure)
-            del task  # keeps the tensors of its program
+            task.execute()
+            del task
+
+
+class _Fate:
+    """What has become of a lane: the failure of the first program that has failed."""
+
+    __slots__ = ("failure",)
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
 
 
 class _Task:
     """A program in the queue."""
 
-    __slots__ = ("_asked", "_before", "_done", "_failure", "_program", "_watch")
+    __slots__ = ("_asked", "_before", "_done", "_failure", "_fate", "_program", "_watch")
 
-    def __init__(self, asked: Asked, program: Program, watch: Watch, before: _Task | None) -> None:
+    def __init__(self, asked: Asked, program: Program, watch: Watch, fate: _Fate, before: _Task | None) -> None:
         self._asked = asked
+        self._fate = fate
         self._before = before
         self._program: Program | None = program
         self._watch = watch
         self._done = threading.Event()
         self._failure: BaseException | None = None
 
-    def execute(self, earlier: BaseException | None) -> BaseException | None:
-        """Run it, unless one before has failed. Returns that failure or its own."""
+    def execute(self) -> None:
+        """Run it, unless one before has failed."""
         program, self._program = self._program, None
         self._before = None
-        self._failure = earlier
-        if program is not None and earlier is None:
+        if program is not None and self._fate.failure is None:
             try:
                 program()
             except BaseException as error:
-                self._failure = error  # raised again where somebody waits
+                self._fate.failure = error  # raised again where somebody waits
+        self._failure = self._fate.failure
         self._done.set()
-        return self._failure
 
     def wait(self) -> None:
         """Block until the program has ended.

@@ -7,8 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -16,13 +15,11 @@ import torch.distributed as dist
 
 from mics_strategy.collectives.lane import AtOnce, Lane, Program, Runner
 from mics_strategy.collectives.ops import Handle, Work
-from mics_strategy.collectives.transport import Transport
 from mics_strategy.collectives.watch import Asked
 from mics_strategy.errors import CommunicationError, LifecycleError
 from tests.collectives.networks import Network
 from tests.ranks import RankContext, RankError, RankPool
 
-EIGHT_PIECES = 150_000
 WITHIN_S = 15.0  # far less than the timeout of a process group
 
 
@@ -31,9 +28,6 @@ class NothingToSee:
 
     def ask(self, lane: str, what: str, size: str, ranks: frozenset[int]) -> Asked:
         return Asked(lane, 0, what, size, ranks)
-
-    def done(self, asked: Asked) -> None:
-        pass
 
     def look(self, own: Asked) -> None:
         pass
@@ -188,15 +182,23 @@ def test_closing_lets_programs_end_that_can() -> None:
     assert ran == [0, 1, 2]
 
 
-def test_a_forgotten_lane_ends_its_thread() -> None:
-    lane = Lane("forgotten", NothingToSee())
-    work = run(lane, lambda: None)
-    work.wait()
-    (thread,) = threads_of("forgotten")
-    del lane, work
+@pytest.mark.parametrize("fails", [False, True], ids=["after success", "after a failure"])
+def test_a_forgotten_lane_ends_its_thread(fails: bool) -> None:
+    def use_and_forget(lane: Lane) -> None:
+        def program() -> None:
+            if fails:
+                raise ValueError(f"of {lane}")
+
+        work = run(lane, program)
+        with pytest.raises(ValueError, match="Lane") if fails else nullcontext():
+            work.wait()
+
+    use_and_forget(Lane("forgotten", NothingToSee()))
+    threads = threads_of("forgotten")
     gc.collect()
-    thread.join(10.0)
-    assert not thread.is_alive()
+    for thread in threads:
+        thread.join(10.0)
+    assert not threads_of("forgotten")
 
 
 def test_tensors_of_a_program_are_freed_when_it_has_ended() -> None:
@@ -266,68 +268,6 @@ def test_closing_ends_a_program_although_another_peer_has_died(ranks: RankPool) 
     with pytest.raises(RankError) as failure:
         ranks(4, close_after_a_peer_has_died)
     assert list(failure.value.by_rank) == [1], failure.value
-
-
-class Spy:
-    """Writes down in which order pieces are begun and waited for, by axis."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, str, int]] = []
-        self._counts: dict[str, int] = {}
-
-    @contextmanager
-    def on(self, method: str) -> Iterator[None]:
-        """Watch one method of `Transport`."""
-        original = getattr(Transport, method)
-
-        def begin(transport: Transport, *args: object) -> object:
-            pieces, spy = original(transport, *args), self
-            number = self._counts[transport.axis] = self._counts.get(transport.axis, -1) + 1
-            self.events.append(("begin", transport.axis, number))
-
-            class Watched:
-                def wait_for(self, index: int) -> None:
-                    pieces.wait_for(index)
-
-                def wait(self) -> None:
-                    spy.events.append(("wait", transport.axis, number))
-                    pieces.wait()
-
-            return Watched()
-
-        with mock.patch.object(Transport, method, begin):
-            yield
-
-    def at(self, what: str, axis: str, number: int) -> int:
-        """When that happened."""
-        return self.events.index((what, axis, number))
-
-
-def pipelined(ctx: RankContext, kind: str) -> bool:
-    """Whether the second stage of the first piece begins before the first stage of the last piece is waited for."""
-    network = Network(ctx)
-    one, other, spy, numel = network.one, network.other, Spy(), EIGHT_PIECES
-    other.reserve_reduce(4 * numel, torch.float32, torch.float32)
-    other.reserve_all_reduce(2 * numel, torch.float32, torch.float32)
-    network.lend()
-    if kind == "gather":
-        with spy.on("gather"):
-            one.gather(torch.empty(4 * numel), torch.zeros(numel), "block").wait()
-        # The own row goes over the fast links at once, in 8 pieces; then the other row follows piece by piece.
-        return spy.at("wait", "inter_node", 0) < spy.at("begin", "intra_node", 8) < spy.at("wait", "inter_node", 1)
-    with spy.on("exchange"):
-        if kind == "reduce":
-            other.reduce(torch.empty(numel), torch.zeros(4 * numel), False, "block").wait()
-        else:
-            other.all_reduce(torch.zeros(2 * numel), torch.float32, "block").wait()
-    rows = 2 if kind == "reduce" else 1
-    begun = spy.at("begin", "inter_node", 0)
-    return spy.at("wait", "intra_node", rows - 1) < begun < spy.at("wait", "intra_node", rows)
-
-
-@pytest.mark.parametrize("kind", ["gather", "reduce", "all_reduce"])
-def test_a_piece_is_on_its_second_stage_while_later_ones_are_on_the_first(ranks: RankPool, kind: str) -> None:
-    assert ranks(4, pipelined, kind, ranks_per_node=2) == [True] * 4
 
 
 def fail_in_the_middle(ctx: RankContext) -> bool:
