@@ -45,6 +45,15 @@ class Channel:
     watch: Watch
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A collective as ranks know it; all that ranks share which are asked for the same."""
+
+    name: str
+    size: str
+    tag: int
+
+
 class Collective:
     """Collectives over one channel. Inputs and outputs are flat, contiguous and on one device.
 
@@ -89,12 +98,12 @@ class Collective:
             Sent: `route.gather_messages`.
         """
         check_fit(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, what, out, shard)
-        tag = self._note(what, "gather", out.numel(), shard.dtype)
+        asked = self._note("Gather", what, out.numel(), shard.dtype)
         self._write(routes.gather_messages(self.route, out.numel(), out.dtype))
         coder = self._gather_coder
         if coder is None:
-            return self._run("Gather", what, lambda: self._gather([self._slow, *self._fasts], out, shard, tag))
-        return self._run("Gather", what, lambda: self._gather_coded(coder, out, shard, tag))
+            return self._run(asked, lambda: self._gather([self._slow, *self._fasts], out, shard, asked.tag))
+        return self._run(asked, lambda: self._gather_coded(coder, out, shard, asked.tag))
 
     def reserve_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Announce gathers of shards of `numel` elements."""
@@ -143,6 +152,8 @@ class Collective:
 
     def _gather_coded(self, coder: Coder, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
         """Encode once, gather what is encoded over all stages, decode everything, the own share, too."""
+        if not shard.numel():
+            return
         num_bytes = coder.codec.encoded_bytes(shard.numel())
         encoded = self._workspace.take(self.size * num_bytes, torch.uint8)
         rows = encoded.view(self.size, num_bytes)
@@ -164,9 +175,9 @@ class Collective:
             Sent: `route.reduce_messages`. In two stages a narrow wire rounds once per stage.
         """
         check_fit(full.numel() == out.numel() * self.size, what, out, full)
-        tag = self._note(what, "reduce", full.numel(), full.dtype)
+        asked = self._note("Reduction", what, full.numel(), full.dtype)
         self._write(routes.reduce_messages(self.route, full.numel(), full.dtype))
-        return self._run("Reduction", what, lambda: self._reduce(out, full, accumulate, tag))
+        return self._run(asked, lambda: self._reduce(out, full, accumulate, asked.tag))
 
     def reserve_reduce(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Announce reductions of `full_numel` elements to sums of `dtype`."""
@@ -227,11 +238,16 @@ class Collective:
         Cost:
             Sent: `route.all_reduce_messages`. A narrow or encoded wire rounds once going, per stage, and once coming.
         """
-        tag = self._note(what, "all-reduce", tensor.numel(), wire)
+        asked = self._note("All-reduce", what, tensor.numel(), wire)
         self._write(routes.all_reduce_messages(self.route, tensor.numel(), wire, tensor.dtype))
         if routes.is_plain_all_reduce(self.route, wire, tensor.dtype):
-            return self._run("All-reduce", what, lambda: _end(self.transports[0].all_reduce(tensor).wait()))
-        return self._run("All-reduce", what, lambda: self._all_reduce(tensor, wire, tag))
+            return self._run(asked, lambda: self._all_reduce_plain(tensor, asked.tag))
+        return self._run(asked, lambda: self._all_reduce(tensor, wire, asked.tag))
+
+    def _all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> None:
+        """Sum for all with the transport's own."""
+        self.transports[0].meet(tag)
+        self.transports[0].all_reduce(tensor).wait()
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Announce all-reduces of `numel` elements of `dtype`."""
@@ -291,25 +307,26 @@ class Collective:
         finish = self._fast.begin_sum([each[a:b] for each in slices], wire, tag)
         return lambda: finish(mine[a:b], False)
 
-    def _note(self, what: str, kind: str, numel: int, dtype: torch.dtype) -> int:
-        """Write into the trails what is asked for. Returns a tag that ranks share which are asked for the same."""
+    def _note(self, kind: str, what: str, numel: int, dtype: torch.dtype) -> _Asked:
+        """Write into the trails what is asked for."""
         for transport in self.transports:
             transport.trail.note(what)
         count = self.transports[0].trail.count
-        return zlib.crc32(f"{self._runner.name} {count} {kind} {what} {numel} {dtype}".encode()) % (2**31 - 1)
+        tag = zlib.crc32(f"{self._runner.name} {count} {kind} {what} {numel} {dtype}".encode()) % (2**31 - 1)
+        return _Asked(f"{kind} of {what}", f"{numel} {dtype}", tag)
 
     def _write(self, messages: list[routes.Message]) -> None:
         for m in messages:
             self._ledger.write(m.collective, m.axis, m.ranks, m.dtype, m.full_bytes)
 
-    def _run(self, kind: str, what: str, program: Callable[[], None]) -> Handle:
+    def _run(self, asked: _Asked, program: Callable[[], None]) -> Handle:
         def in_workspace() -> None:
             self._workspace.begin()
             program()
 
         where = " and ".join(transport.where for transport in self.transports)
-        name = f"{kind} of {what} over {where}"
-        work = self._runner.run(name, self._channel.ranks, in_workspace)
+        name = f"{asked.name} over {where}"
+        work = self._runner.run(name, asked.size, self._channel.ranks, in_workspace)
         works = [] if work is None else [work]
         return Handle(name, works, is_queued=self._runner.is_queue, on_failure=self._channel.watch.look_back)
 
@@ -320,7 +337,3 @@ def _stage(transport: Transport, hop: Hop, workspace: Workspace, device: torch.d
     if hop.spans_nodes and transport.is_point_to_point:
         return RingStage(transport, workspace)
     return PlainStage(transport, workspace)
-
-
-def _end(_: object) -> None:
-    """A program returns nothing."""

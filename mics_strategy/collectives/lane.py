@@ -22,6 +22,7 @@ import torch
 from mics_strategy.collectives.ops import Work, failed
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.collectives.watch import Asked, Watch
+from mics_strategy.errors import LifecycleError
 
 Program = Callable[[], None]
 PATIENCE_S = 2.0  # before a rank that waits looks whether its peers wait for something else
@@ -40,11 +41,12 @@ class Runner(Protocol):
     name: str
     is_queue: bool
 
-    def run(self, what: str, ranks: frozenset[int], program: Program) -> Work | None:
+    def run(self, what: str, size: str, ranks: frozenset[int], program: Program) -> Work | None:
         """Run a program after all before it.
 
         Args:
             what: Names it in errors, the same on all ranks that take part.
+            size: How much it moves, in words; the same, too.
             ranks: That take part.
             program: To run.
 
@@ -59,10 +61,12 @@ class AtOnce:
     name = "at once"
     is_queue = False
 
-    def run(self, what: str, ranks: frozenset[int], program: Program) -> Work | None:
+    def run(self, what: str, size: str, ranks: frozenset[int], program: Program) -> Work | None:
         """See `Runner.run`."""
         try:
             program()
+        except LifecycleError:
+            raise
         except RuntimeError as error:
             raise failed(what, error) from error
         return None
@@ -83,16 +87,18 @@ class Lane:
         self._watch = watch
         self._queue: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._fate = _Fate()
         self._last: _Task | None = None
         weakref.finalize(self, self._queue.put, None)
 
-    def run(self, what: str, ranks: frozenset[int], program: Program) -> Work:
+    def run(self, what: str, size: str, ranks: frozenset[int], program: Program) -> Work:
         """See `Runner.run`."""
         if self._thread is None:
             name = f"mics {self.name}"
             self._thread = threading.Thread(target=_work_off, args=(self._queue,), name=name, daemon=True)
             self._thread.start()
-        task = self._last = _Task(self._watch.ask(self.name, what, ranks), program, self._watch)
+        asked = self._watch.ask(self.name, what, size, ranks)
+        task = self._last = _Task(asked, program, self._watch, self._fate, self._last)
         self._queue.put(task)
         return task
 
@@ -113,38 +119,47 @@ class Lane:
 
 
 def _work_off(queue: SimpleQueue[_Task | None]) -> None:
-    failure = None
-    with (
-        torch.inference_mode()
-    ):  # nothing here is for autograd; tensors made in anybody's inference mode may be written
+    """Run what comes. Nothing stays here between two programs, so a lane that nobody knows any more can be freed."""
+    with torch.inference_mode():  # nothing is for autograd; tensors made in anybody's inference mode may be written
         while (task := queue.get()) is not None:
-            failure = task.execute(failure)
-            del task  # keeps the tensors of its program
+            task.execute()
+            del task
+
+
+class _Fate:
+    """What has become of a lane: the failure of the first program that has failed."""
+
+    __slots__ = ("failure",)
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
 
 
 class _Task:
     """A program in the queue."""
 
-    __slots__ = ("_asked", "_done", "_failure", "_program", "_watch")
+    __slots__ = ("_asked", "_before", "_done", "_failure", "_fate", "_program", "_watch")
 
-    def __init__(self, asked: Asked, program: Program, watch: Watch) -> None:
+    def __init__(self, asked: Asked, program: Program, watch: Watch, fate: _Fate, before: _Task | None) -> None:
         self._asked = asked
+        self._fate = fate
+        self._before = before
         self._program: Program | None = program
         self._watch = watch
         self._done = threading.Event()
         self._failure: BaseException | None = None
 
-    def execute(self, earlier: BaseException | None) -> BaseException | None:
-        """Run it, unless one before has failed. Returns that failure or its own."""
+    def execute(self) -> None:
+        """Run it, unless one before has failed."""
         program, self._program = self._program, None
-        self._failure = earlier
-        if program is not None and earlier is None:
+        self._before = None
+        if program is not None and self._fate.failure is None:
             try:
                 program()
             except BaseException as error:
-                self._failure = error  # raised again where somebody waits
+                self._fate.failure = error  # raised again where somebody waits
+        self._failure = self._fate.failure
         self._done.set()
-        return self._failure
 
     def wait(self) -> None:
         """Block until the program has ended.
@@ -154,10 +169,17 @@ class _Task:
         """
         patience_s = PATIENCE_S
         while not self._done.wait(patience_s):
-            self._watch.look(self._asked)
+            self._watch.look(self._first_under_way()._asked)
             patience_s = min(2 * patience_s, MAX_PATIENCE_S)
         if self._failure is not None:
             raise self._failure
+
+    def _first_under_way(self) -> _Task:
+        """What this waits for: itself, or one before it in the queue."""
+        first = self
+        while (before := first._before) is not None and not before._done.is_set():
+            first = before
+        return first
 
     def is_completed(self, within_s: float = 0.0) -> bool:
         """Whether the program has ended, well or not, or does so within that time."""

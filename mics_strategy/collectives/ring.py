@@ -1,8 +1,8 @@
 """How do ranks of several nodes gather and add in one stage, at the least cost for the links between nodes?
 
 Every rank sends to one neighbour only, in the order of the ranks' numbers, so a transfer leaves each node once, in
-whatever order the shards are. It costs M (p - 1) / p per node, two stages M (p - k) / p; it is what `hierarchical=False`
-means where messages are sent point to point.
+whatever order the shards are. It costs M (p - 1) / p per node, two stages M (p - k) / p. It is what
+`hierarchical=False` means where messages are sent point to point.
 """
 
 from __future__ import annotations
@@ -38,10 +38,24 @@ class RingStage:
 
     def gather_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
         """See `Stage.gather_bytes`."""
-        return 0
+        return 0 if wire == dtype else self.transport.size * aligned_bytes((numel, wire))
 
     def begin_gather(self, rows: list[torch.Tensor], own: torch.Tensor, wire: torch.dtype, tag: int) -> Finish:
-        """See `Stage.begin_gather`; numbers travel in their own dtype.
+        """See `Stage.begin_gather`."""
+        if wire == own.dtype:
+            return self._pass_round(rows, own, tag)
+        narrow = [self._workspace.take(own.numel(), wire) for _ in rows]
+        arrive = self._pass_round(narrow, narrow[self.transport.index].copy_(own), tag)
+
+        def finish() -> None:
+            arrive()
+            for row, arrived in zip(rows, narrow, strict=True):
+                row.copy_(arrived)
+
+        return finish
+
+    def _pass_round(self, rows: list[torch.Tensor], own: torch.Tensor, tag: int) -> Finish:
+        """Gather.
 
         1. Receive the rows of the ranks on the left, the nearest first, from the next on the left.
         2. Send the own row to the right, and each that arrives but the last.

@@ -130,6 +130,24 @@ class Transport:
             arrivals[index] = self.receive(incoming[index], index, tag)
         return Pieces(arrivals, [self.send(outgoing[index], index, tag) for index in self._others])
 
+    def meet(self, tag: int) -> None:
+        """Block until all ranks are at the same transfer, before one of gloo's own collectives, which have no tags.
+
+        Each rank hears from those 1, 2, 4, ... places before it, each of which has heard from others by then.
+
+        Args:
+            tag: Of the transfer, the same on all ranks.
+
+        Cost:
+            Messages of no bytes, one after the other: log2(size), rounded up. None where gloo is not in use.
+        """
+        step = 1
+        while self.is_point_to_point and step < self.size:
+            arrival = self.group.recv([torch.empty(0)], (self.index - step) % self.size, tag)
+            self.group.send([torch.empty(0)], (self.index + step) % self.size, tag).wait()
+            arrival.wait()
+            step *= 2
+
     def _all_from(self, work: Any) -> Pieces:
         return Pieces(dict.fromkeys(range(self.size), work), [])
 
@@ -171,11 +189,9 @@ class Transport:
         Nothing else wakes a thread that waits for a message which will never come; when the interpreter ends around
         such a thread, the process is aborted.
         """
-        never = self.group.recv([torch.empty(1)], self._others[0], 2**31 - 1)
-        try:
-            never.wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return  # as meant: a receive that is late closes the connections of its group
+        for other in self._others:  # until one is alive: where none is, nothing waits
+            with suppress(RuntimeError):  # as meant: a receive that is late closes the connections of its group
+                self.group.recv([torch.empty(1)], other, 2**31 - 1).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Let go of the group. Not collective; nothing may be under way."""

@@ -17,18 +17,30 @@ import torch.distributed as dist
 
 from mics_strategy.errors import LifecycleError
 
+Place = tuple[str, frozenset[int]]
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A transfer that a lane was asked for: the how manieth, what it moves, and the ranks that take part."""
+    """A transfer that a lane was asked for: the how manieth among these ranks, what it moves, how much, among whom."""
 
     lane: str
     number: int
     what: str
+    size: str
     ranks: frozenset[int]
+
+    @property
+    def place(self) -> Place:
+        """Where it has its number. Ranks that share it count alike; of other transfers one may have more."""
+        return self.lane, self.ranks
 
     def __str__(self) -> str:
         return f"the {self.what[0].lower()}{self.what[1:]}"
+
+    def size_beside(self, other: Asked) -> str:
+        """How much it moves, where it is not told from the other by what it moves."""
+        return f" of {self.size}" if self.what == other.what else ""
 
 
 class Watch:
@@ -43,12 +55,12 @@ class Watch:
         self._name = name
         self._rank = rank
         self._store = dist.distributed_c10d._get_default_store()
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[Place] = Counter()
 
-    def ask(self, lane: str, what: str, ranks: frozenset[int]) -> Asked:
+    def ask(self, lane: str, what: str, size: str, ranks: frozenset[int]) -> Asked:
         """A lane is asked for a transfer."""
-        asked = Asked(lane, self._counts[lane], what.split(" over ")[0], ranks)
-        self._counts[lane] += 1
+        asked = Asked(lane, self._counts[lane, ranks], what.split(" over ")[0], size, ranks)
+        self._counts[asked.place] += 1
         return asked
 
     def look(self, own: Asked) -> None:
@@ -67,25 +79,28 @@ class Watch:
         self.look_back()
 
     def _compare(self, own: Asked) -> None:
-        note = [own.lane, own.number, own.what, sorted(own.ranks), dict(self._counts)]
+        counts = [(lane, sorted(ranks), count) for (lane, ranks), count in self._counts.items()]
+        note = [own.lane, own.number, own.what, own.size, sorted(own.ranks), counts]
         self._store.set(self._key(self._rank), json.dumps(note))
         for rank in sorted(own.ranks - {self._rank}):
             if not self._store.check([self._key(rank)]):
                 continue
-            lane, number, what, ranks, counts = json.loads(self._store.get(self._key(rank)))
-            other = Asked(lane, number, what, frozenset(ranks))
-            is_another = (own.lane, own.number) == (lane, number) and own.what != what
+            lane, number, what, size, ranks, counts = json.loads(self._store.get(self._key(rank)))
+            other = Asked(lane, number, what, size, frozenset(ranks))
+            its_counts = {(lane, frozenset(ranks)): count for lane, ranks, count in counts}
+            is_another = (own.place, own.number) == (other.place, number) and (own.what, own.size) != (what, size)
             is_deadlock = (
                 self._rank in other.ranks
-                and counts.get(own.lane, 0) <= own.number
-                and self._counts[other.lane] <= other.number
+                and its_counts.get(own.place, 0) <= own.number
+                and self._counts[other.place] <= other.number
             )
             if is_another or is_deadlock:
                 first, second = sorted([(self._rank, own), (rank, other)], key=lambda pair: pair[0])
                 self._store.set(
                     self._key("parted"),
-                    f"Ranks have parted, and wait for each other in vain: rank {first[0]} for {first[1]} (transfer "
-                    f"{first[1].number} of its lane), rank {second[0]} for {second[1]} (transfer {second[1].number}). "
+                    f"Ranks have parted, and wait for each other in vain: rank {first[0]} for {first[1]}"
+                    f"{first[1].size_beside(second[1])} (transfer {first[1].number} of its lane), rank {second[0]} for "
+                    f"{second[1]}{second[1].size_beside(first[1])} (transfer {second[1].number}). "
                     "Let all ranks run the same units in the same order while parameters are sharded (seed what "
                     "chooses them, as LayerDrop does, alike), or keep parameters whole with `params='none'`.",
                 )
