@@ -11,7 +11,7 @@ from benchmarks.report import Cluster, make_report, table
 from benchmarks.workload import Workload
 from tests.benchmarks.needs import needs_testbed
 
-PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text().partition("\n# On one GPU\n")[0]
 SMALL = "--width 128 --layers 3 --vocabulary 512 --sequence 32 --micro-batch 1 --accumulation 2 --rounds 1 --steps 5"
 
 

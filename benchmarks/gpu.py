@@ -1,0 +1,339 @@
+"""What do kernels and engine reach on one GPU?
+
+``python -m benchmarks.gpu`` measures four things, prints a table of each as soon as it has it, and writes JSON:
+
+- ``codecs``: bytes by time of every codec operation beside a plain copy (`gpu_codecs`);
+- ``engine``: tokens/s at world size 1 beside plain PyTorch and FSDP2 (`gpu_training`);
+- ``overlap``: whether a unit is gathered while the one before it computes;
+- ``memory``: what is allocated, beside what the engine's account says.
+
+The last two pretend to be rank 0 of many: the process group that torch's own tests use stands in for the other ranks.
+What it gathers is this rank's shard again and again, copied on the stream on which a gather would run; a reduction
+keeps what this rank has. So order and memory are the real ones, and no time says anything of a network. See
+docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import itertools
+import json
+import platform
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.gpu_codecs import Meter, Row, Sizes, Stamp, measure_codecs
+from benchmarks.gpu_training import SIZES, Block, Rounds, Shape, Trained, compare_engines
+from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy.mesh import Mesh
+from mics_strategy.sharding.unit import Unit
+
+PARTS = ("codecs", "engine", "overlap", "memory")
+_PER_NODE = 8
+_OVERLAP_RANKS = 8
+_MEMORY_CASES = (("mics", 512), ("zero3", 512), ("zero3", 8))
+_WARM_UP = 3  # the order of units is known after the first step, all memory taken after the second
+_REST_TOLERANCE = 0.05
+_SMOKE = Sizes(numel=5000, pieces=3, rounds=1, calls=1)
+
+
+@contextmanager
+def pretended_ranks(world_size: int) -> Iterator[None]:
+    """A default process group of `world_size` ranks of which only rank 0 runs; the others say what it says."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def everyone_alike(value: object) -> list[object]:
+        return [value] * world_size
+
+    with ExitStack() as stack:
+        for module in ("mesh", "sharding.engine", "sharding.materialize"):
+            stack.enter_context(mock.patch(f"mics_strategy.{module}.gather_objects", everyone_alike))
+        stack.enter_context(mock.patch.object(Mesh, "balance", 0))  # nobody sends the others', which make the sum 0
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment on the stream on which `what` happens to a unit; marks are listed in the order of the host."""
+
+    what: str
+    unit: str
+    stamp: Stamp
+
+
+class Trace:
+    """Marks of one step, while it is on.
+
+    Args:
+        meter: Of the device.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self.is_on = False
+        self.marks: list[Mark] = []
+        self._meter = meter
+
+    def mark(self, what: str, unit: str) -> None:
+        """Note that something begins or ends now."""
+        if self.is_on:
+            self.marks.append(Mark(what, unit, self._meter.mark()))
+
+    @contextmanager
+    def gathers(self) -> Iterator[None]:
+        """Note when the gather of each unit begins and ends, on the stream that brings it."""
+        original = Unit.start_unshard
+
+        def start_unshard(unit: Unit, streams: Any, *args: Any, **kwargs: Any) -> None:
+            original(unit, _Marking(streams, unit.name, self), *args, **kwargs)  # type: ignore[arg-type]
+
+        with mock.patch.object(Unit, "start_unshard", start_unshard):
+            yield
+
+    def watch(self, name: str, block: nn.Module) -> None:
+        """Note when the forward of a block begins and ends, and when its backward begins.
+
+        Before the engine is told of an end, and after it was told of a beginning: what is gathered only when it is
+        needed then comes after the end of the block before.
+        """
+
+        def after(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+            self.mark("forward ends", name)
+            output.register_hook(lambda _: self.mark("backward begins", name))
+
+        block.register_forward_pre_hook(lambda *_: self.mark("forward begins", name))
+        block.register_forward_hook(after, prepend=True)
+
+
+class _Marking:
+    """Streams that mark the chains which bring a unit."""
+
+    def __init__(self, streams: Any, unit: str, trace: Trace) -> None:
+        self._streams, self._unit, self._trace = streams, unit, trace
+
+    def gather(self, *stages: Any) -> Any:
+        """See `Streams.gather`."""
+        begin, end = (partial(self._trace.mark, f"gather {word}", self._unit) for word in ("begins", "ends"))
+        return self._streams.gather(begin, *stages, end)
+
+
+def measure_overlap(shape: Shape, device: torch.device) -> Iterator[Row]:
+    """One step with overlap and, to see that the measurement tells a difference, one without."""
+    for overlap in ("all", "none"):
+        with pretended_ranks(_OVERLAP_RANKS):
+            marks = _traced_step(shape, device, overlap)
+        for row in overlap_rows(marks, Meter(device)):
+            expected = row["gathers"] if overlap == "all" else 0
+            is_expected = row["gathers"] > 0 and row["issued early"] == expected
+            yield {"overlap": overlap, **row, "problem": "" if is_expected else f"{expected} early are expected"}
+
+
+def _traced_step(shape: Shape, device: torch.device, overlap: str) -> list[Mark]:
+    trained = _shard("mics", _OVERLAP_RANKS, shape, device, overlap=overlap)[0]
+    trace = Trace(Meter(device))
+    for name, module in trained.model.named_modules():
+        if isinstance(module, Block):
+            trace.watch(name, module)
+    with trace.gathers():
+        for step in range(_WARM_UP + 1):
+            trace.is_on = step == _WARM_UP
+            trace.mark("step begins", "")
+            trained.step(shape.batch(step, device))
+    return trace.marks
+
+
+def overlap_rows(marks: list[Mark], meter: Meter) -> Iterator[Row]:
+    """For forward and backward: gathers of a block, and how many of them came before the block ahead of it had ended.
+
+    ``issued early`` counts in the order of the host, ``begun early`` in the time of the device; ``hidden`` is the share
+    of the gathers' time in which the block ahead computed. Without streams there are no times.
+    """
+    turn = next(index for index, mark in enumerate(marks) if mark.what == "backward begins")
+    for phase, of_phase in (("forward", marks[:turn]), ("backward", marks[turn:])):
+        begins = {mark.unit: index for index, mark in enumerate(of_phase) if mark.what == f"{phase} begins"}
+        ends = {mark.unit: index for index, mark in enumerate(of_phase) if mark.what == "forward ends"}
+        if phase == "backward":  # a block ends when the gradient of the one before it in the model is there
+            ends = dict(zip(begins, list(begins.values())[1:], strict=False))
+        gathers = {mark.unit: index for index, mark in reversed([*enumerate(of_phase)]) if mark.what == "gather begins"}
+        arrivals = {mark.unit: index for index, mark in reversed([*enumerate(of_phase)]) if mark.what == "gather ends"}
+        places = [
+            (begins[ahead], ends[ahead], gathers[unit], arrivals[unit])
+            for ahead, unit in itertools.pairwise(begins)
+            if unit in gathers
+        ]
+        row: Row = {"phase": phase, "gathers": len(places), "issued early": sum(g < end for _, end, g, _ in places)}
+        if meter.is_cuda:
+            row |= _hidden([[meter.seconds(marks[0].stamp, of_phase[i].stamp) for i in place] for place in places])
+        yield row
+
+
+def _hidden(times: list[list[float]]) -> Row:
+    """From when the block ahead begins and ends, and the gather begins and ends."""
+    hidden = sum(max(0.0, min(end, arrival) - max(begin, gather)) for begin, end, gather, arrival in times)
+    gathering = sum(arrival - gather for _, _, gather, arrival in times)
+    early = sum(gather < end for _, end, gather, _ in times)
+    return {"begun early": early, "gather ms": gathering * 1e3, "hidden": hidden / gathering if gathering else None}
+
+
+def measure_memory(shape: Shape, device: torch.device) -> Iterator[Row]:
+    """What is allocated, between steps and at most, beside the engine's account and the optimizer's states."""
+    Trained(SIZES["tiny"].model(device).bfloat16()).step(SIZES["tiny"].batch(0, device))  # what libraries keep for good
+    for preset, world_size in _MEMORY_CASES:
+        with pretended_ranks(world_size):
+            row = _memory_row(preset, world_size, shape, Meter(device))
+        share = row["of account"]
+        is_off = share is not None and abs(share - 1) > _REST_TOLERANCE
+        yield {**row, "problem": "memory at rest is not what the account says" if is_off else ""}
+
+
+def _memory_row(preset: str, world_size: int, shape: Shape, meter: Meter) -> Row:
+    meter.release()
+    before = meter.allocated_bytes
+    trained, account_bytes = _shard(preset, world_size, shape, meter.device)
+    for step in range(_WARM_UP):
+        trained.step(shape.batch(step, meter.device))
+    account_bytes += sum(_state_bytes(state) for state in trained.optimizer.state.values())
+    meter.release()
+    meter.forget_peak()
+    rest = meter.allocated_bytes - before
+    batch = shape.batch(_WARM_UP, meter.device)
+    loss = trained.model(batch.inputs, batch.targets)
+    activations = meter.allocated_bytes - before - rest
+    loss.backward()
+    trained.update()
+    row: Row = {"preset": preset, "ranks": world_size, "account MB": account_bytes / 1e6}
+    if not meter.is_cuda:
+        return row | dict.fromkeys(("at rest MB", "of account", "activations MB", "peak MB", "of all"))
+    peak = meter.peak_bytes - before
+    row |= {"at rest MB": rest / 1e6, "of account": rest / account_bytes, "activations MB": activations / 1e6}
+    return row | {"peak MB": peak / 1e6, "of all": peak / (account_bytes + activations)}
+
+
+def _state_bytes(state: dict[str, Any]) -> int:
+    tensors = [getattr(value, "_local_tensor", value) for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def _shard(
+    preset: str, world_size: int, shape: Shape, device: torch.device, *, overlap: str = "all"
+) -> tuple[Trained, int]:
+    """A sharded model that was never whole, and the bytes that its engine says it allocated."""
+    topology = Topology(ranks_per_node=min(_PER_NODE, world_size))
+    config = ShardConfig.preset(preset, param_dtype="bfloat16", overlap=overlap, topology=topology)
+    model = shape.model("meta")
+    sharded = shard(model, config, units=[Block], device=device)
+    return Trained(model), sharded.memory.total_bytes
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
+    add = made.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="the CPU shows that the command works, no more")
+    add("--smoke", action="store_true", help="everything tiny and once: to see in seconds whether it runs")
+    add("--parts", default=",".join(PARTS), help="any of %(default)s")
+    add("--size", choices=tuple(SIZES), default="1b", help="of the model")
+    add("--numel", type=int, default=Sizes().numel, help="values of a tensor that is encoded")
+    add("--rounds", type=int, default=Rounds().rounds, help="in each, every engine is built and trained once")
+    add("--steps", type=int, default=Rounds().steps, help="measured in each round")
+    add("--loss-tolerance", type=float, default=Rounds().loss_tolerance, help="between engines, relative")
+    add("--output", type=Path, default=None, help="a folder for gpu.json")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write; 0 when all parts ran and found nothing wrong. A missed target is not wrong."""
+    options = parser().parse_args(arguments)
+    chosen = options.parts.split(",")
+    unknown = [part for part in chosen if part not in PARTS]
+    if unknown or (options.device == "cuda" and not torch.cuda.is_available()):
+        reason = f"`--parts {unknown[0]}` is not known: use {','.join(PARTS)}" if unknown else "no CUDA device is there"
+        print(reason, file=sys.stderr)
+        return 2
+    device = torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    tables: dict[str, list[Row]] = {}
+    for name, part in _parts(options, device).items():
+        if name in chosen:
+            tables[name] = _run(name, part, device)
+            print(f"\n{name}\n{table(tables[name])}", flush=True)
+            if options.output is not None:
+                _write(tables, options, device)
+    return 1 if any(row.get("problem") for rows in tables.values() for row in rows) else 0
+
+
+def _parts(options: argparse.Namespace, device: torch.device) -> dict[str, Callable[[], Iterator[Row]]]:
+    shape = SIZES["tiny" if options.smoke else options.size]
+    sizes = _SMOKE if options.smoke else Sizes(numel=options.numel)
+    rounds = Rounds(rounds=options.rounds, steps=options.steps, loss_tolerance=options.loss_tolerance)
+    if options.smoke:
+        rounds = Rounds(rounds=1, warm_up=1, steps=2, loss_tolerance=options.loss_tolerance)
+    return {
+        "codecs": lambda: measure_codecs(device, sizes),
+        "engine": lambda: compare_engines(shape, device, rounds),
+        "overlap": lambda: measure_overlap(shape, device),
+        "memory": lambda: measure_memory(shape, device),
+    }
+
+
+def _run(name: str, part: Callable[[], Iterator[Row]], device: torch.device) -> list[Row]:
+    """The rows of a part. One that fails keeps those it has, and the other parts run: the device may be lent once."""
+    rows: list[Row] = []
+    try:
+        Meter(device).release()
+        for row in part():
+            rows.append(row)
+            print(f"{name}:", *(_cell(value) for value in row.values() if not isinstance(value, list)), flush=True)
+    except Exception as error:
+        traceback.print_exc()
+        rows.append({"problem": f"{type(error).__name__}: {error}".splitlines()[0]})
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """Rows as text, with the columns that any of them has; lists are for the file only."""
+    columns = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in ("problem", "losses")]
+    lines = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join(
+        f"{line}  {'WRONG: ' + row['problem'] if row.get('problem') else ''}".rstrip()
+        for line, row in zip(text, [{}, *rows], strict=True)
+    )
+
+
+def _cell(value: object) -> str:
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.4f}"
+
+
+def _write(tables: dict[str, list[Row]], options: argparse.Namespace, device: torch.device) -> None:
+    options.output.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        "has_triton": importlib.util.find_spec("triton") is not None,
+    }
+    (options.output / "gpu.json").write_text(json.dumps({**facts, "parts": tables}, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

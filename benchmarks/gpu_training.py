@@ -1,0 +1,332 @@
+"""What does the engine cost on one device, where it has nothing to send?
+
+A model like LLaMA in plain torch, trained by plain PyTorch, FSDP2 and the engine: the same values, data, step and fused
+AdamW. Parameters, gradients and states that an optimizer reads are fp32; compute is bf16.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.gpu_codecs import Meter, Row
+from benchmarks.workload import Batch
+from mics_strategy import ShardConfig, shard
+
+FSDP2_SHARE = 1.0  # of FSDP2's tokens/s: what is asked of the engine
+_LEARNING_RATE = 1e-4
+_ROTARY_BASE = 10_000.0
+_SEED = 0
+_STRIDE = 7  # the token after t is t + 7, modulo the vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A model, and what one step reads.
+
+    Attributes:
+        width: Of the residual stream, a multiple of twice `heads`.
+        layers: Blocks.
+        heads: Of the attention.
+        feed_forward: Width of the gated layer.
+        vocabulary: Tokens.
+        sequence: Tokens of one sequence.
+        micro_batch: Sequences of one step.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    feed_forward: int
+    vocabulary: int
+    sequence: int
+    micro_batch: int
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model."""
+        block = 4 * self.width**2 + 3 * self.width * self.feed_forward + 2 * self.width
+        return 2 * self.vocabulary * self.width + self.layers * block + self.width
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step."""
+        return self.sequence * self.micro_batch
+
+    def model(self, device: torch.device | str) -> Llama:
+        """The model in fp32, with the same values at every call."""
+        torch.manual_seed(_SEED)
+        with torch.device(device):
+            return Llama(self)
+
+    def batch(self, step: int, device: torch.device) -> Batch:
+        """What a step reads."""
+        generator = torch.Generator().manual_seed(step)
+        first = torch.randint(0, self.vocabulary, (self.micro_batch, 1), generator=generator)
+        tokens = ((first + _STRIDE * torch.arange(self.sequence + 1)) % self.vocabulary).to(device)
+        return Batch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
+
+
+SIZES = {
+    "tiny": Shape(width=32, layers=4, heads=2, feed_forward=64, vocabulary=128, sequence=16, micro_batch=2),
+    "300m": Shape(width=1024, layers=20, heads=8, feed_forward=2816, vocabulary=32000, sequence=2048, micro_batch=8),
+    "1b": Shape(width=2048, layers=18, heads=16, feed_forward=5504, vocabulary=32000, sequence=2048, micro_batch=8),
+}
+
+
+class Block(nn.Module):
+    """Attention with rotary positions and a gated layer, each behind its norm."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width, hidden = shape.width, shape.feed_forward
+        self.heads = shape.heads
+        self.attention_norm = nn.RMSNorm(width, eps=1e-5)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.project = nn.Linear(width, width, bias=False)
+        self.forward_norm = nn.RMSNorm(width, eps=1e-5)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        """Map ``[batch, sequence, width]`` to the same; angles are ``[sequence, width of a head]``."""
+        batch, sequence, width = x.shape
+        joint = self.query_key_value(self.attention_norm(x))
+        query, key, value = joint.view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key = (_rotated(each, cosine.to(each.dtype), sine.to(each.dtype)) for each in (query, key))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        gate, up = self.gate_up(self.forward_norm(x)).chunk(2, dim=-1)
+        out: torch.Tensor = x + self.down(F.silu(gate) * up)
+        return out
+
+
+def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-high, low), dim=-1) * sine
+
+
+class Llama(nn.Module):
+    """Returns the loss. It keeps no buffers, so that it can be built on the meta device."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_width = shape.width // shape.heads
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy of the next tokens."""
+        x = self.tokens(inputs)
+        places = torch.arange(0, self.head_width, 2, device=inputs.device) / self.head_width
+        angles = torch.outer(torch.arange(inputs.shape[1], device=inputs.device), _ROTARY_BASE**-places).repeat(1, 2)
+        cosine, sine = angles.cos(), angles.sin()
+        for block in self.blocks:
+            x = block(x, cosine, sine)
+        loss: torch.Tensor = F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+        return loss
+
+
+class Trained:
+    """A model and its optimizer.
+
+    Args:
+        model: On its device.
+        masters: What the optimizer updates; the model's own parameters where they are not given.
+    """
+
+    def __init__(self, model: nn.Module, masters: list[torch.Tensor] | None = None) -> None:
+        self.model = model
+        parameters: Any = model.parameters() if masters is None else masters
+        self.optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        """Train on a batch. Returns its loss, without waiting for it."""
+        loss: torch.Tensor = self.model(batch.inputs, batch.targets)
+        loss.backward()
+        self.update()
+        return loss.detach()
+
+    def update(self) -> None:
+        """Use the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class _Autocast(Trained):
+    """fp32 parameters, computing under autocast, which casts them in every step and keeps residuals in fp32."""
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        with torch.autocast(batch.inputs.device.type, torch.bfloat16):
+            loss = self.model(batch.inputs, batch.targets)
+        loss.backward()
+        self.update()
+        return torch.as_tensor(loss).detach()
+
+
+class _Masters(Trained):
+    """bf16 parameters, of which the optimizer has an fp32 copy: the arithmetic of the sharded engines."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.masters = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+        super().__init__(model.bfloat16(), self.masters)
+
+    def update(self) -> None:
+        parameters: list[torch.Tensor] = list(self.model.parameters())
+        for master, parameter in zip(self.masters, parameters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        super().update()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, self.masters)
+
+
+def _fsdp2(shape: Shape, device: torch.device, *, is_light: bool) -> Trained:
+    """`fully_shard` of each block and the root: with fp32 reductions, or in the way that does the least."""
+    model = shape.model(device)
+    dtype = torch.bfloat16 if is_light else torch.float32
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (1,), mesh_dim_names=("shard",)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=dtype),
+    }
+    if is_light:
+        options["reshard_after_forward"] = False
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return Trained(model)
+
+
+def _ours(shape: Shape, device: torch.device, *, preset: str) -> Trained:
+    model = shape.model(device)
+    shard(model, ShardConfig.preset(preset, param_dtype="bfloat16"), units=[Block], device=device)
+    return Trained(model)
+
+
+BUILDERS: dict[str, Callable[[Shape, torch.device], Trained]] = {
+    "plain": lambda shape, device: _Masters(shape.model(device)),
+    "plain-autocast": lambda shape, device: _Autocast(shape.model(device)),
+    "fsdp2": lambda shape, device: _fsdp2(shape, device, is_light=False),
+    "fsdp2-light": lambda shape, device: _fsdp2(shape, device, is_light=True),
+    "mics": lambda shape, device: _ours(shape, device, preset="mics"),
+    "zero3": lambda shape, device: _ours(shape, device, preset="zero3"),
+}
+OURS = ("mics", "zero3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """How often engines are measured; in each round every engine is built anew.
+
+    Attributes:
+        rounds: Of all engines in turn.
+        warm_up: Steps before those that are measured.
+        steps: Measured steps.
+        loss_tolerance: Largest difference to the loss of the first engine at any step, by that loss.
+    """
+
+    rounds: int = 3
+    warm_up: int = 3
+    steps: int = 8
+    loss_tolerance: float = 0.02
+
+
+@dataclass(slots=True)
+class Found:
+    """What one engine did, over all rounds."""
+
+    step_s: list[float] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)
+    failure: str = ""
+
+
+def compare_engines(
+    shape: Shape, device: torch.device, rounds: Rounds, say: Callable[[str], None] = print
+) -> Iterator[Row]:
+    """Train with every engine in turn at world size 1; an engine that fails has a row that says so."""
+    found, meter = {name: Found() for name in BUILDERS}, Meter(device)
+    with _own_group(device):
+        for index, (name, engine) in itertools.product(range(rounds.rounds), found.items()):
+            if engine.failure:
+                continue
+            try:
+                _train(name, engine, shape, meter, rounds)
+                say(f"round {index}: {name} {statistics.median(engine.step_s[-rounds.steps :]):.4f} s a step")
+            except Exception as error:  # out of memory, say; the others have their rows
+                engine.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        yield from engine_rows(found, shape, rounds.loss_tolerance)
+
+
+@contextmanager
+def _own_group(device: torch.device) -> Iterator[None]:
+    """A default process group of this process alone."""
+    is_cuda = device.type == "cuda"
+    options: dict[str, Any] = {"device_id": device} if is_cuda else {}
+    backend, store = "nccl" if is_cuda else "gloo", torch._C._distributed_c10d.HashStore()
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(name: str, found: Found, shape: Shape, meter: Meter, rounds: Rounds) -> None:
+    meter.release()
+    before = meter.allocated_bytes
+    engine = BUILDERS[name](shape, meter.device)
+    batches = [shape.batch(step, meter.device) for step in range(rounds.warm_up + rounds.steps)]
+    losses = [engine.step(batch) for batch in batches[: rounds.warm_up]]
+    meter.forget_peak()
+    marks = [meter.mark()]
+    for batch in batches[rounds.warm_up :]:
+        losses.append(engine.step(batch))
+        marks.append(meter.mark())
+    found.step_s += [meter.seconds(begin, end) for begin, end in itertools.pairwise(marks)]
+    found.losses.append([float(loss) for loss in losses])
+    found.peak_bytes.append(meter.peak_bytes - before)
+
+
+def engine_rows(found: dict[str, Found], shape: Shape, loss_tolerance: float) -> Iterator[Row]:
+    """A row for each engine, with ratios of tokens/s: ours to the faster FSDP2, and to the faster plain loop.
+
+    Args:
+        found: By engine; the losses of the first one's first round are those of the others.
+        shape: That was trained.
+        loss_tolerance: See `Rounds`.
+    """
+    speeds = {name: shape.tokens / statistics.median(each.step_s) for name, each in found.items() if not each.failure}
+    fsdp2 = max((speed for name, speed in speeds.items() if name.startswith("fsdp2")), default=None)
+    plain = max((speed for name, speed in speeds.items() if name.startswith("plain")), default=None)
+    expected = next((each.losses[0] for each in found.values() if not each.failure), [])
+    for name, each in found.items():
+        if each.failure:
+            yield {"engine": name, "problem": each.failure}
+            continue
+        row: Row = {"engine": name, "step s": statistics.median(each.step_s)}
+        row |= {"min s": min(each.step_s), "max s": max(each.step_s), "tokens/s": speeds[name]}
+        if name in OURS and fsdp2 is not None and plain is not None:
+            share = speeds[name] / fsdp2
+            target = "met" if share >= FSDP2_SHARE else "missed"
+            row |= {"of fsdp2": share, "of plain": speeds[name] / plain, "target": target}
+        row |= {"peak MB": max(each.peak_bytes) / 1e6 or None, "loss": each.losses[-1][-1], "losses": each.losses}
+        yield {**row, "problem": _difference(each.losses, expected, loss_tolerance)}
+
+
+def _difference(losses: list[list[float]], expected: list[float], tolerance: float) -> str:
+    pairs = [pair for of_round in losses for pair in zip(of_round, expected, strict=True)]
+    wrong = [pair for pair in pairs if not abs(pair[0] - pair[1]) <= tolerance * abs(pair[1])]  # NaN is wrong
+    return f"loss {wrong[0][0]:.4f} where {wrong[0][1]:.4f} is expected" if wrong else ""

@@ -1,0 +1,208 @@
+"""Does the GPU's benchmark run, as far as a CPU can tell, and is its arithmetic right?
+
+Nothing here says how fast anything is.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import PARTS, Mark, main, overlap_rows, parser, table
+from benchmarks.gpu_codecs import Meter, moved_bytes, wrong_operations
+from benchmarks.gpu_training import BUILDERS, SIZES, Found, engine_rows
+from mics_strategy import Codec
+from tests.ranks import RankContext, RankPool
+
+PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text().partition("\n# On one GPU\n")[2]
+CPU = torch.device("cpu")
+
+
+def run(ctx: RankContext, parts: str, folder: str) -> tuple[int, dict[str, list[dict]]]:
+    code = main(["--device", "cpu", "--smoke", "--parts", parts, "--output", folder])
+    return code, json.loads((Path(folder) / "gpu.json").read_text())["parts"]
+
+
+def smoke(ranks: RankPool, part: str, folder: Path) -> list[dict]:
+    """The rows of a part that found nothing wrong."""
+    ((code, tables),) = ranks(1, run, part, str(folder), default_group=False)
+    assert code == 0
+    assert list(tables) == [part]
+    return tables[part]
+
+
+def columns_explained(rows: list[dict]) -> None:
+    explained = set(re.findall(r"^\| ([\w/ -]+?) \|", PAGE, flags=re.MULTILINE))
+    named = {key for row in rows for key in row} - {"problem", "losses"}
+    assert named - {"operation", "codec", "dtype", "engine", "phase", "preset", "ranks"} <= explained
+
+
+def test_every_operation_of_every_codec_is_measured(ranks: RankPool, tmp_path: Path) -> None:
+    rows = smoke(ranks, "codecs", tmp_path)
+    found = {(row["operation"], row.get("codec"), row.get("dtype")) for row in rows}
+    codecs = [f"int{bits}/{size}" for bits in (8, 4) for size in (64, 256, 2048)]
+    both = {
+        (what, codec, dtype) for what in ("encode", "decode") for codec in codecs for dtype in ("float32", "bfloat16")
+    }
+    sums = {(what, codec, "float32") for what in ("decode_add", "encode_sum", "separate") for codec in codecs}
+    assert found == both | sums | {("bits", codec, None) for codec in codecs} | {("copy", None, None)}
+    assert all(row["ms"] > 0 and row["of copy"] > 0 for row in rows if "ms" in row)
+    columns_explained(rows)
+
+
+def test_every_engine_is_measured_and_they_agree(ranks: RankPool, tmp_path: Path) -> None:
+    rows = smoke(ranks, "engine", tmp_path)
+    assert [row["engine"] for row in rows] == list(BUILDERS)
+    assert all(row["tokens/s"] == pytest.approx(SIZES["tiny"].tokens / row["step s"]) for row in rows)
+    assert {row["engine"]: "of fsdp2" in row for row in rows if "of fsdp2" in row}.keys() == {"mics", "zero3"}
+    columns_explained(rows)
+
+
+def test_gathers_are_early_with_overlap_and_only_then(ranks: RankPool, tmp_path: Path) -> None:
+    rows = smoke(ranks, "overlap", tmp_path)
+    found = {(row["overlap"], row["phase"]): (row["gathers"], row["issued early"]) for row in rows}
+    forward, backward = SIZES["tiny"].layers - 1, SIZES["tiny"].layers - 2  # the last two blocks are still there
+    assert found == {
+        ("all", "forward"): (forward, forward),
+        ("all", "backward"): (backward, backward),
+        ("none", "forward"): (forward, 0),
+        ("none", "backward"): (backward, 0),
+    }
+    columns_explained(rows)
+
+
+def test_memory_is_accounted_for_many_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    rows = smoke(ranks, "memory", tmp_path)
+    assert [(row["preset"], row["ranks"]) for row in rows] == [("mics", 512), ("zero3", 512), ("zero3", 8)]
+    assert all(row["account MB"] > 0 for row in rows)
+    columns_explained(rows)
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        ("encode", 4 * 512 + 528),
+        ("decode", 528 + 4 * 512),
+        ("decode_add", 528 + 8 * 512),
+        ("encode_sum", 3 * 528 + 528),
+        ("separate", (528 + 4 * 512) + 2 * (528 + 8 * 512) + (4 * 512 + 528)),
+    ],
+)
+def test_bytes_are_those_of_the_operands(operation: str, expected: int) -> None:
+    codec = Codec(bits=8, block_size=256)  # 512 codes and two scales, up to a multiple of 16
+    assert moved_bytes(operation, codec, 512, 4, 3) == expected
+
+
+def test_bf16_values_take_half_the_bytes() -> None:
+    codec = Codec(bits=4, block_size=256)  # 256 bytes of codes and two scales
+    assert moved_bytes("encode", codec, 512, 2, 3) == 2 * 512 + 272
+
+
+class WritesZeros:
+    """A coder whose results are wrong."""
+
+    def __init__(self, codec: Codec, device: torch.device) -> None:
+        self._codec = codec
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        out.zero_()
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        out.zero_()
+
+    decode_add = decode
+
+    def encode_sum(self, pieces: torch.Tensor, numel: int, out: torch.Tensor) -> None:
+        out.zero_()
+
+
+def test_wrong_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wrong_operations(Codec(bits=8), CPU) == []
+    monkeypatch.setattr("benchmarks.gpu_codecs.Coder", WritesZeros)
+    found = wrong_operations(Codec(bits=8), CPU)
+    assert [name.split()[0] for name in found] == ["encode", "decode", "encode", "decode", "decode_add", "encode_sum"]
+
+
+class Streamed(Meter):
+    """A meter whose marks are seconds that the test has written."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.is_cuda = True
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def test_times_on_the_device_say_what_was_hidden() -> None:
+    """The second gather takes 3 s, of which the first block computes 2; the other one comes when all is over."""
+    forward = [
+        *(("step begins", "", 0.0), ("gather begins", "a", 0.0), ("gather ends", "a", 1.0)),
+        *(("gather begins", "b", 2.0), ("gather ends", "b", 5.0), ("forward begins", "a", 1.0)),
+        *(("forward ends", "a", 4.0), ("forward begins", "b", 5.0), ("forward ends", "b", 6.0)),
+    ]
+    backward = [
+        *(("backward begins", "b", 7.0), ("backward begins", "a", 9.0)),
+        *(("gather begins", "a", 9.0), ("gather ends", "a", 10.0)),
+    ]
+    first, second = overlap_rows([Mark(*each) for each in (*forward, *backward)], Streamed())
+    assert first == {
+        **{"phase": "forward", "gathers": 1, "issued early": 1},
+        **{"begun early": 1, "gather ms": 3000.0, "hidden": pytest.approx(2 / 3)},
+    }
+    assert second == {
+        **{"phase": "backward", "gathers": 1, "issued early": 0},
+        **{"begun early": 0, "gather ms": 1000.0, "hidden": 0.0},
+    }
+
+
+def found(step_s: float, loss: float) -> Found:
+    return Found(step_s=[step_s, step_s, 9.0], peak_bytes=[1000], losses=[[5.0, loss]])
+
+
+def test_ratios_are_those_of_the_faster_peers() -> None:
+    engines = {"plain": found(1.0, 4.0), "plain-autocast": found(2.0, 4.0)}
+    engines |= {"fsdp2": found(2.0, 4.0), "fsdp2-light": found(1.6, 4.0), "mics": found(2.0, 4.0)}
+    *_, mics = engine_rows(engines, SIZES["tiny"], 0.02)
+    assert (mics["of plain"], mics["of fsdp2"], mics["target"]) == (0.5, pytest.approx(0.8), "missed")
+
+
+@pytest.mark.parametrize("loss", [4.1, float("nan")])
+def test_other_losses_and_failures_are_wrong(loss: float) -> None:
+    engines = {"plain": found(1.0, 4.0), "fsdp2": Found(failure="out of memory"), "mics": found(1.0, loss)}
+    plain, fsdp2, mics = engine_rows(engines, SIZES["tiny"], 0.02)
+    assert (plain["problem"], fsdp2["problem"]) == ("", "out of memory")
+    assert "where 4.0000 is expected" in mics["problem"]
+    assert "WRONG: out of memory" in table([plain, fsdp2, mics])
+
+
+def test_a_part_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no more memory")
+
+    monkeypatch.setattr("benchmarks.gpu.measure_codecs", fail)
+    assert main(["--device", "cpu", "--smoke", "--parts", "codecs"]) == 1
+    assert "WRONG: RuntimeError: no more memory" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cpu", "--parts", "codecs,speed"]) == 2
+    assert "`--parts speed` is not known" in capsys.readouterr().err
+
+
+def test_the_page_names_what_exists() -> None:
+    (command,) = re.findall(r"^python -m benchmarks.gpu(.*)$", PAGE, flags=re.MULTILINE)
+    parser().parse_args(command.split())
+    assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= set(re.findall(r"--[a-z-]+", parser().format_help()))
+    assert all(f"**{part}**" in PAGE for part in PARTS)
+    assert all(f"`{engine}`" in PAGE for engine in BUILDERS)
+    assert f"{SIZES['1b'].numel / 1e9:.2f} B" in PAGE
+    assert sum(parameter.numel() for parameter in SIZES["tiny"].model("meta").parameters()) == SIZES["tiny"].numel
