@@ -20,18 +20,24 @@ Kind = tuple[torch.dtype, int]  # dtype, ranks of the group
 
 
 class CountC10d(TorchDispatchMode):
-    """Counts what is handed to torch.distributed inside: bytes that this rank sends by kind, and operators by name."""
+    """Counts what is handed to torch.distributed inside: bytes that this rank sends, and operators by name.
+
+    Attributes:
+        kinds: Bytes by dtype and ranks of the group.
+        carried: The same of gradients: the groups that carry nothing else.
+        names: Operators.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.kinds: Counter[Kind] = Counter()
+        self.carried: Counter[Kind] = Counter()
         self.names: Counter[str] = Counter()
         send = dist.ProcessGroup.send
 
         def counted(group: Any, tensors: list[torch.Tensor], *args: Any) -> Any:
             self.names["send"] += 1
-            for tensor in tensors:
-                self.kinds[tensor.dtype, group.size()] += tensor.numel() * tensor.itemsize
+            self._add(group, tensors[0].dtype, sum(tensor.numel() * tensor.itemsize for tensor in tensors))
             return send(group, tensors, *args)
 
         all_reduce = dist.ProcessGroup.allreduce
@@ -39,13 +45,19 @@ class CountC10d(TorchDispatchMode):
         def counted_all_reduce(group: Any, tensors: list[torch.Tensor], *args: Any) -> Any:
             self.names["allreduce_"] += 1
             num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-            self.kinds[tensors[0].dtype, group.size()] += 2 * num_bytes * (group.size() - 1) // group.size()
+            self._add(group, tensors[0].dtype, 2 * num_bytes * (group.size() - 1) // group.size())
             return all_reduce(group, tensors, *args)
 
         self._patches = [
             mock.patch.object(dist.ProcessGroup, "send", counted),
             mock.patch.object(dist.ProcessGroup, "allreduce", counted_all_reduce),
         ]
+
+    def _add(self, group: Any, dtype: torch.dtype, num_bytes: int) -> None:
+        if num_bytes:
+            self.kinds[dtype, group.size()] += num_bytes
+            if group.group_desc.startswith(("mics.reduce.", "mics.second_", "mics.control.")):
+                self.carried[dtype, group.size()] += num_bytes
 
     def __enter__(self) -> "CountC10d":
         for patch in self._patches:
@@ -66,7 +78,7 @@ class CountC10d(TorchDispatchMode):
             group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             full = max(tensors, key=torch.Tensor.numel)
-            self.kinds[full.dtype, group.size()] += _sent_bytes(name, args, full, group)
+            self._add(group, full.dtype, _sent_bytes(name, args, full, group))
         elif namespace == "_c10d_functional" and name != "wait_tensor":
             self.names[f"functional {name}"] += 1
         return func(*args, **(kwargs or {}))

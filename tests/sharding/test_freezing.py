@@ -116,13 +116,10 @@ def reductions(ctx: RankContext, run: Run) -> tuple[Counter[Kind], Counter[Kind]
     with CountC10d() as counted:
         training.step(1)
     plan = training.sharded.plan
-    others = [c for c in plan.collectives if c.unit != "2" or c.collective == "all_gather"]
-    sent, planned = counted.kinds, planned_kinds(type(plan)(collectives=tuple(others), num_micro_steps=1))
-    return _without_gathers(sent), _without_gathers(planned)
-
-
-def _without_gathers(kinds: Counter[Kind]) -> Counter[Kind]:
-    return Counter({kind: count for kind, count in kinds.items() if kind[0] != "all_gather"})
+    of_gradients = [
+        c for c in plan.collectives if c.unit != "2" and (c.moment == "second_hop" or c.collective == "reduce_scatter")
+    ]
+    return counted.carried, planned_kinds(type(plan)(collectives=tuple(of_gradients), num_micro_steps=1))
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, "zero3"])
