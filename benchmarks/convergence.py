@@ -1,0 +1,282 @@
+"""Does a model that is trained with encoded communication learn as well?
+
+``python -m benchmarks.convergence`` trains a small LLaMA on the text of the demo, once for each variant and seed, on 4
+gloo ranks of this machine that stand for 2 nodes of 2, and compares the loss on held-out text. See docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException, spawn
+
+from benchmarks.learning import Curve, learn
+from mics_strategy import Codec, ShardConfig, Topology
+from recipes.config import Recipe, load_recipe
+from recipes.data.prepare import prepare
+from recipes.models import num_parameters
+
+UNCOMPRESSED = "uncompressed"
+_DEMO = Path(__file__).parents[1] / "recipes" / "llama" / "demo.yaml"
+_CHANGES = (  # to the demo's recipe, so that many trainings end in minutes, each with a loss that has stopped falling
+    "model.vocab_size=512",
+    "model.num_layers=2",
+    "data.sequence_length=64",
+    "data.validation_sequences=128",
+    "batch.global_size=16",
+    "batch.micro_size=4",
+    "schedule.warmup_steps=50",
+    "schedule.floor=0",
+)
+_RANKS, _RANKS_PER_NODE = 4, 2
+_SILENCE = datetime.timedelta(seconds=60)  # of one rank in a collective; then the others give up
+_SHOWN = 6  # points of a curve in the table
+_WHOLE = 2**30  # values in a block: more than any piece has
+_INT8_INT4: dict[str, Any] = {"weight_codec": "int8", "grad_codec": "int4"}
+VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zeropp
+    UNCOMPRESSED: {},
+    "other-order": {"hierarchical": False},  # the same numbers added in another order: what rounding alone does
+    "int8-int8": {"weight_codec": "int8", "grad_codec": "int8"},
+    "int8-int4": _INT8_INT4,
+    "int8-int4-half": {**_INT8_INT4, "grad_codec_until": 0.5},
+    "int8-int4-stochastic": {**_INT8_INT4, "grad_codec": Codec(bits=4, rounding="stochastic")},
+    "non-blocked": {
+        "weight_codec": Codec(bits=8, block_size=_WHOLE),
+        "grad_codec": Codec(bits=4, block_size=_WHOLE),
+    },
+}
+DEFAULT_VARIANTS = ("other-order", "int8-int4", "int8-int4-half", "non-blocked")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One variant beside the uncompressed one.
+
+    Attributes:
+        variant: Its name.
+        loss: At the end; mean over seeds.
+        distances: (own - uncompressed) / uncompressed at the end, for each seed.
+        sent_share: Bytes of the first optimizer step by those of the uncompressed one.
+    """
+
+    variant: str
+    loss: float
+    distances: tuple[float, ...]
+    sent_share: float
+
+    @property
+    def largest(self) -> float:
+        """The distance farthest from 0; NaN if a training gave NaN."""
+        return max(self.distances, key=lambda distance: (distance != distance, abs(distance)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What every rank does: all variants for the first seed, then for the next."""
+
+    recipe: Recipe
+    names: list[str]
+    seeds: list[int]
+    every: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, print and write; 0 when all trainings ended."""
+    options = parser().parse_args(arguments)
+    unknown = sorted({*options.variants} - {*VARIANTS})
+    if unknown:
+        print(f"`{unknown[0]}` is no variant. Known: {', '.join(VARIANTS)}.", file=sys.stderr)
+        return 2
+    recipe = _recipe(options)
+    names = [UNCOMPRESSED, *(name for name in options.variants if name != UNCOMPRESSED)]
+    data = prepare(recipe.data, recipe.model.vocab_size)
+    parameters = num_parameters(recipe.model, recipe.data.sequence_length)
+    epochs = recipe.trainer.max_steps * recipe.batch.global_size / data.train.num_sequences
+    print(f"{parameters / 1e6:.2f} M parameters; {data.origin}")
+    print(f"{recipe.trainer.max_steps} steps, {epochs:.1f} epochs; 4 ranks as 2 nodes of 2", flush=True)
+    try:
+        curves = _train(recipe, names, options)
+    except (TimeoutError, ProcessException) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    print(f"\n{table(rows(curves))}\n\n{curve_table(curves)}")
+    _write(curves, options, parameters)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__.splitlines()[0])
+    add = made.add_argument
+    add("--variants", nargs="+", default=list(DEFAULT_VARIANTS), help=f"beside {UNCOMPRESSED}: {', '.join(VARIANTS)}")
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    add("--steps", type=int, default=400, help="of the optimizer")
+    add("--every", type=int, default=40, help="steps between evaluations")
+    add("--recipe", nargs="+", default=[], metavar="FIELD=VALUE", help="of the demo's recipe, to change it")
+    add("--timeout-s", type=float, default=3600.0, help="for everything")
+    add("--output", type=Path, default=Path("runs/convergence"), help="a folder for JSON and, with matplotlib, a plot")
+    return made
+
+
+def rows(curves: list[Curve]) -> list[Row]:
+    """Compare the ends of curves, in the order in which variants come first."""
+    base = {curve.seed: curve for curve in curves if curve.variant == UNCOMPRESSED}
+    found = []
+    for variant in dict.fromkeys(curve.variant for curve in curves):
+        own = [curve for curve in curves if curve.variant == variant]
+        found.append(
+            Row(
+                variant=variant,
+                loss=statistics.fmean(curve.losses[-1] for curve in own),
+                distances=tuple(curve.losses[-1] / base[curve.seed].losses[-1] - 1 for curve in own),
+                sent_share=own[0].sent_bytes / base[own[0].seed].sent_bytes,
+            )
+        )
+    return found
+
+
+def table(found: list[Row]) -> str:
+    """Rows as text."""
+    num_seeds = len(found[0].distances)
+    heads = ["variant", "loss", *(f"seed {index + 1}" for index in range(num_seeds)), "largest", "sent"]
+    return _aligned(
+        [
+            heads,
+            *(
+                [
+                    row.variant,
+                    f"{row.loss:.4f}",
+                    *(f"{distance:+.2%}" for distance in (*row.distances, row.largest)),
+                    f"{row.sent_share:.3f}",
+                ]
+                for row in found
+            ),
+        ]
+    )
+
+
+def curve_table(curves: list[Curve]) -> str:
+    """The loss on held-out text at some steps, mean over seeds."""
+    points = len(curves[0].steps)
+    chosen = sorted({round(index * (points - 1) / (_SHOWN - 1)) for index in range(_SHOWN)})
+    lines = [["steps", *(str(curves[0].steps[point]) for point in chosen)]]
+    for variant in dict.fromkeys(curve.variant for curve in curves):
+        own = [curve for curve in curves if curve.variant == variant]
+        lines.append([variant, *(f"{statistics.fmean(c.losses[point] for c in own):.3f}" for point in chosen)])
+    return _aligned(lines)
+
+
+def _aligned(lines: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    )
+
+
+def _recipe(options: argparse.Namespace) -> Recipe:
+    changes = [*_CHANGES, f"trainer.max_steps={options.steps}", *options.recipe]
+    return load_recipe([f"--config={_DEMO}", *(f"--{change}" for change in changes)], has_cuda=False)
+
+
+def _config(variant: str, steps: int) -> ShardConfig:
+    return ShardConfig.preset(
+        "zeropp",
+        topology=Topology(ranks_per_node=_RANKS_PER_NODE),
+        codec_links="all",
+        training_steps=steps,
+        **VARIANTS[variant],
+    )
+
+
+def _train(recipe: Recipe, names: list[str], options: argparse.Namespace) -> list[Curve]:
+    """Start the ranks, wait for them, and read what rank 0 wrote.
+
+    Raises:
+        TimeoutError: Time is over. All ranks have ended.
+    """
+    deadline = time.monotonic() + options.timeout_s
+    options.output.mkdir(parents=True, exist_ok=True)
+    written = options.output / "curves.jsonl"  # grows with every training, so that an interrupted run leaves something
+    written.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="convergence-") as folder:
+        job = (_Job(recipe=recipe, names=names, seeds=options.seeds, every=options.every), folder, written)
+        ranks = spawn(_rank, job, nprocs=_RANKS, join=False)
+        try:
+            while not ranks.join(timeout=1.0):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the trainings have not ended after {options.timeout_s:g} s")
+        finally:
+            for process in ranks.processes:
+                process.kill()
+    return [Curve(**json.loads(line)) for line in written.read_text().splitlines()]
+
+
+def _rank(rank: int, job: _Job, folder: str, written: Path) -> None:
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for seed in job.seeds:
+        trainer = dataclasses.replace(job.recipe.trainer, seed=seed)
+        for name in job.names:
+            store = Path(folder, f"store-{name}-{seed}")
+            dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=_RANKS, timeout=_SILENCE)
+            config = _config(name, trainer.max_steps)
+            curve = learn(dataclasses.replace(job.recipe, trainer=trainer), name, config, every=job.every)
+            if rank == 0:
+                with written.open("a") as file:
+                    file.write(json.dumps(dataclasses.asdict(curve)) + "\n")
+                print(f"seed {seed}  {name}: {curve.losses[-1]:.4f} after {curve.elapsed_s:.0f} s", flush=True)
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def _write(curves: list[Curve], options: argparse.Namespace, parameters: int) -> None:
+    facts: dict[str, Any] = {
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "date": datetime.date.today().isoformat(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "parameters": parameters,
+        "rows": [dataclasses.asdict(row) for row in rows(curves)],
+        "curves": [dataclasses.asdict(curve) for curve in curves],
+    }
+    (options.output / "convergence.json").write_text(json.dumps(facts, indent=1))
+    if importlib.util.find_spec("matplotlib") is None:
+        print("No plot: matplotlib is not installed (the extra `bench` has it).")
+        return
+    _plot(curves, options.output / "convergence.png")
+
+
+def _plot(curves: list[Curve], path: Path) -> None:
+    """Mean curves; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for variant in dict.fromkeys(curve.variant for curve in curves):
+        own = [curve.losses for curve in curves if curve.variant == variant]
+        axes.plot(curves[0].steps, [statistics.fmean(losses) for losses in zip(*own, strict=True)], label=variant)
+    axes.set_xlabel("optimizer steps")
+    axes.set_ylabel("loss on held-out text, mean over seeds")
+    axes.legend()
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
