@@ -36,8 +36,9 @@ class CountC10d(TorchDispatchMode):
         send = dist.ProcessGroup.send
 
         def counted(group: Any, tensors: list[torch.Tensor], *args: Any) -> Any:
-            self.names["send"] += 1
-            self._add(group, tensors[0].dtype, sum(tensor.numel() * tensor.itemsize for tensor in tensors))
+            num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+            self.names["send"] += bool(num_bytes)  # a message of no bytes is a greeting
+            self._add(group, tensors[0].dtype, num_bytes)
             return send(group, tensors, *args)
 
         all_reduce = dist.ProcessGroup.allreduce

@@ -55,4 +55,4 @@ def count_third_step(ctx: RankContext, preset: str, options: dict[str, str]) -> 
 def test_kernel_counts_what_traffic_says(ranks: RankPool, preset: str, options: dict[str, str]) -> None:
     for counted, said in ranks(4, count_third_step, preset, options):
         assert said > 1_000_000
-        assert said <= counted <= 1.01 * said  # above it, the transport's headers
+        assert said <= counted <= 1.02 * said  # above it, the headers of messages
