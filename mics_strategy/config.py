@@ -55,8 +55,9 @@ class ShardConfig:
         hierarchical: Whether collectives over ranks of several nodes go in two stages, inside the nodes and between
             them, which sends the least over the slow links. ``"auto"`` does.
         topology: ``"auto"`` reads the launcher's environment; `Topology` states it.
-        weight_codec: Encodes parameters while they travel: ``"none"``, ``"int8"``, ``"int4"`` or a `Codec`. What every
-            rank then computes with is what was decoded; the optimizer's own stay exact.
+        weight_codec: Encodes parameters while they travel: ``"none"``, ``"int8"``, ``"int4"`` or a `Codec` that rounds
+            to the nearest. What every rank then computes with is what was decoded, the same bits in forward and
+            backward; the optimizer's own stay exact.
         grad_codec: Encodes gradients while they travel, the same words. Sums are made of decoded numbers, in fp32.
         codec_links: Which links carry encoded numbers: ``"slow"`` (those between nodes) or ``"all"``.
         grad_codec_hops: Which hops of gradients are encoded: ``"first"`` (of every backward), ``"second"`` (of the
@@ -109,6 +110,7 @@ class ShardConfig:
         for name in ("weight_codec", "grad_codec"):
             if not isinstance(getattr(self, name), Codec):
                 _check_choice(name, getattr(self, name), ("none", *Codec.WORDS))
+        _check_weight_codec(self.codec_of("weight_codec"))
         _check_choice("codec_links", self.codec_links, ("slow", "all"))
         _check_choice("grad_codec_hops", self.grad_codec_hops, ("all", "first", "second"))
         _check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
@@ -228,6 +230,14 @@ def _check_auto(scopes: dict[str, Scope], secondary_params: Scope) -> None:
         raise ConfigError(
             f"`secondary_params={secondary_params!r}` is a copy of shards whose scope is still to be chosen ('auto'). "
             "Give the scopes, or leave `secondary_params` 'none'."
+        )
+
+
+def _check_weight_codec(codec: Codec | None) -> None:
+    if codec is not None and codec.rounding != "nearest":
+        raise ConfigError(
+            f"`weight_codec={codec!r}` rounds at random: every gather would bring other parameters, the backward's "
+            "other ones than the forward's. Use rounding='nearest'; gradients may be rounded at random (`grad_codec`)."
         )
 
 

@@ -27,7 +27,13 @@ class Codecs:
     is_on_all_links: bool = False
 
     def of(self, purpose: str) -> Codec | None:
-        """The codec of one of `PURPOSES`."""
+        """The codec of one of `PURPOSES`.
+
+        None for the secondary copy, which has been decoded once: encoded anew, in other blocks, it would give the
+        backward other parameters than the forward had.
+        """
+        if purpose == "secondary":
+            return None
         if purpose == "reduce":
             return self.first_hop
         return self.second_hop if purpose.startswith("second_") else self.params
@@ -153,20 +159,26 @@ def _codecs_of(config: ShardConfig) -> Codecs:
     )
 
 
+def idle_codecs(config: ShardConfig, scopes: Scopes) -> list[str]:
+    """Fields of a configuration that ask for a codec with which nothing is encoded in this job."""
+    purposes = {"weight_codec": ("gather", "update"), "grad_codec": PURPOSES[3:]}
+    routes = {name: [scopes.route(purpose) for purpose in served] for name, served in purposes.items()}
+    return [
+        name
+        for name, of_name in routes.items()
+        if config.codec_of(name) is not None and not any(route is not None and route.is_coded for route in of_name)
+    ]
+
+
 def _check_codecs(config: ShardConfig, scopes: Scopes) -> None:
-    """Refuse, in a job of several nodes, a codec that nothing would be encoded with."""
-    if scopes.world_size == scopes.ranks_per_node:
-        return
-    purposes = {"weight_codec": ("gather", "secondary", "update"), "grad_codec": PURPOSES[3:]}
-    for name, served in purposes.items():
-        routes = [scopes.route(purpose) for purpose in served]
-        if config.codec_of(name) is not None and not any(route is not None and route.is_coded for route in routes):
-            what = "Parameters" if name == "weight_codec" else "Gradients"
-            raise ConfigError(
-                f"`{name}={getattr(config, name)!r}` has nothing to encode: {what.lower()} of these scopes never "
-                f"travel where `codec_links={config.codec_links!r}` and `grad_codec_hops={config.grad_codec_hops!r}` "
-                f"encode. Use `codec_links='all'`, wider scopes, or `{name}='none'`."
-            )
+    """Refuse idle codecs in a job of several nodes; on one node, a configuration for several may be tried."""
+    for name in idle_codecs(config, scopes) if scopes.world_size > scopes.ranks_per_node else ():
+        what = "Parameters" if name == "weight_codec" else "Gradients"
+        raise ConfigError(
+            f"`{name}={getattr(config, name)!r}` has nothing to encode: {what.lower()} of these scopes never "
+            f"travel where `codec_links={config.codec_links!r}` and `grad_codec_hops={config.grad_codec_hops!r}` "
+            f"encode. Use `codec_links='all'`, wider scopes, or `{name}='none'`."
+        )
 
 
 def _ranks_of(scope: str | int, words: dict[str, int]) -> int:

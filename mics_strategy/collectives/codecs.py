@@ -68,7 +68,10 @@ class Codec:
 
     @classmethod
     def of(cls, codec: str | Codec) -> Codec:
-        """The codec that a word of `WORDS` names, with blocks of 256; a `Codec` is returned as it is.
+        """The codec that a word of `WORDS` names; a `Codec` is returned as it is.
+
+        ``"int8"`` has blocks of 256, ``"int4"`` of 128: where gradients are large, INT4 in blocks of 256 does not learn
+        (docs/benchmarks.md).
 
         Raises:
             ConfigError: Neither.
@@ -78,7 +81,7 @@ class Codec:
         if codec not in cls.WORDS:
             words = ", ".join(map(repr, cls.WORDS))
             raise ConfigError(f"`codec={codec!r}` is not known. Use {words} or a Codec such as Codec(bits=8).")
-        return cls(bits=int(codec.removeprefix("int")))
+        return cls(bits=8) if codec == "int8" else cls(bits=4, block_size=128)
 
     @property
     def largest_code(self) -> int:

@@ -12,7 +12,7 @@ from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
 from mics_strategy.mesh import Mesh, gather_objects, on_every_rank, require_same
 from mics_strategy.places import discover_topology
-from mics_strategy.scopes import Scopes, resolve_scopes
+from mics_strategy.scopes import Scopes, idle_codecs, resolve_scopes
 from mics_strategy.sharding import guard, materialize, validate
 from mics_strategy.sharding.advice import advise, with_scopes_of
 from mics_strategy.sharding.buffers import Memory
@@ -72,6 +72,7 @@ def shard(
     modules = on_every_rank(lambda: find_units(model, units))
     require_same({"units": ", ".join(module.name for module in modules)})
     scopes = on_every_rank(lambda: _scopes(chosen, modules, topology, target))
+    _say_what_is_idle(chosen, scopes)
     site = Site(config=chosen, mesh=Mesh(scopes, target.type), device=target, memory=Memory())
     with torch.inference_mode(False), torch.no_grad():
         return _build(model, modules, site, initializer)
@@ -88,6 +89,12 @@ def _scopes(config: ShardConfig, modules: list[UnitModule], topology: Topology, 
     if dist.get_rank() == 0:
         print(advice.reasons, flush=True)
     return resolve_scopes(with_scopes_of(advice.preset, config), topology, world_size)
+
+
+def _say_what_is_idle(config: ShardConfig, scopes: Scopes) -> None:
+    for name in idle_codecs(config, scopes) if dist.get_rank() == 0 else ():
+        links = f"`codec_links={config.codec_links!r}`"
+        print(f"`{name}={getattr(config, name)!r}` encodes nothing in this job of one node, with {links}.", flush=True)
 
 
 def _build(model: nn.Module, modules: list[UnitModule], site: Site, initializer: Initializer | str) -> Sharded:

@@ -258,7 +258,7 @@ def test_noise_never_passes_the_largest_code(bits: int) -> None:
 
 @pytest.mark.parametrize("num_threads", [2, 5])
 def test_threads_with_a_coder_each_do_not_disturb_one_another(num_threads: int) -> None:
-    codec = Codec(bits=4, block_size=64)
+    codec = Codec(bits=4, block_size=128)
     inputs = [torch.randn(3 * TILE + i) for i in range(num_threads)]
     expected = [encoded(codec, values) for values in inputs]
     outs = [torch.empty_like(out) for out in expected]
@@ -337,7 +337,7 @@ def test_values_that_require_gradients_are_encoded_and_recorded_nowhere() -> Non
 
 def test_words_name_codecs() -> None:
     assert Codec.of("int8") == Codec(bits=8, block_size=256, rounding="nearest")
-    assert Codec.of("int4") == Codec(bits=4)
+    assert Codec.of("int4") == Codec(bits=4, block_size=128)
     own = Codec(bits=4, block_size=32)
     assert Codec.of(own) is own
     assert {own: 1}[Codec(bits=4, block_size=32)] == 1

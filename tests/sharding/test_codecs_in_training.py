@@ -5,19 +5,23 @@ bits, the first gradients must be off by what a codec may cost, and more than ro
 what is sent must be what was planned.
 """
 
+import contextlib
+import io
 from collections import Counter
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mics_strategy import Codec, ConfigError, ShardConfig, Topology
+from mics_strategy import Codec, ConfigError, ShardConfig, Topology, shard
 from mics_strategy.scopes import resolve_scopes
 from mics_strategy.sharding.schedule import Plan
 from tests import models
 from tests.ranks import RankContext, RankPool
 from tests.sharding.counting import CountC10d, Kind, planned_kinds
-from tests.sharding.training import Run, assert_identical, plain, start
+from tests.sharding.training import Run, assert_identical, distance, plain, start
 from tests.simulated import simulate
 
 INT8, INT4 = Codec(bits=8, block_size=32), Codec(bits=4, block_size=32)
@@ -84,12 +88,6 @@ def train_coded(ctx: RankContext, run: Run) -> Found:
     return losses, first, training.parameters(), sent[1:]
 
 
-def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Norm of the difference by the norm."""
-    off = sum((found[name] - value).square().sum() for name, value in expected.items())
-    return float((off / sum(value.square().sum() for value in expected.values())).sqrt())
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_replicas_stay_equal_and_near_plain_training(ranks: RankPool, preset: str, case: str) -> None:
@@ -102,8 +100,7 @@ def test_replicas_stay_equal_and_near_plain_training(ranks: RankPool, preset: st
         assert_identical(first, found[0][1])
         assert_identical(parameters, found[0][2])
     codecs = [codec for codec in (config.codec_of("weight_codec"), config.codec_of("grad_codec")) if codec]
-    distance = _distance(found[0][1], trace.grads[0])
-    assert ROUNDING < distance < len(codecs) * max(BOUND[codec.bits] for codec in codecs)
+    assert ROUNDING < distance(found[0][1], trace.grads[0]) < len(codecs) * max(BOUND[codec.bits] for codec in codecs)
     for rank, (losses, *_) in enumerate(found):
         expected = [by_rank[rank] for by_rank in trace.losses_by_rank]
         assert losses == pytest.approx(expected, rel=0.02)
@@ -131,6 +128,76 @@ def test_transports_without_lanes_train_alike(ranks: RankPool) -> None:
         assert_identical(one[2], other[2])
 
 
+class Recorded(torch.autograd.Function):
+    """A matrix product that keeps the weights it saw: those of the forward, then those of the backward."""
+
+    seen: ClassVar[list[Tensor]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        Recorded.seen.append(weight.detach().clone())
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        Recorded.seen.append(weight.detach().clone())
+        return grad @ weight, grad.T @ x
+
+
+class RecordedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Recorded.apply(x, self.weight)
+        return found + self.bias
+
+
+def record_weights(ctx: RankContext, config: ShardConfig) -> list[Tensor]:
+    """What six layers compute with: in the forward, first to last; in the backward, last to first."""
+    Recorded.seen = []
+    torch.manual_seed(0)
+    model = nn.Sequential(*(RecordedLinear(24, 24) for _ in range(6)))
+    shard(model, config, units=[nn.Linear])
+    model(torch.ones(2, 24)).sum().backward()
+    return Recorded.seen
+
+
+@pytest.mark.parametrize("links", ["slow", "all"])
+@pytest.mark.parametrize("preset", ["zero3", "zeropp", "paro-nig"])
+def test_backward_computes_with_what_the_forward_had(ranks: RankPool, preset: str, links: str) -> None:
+    """Blocks of primary and secondary shards do not coincide: encoded twice, parameters would change twice."""
+    options = dict(weight_codec=Codec(bits=4, block_size=32), codec_links=links, topology=Topology(ranks_per_node=2))
+    for seen in ranks(4, record_weights, ShardConfig.preset(preset, **options)):
+        assert len(seen) == 12
+        for forward, backward in zip(seen[:6], reversed(seen[6:]), strict=True):
+            assert torch.equal(forward, backward)
+
+
+def test_weights_are_not_rounded_at_random() -> None:
+    stochastic = Codec(bits=8, rounding="stochastic")
+    with pytest.raises(ConfigError, match=r"`weight_codec=.*rounds at random.*rounding='nearest'"):
+        ShardConfig(weight_codec=stochastic)
+    assert ShardConfig(grad_codec=stochastic).codec_of("grad_codec") is stochastic
+
+
+def printed(ctx: RankContext, config: ShardConfig) -> str:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        shard(nn.Sequential(nn.Linear(4, 4)), config)
+    return text.getvalue()
+
+
+def test_one_node_says_that_nothing_is_encoded(ranks: RankPool) -> None:
+    node = dict(topology=Topology(ranks_per_node=2), weight_codec="int8", grad_codec="int8")
+    first, second = ranks(2, printed, ShardConfig.preset("zero3", **node))
+    assert first.splitlines() == [
+        f"`{name}='int8'` encodes nothing in this job of one node, with `codec_links='slow'`."
+        for name in ("weight_codec", "grad_codec")
+    ]
+    assert second == ""
+    assert ranks(2, printed, ShardConfig.preset("zero3", codec_links="all", **node)) == ["", ""]
+
+
 def plan_of(ctx: RankContext, run: Run) -> Plan:
     training = start(ctx, run)
     for step in range(2):
@@ -155,16 +222,12 @@ def test_zeropp_sends_a_quarter_of_zero3_between_nodes(ranks: RankPool) -> None:
 
 
 def wide_layers() -> models.Case:
-    """Layers large enough for blocks of 256."""
-    from dataclasses import replace
-
-    from torch import nn
-
+    """Layers that are large beside a block."""
     case = models.mlp()
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 256), *(nn.Linear(256, 256) for _ in range(8)), nn.Linear(256, 3))
+        return nn.Sequential(nn.Linear(5, 512), *(nn.Linear(512, 512) for _ in range(8)), nn.Linear(512, 3))
 
     return replace(case, build=build, units=[nn.Linear])
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, AdamW, Muon, Optimizer
 
-from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy import Codec, ShardConfig, Topology, shard
 from mics_strategy.errors import ConfigError
 from tests import models
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
@@ -23,6 +23,7 @@ from tests.sharding.training import (
     Training,
     assert_identical,
     assert_same,
+    distance,
     start,
     unused_alike,
 )
@@ -93,6 +94,23 @@ def test_muon_steps_as_in_one_process(ranks: RankPool, accumulation: int) -> Non
     for of_rank in ranks(4, train_with, runs, MuonAndAdam, ranks_per_node=2):
         for found in of_rank:
             assert_same(found, expected, 2e-3)
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3", "zeropp", "paro-nig"])
+def test_muon_with_codecs_stays_near_and_the_same_on_all_ranks(ranks: RankPool, preset: str) -> None:
+    codec = Codec(bits=8, block_size=32)
+    runs = [
+        Run(case=models.transformer, config=layout(preset, weight_codec=codec, grad_codec=codec, codec_links=links))
+        for links in ("slow", "all")
+    ]
+    expected = plain_with(runs[0], 4, MuonAndAdam)
+    start = dict(runs[0].case().build().named_parameters())
+    moved = distance(start, expected)
+    of_ranks = ranks(4, train_with, runs, MuonAndAdam, ranks_per_node=2)
+    for found, *others in zip(*of_ranks, strict=True):
+        assert 1e-5 < distance(found, expected) < 0.25 * moved
+        for other in others:
+            assert_identical(other, found)
 
 
 class Product(nn.Linear):

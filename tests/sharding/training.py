@@ -213,6 +213,12 @@ def assert_identical(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
     assert different == []
 
 
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Norm of the difference by the norm of what was expected."""
+    off = sum((found[name].detach() - value).square().sum() for name, value in expected.items())
+    return float((off / sum(value.square().sum() for value in expected.values())).sqrt())
+
+
 def root_only(_: nn.Module) -> bool:
     """A unit rule: everything travels with the root."""
     return False
