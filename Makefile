@@ -8,7 +8,7 @@ venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -e ".[recipes,dev]" -c constraints.txt
+	$(VENV)/bin/python -m pip install -e ".[recipes,dev,bench]" -c constraints.txt
 	touch $(STAMP)
 
 test: venv

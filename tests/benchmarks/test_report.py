@@ -1,6 +1,5 @@
 """Do table, file and ratios say what was measured?"""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -92,7 +91,6 @@ def test_the_file_holds_every_row(report: Report, tmp_path: Path) -> None:
     assert found["workload"]["accumulation"] == 2
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib (extra `bench`) is missing")
 def test_the_plot_is_a_picture(report: Report, tmp_path: Path) -> None:
     plot(report, tmp_path / "compare.png")
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
