@@ -270,6 +270,33 @@ class Sharded:
         """Load a plain optimizer's state dict; every rank passes the whole one."""
         state.load_full_optimizer_state_dict(optimizer, state_dict, self._step_hooks.step_of(optimizer).owner_of)
 
+    def owner_of(self, optimizer: Optimizer, parameter: torch.Tensor) -> int | None:
+        """The shard index of the ranks that alone have the states of `parameter`; None where each has its rows."""
+        return self._step_hooks.step_of(optimizer).owner_of(parameter)
+
+    @property
+    def index(self) -> int:
+        """Which shard of the optimizer scope this rank holds."""
+        return self._mesh.trained.index
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """This rank's number among those that hold the same shards, and their count."""
+        span = self.scopes.span(self.scopes.optimizer, self.scopes.world_size)
+        return span.index(self._mesh.rank), span.size
+
+    def refuse_special_states(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer's states that cannot be put together from shards.
+
+        Raises:
+            CheckpointError: Naming the kind.
+        """
+        state.refuse_special(optimizer)
+
+    def synchronize_buffers(self) -> None:
+        """Give every rank rank 0's buffers. Collective."""
+        self._buffers.synchronize()
+
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is a sharded parameter of this model."""
         return (

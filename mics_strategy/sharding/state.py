@@ -60,7 +60,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, mesh: Mes
     Raises:
         CheckpointError: States of a kind that cannot be put together.
     """
-    on_every_rank(lambda: _refuse_special(optimizer))
+    on_every_rank(lambda: refuse_special(optimizer))
     state = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     owners = {index: owner for index, p in enumerate(parameters) if (owner := owner_of(p)) is not None}
@@ -76,7 +76,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, mesh: Mes
     return {**state, "state": states} if dist.get_rank() == 0 else {}
 
 
-def _refuse_special(optimizer: Optimizer) -> None:
+def refuse_special(optimizer: Optimizer) -> None:
     """Refuse states that cannot be put together from shards.
 
     Raises:

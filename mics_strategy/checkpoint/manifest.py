@@ -1,0 +1,86 @@
+"""What is in a checkpoint?
+
+The manifest stands beside the data as ``manifest.json``. It names every other file with its size and digest, so that
+what was truncated, flipped, lost or mixed is found before anything is read from it, and it says how the run looked that
+wrote it. It is the last file to be written: a folder without one was never finished.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mics_strategy.errors import CheckpointError
+
+NAME = "manifest.json"
+FORMAT = 1  # grows when older versions of the package could not read what is written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One file of a checkpoint: its size, and its SHA-256 in hexadecimal digits."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A checkpoint.
+
+    Attributes:
+        step: Optimizer steps that the run had done.
+        world_size: Ranks that wrote it.
+        scopes: Ranks over which each model state was sharded, by its name. It loads over any other.
+        package_version: Of mics_strategy.
+        torch_version: Of torch.
+        files: Every file but the manifest, by its path inside the folder.
+        format: Of the folder.
+    """
+
+    step: int
+    world_size: int
+    scopes: Mapping[str, int]
+    package_version: str
+    torch_version: str
+    files: Mapping[str, FileEntry]
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        """The text of ``manifest.json``."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Manifest:
+        """Read a manifest.
+
+        Args:
+            text: Of the file.
+            where: Names the file in errors.
+
+        Raises:
+            CheckpointError: It is no manifest, or one of a later format.
+        """
+        try:
+            found = json.loads(text)
+            if found["format"] > FORMAT:
+                raise CheckpointError(
+                    f"`{where}` has format {found['format']}, written by mics_strategy {found['package_version']}; this "
+                    f"version reads formats up to {FORMAT}. Upgrade mics_strategy."
+                )
+            return cls(**{**found, "files": {name: _file_entry(entry) for name, entry in found["files"].items()}})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"`{where}` is not a whole manifest ({error!r}). Use an older checkpoint; `resume='auto'` finds it."
+            ) from error
+
+
+def _file_entry(entry: Mapping[str, Any]) -> FileEntry:
+    if not (isinstance(entry["num_bytes"], int) and isinstance(entry["sha256"], str)):
+        raise TypeError(f"no file entry: {entry!r}")
+    return FileEntry(**entry)

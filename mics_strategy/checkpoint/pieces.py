@@ -1,0 +1,67 @@
+"""Which pieces of a state does this rank write, and from which memory?
+
+The pieces are those of torch's distributed checkpoints, so everybody's tools read them. Of equal copies one rank writes,
+which all ranks compute alike (`writers`); what others write never leaves this rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from typing_extensions import override
+
+from mics_strategy.checkpoint.state import Held
+
+
+class Pieces(DefaultSavePlanner):
+    """What this rank writes.
+
+    Args:
+        held: What it holds.
+        is_copied: Whether the values are copied now, to the CPU, so that the originals may change while the copies
+            are written. Copies of tensors on a GPU are in pinned memory, and complete when this returns.
+    """
+
+    def __init__(self, held: Held, *, is_copied: bool) -> None:
+        super().__init__()
+        self._held = held
+        self._copies: dict[Any, torch.Tensor | bytes] = {}
+        self.set_up_planner(held.values)
+        self.plan = self.create_local_plan()
+        if is_copied:
+            for item in self.plan.items:
+                value = super().resolve_data(item)
+                self._copies[item.index] = value.getvalue() if isinstance(value, io.BytesIO) else _on_host(value)
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+            self.state_dict, self._held = {}, Held({})
+
+    @override
+    def create_local_plan(self) -> SavePlan:
+        whole = super().create_local_plan()
+        mine = [item for item in whole.items if self._is_mine(item)]
+        mappings = {item.index.fqn: self.mappings[item.index.fqn] for item in mine}
+        return dataclasses.replace(whole, items=mine, planner_data=mappings)
+
+    def _is_mine(self, item: WriteItem) -> bool:
+        name, data = item.index.fqn, item.tensor_data
+        if data is not None and data.chunk.sizes.numel() == 0 != data.size.numel():
+            return False  # the empty end of a tensor that has fewer rows than ranks
+        return self._held.copy_of(name, self.state_dict[name]).writes(name)
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        copied = self._copies.get(write_item.index)
+        if copied is None:
+            return super().resolve_data(write_item)
+        return io.BytesIO(copied) if write_item.type == WriteItemType.BYTE_IO else copied
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor, non_blocking=True)

@@ -1,0 +1,65 @@
+"""How do random numbers go on where they were?
+
+Every rank saves the states of its generators. On as many ranks each takes its own again; on another number each derives
+new ones from rank 0's, so that ranks differ from one another and a second resume does as the first.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+import zlib
+from typing import Any
+
+import torch
+
+from mics_strategy.checkpoint.state import StateDict
+from mics_strategy.checkpoint.writers import ONLY, Copy
+
+KEY = "random"
+
+
+def saved(rank: int) -> tuple[StateDict, dict[str, Copy]]:
+    """The states of this rank's generators under a name, and that no other rank holds them."""
+    numpy, buffer = sys.modules.get("numpy"), io.BytesIO()
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = [name, keys.tolist(), *rest]
+    torch.save(states, buffer)
+    return {str(rank): buffer.getvalue()}, {f"{KEY}.{rank}": ONLY}
+
+
+def wanted(rank: int, world_size: int, saved_world_size: int) -> StateDict:
+    """The names of the states that this rank needs, with nothing in their places yet."""
+    return {str(rank if world_size == saved_world_size else 0): None}
+
+
+def restore(loaded: StateDict, rank: int) -> None:
+    """Set this rank's generators.
+
+    Args:
+        loaded: What `wanted` named.
+        rank: Of this process.
+    """
+    [(name, encoded)] = loaded.items()
+    if encoded is None:
+        return
+    if name != str(rank):
+        seed = zlib.crc32(encoded + str(rank).encode())
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+        return
+    states = torch.load(io.BytesIO(encoded), weights_only=True)
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states and "numpy" in sys.modules:
+        kind, keys, *rest = states["numpy"]
+        sys.modules["numpy"].random.set_state((kind, keys, *rest))

@@ -1,0 +1,117 @@
+"""How are a checkpoint's pieces read, without running what somebody may have put into it?
+
+torch's reader unpickles the description of a checkpoint, and its planner every object in it, whatever they are. Here the
+description may hold nothing but torch's own descriptions, and objects nothing but plain data.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+from typing_extensions import override
+
+from mics_strategy.errors import CheckpointError
+
+_DESCRIPTIONS = {
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch._C": {"_get_layout_from_string"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype))},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "PurePath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath", "PurePath"},
+    "collections": {"OrderedDict"},
+}
+
+
+class _Descriptions(pickle.Unpickler):
+    """Unpickles torch's descriptions of checkpoints, and refuses anything else."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _DESCRIPTIONS.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+class Reader(FileSystemReader):
+    """Reads a folder in the format of torch's distributed checkpoints."""
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the folder holds.
+
+        Raises:
+            CheckpointError: It cannot be read, or holds more than descriptions.
+        """
+        file = Path(self.path) / ".metadata"
+        try:
+            with file.open("rb") as opened:
+                found = _Descriptions(opened).load()
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, IndexError) as error:
+            raise CheckpointError(
+                f"`{file}` does not describe a checkpoint ({error}). It is damaged, or somebody has put into it what "
+                "would be run; use another checkpoint."
+            ) from error
+        if not isinstance(found, Metadata):
+            raise CheckpointError(f"`{file}` holds a {type(found).__name__} and no description. Use another checkpoint.")
+        return found
+
+
+class Planner(DefaultLoadPlanner):
+    """Puts what is read in its place; objects are plain data.
+
+    Args:
+        weights_only: As `torch.load` has it.
+    """
+
+    def __init__(self, *, weights_only: bool = True) -> None:
+        super().__init__()
+        self._weights_only = weights_only
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object in its place.
+
+        Raises:
+            CheckpointError: Reading it might run code.
+        """
+        name = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, weights_only=self._weights_only)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"`{name}` in the checkpoint is no plain data, and reading it may run code ({error}). If you trust the "
+                "checkpoint, load it with `weights_only=False`."
+            ) from error
+        set_element(self.original_state_dict, self.mappings[name], loaded)
+
+
+def read(path: Path, metadata: Metadata, values: dict[str, Any], *, weights_only: bool) -> None:
+    """Fill nested dicts from a checkpoint; tensors in place, each in this rank's share.
+
+    Args:
+        path: The checkpoint.
+        metadata: Its description.
+        values: Whose names are in it.
+        weights_only: As `torch.load` has it.
+
+    Cost:
+        Reads every saved piece of which this rank needs a part.
+    """
+    reader, planner = Reader(path), Planner(weights_only=weights_only)
+    planner.set_up_planner(values, metadata)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()

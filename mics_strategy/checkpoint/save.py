@@ -1,0 +1,256 @@
+"""How is the state of all ranks written, at once or while training goes on?
+
+Every rank writes its pieces into one file of the draft and tells rank 0, through the job's store, what is in it. Rank 0
+adds what describes the whole and publishes it. No process group takes part: a save that is under way neither disturbs
+training nor ends with it, and goes on when the process groups are gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.optim import Optimizer
+
+from mics_strategy.checkpoint import random_state, storage
+from mics_strategy.checkpoint.manifest import FileEntry, Manifest
+from mics_strategy.checkpoint.pieces import Pieces
+from mics_strategy.checkpoint.state import Held, held
+from mics_strategy.errors import CheckpointError, MiCSError
+from mics_strategy.mesh import gather_objects, on_every_rank
+from mics_strategy.sharding.sharded import Sharded
+
+EXTRA = "meta.pt"  # by this name Lightning's consolidation finds it
+_PACKAGE_VERSION = "0.1.0"
+_SEEN_WITHIN_S = 30.0  # until a folder that rank 0 has made is visible on another machine
+
+
+class PendingSave:
+    """A checkpoint that is being written. Its process does not end before it is.
+
+    Attributes:
+        path: Where it will be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._failure: BaseException | None = None
+        self._done = threading.Event()
+
+    def run(self, write: Any) -> None:
+        """Write, and remember how it went."""
+        try:
+            write()
+        except BaseException as error:
+            self._failure = error
+        self._done.set()
+
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Block until the checkpoint is whole on the disk.
+
+        Raises:
+            CheckpointError: It could not be written; on every rank, naming the one that failed. An older checkpoint of
+                that name is as it was.
+        """
+        self._done.wait()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+_pending: weakref.WeakKeyDictionary[Sharded, PendingSave] = weakref.WeakKeyDictionary()
+
+
+def save_checkpoint(
+    path: str | Path,
+    sharded: Sharded,
+    optimizers: Sequence[Optimizer] = (),
+    extra: Mapping[str, Any] | None = None,
+    *,
+    asynchronous: bool = False,
+    timeout_s: float = 1800.0,
+) -> PendingSave:
+    """Write model, optimizers and random states of all ranks as a sharded checkpoint. Collective.
+
+    The folder `path` appears when everything is on the disk, and never otherwise. The save before this one is waited
+    for first, and its failure raised. Gradients are not saved: save between an optimizer step and the next backward.
+
+    Args:
+        path: A folder on a file system that all ranks see; rank 0's counts. A checkpoint there is replaced.
+        sharded: The model.
+        optimizers: To be loaded in the same order.
+        extra: Anything else, of rank 0: schedulers, counters, the position in the data. Plain data and tensors load
+            without running code.
+        asynchronous: Return when everything is copied, and write while training goes on.
+        timeout_s: To wait for the slowest rank to write.
+
+    Returns:
+        What is being written; done already unless `asynchronous`.
+
+    Raises:
+        CheckpointError: On every rank, naming the one that failed.
+
+    Cost:
+        Asynchronous: a copy in host memory of what this rank writes, which is about 1 / world_size of the state.
+    """
+    finish_saves(sharded)
+    sharded.synchronize_buffers()
+    draft, target = _begin(Path(path))
+    state = on_every_rank(lambda: _state(sharded, optimizers))
+    job = _Job(
+        draft=draft,
+        path=target,
+        pieces=Pieces(state, is_copied=asynchronous),
+        manifest=_manifest_of(sharded),
+        extra=_copied(extra or {}, asynchronous) if dist.get_rank() == 0 else {},
+        timeout_s=timeout_s,
+    )
+    pending = PendingSave(target)
+    if asynchronous:
+        _pending[sharded] = pending
+        threading.Thread(target=pending.run, args=(job.write,), name=f"save {target.name}").start()
+    else:
+        pending.run(job.write)
+        pending.wait()
+    return pending
+
+
+def finish_saves(sharded: Sharded) -> None:
+    """Wait for an asynchronous save of this model.
+
+    Raises:
+        CheckpointError: It failed.
+    """
+    pending = _pending.pop(sharded, None)
+    if pending is not None:
+        pending.wait()
+
+
+def _begin(path: Path) -> tuple[Path, Path]:
+    """The draft, which every rank sees, and the final place."""
+    rank = dist.get_rank()
+    made = on_every_rank(lambda: storage.begin(path) if rank == 0 else None)
+    draft, target = gather_objects((made, path))[0]
+    if draft is None:
+        raise CheckpointError("Rank 0 made no draft. This is a defect; please report it.")
+
+    def see() -> None:
+        deadline_s = time.monotonic() + _SEEN_WITHIN_S
+        while not draft.is_dir():
+            if time.monotonic() > deadline_s:
+                raise CheckpointError(
+                    f"`{draft.parent}` is not the same folder here as on rank 0: what rank 0 makes there does not appear. "
+                    "Save to a file system that all nodes share."
+                )
+            time.sleep(0.05)
+
+    on_every_rank(see)
+    return draft, target
+
+
+def _state(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Held:
+    found = held(sharded, optimizers)
+    found.values[random_state.KEY], copies = random_state.saved(dist.get_rank())
+    found.copies.update(copies)
+    return found
+
+
+def _manifest_of(sharded: Sharded) -> Manifest:
+    scopes = sharded.scopes
+    return Manifest(
+        step=sharded.steps_done,
+        world_size=scopes.world_size,
+        scopes={"params": scopes.params, "grads": scopes.grads, "optimizer": scopes.optimizer},
+        package_version=_PACKAGE_VERSION,
+        torch_version=str(torch.__version__),
+        files={},
+    )
+
+
+def _copied(extra: Mapping[str, Any], is_copied: bool) -> Mapping[str, Any]:
+    return pickle.loads(pickle.dumps(extra)) if is_copied else extra
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What one rank does for a save. The draft's name is the job's, so it names what ranks tell each other."""
+
+    draft: Path
+    path: Path
+    pieces: Pieces
+    manifest: Manifest
+    extra: Mapping[str, Any]
+    timeout_s: float
+
+    def write(self) -> None:
+        """Write this rank's share; on rank 0, publish the whole. Ends when the checkpoint is whole, or never will be."""
+        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        try:
+            told: Any = self._write_share(rank)
+        except BaseException as error:
+            told = f"Rank {rank} could not write `{self.path}`: {error}"
+        store.set(self._key(rank), pickle.dumps(told))
+        if rank == 0:
+            store.set(self._key("outcome"), self._conclude(store).encode())
+        store.wait([self._key("outcome")], timedelta(seconds=self.timeout_s))
+        outcome = store.get(self._key("outcome")).decode()
+        if outcome:
+            raise CheckpointError(outcome)
+
+    def _write_share(self, rank: int) -> Any:
+        if not self.pieces.plan.items:
+            return self.pieces.plan, [], {}
+        writer = FileSystemWriter(self.draft)
+        writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
+        results = writer.write_data(writer.prepare_local_plan(self.pieces.plan), self.pieces).value()
+        names = sorted({result.storage_data.relative_path for result in results})
+        return self.pieces.plan, results, {name: storage.entry_of(self.draft / name) for name in names}
+
+    def _conclude(self, store: Any) -> str:
+        """Publish when all ranks have written; what went wrong, in words, else."""
+        try:
+            plans, results, files = [], [], {}
+            for rank in range(self.manifest.world_size):
+                store.wait([self._key(rank)], timedelta(seconds=self.timeout_s))
+                told = pickle.loads(store.get(self._key(rank)))
+                if isinstance(told, str):
+                    raise CheckpointError(told)
+                plans.append(told[0])
+                results.append(told[1])
+                files.update(told[2])
+            self._describe(plans, results, files)
+            storage.publish(self.draft, self.path)
+        except BaseException as error:
+            storage.discard(self.draft)
+            is_told = isinstance(error, MiCSError)
+            return str(error) if is_told else f"Rank 0 could not finish `{self.path}`: {error!r}"
+        return ""
+
+    def _describe(self, plans: list[Any], results: list[Any], files: dict[str, FileEntry]) -> None:
+        """Write what describes the whole: torch's metadata, everything else, the manifest."""
+        _, metadata = self.pieces.create_global_plan(plans)
+        FileSystemWriter(self.draft).finish(metadata, results)
+        torch.save(dict(self.extra), self.draft / EXTRA)
+        storage.sync(self.draft / EXTRA)
+        for name in (".metadata", EXTRA):
+            files[name] = storage.entry_of(self.draft / name)
+        storage.write_manifest(self.draft, dataclasses.replace(self.manifest, files=files))
+
+    def _key(self, of: int | str) -> str:
+        return f"mics/save/{self.draft.name}/{of}"
+

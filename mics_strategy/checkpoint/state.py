@@ -1,0 +1,235 @@
+"""How does a sharded model become a state dict, and back?
+
+Everything has a name: parameters and buffers that of the plain model (``model.<name>``), states of the optimizer
+number i that of their parameter (``optimizer_i.state.<name>.<key>``), groups their options and the names of their
+parameters. Whoever knows the plain model can read it: torch's own tools, FSDP2, Lightning's consolidation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from mics_strategy.checkpoint.writers import Copy
+from mics_strategy.errors import CheckpointError
+from mics_strategy.sharding.parameter import ShardedParameter
+from mics_strategy.sharding.sharded import Sharded
+
+StateDict = dict[str, Any]
+MODEL = "model"
+_SHOWN = 5  # names in an error
+
+
+def optimizer_key(position: int) -> str:
+    """Of the optimizer at that position."""
+    return f"optimizer_{position}"
+
+
+@dataclass(slots=True)
+class Held:
+    """What one rank holds of the state.
+
+    Attributes:
+        values: Nested dicts; leaves are DTensors, plain tensors and other values.
+        copies: Of plain tensors that not all ranks hold, by flat name: which of the equal copies this one is.
+    """
+
+    values: StateDict
+    copies: dict[str, Copy] = field(default_factory=dict)
+
+    def copy_of(self, name: str, value: Any) -> Copy:
+        """Which of the equal copies of a leaf this rank holds."""
+        if isinstance(value, DTensor):
+            return _copy_of(value)
+        return self.copies.get(name) or Copy(dist.get_rank(), dist.get_world_size())
+
+
+def held(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Held:
+    """Name all that this rank holds. Nothing is copied.
+
+    Raises:
+        CheckpointError: An optimizer of which something has no name, or no known place.
+    """
+    names = names_of(sharded.model)
+    found = Held({MODEL: {name: _detached(value) for name, value in sharded.model.state_dict(keep_vars=True).items()}})
+    for position, optimizer in enumerate(optimizers):
+        sharded.refuse_special_states(optimizer)
+        key = optimizer_key(position)
+        states: StateDict = {}
+        for parameter, state in optimizer.state.items():
+            name = _name(names, parameter, optimizer)
+            states[name] = dict(state)
+            if sharded.owner_of(optimizer, parameter) is not None:
+                found.copies.update({f"{key}.state.{name}.{each}": Copy(*sharded.replica) for each in state})
+        found.values[key] = {"state": states, "param_groups": [_group(names, g, optimizer) for g in optimizer.param_groups]}
+    return found
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter, by its id; of tied ones, the first."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _group(names: Mapping[int, str], group: StateDict, optimizer: Optimizer) -> StateDict:
+    params = [_name(names, parameter, optimizer) for parameter in group["params"]]
+    return {**{key: value for key, value in group.items() if key != "params"}, "params": params}
+
+
+def _name(names: Mapping[int, str], parameter: Any, optimizer: Optimizer) -> str:
+    if id(parameter) not in names:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} steps on a tensor {list(parameter.shape)} that is no parameter of the model, so "
+            "its states have no name. Register it as a parameter of the model, or save that optimizer yourself."
+        )
+    return names[id(parameter)]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _copy_of(tensor: DTensor) -> Copy:
+    """By the axes of the mesh over which it is repeated."""
+    mesh, index, count = tensor.device_mesh, 0, 1
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            index, count = index * mesh.size(axis) + mesh.get_local_rank(axis), count * mesh.size(axis)
+    return Copy(index, count)
+
+
+class Template:
+    """Memory for what a checkpoint holds, and the way from there into the model and its optimizers.
+
+    Parameters and buffers are read into their own memory, states of optimizers into new tensors, each in this rank's
+    share only.
+
+    Args:
+        sharded: The model.
+        optimizers: In the order in which they were saved.
+        metadata: Of the checkpoint.
+        strict: Whether what is missing or superfluous is an error.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model or other optimizers.
+    """
+
+    def __init__(
+        self, sharded: Sharded, optimizers: Sequence[Optimizer], metadata: Metadata, *, strict: bool
+    ) -> None:
+        self._sharded = sharded
+        self._optimizers = optimizers
+        self._saved = metadata.state_dict_metadata
+        self._strict = strict
+        self._names = names_of(sharded.model)
+        self.values: StateDict = {MODEL: self._of_model()}
+        for position, optimizer in enumerate(optimizers):
+            self.values[optimizer_key(position)] = self._of_optimizer(position, optimizer)
+
+    def _of_model(self) -> StateDict:
+        own = self._sharded.model.state_dict(keep_vars=True)
+        saved = {name.removeprefix(f"{MODEL}."): entry for name, entry in self._saved.items() if _is_in(name, MODEL)}
+        if self._strict:
+            _refuse_difference("the model", set(own), set(saved))
+        for name in set(own) & set(saved):
+            shape = getattr(saved[name], "size", None)
+            if isinstance(own[name], torch.Tensor) and shape != own[name].shape:
+                raise CheckpointError(
+                    f"`{name}` has shape {list(own[name].shape)} in the model and {list(shape or ())} in the checkpoint. "
+                    "Build the model with the configuration that it was saved with."
+                )
+        return {name: _detached(value) for name, value in own.items() if name in saved}
+
+    def _of_optimizer(self, position: int, optimizer: Optimizer) -> StateDict:
+        key = optimizer_key(position)
+        if not any(_is_in(name, key) for name in self._saved):
+            raise CheckpointError(
+                f"The checkpoint holds no optimizer number {position}; it was saved with "
+                f"{sum(name.endswith('.param_groups.0.params') for name in self._saved)}. Pass as many as there were, in "
+                "the same order."
+            )
+        states: StateDict = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = _name(self._names, parameter, optimizer)
+                prefix = f"{key}.state.{name}."
+                entries = {saved[len(prefix) :]: entry for saved, entry in self._saved.items() if saved.startswith(prefix)}
+                owner = self._sharded.owner_of(optimizer, parameter)
+                if entries and owner in (None, self._sharded.index):
+                    states[name] = {each: _room(entry, parameter, owner) for each, entry in entries.items()}
+        return {"state": states, "param_groups": self._groups(f"{key}.param_groups")}
+
+    def _groups(self, key: str) -> list[StateDict]:
+        groups: dict[int, StateDict] = {}
+        for name, entry in self._saved.items():
+            if _is_in(name, key):
+                number, _, option = name.removeprefix(f"{key}.").partition(".")
+                groups.setdefault(int(number), {})[option] = _room(entry, None, None)
+        return [groups[number] for number in sorted(groups)]
+
+    def apply(self) -> None:
+        """Put what was read where it belongs. Parameters and tensors among the buffers are there already.
+
+        Raises:
+            CheckpointError: Groups of an optimizer that do not fit the saved ones.
+        """
+        model = self._sharded.model
+        others = {name: value for name, value in self.values[MODEL].items() if not isinstance(value, torch.Tensor)}
+        if others:
+            model.load_state_dict(others, strict=False)
+        self._sharded.note_changes()
+        for position, optimizer in enumerate(self._optimizers):
+            optimizer.load_state_dict(self._numbered(optimizer, self.values[optimizer_key(position)]))
+
+    def _numbered(self, optimizer: Optimizer, loaded: StateDict) -> StateDict:
+        """A state dict as this optimizer's own: parameters by number, its own groups with the saved options."""
+        saved_in = {name: number for number, group in enumerate(loaded["param_groups"]) for name in group["params"]}
+        states: StateDict = {}
+        groups: list[StateDict] = []
+        own: set[str] = set()
+        for group in optimizer.param_groups:
+            names = [_name(self._names, parameter, optimizer) for parameter in group["params"]]
+            first = len(own)
+            own.update(names)
+            states.update({first + i: loaded["state"][name] for i, name in enumerate(names) if name in loaded["state"]})
+            sources = sorted({saved_in[name] for name in names if name in saved_in})
+            if len(sources) > 1 and self._strict:
+                raise CheckpointError(
+                    f"A group of {type(optimizer).__name__} holds parameters of the saved groups {sources}, whose options "
+                    "may differ. Make the groups as they were, or load with `strict=False`, which takes the first's."
+                )
+            options = loaded["param_groups"][sources[0]] if sources else group
+            groups.append({**options, "params": list(range(first, len(own)))})
+        if self._strict:
+            _refuse_difference(type(optimizer).__name__, own, set(saved_in))
+        return {"state": states, "param_groups": groups}
+
+
+def _is_in(name: str, key: str) -> bool:
+    return name.startswith(f"{key}.")
+
+
+def _refuse_difference(whose: str, own: set[str], saved: set[str]) -> None:
+    for found, what in ((own - saved, "not in the checkpoint"), (saved - own, "only in the checkpoint")):
+        if found:
+            some = ", ".join(sorted(found)[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+            raise CheckpointError(
+                f"Of {whose}, {some}: {what}. Build model and optimizer as they were saved, or load with `strict=False`."
+            )
+
+
+def _room(entry: Any, parameter: torch.Tensor | None, owner: int | None) -> Any:
+    """Memory for a saved value: this rank's share, where it is cut as its parameter is; None for what is no tensor."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    dtype = entry.properties.dtype
+    if isinstance(parameter, ShardedParameter) and owner is None and entry.size == parameter.shape and parameter.dim():
+        return parameter.labelled(torch.empty_like(parameter.local, dtype=dtype))
+    return torch.empty(entry.size, dtype=dtype)
