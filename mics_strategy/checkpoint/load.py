@@ -53,8 +53,8 @@ def load_checkpoint(
     """
     finish_saves(sharded)
     folder = gather_objects(Path(path))[0]
+    manifest = check_checkpoint(folder)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    manifest = on_every_rank(lambda: _checked(folder, rank, world_size))
     metadata = on_every_rank(Reader(folder).read_metadata)
     template = on_every_rank(lambda: Template(sharded, optimizers, metadata, strict=strict))
     template.values[random_state.KEY] = random_state.wanted(rank, world_size, manifest.world_size)
@@ -66,8 +66,10 @@ def load_checkpoint(
                 read(folder, metadata, template.values, weights_only=weights_only)
             template.apply()
         except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
-            raise error if isinstance(error, CheckpointError) else CheckpointError(
-                f"`{folder}` could not be loaded: {type(error).__name__}: {error}"
+            raise (
+                error
+                if isinstance(error, CheckpointError)
+                else CheckpointError(f"`{folder}` could not be loaded: {type(error).__name__}: {error}")
             ) from error
         return extra
 
@@ -77,13 +79,60 @@ def load_checkpoint(
     return extra
 
 
-def _checked(folder: Path, rank: int, world_size: int) -> Manifest:
-    """The manifest, after a look at the size of every file and at the bytes of this rank's share of them."""
-    manifest = storage.read_manifest(folder)
-    names = sorted(manifest.files)
-    storage.check_files(folder, manifest, names, digests=False)
-    storage.check_files(folder, manifest, names[rank::world_size])
-    return manifest
+def load_newest(
+    folder: str | Path, sharded: Sharded, optimizers: Sequence[Optimizer] = (), **options: Any
+) -> dict[str, Any] | None:
+    """Load the newest whole checkpoint in a folder, as `load_checkpoint` does. Collective.
+
+    Rank 0 says which it passes over and why.
+
+    Args:
+        folder: That holds checkpoints; rank 0's counts.
+        sharded: The model.
+        optimizers: In the order in which they were saved.
+        **options: Of `load_checkpoint`.
+
+    Returns:
+        Its `extra`; None where the folder holds no checkpoint.
+
+    Raises:
+        CheckpointError: All are damaged, or the newest whole one is another model's.
+    """
+    finish_saves(sharded)
+    rank = dist.get_rank()
+    found = gather_objects(storage.newest_first(Path(folder)) if rank == 0 else [])[0]
+    for path in found:
+        try:
+            check_checkpoint(path)
+        except CheckpointError as error:
+            if rank == 0:
+                print(f"Passed over: {error}", flush=True)
+            continue
+        return load_checkpoint(path, sharded, optimizers, **options)
+    if found:
+        raise CheckpointError(
+            f"None of the {len(found)} checkpoints in `{folder}` is whole. Restore one from a backup, or start anew in "
+            "another folder."
+        )
+    return None
+
+
+def check_checkpoint(path: Path) -> Manifest:
+    """Hold every file of a checkpoint against the manifest. Collective: ranks share the reading.
+
+    Raises:
+        CheckpointError: On every rank, naming a file that is missing or not what was written.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def check() -> Manifest:
+        manifest = storage.read_manifest(path)
+        names = sorted(manifest.files)
+        storage.check_files(path, manifest, names, digests=False)
+        storage.check_files(path, manifest, names[rank::world_size])
+        return manifest
+
+    return on_every_rank(check)
 
 
 def _extra(folder: Path, weights_only: bool) -> dict[str, Any]:
@@ -91,7 +140,7 @@ def _extra(folder: Path, weights_only: bool) -> dict[str, Any]:
         found: dict[str, Any] = torch.load(folder / EXTRA, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"`{folder / EXTRA}` holds objects that are not plain data, and reading them may run code. If you trust the "
-            f"checkpoint, load it with `weights_only=False`. ({error})"
+            f"`{folder / EXTRA}` holds objects that are not plain data, and reading them may run code ({error}). If you "
+            "trust the checkpoint, load it with `weights_only=False`."
         ) from error
     return found

@@ -70,8 +70,8 @@ class Manifest:
             found = json.loads(text)
             if found["format"] > FORMAT:
                 raise CheckpointError(
-                    f"`{where}` has format {found['format']}, written by mics_strategy {found['package_version']}; this "
-                    f"version reads formats up to {FORMAT}. Upgrade mics_strategy."
+                    f"`{where}` has format {found['format']}, written by mics_strategy {found['package_version']}; "
+                    f"this version reads formats up to {FORMAT}. Upgrade mics_strategy."
                 )
             return cls(**{**found, "files": {name: _file_entry(entry) for name, entry in found["files"].items()}})
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -1,7 +1,7 @@
 """Which pieces of a state does this rank write, and from which memory?
 
-The pieces are those of torch's distributed checkpoints, so everybody's tools read them. Of equal copies one rank writes,
-which all ranks compute alike (`writers`); what others write never leaves this rank.
+The pieces are those of torch's distributed checkpoints, so everybody's tools read them. One rank writes each of several
+equal copies, and all ranks compute alike which (`writers`); what others write never leaves this rank.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import io
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from typing_extensions import override
 
 from mics_strategy.checkpoint.state import Held
@@ -30,7 +30,7 @@ class Pieces(DefaultSavePlanner):
     def __init__(self, held: Held, *, is_copied: bool) -> None:
         super().__init__()
         self._held = held
-        self._copies: dict[Any, torch.Tensor | bytes] = {}
+        self._copies: dict[Any, torch.Tensor | bytes] = {}  # by the item's index
         self.set_up_planner(held.values)
         self.plan = self.create_local_plan()
         if is_copied:
@@ -59,7 +59,7 @@ class Pieces(DefaultSavePlanner):
         copied = self._copies.get(write_item.index)
         if copied is None:
             return super().resolve_data(write_item)
-        return io.BytesIO(copied) if write_item.type == WriteItemType.BYTE_IO else copied
+        return io.BytesIO(copied) if isinstance(copied, bytes) else copied
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

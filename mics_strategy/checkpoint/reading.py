@@ -1,7 +1,7 @@
 """How are a checkpoint's pieces read, without running what somebody may have put into it?
 
-torch's reader unpickles the description of a checkpoint, and its planner every object in it, whatever they are. Here the
-description may hold nothing but torch's own descriptions, and objects nothing but plain data.
+torch's reader unpickles the description of a checkpoint, and its planner every object in it, whatever they are. Here
+the description may hold nothing but torch's own descriptions, and objects nothing but plain data.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from mics_strategy.errors import CheckpointError
 
+_DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _DESCRIPTIONS = {
     "torch.distributed.checkpoint.metadata": {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
@@ -28,7 +30,10 @@ _DESCRIPTIONS = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch._C": {"_get_layout_from_string"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *(str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype))},
+    "torch": {
+        "Size",
+        *(str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)),
+    },
     "pathlib": {"Path", "PosixPath", "PurePosixPath", "PurePath"},
     "pathlib._local": {"Path", "PosixPath", "PurePosixPath", "PurePath"},
     "collections": {"OrderedDict"},
@@ -65,7 +70,9 @@ class Reader(FileSystemReader):
                 "would be run; use another checkpoint."
             ) from error
         if not isinstance(found, Metadata):
-            raise CheckpointError(f"`{file}` holds a {type(found).__name__} and no description. Use another checkpoint.")
+            raise CheckpointError(
+                f"`{file}` holds a {type(found).__name__} and no description. Use another checkpoint."
+            )
         return found
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim import Optimizer
 
 from mics_strategy.checkpoint import random_state, storage
@@ -154,7 +154,7 @@ def _begin(path: Path) -> tuple[Path, Path]:
         while not draft.is_dir():
             if time.monotonic() > deadline_s:
                 raise CheckpointError(
-                    f"`{draft.parent}` is not the same folder here as on rank 0: what rank 0 makes there does not appear. "
+                    f"`{draft.parent}` is not the same folder here as on rank 0: what is made there does not appear. "
                     "Save to a file system that all nodes share."
                 )
             time.sleep(0.05)
@@ -198,15 +198,15 @@ class _Job:
     timeout_s: float
 
     def write(self) -> None:
-        """Write this rank's share; on rank 0, publish the whole. Ends when the checkpoint is whole, or never will be."""
+        """Write this rank's share; on rank 0, publish the whole. Ends when it is whole, or never will be."""
         store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
         try:
             told: Any = self._write_share(rank)
         except BaseException as error:
             told = f"Rank {rank} could not write `{self.path}`: {error}"
-        store.set(self._key(rank), pickle.dumps(told))
+        store.set(self._key(rank), pickle.dumps(told))  # type: ignore[arg-type]  # bytes are taken
         if rank == 0:
-            store.set(self._key("outcome"), self._conclude(store).encode())
+            store.set(self._key("outcome"), self._conclude(store))
         store.wait([self._key("outcome")], timedelta(seconds=self.timeout_s))
         outcome = store.get(self._key("outcome")).decode()
         if outcome:
@@ -253,4 +253,3 @@ class _Job:
 
     def _key(self, of: int | str) -> str:
         return f"mics/save/{self.draft.name}/{of}"
-

@@ -69,7 +69,10 @@ def held(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Held:
             states[name] = dict(state)
             if sharded.owner_of(optimizer, parameter) is not None:
                 found.copies.update({f"{key}.state.{name}.{each}": Copy(*sharded.replica) for each in state})
-        found.values[key] = {"state": states, "param_groups": [_group(names, g, optimizer) for g in optimizer.param_groups]}
+        found.values[key] = {
+            "state": states,
+            "param_groups": [_group(names, g, optimizer) for g in optimizer.param_groups],
+        }
     return found
 
 
@@ -86,8 +89,8 @@ def _group(names: Mapping[int, str], group: StateDict, optimizer: Optimizer) -> 
 def _name(names: Mapping[int, str], parameter: Any, optimizer: Optimizer) -> str:
     if id(parameter) not in names:
         raise CheckpointError(
-            f"{type(optimizer).__name__} steps on a tensor {list(parameter.shape)} that is no parameter of the model, so "
-            "its states have no name. Register it as a parameter of the model, or save that optimizer yourself."
+            f"{type(optimizer).__name__} steps on a tensor {list(parameter.shape)} that is no parameter of the model, "
+            "so its states have no name. Register it as a parameter of the model, or save that optimizer yourself."
         )
     return names[id(parameter)]
 
@@ -121,9 +124,7 @@ class Template:
         CheckpointError: The checkpoint is of another model or other optimizers.
     """
 
-    def __init__(
-        self, sharded: Sharded, optimizers: Sequence[Optimizer], metadata: Metadata, *, strict: bool
-    ) -> None:
+    def __init__(self, sharded: Sharded, optimizers: Sequence[Optimizer], metadata: Metadata, *, strict: bool) -> None:
         self._sharded = sharded
         self._optimizers = optimizers
         self._saved = metadata.state_dict_metadata
@@ -142,28 +143,30 @@ class Template:
             shape = getattr(saved[name], "size", None)
             if isinstance(own[name], torch.Tensor) and shape != own[name].shape:
                 raise CheckpointError(
-                    f"`{name}` has shape {list(own[name].shape)} in the model and {list(shape or ())} in the checkpoint. "
-                    "Build the model with the configuration that it was saved with."
+                    f"`{name}` has shape {list(own[name].shape)} in the model and {list(shape or ())} in the "
+                    "checkpoint. Build the model with the configuration that it was saved with."
                 )
         return {name: _detached(value) for name, value in own.items() if name in saved}
 
     def _of_optimizer(self, position: int, optimizer: Optimizer) -> StateDict:
         key = optimizer_key(position)
         if not any(_is_in(name, key) for name in self._saved):
+            count = sum(name.endswith(".param_groups.0.params") for name in self._saved)
             raise CheckpointError(
-                f"The checkpoint holds no optimizer number {position}; it was saved with "
-                f"{sum(name.endswith('.param_groups.0.params') for name in self._saved)}. Pass as many as there were, in "
-                "the same order."
+                f"The checkpoint holds no optimizer number {position}; it was saved with {count}. Pass as many as there "
+                "were, in the same order."
             )
         states: StateDict = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = _name(self._names, parameter, optimizer)
                 prefix = f"{key}.state.{name}."
-                entries = {saved[len(prefix) :]: entry for saved, entry in self._saved.items() if saved.startswith(prefix)}
+                saved = [key for key in self._saved if key.startswith(prefix)]
                 owner = self._sharded.owner_of(optimizer, parameter)
-                if entries and owner in (None, self._sharded.index):
-                    states[name] = {each: _room(entry, parameter, owner) for each, entry in entries.items()}
+                if saved and owner in (None, self._sharded.index):
+                    states[name] = {
+                        key.removeprefix(prefix): _room(self._saved[key], parameter, owner) for key in saved
+                    }
         return {"state": states, "param_groups": self._groups(f"{key}.param_groups")}
 
     def _groups(self, key: str) -> list[StateDict]:
@@ -191,7 +194,7 @@ class Template:
     def _numbered(self, optimizer: Optimizer, loaded: StateDict) -> StateDict:
         """A state dict as this optimizer's own: parameters by number, its own groups with the saved options."""
         saved_in = {name: number for number, group in enumerate(loaded["param_groups"]) for name in group["params"]}
-        states: StateDict = {}
+        states: dict[int, StateDict] = {}
         groups: list[StateDict] = []
         own: set[str] = set()
         for group in optimizer.param_groups:
@@ -202,8 +205,8 @@ class Template:
             sources = sorted({saved_in[name] for name in names if name in saved_in})
             if len(sources) > 1 and self._strict:
                 raise CheckpointError(
-                    f"A group of {type(optimizer).__name__} holds parameters of the saved groups {sources}, whose options "
-                    "may differ. Make the groups as they were, or load with `strict=False`, which takes the first's."
+                    f"A group of {type(optimizer).__name__} holds parameters of the saved groups {sources}, whose "
+                    "options may differ. Make the groups as they were, or load with `strict=False`: the first's count."
                 )
             options = loaded["param_groups"][sources[0]] if sources else group
             groups.append({**options, "params": list(range(first, len(own)))})
@@ -219,9 +222,10 @@ def _is_in(name: str, key: str) -> bool:
 def _refuse_difference(whose: str, own: set[str], saved: set[str]) -> None:
     for found, what in ((own - saved, "not in the checkpoint"), (saved - own, "only in the checkpoint")):
         if found:
-            some = ", ".join(sorted(found)[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+            rest = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             raise CheckpointError(
-                f"Of {whose}, {some}: {what}. Build model and optimizer as they were saved, or load with `strict=False`."
+                f"Of {whose}, {', '.join(sorted(found)[:_SHOWN])}{rest}: {what}. Build model and optimizer as they "
+                "were saved, or load with `strict=False`."
             )
 
 

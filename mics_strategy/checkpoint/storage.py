@@ -15,6 +15,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -100,15 +101,18 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The finished checkpoints in a folder: those of the latest steps first, of equal steps the last written."""
+    """The finished checkpoints in a folder: those of the latest steps first, of equal steps the last written.
+
+    One whose manifest cannot be read comes before all others: nobody knows how far it was.
+    """
     names = {_name_of(entry) for entry in folder.iterdir() if entry.is_dir()} if folder.is_dir() else set()
     found = []
     for path in sorted(folder / name for name in names):
         if find(path):
             try:
                 step = read_manifest(path).step
-            except CheckpointError:  # whoever loads it is told; here it is the last resort
-                step = -1
+            except CheckpointError:  # whoever tries to load it is told
+                step = sys.maxsize
             found.append((step, (path / NAME).stat().st_mtime_ns, path))
     return [path for _, _, path in sorted(found, reverse=True)]
 
@@ -171,8 +175,8 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str], *, digests
             )
         if found != expected:
             raise CheckpointError(
-                f"`{file}` has the right size and other bytes than were written: its SHA-256 is {found.sha256[:12]}..., "
-                f"and was {expected.sha256[:12]}... . {_REMEDY}"
+                f"`{file}` has the right size and other bytes than were written: its SHA-256 begins with "
+                f"{found.sha256[:12]} and not with {expected.sha256[:12]}. {_REMEDY}"
             )
 
 

@@ -1,18 +1,13 @@
 """Is everything as it was, on the same or on other ranks, when a sharded checkpoint is loaded?"""
 
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from mics_strategy import CheckpointError, ShardConfig, Topology
-from mics_strategy.checkpoint import storage
+from mics_strategy import ShardConfig, Topology
 from mics_strategy.checkpoint.load import load_checkpoint
 from mics_strategy.checkpoint.save import save_checkpoint
 from tests import models
