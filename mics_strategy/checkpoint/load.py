@@ -140,7 +140,7 @@ def _extra(folder: Path, weights_only: bool) -> dict[str, Any]:
         found: dict[str, Any] = torch.load(folder / EXTRA, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"`{folder / EXTRA}` holds objects that are not plain data, and reading them may run code ({error}). If you "
-            "trust the checkpoint, load it with `weights_only=False`."
+            f"`{folder / EXTRA}` holds objects that are not plain data, and reading them may run code ({error}). If "
+            "you trust the checkpoint, load it with `weights_only=False`."
         ) from error
     return found

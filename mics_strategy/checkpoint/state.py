@@ -153,8 +153,8 @@ class Template:
         if not any(_is_in(name, key) for name in self._saved):
             count = sum(name.endswith(".param_groups.0.params") for name in self._saved)
             raise CheckpointError(
-                f"The checkpoint holds no optimizer number {position}; it was saved with {count}. Pass as many as there "
-                "were, in the same order."
+                f"The checkpoint holds no optimizer number {position}; it was saved with {count}. Pass as many as "
+                "there were, in the same order."
             )
         states: StateDict = {}
         for group in optimizer.param_groups:
