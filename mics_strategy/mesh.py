@@ -21,11 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from mics_strategy import errors
+from mics_strategy.collectives.by_size import AnyCollective, BySize
 from mics_strategy.collectives.collective import Channel, Collective
 from mics_strategy.collectives.lane import AtOnce, Lane, Runner
 from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import is_anything_under_way
 from mics_strategy.collectives.peers import Peers
+from mics_strategy.collectives.route import Route
 from mics_strategy.collectives.trail import Trail, first_difference
 from mics_strategy.collectives.transport import Transport, is_gloo
 from mics_strategy.collectives.watch import Watch
@@ -34,7 +36,7 @@ from mics_strategy.scopes import Scopes
 from mics_strategy.topology import Span
 
 T = TypeVar("T")
-GradCollectives = tuple[Collective | None, Collective | None, Collective | None]  # first hop, second: scatter, reduce
+GradCollectives = tuple[AnyCollective | None, AnyCollective | None, AnyCollective | None]  # first hop; scatter, reduce
 _FAMILIES = {
     "gather": ("gather", "secondary", "update"),
     "reduce": ("reduce",),
@@ -56,7 +58,7 @@ class Shards:
     degree: int
     index: int
     device_mesh: DeviceMesh
-    update: Collective | None
+    update: AnyCollective | None
 
 
 class Mesh:
@@ -125,10 +127,16 @@ class Mesh:
         self._transports.clear()
         getattr(self._device_mesh, "_pg_registry", {}).clear()  # torch 2.13; before, it knows groups by name
 
-    def _collective(self, purpose: str, scopes: Scopes) -> Collective | None:
-        route, span = scopes.route(purpose), scopes.span_of(purpose)
-        if route is None:
+    def _collective(self, purpose: str, scopes: Scopes) -> AnyCollective | None:
+        routes, span = scopes.routes(purpose), scopes.span_of(purpose)
+        if routes is None:
             return None
+        large = self._on_route(purpose, routes.large, span)
+        if routes.small is None:
+            return large
+        return BySize(self._on_route(purpose, routes.small, span), large, routes.from_bytes)
+
+    def _on_route(self, purpose: str, route: Route, span: Span) -> Collective:
         stages = span.by_link()[::-1] if route.fast is not None else (span,)
         transports = [self._transport(purpose, stage) for stage in stages]
         family = next(family for family, purposes in _FAMILIES.items() if purpose in purposes)
