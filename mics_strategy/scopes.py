@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from mics_strategy.collectives.codecs import Codec
+from mics_strategy.collectives.crossover import Crossing, TwoStages
 from mics_strategy.collectives.route import Hop, Route, Routes, Way
 from mics_strategy.collectives.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from mics_strategy.config import ShardConfig
@@ -24,7 +25,6 @@ COLLECTIVES = {
     "second_reduce": ALL_REDUCE,
 }
 PURPOSES = tuple(COLLECTIVES)
-Crossing = tuple[str, Span]  # a collective over ranks of several nodes, several of them in a node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,25 +44,6 @@ class Codecs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TwoStages:
-    """From how many bytes of the whole tensor on a collective goes in two stages; a smaller one goes directly.
-
-    Attributes:
-        from_bytes: Where `measured` says nothing. 0: all go in two stages.
-        measured: What a calibration has found.
-        is_open: Whether a job may measure what is not measured yet.
-    """
-
-    from_bytes: int = 0
-    measured: tuple[tuple[Crossing, int], ...] = ()
-    is_open: bool = False
-
-    def of(self, crossing: Crossing) -> int:
-        """The bytes for one collective over one span."""
-        return dict(self.measured).get(crossing, self.from_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scopes:
     """Ranks over which each model state is sharded, and the axes that these degrees cut.
 
@@ -79,7 +60,7 @@ class Scopes:
     secondary: int
     axes: tuple[Axis, ...]
     is_hierarchical: bool = True
-    two_stages: TwoStages = TwoStages()
+    two_stages: TwoStages = dataclasses.field(default_factory=TwoStages)
     codecs: Codecs = dataclasses.field(default_factory=lambda: Codecs())
 
     def depth(self, degree: int) -> int:
@@ -152,8 +133,14 @@ class Scopes:
 
     def decided(self, measured: dict[Crossing, int]) -> Scopes:
         """The same, with what a calibration has found."""
+        if not measured:
+            return self
         known = dict(self.two_stages.measured) | measured
         return dataclasses.replace(self, two_stages=dataclasses.replace(self.two_stages, measured=tuple(known.items())))
+
+    def in_both_ways(self) -> Scopes:
+        """The same with collectives that have both ways, for a calibration."""
+        return dataclasses.replace(self, two_stages=TwoStages(from_bytes=1))
 
 
 def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> Scopes:

@@ -6,9 +6,10 @@ from torch import Tensor
 from mics_strategy.collectives.by_size import AnyCollective, BySize
 from mics_strategy.collectives.codecs import Codec
 from mics_strategy.collectives.collective import Collective
+from mics_strategy.collectives.crossover import TwoStages
 from mics_strategy.collectives.workspace import Workspace
 from mics_strategy.mesh import Mesh
-from mics_strategy.scopes import Codecs, Scopes, TwoStages
+from mics_strategy.scopes import Codecs, Scopes
 from mics_strategy.topology import Axis
 from tests.ranks import RankContext
 
