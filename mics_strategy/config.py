@@ -57,7 +57,8 @@ class ShardConfig:
             always; False: never, round a ring of all ranks; a number: tensors of so many bytes or more, while smaller
             ones go directly, every rank to every other. ``"auto"`` measures that number when a job starts, for
             gathers, sums and all-reduces of every span, says what it found, and keeps it for later jobs; where
-            there is no job, and for all that is encoded, it means two stages.
+            there is no job, and for all that is encoded, it means two stages. Sums round differently in each way:
+            a training that must repeat bit by bit on other nodes, or without the user's cache, gives a number or True.
         topology: ``"auto"`` reads the launcher's environment; `Topology` states it.
         weight_codec: Encodes parameters while they travel: ``"none"``, ``"int8"``, ``"int4"`` or a `Codec`. What every
             rank then computes with is what was decoded; the optimizer's own stay exact.

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from mics_strategy import errors
 from mics_strategy.collectives.by_size import AnyCollective, BySize
-from mics_strategy.collectives.calibration import Finding, Site, calibrate
+from mics_strategy.collectives.calibration import Finding, Surroundings, calibrate
 from mics_strategy.collectives.collective import Channel, Collective
 from mics_strategy.collectives.lane import AtOnce, Lane, Runner
 from mics_strategy.collectives.ledger import Ledger
@@ -111,7 +111,7 @@ class Mesh:
         def make(purpose: str, workspace: Workspace) -> AnyCollective | None:
             return self._collective(purpose, in_both_ways, workspace)
 
-        found = calibrate(scopes, Site(control=self.control, device=device, make=make, gather=gather_objects))
+        found = calibrate(scopes, Surroundings(control=self.control, device=device, make=make, gather=gather_objects))
         self.ledger.take()
         return found
 

@@ -15,7 +15,8 @@ from mics_strategy.topology import Span
 Crossing = tuple[str, Span]  # a collective over ranks of several nodes, several of them in a node
 _GROWTH = 4
 SIZES_BYTES = tuple(1024 * _GROWTH**step for step in range(7))  # 1 KiB to 4 MiB
-_LIMIT_S = 0.05  # of one run
+RUNS = 6  # of each size in each way; the first is to warm up
+_BUDGET_S = 0.4  # for one collective over one span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +47,18 @@ class Timing:
     two_stages_s: float
 
 
-def is_next_too_long(timing: Timing) -> bool:
-    """Whether a run of the size after this one, of so many times the bytes, may take longer than a job should wait."""
-    return _GROWTH * max(timing.direct_s, timing.two_stages_s) > _LIMIT_S
+def is_next_affordable(timings: Sequence[Timing]) -> bool:
+    """Whether the next size still fits into the time that a job should wait.
+
+    What a size takes longer than the one before grows with the bytes; latency does not.
+    """
+    if not timings:
+        return True
+    last, before = timings[-1], timings[-2 if len(timings) > 1 else -1]
+    spent_s = sum(timing.direct_s + timing.two_stages_s for timing in timings)
+    directly_s = last.direct_s + _GROWTH * max(0.0, last.direct_s - before.direct_s)
+    in_two_stages_s = last.two_stages_s + _GROWTH * max(0.0, last.two_stages_s - before.two_stages_s)
+    return RUNS * (spent_s + directly_s + in_two_stages_s) <= _BUDGET_S
 
 
 def threshold_bytes(timings: Sequence[Timing]) -> int:
