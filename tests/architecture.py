@@ -19,7 +19,7 @@ MAX_PARAMETERS = 6
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     (
-        *("config", "topology", "scopes", "collectives.route", "collectives.traffic"),
+        *("config", "topology", "scopes", "collectives.route", "collectives.traffic", "collectives.crossover"),
         *("collectives.codecs", "collectives.coder", "collectives.codec_tiles", "collectives.codec_kernels"),
         *("sharding.layout", "sharding.lifecycle", "sharding.schedule", "sharding.dealing"),
         *("sharding.model_states", "sharding.advice"),

@@ -21,7 +21,7 @@ from mics_strategy.collectives.lane import Runner
 from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import Handle, check_fit
 from mics_strategy.collectives.ring import RingStage
-from mics_strategy.collectives.route import Hop, Route
+from mics_strategy.collectives.route import Hop, Route, Way
 from mics_strategy.collectives.stages import CodedStage, Finish, PlainStage, Stage
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.collectives.watch import Watch
@@ -84,6 +84,7 @@ class Collective:
         self._fast = _stage(rest[0], route.fast, workspace, device) if rest and route.fast is not None else None
         self._plain = [PlainStage(transport, workspace) for transport in channel.transports]
         codec = route.gather_codec
+        self._is_left_to_backend = route.slow.way is Way.DIRECT and not slow.is_point_to_point
         self._gather_coder = Coder(codec, device, torch.Generator().manual_seed(self.index)) if codec else None
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
@@ -275,6 +276,10 @@ class Collective:
         full = self._workspace.take(self._num_fast * slice_numel, tensor.dtype)
         full[: tensor.numel()].copy_(tensor)
         full[tensor.numel() :].zero_()
+        if self._is_left_to_backend and wire == tensor.dtype:
+            self.transports[0].all_reduce(full).wait()
+            tensor.copy_(full[: tensor.numel()])
+            return
         slices = full.view(self._num_fast, -1)
         mine = self._workspace.take(slice_numel, tensor.dtype) if self._fast is not None else full
         pieces = routes.pieces_of(self.route, slice_numel, wire.itemsize, self._num_slow)
@@ -334,6 +339,6 @@ class Collective:
 def _stage(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> Stage:
     if hop.codec is not None:
         return CodedStage(transport, workspace, hop.codec, device)
-    if hop.spans_nodes and transport.is_point_to_point:
+    if hop.way is Way.RING and transport.is_point_to_point:
         return RingStage(transport, workspace)
     return PlainStage(transport, workspace)
