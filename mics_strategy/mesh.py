@@ -131,6 +131,9 @@ class Mesh:
             return None
         stages = span.by_link()[::-1] if route.fast is not None else (span,)
         transports = [self._transport(purpose, stage) for stage in stages]
+        for transport, stage in zip(transports, stages, strict=True):
+            if stage.is_inside_node:
+                transport.read_memory()
         family = next(family for family, purposes in _FAMILIES.items() if purpose in purposes)
         channel = Channel(
             route=route, transports=transports, ranks=frozenset(span.members(self.rank)), watch=self._watch
