@@ -10,7 +10,9 @@ from __future__ import annotations
 import secrets
 import socket
 import struct
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -39,14 +41,16 @@ def meet(ranks: Sequence[int], index: int, gather: Gather) -> dict[int, Neighbou
     Cost:
         Three gathers of some bytes, and a socket for each other rank.
     """
+    if sys.platform != "linux":
+        return {}
     name, number = secrets.randbits(62), torch.tensor([secrets.randbits(62)])
     connections: dict[int, socket.socket] = {}
-    with _listen(name, len(ranks)) as listener:
+    with _listen(name, len(ranks)) or nullcontext() as listener:
         told = gather(torch.tensor([name, number.data_ptr(), int(number)])).tolist()
         others = range(index + 1, len(ranks))
         if _all_agree(gather, all(_connect(connections, index, other, told[other][0]) for other in others)):
-            is_complete = _accept(connections, listener, index)
-            neighbours = {other: Neighbour(each, ranks[other]) for other, each in connections.items()}
+            is_complete = listener is not None and _accept(connections, listener, index)
+            neighbours = {o: Neighbour(each, ranks[o]) for o, each in connections.items()} if is_complete else {}
             can_read = all(_is_number(each, *told[other][1:]) for other, each in neighbours.items())
             if _all_agree(gather, is_complete and can_read):
                 return neighbours
@@ -63,35 +67,45 @@ def _address(name: int) -> str:
     return f"\0mics {name:x}"  # of no file
 
 
-def _listen(name: int, backlog: int) -> socket.socket:
-    """Listen under that name; where this system cannot, nobody will find it."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.setblocking(False)
+def _listen(name: int, backlog: int) -> socket.socket | None:
+    """Listen under that name; where this process cannot, nobody will find it."""
     try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:
+        return None
+    try:
+        listener.setblocking(False)
         listener.bind(_address(name))
         listener.listen(backlog)
-    except (OSError, ValueError):
-        pass
+    except OSError:
+        listener.close()
+        return None
     return listener
 
 
 def _connect(connections: dict[int, socket.socket], index: int, other: int, name: int) -> bool:
-    connection = connections[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        connection = connections[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.connect(_address(name))
         connection.send(_INDEX.pack(index))
-    except (OSError, ValueError):
+    except OSError:
         return False
     return True
 
 
 def _accept(connections: dict[int, socket.socket], listener: socket.socket, index: int) -> bool:
-    """Accept those before this rank, all of which have connected."""
+    """Accept those before this rank, all of which have connected and have said who they are."""
+    expected = set(range(index))
     try:
         for _ in range(index):
             connection, _ = listener.accept()
+            (other,) = _INDEX.unpack(connection.recv(_INDEX.size, socket.MSG_DONTWAIT))
             connection.setblocking(True)
-            connections[_INDEX.unpack(connection.recv(_INDEX.size))[0]] = connection
+            if other not in expected:  # a stranger
+                connection.close()
+                return False
+            expected.remove(other)
+            connections[other] = connection
     except (OSError, struct.error):
         return False
     return True

@@ -12,13 +12,12 @@ end of the other process. Each is for one tag, so what comes for another transfe
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
-import sys
 import weakref
 from collections import Counter, deque
 from contextlib import suppress
-from select import select
 
 import torch
 from torch.distributed.constants import default_pg_timeout
@@ -29,6 +28,7 @@ _MESSAGE = struct.Struct("=iqq")  # tag, address, bytes
 _IS_READ = -1  # in place of the bytes, in an answer
 _CREDENTIALS = struct.Struct("=iii")  # Linux's struct ucred
 _TIMEVAL = struct.Struct("@ll")
+_PATIENCE_S = int(default_pg_timeout.total_seconds())  # as long as gloo waits
 
 
 class Neighbour:
@@ -49,8 +49,7 @@ class Neighbour:
         self._answers: Counter[tuple[int, int]] = Counter()
         self._finalizer = weakref.finalize(self, connection.close)
         self._finalizer.atexit = False  # a thread may still wait then
-        patience = _TIMEVAL.pack(int(default_pg_timeout.total_seconds()), 0)  # as long as gloo waits
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, patience)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(_PATIENCE_S, 0))
         self.process = _process_behind(connection)
 
     def offer(self, piece: torch.Tensor, tag: int) -> Offer:
@@ -116,10 +115,18 @@ class Neighbour:
                 self._connection.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
                 return
             except BlockingIOError:
-                if select([self._connection], [self._connection], [])[0]:
-                    self._take_message()
+                self._wait_for_room()
             except OSError as error:
                 raise RuntimeError(f"rank {self._rank} cannot be told: {error.strerror}") from error
+
+    def _wait_for_room(self) -> None:
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN | select.POLLOUT)
+        events = poll.poll(1000 * _PATIENCE_S)
+        if not events:
+            raise RuntimeError(f"rank {self._rank} takes nothing in")
+        if events[0][1] != select.POLLOUT:
+            self._take_message()
 
     def cancel(self) -> None:
         """End whatever waits for the neighbour, here and there, with an error. From any thread."""
@@ -175,7 +182,5 @@ class Reading:
 
 def _process_behind(connection: socket.socket) -> int:
     """Number of the process at the other end, in this one's namespace; 0 where it has none."""
-    if sys.platform != "linux":
-        return 0
     process, _, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(process)

@@ -12,12 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from mics_strategy import ShardConfig
 from mics_strategy.collectives import process_memory
 from mics_strategy.collectives.neighbour import Neighbour
 from mics_strategy.errors import CommunicationError
+from tests import models
 from tests.collectives.networks import Network
 from tests.ranks import RankContext, RankError, RankPool
 from tests.sharding.counting import CountC10d
+from tests.sharding.training import Run, start
 
 FP32 = torch.float32
 TIMEOUT_S = 20.0
@@ -123,15 +126,17 @@ def test_a_read_that_the_kernel_refuses_says_why() -> None:
         process_memory.read_into(torch.zeros(1), os.getpid(), 8)
 
 
-def forbidding(ctx: RankContext, rank: int) -> AbstractContextManager[object]:
-    """On that rank reading fails, as the kernel makes it."""
-    refuse = mock.patch.object(process_memory, "read_into", side_effect=PermissionError(1, "not permitted"))
-    return refuse if ctx.rank == rank else nullcontext()
+def forbidding(ctx: RankContext, what: str) -> AbstractContextManager[object]:
+    """On rank 1 reading fails, as the kernel makes it, or there are no more sockets."""
+    if what == "nothing" or ctx.rank != 1:
+        return nullcontext()
+    where, name = (process_memory, "read_into") if what == "reading" else (socket, "socket")
+    return mock.patch.object(where, name, side_effect=PermissionError(1, "not permitted"))
 
 
-def counted(ctx: RankContext, forbidden_to: int) -> tuple[int, int, list[Tensor]]:
+def counted(ctx: RankContext, forbidden: str) -> tuple[int, int, list[Tensor]]:
     """What ranks of a node read and send over sockets, and the results."""
-    with forbidding(ctx, forbidden_to):
+    with forbidding(ctx, forbidden):
         network = Network(ctx)
     one, other = network.one, network.other
     numel, size = 5000, one.size
@@ -147,11 +152,13 @@ def counted(ctx: RankContext, forbidden_to: int) -> tuple[int, int, list[Tensor]
     return count.names["read"], count.names["send"], results
 
 
-@pytest.mark.parametrize(("world", "per_node"), [(2, 2), (4, 2), (2, 1)])
-def test_where_one_may_not_read_its_node_sends_and_finds_the_same(ranks: RankPool, world: int, per_node: int) -> None:
-    nobody = -1
-    reading = ranks(world, counted, nobody, ranks_per_node=per_node)
-    partly = ranks(world, counted, 1, ranks_per_node=per_node)
+@pytest.mark.parametrize("forbidden", ["reading", "connecting"])
+@pytest.mark.parametrize(("world", "per_node"), [(2, 2), (4, 2), (3, 3), (2, 1)])
+def test_where_one_may_not_read_its_node_sends_and_finds_the_same(
+    ranks: RankPool, world: int, per_node: int, forbidden: str
+) -> None:
+    reading = ranks(world, counted, "nothing", ranks_per_node=per_node)
+    partly = ranks(world, counted, forbidden, ranks_per_node=per_node)
     for rank, ((read, sent, results), (still_read, more_sent, same)) in enumerate(zip(reading, partly, strict=True)):
         assert (bool(read), bool(sent)) == (per_node > 1, world > per_node)
         is_on_its_node = rank // per_node == 1 // per_node
@@ -189,3 +196,21 @@ def test_when_a_rank_dies_while_it_is_read_the_others_say_so(ranks: RankPool, di
     assert all(isinstance(error, CommunicationError) for error in errors.values())
     assert "Gather of layers.3 over" in str(errors[0])
     assert "rank 1" in str(errors[0])
+
+
+def trained(ctx: RankContext, forbidden: str, run: Run) -> dict[str, Tensor]:
+    """The parameters after some steps."""
+    with forbidding(ctx, forbidden):
+        training = start(ctx, run)
+    for step in range(run.steps):
+        training.step(step)
+    return training.parameters()
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero3"])
+def test_training_ends_with_the_same_bits_whether_ranks_read_or_send(ranks: RankPool, preset: str) -> None:
+    run = Run(case=models.transformer, config=ShardConfig.preset(preset), accumulation=2)
+    reading, sending = (ranks(4, trained, what, run, ranks_per_node=2) for what in ("nothing", "reading"))
+    for one, other in zip(reading, sending, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
