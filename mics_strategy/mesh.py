@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from mics_strategy import errors
+from mics_strategy.agreement import gather_objects
 from mics_strategy.collectives.by_size import AnyCollective, BySize
 from mics_strategy.collectives.calibration import Finding, Surroundings, calibrate
 from mics_strategy.collectives.collective import Channel, Collective
@@ -154,6 +155,9 @@ class Mesh:
     def _on_route(self, purpose: str, route: Route, span: Span, workspace: Workspace | None) -> Collective:
         stages = span.by_link()[::-1] if route.fast is not None else (span,)
         transports = [self._transport(purpose, stage) for stage in stages]
+        for transport, stage in zip(transports, stages, strict=True):
+            if stage.is_inside_node:
+                transport.read_memory()
         family = next(family for family, purposes in _FAMILIES.items() if purpose in purposes)
         channel = Channel(
             route=route, transports=transports, ranks=frozenset(span.members(self.rank)), watch=self._watch
@@ -294,55 +298,3 @@ def _close_gloo() -> None:
         for mesh in list(_gloo_meshes):
             mesh.close()
         _groups.clear()
-
-
-def gather_objects(value: T) -> list[T]:
-    """Every rank's `value`, in rank order."""
-    if dist.get_world_size() == 1:
-        return [value]
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def on_every_rank(check: Callable[[], T]) -> T:
-    """Run a local check; if it raises on any rank, raise on all of them.
-
-    A rank that raises alone leaves the others waiting in their next collective.
-
-    Raises:
-        MiCSError: The first rank's error, of the same class, naming the ranks that found it.
-    """
-    result: T | None = None
-    failure: tuple[str, str] | None = None
-    own: errors.MiCSError | None = None
-    try:
-        result = check()
-    except errors.MiCSError as error:
-        own, failure = error, (type(error).__name__, str(error))
-    failures = gather_objects(failure)
-    found = [rank for rank, other in enumerate(failures) if other is not None]
-    if not found:
-        return result  # type: ignore[return-value]
-    name, message = failures[found[0]] or ("MiCSError", "")
-    where = "" if len(found) == len(failures) else f" (found on rank {', '.join(map(str, found))})"
-    raise getattr(errors, name)(message + where) from own
-
-
-def require_same(values: dict[str, str]) -> None:
-    """Refuse a job whose ranks disagree.
-
-    Args:
-        values: What must be equal, by a name that the error can show.
-
-    Raises:
-        ConfigError: On every rank, naming the value and the two ranks that differ.
-    """
-    everyone = gather_objects(values)
-    for name, value in everyone[0].items():
-        for rank, other in enumerate(everyone):
-            if other.get(name) != value:
-                raise errors.ConfigError(
-                    f"`{name}` differs between ranks: {value} on rank 0, {other.get(name)} on rank {rank}. "
-                    "Give every rank the same script and the same configuration."
-                )

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("sharding.model_states", "sharding.advice"),
         *("checkpoint.manifest", "checkpoint.reshard"),
     ),
-    ("mesh", "places", "collectives"),
+    ("agreement", "mesh", "places", "collectives"),
     ("sharding",),
     ("checkpoint",),
     ("",),
@@ -45,6 +45,7 @@ FRAMEWORKS = {
 OBJECTS = ("*_object", "*_object_list", "barrier", "monitored_barrier")
 MAY_NAME_PRIMITIVES: dict[str, tuple[str, ...]] = {
     "collectives/transport.py": ("*",),
+    "agreement.py": OBJECTS,
     "mesh.py": OBJECTS,
     "topology.py": OBJECTS,
     "checkpoint/*": OBJECTS,

@@ -123,7 +123,8 @@ class Collective:
         """Gather.
 
         1. Over the slow links, piece by piece, into this rank's slice of `out`.
-        2. Each piece over the fast links as soon as it is there; what is this rank's own, at once.
+        2. Each piece over the fast links as soon as it is there; what is this rank's own, at once. It is taken while
+           the next one is on the slow links.
         """
         slow, *fasts = stages
         slices = out.view(self._num_fast, self._num_slow, -1)
@@ -133,21 +134,23 @@ class Collective:
             slow.begin_gather([row[start:end] for row in mine], shard[start:end], shard.dtype, tag)
             for start, end in pieces
         ]
-        over_fast: list[Finish] = []
 
-        def pass_on(row: int, start: int, end: int) -> None:
-            for fast in fasts:
-                rows = [of_rank[row][start:end] for of_rank in slices]
-                over_fast.append(fast.begin_gather(rows, mine[row][start:end], shard.dtype, tag))
+        def pass_on(row: int, start: int, end: int) -> list[Finish]:
+            rows = [of_rank[row][start:end] for of_rank in slices]
+            return [fast.begin_gather(rows, mine[row][start:end], shard.dtype, tag) for fast in fasts]
 
         is_own_final = not isinstance(slow, CodedStage)
+        over_fast: list[Finish] = []
         for start, end in pieces if is_own_final else []:
-            pass_on(own_row, start, end)
+            over_fast += pass_on(own_row, start, end)
         for finish, (start, end) in zip(begun, pieces, strict=True):
             finish()
+            before, over_fast = over_fast, []
             for row in range(self._num_slow):
                 if row != own_row or not is_own_final:
-                    pass_on(row, start, end)
+                    over_fast += pass_on(row, start, end)
+            for finish_fast in before:
+                finish_fast()
         for finish in over_fast:
             finish()
 
@@ -297,8 +300,11 @@ class Collective:
         back: list[Finish] = []
         for finish, (a, b) in zip(gathers, pieces, strict=True):
             finish()
+            before, back = back, []
             for fast in self._plain[1:]:
                 back.append(fast.begin_gather([each[a:b] for each in slices], mine[a:b], wire, tag))
+            for finish_fast in before:
+                finish_fast()
         for finish in back:
             finish()
         tensor.copy_(full[: tensor.numel()])

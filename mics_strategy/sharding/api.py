@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mics_strategy.agreement import gather_objects, on_every_rank, require_same
 from mics_strategy.collectives.calibration import report
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
-from mics_strategy.mesh import Mesh, gather_objects, on_every_rank, require_same
+from mics_strategy.mesh import Mesh
 from mics_strategy.places import discover_topology
 from mics_strategy.scopes import Scopes, idle_codecs, resolve_scopes
 from mics_strategy.sharding import guard, materialize, validate
