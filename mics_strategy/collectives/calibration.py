@@ -154,9 +154,13 @@ def measure(
         for _ in range(RUNS):
             for run, of_way in zip(runs, times_s, strict=True):
                 of_way.append(_slowest_s(run, control, device))
-        direct_s, two_stages_s = (statistics.median(of_way[1:]) for of_way in times_s)  # the first was to warm up
-        timings.append(Timing(full_bytes, direct_s, two_stages_s))
+        timings.append(_timing(full_bytes, *(of_way[1:] for of_way in times_s)))  # the first was to warm up
     return tuple(timings)
+
+
+def _timing(full_bytes: int, direct_s: list[float], two_stages_s: list[float]) -> Timing:
+    is_direct_faster = all(one < other for one, other in zip(direct_s, two_stages_s, strict=True))
+    return Timing(full_bytes, statistics.median(direct_s), statistics.median(two_stages_s), is_direct_faster)
 
 
 def _prepared(collective: str, way: Collective, numel: int, device: torch.device) -> Callable[[], None]:

@@ -187,7 +187,7 @@ def test_the_report_says_what_was_found_and_how_to_pin_it() -> None:
     gathers, sums = [
         Finding(collective=collective, span=span, from_bytes=from_bytes, timings=timings)
         for ((collective, span), from_bytes, timings) in zip(
-            scopes.undecided(), (16384, 65536), ((), (Timing(1024, 1e-3, 2e-3),)), strict=True
+            scopes.undecided(), (16384, 65536), ((), (Timing(1024, 1e-3, 2e-3, True),)), strict=True
         )
     ]
     text = report([gathers, sums])

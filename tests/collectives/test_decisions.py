@@ -13,7 +13,7 @@ from mics_strategy.topology import Axis, Span
 
 TWO_BY_TWO = Span(axes=(Axis(name="intra_node", size=2, stride=1), Axis(name="inter_node", size=2, stride=2)))
 TWO_BY_FOUR = Span(axes=(Axis(name="intra_node", size=4, stride=1), Axis(name="inter_node", size=2, stride=4)))
-TIMINGS = (Timing(1024, 1e-3, 2e-3), Timing(4096, 3e-3, 2e-3))
+TIMINGS = (Timing(1024, 1e-3, 2e-3, True), Timing(4096, 3e-3, 2e-3, False))
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,8 @@ def test_what_was_kept_is_recalled(folder: Path) -> None:
     decisions.keep(links(), 4096, TIMINGS)
     assert decisions.recall(links()) == 4096
     [path] = folder.iterdir()
-    assert json.loads(path.read_text())["timings"][0] == {"full_bytes": 1024, "direct_s": 1e-3, "two_stages_s": 2e-3}
+    kept = {"full_bytes": 1024, "direct_s": 1e-3, "two_stages_s": 2e-3, "is_direct_faster": True}
+    assert json.loads(path.read_text())["timings"][0] == kept
 
 
 @pytest.mark.parametrize(
