@@ -83,8 +83,16 @@ class Setup:
 def measure(bed: Testbed, entries: list[Entry], setup: Setup, say: Callable[[str], None]) -> list[Measured]:
     """Run all entries in alternating rounds.
 
-    An entry that is refused or fails is not started again; the others go on.
+    An entry that is refused or fails is not started again; the others go on. What one of ours finds of the links, later
+    rounds find in a cache of this measurement alone: other links may go by the same names.
     """
+    with tempfile.TemporaryDirectory(prefix="cache-") as cache:
+        return _measure(bed, entries, setup, say, cache)
+
+
+def _measure(
+    bed: Testbed, entries: list[Entry], setup: Setup, say: Callable[[str], None], cache: str
+) -> list[Measured]:
     measured = [Measured(entry=entry, rounds=[]) for entry in entries]
     port = _FIRST_PORT
     for index in range(setup.rounds):
@@ -93,7 +101,7 @@ def measure(bed: Testbed, entries: list[Entry], setup: Setup, say: Callable[[str
                 continue
             port += 1
             try:
-                records = _run(bed, item.entry, setup, port)
+                records = _run(bed, item.entry, setup, port, cache)
             except RankFailedError as error:
                 item.failed = str(error)
                 say(f"{item.entry.label} failed.\n{error}")
@@ -129,9 +137,9 @@ def combine(records: list[RankRecord]) -> Round:
     )
 
 
-def _run(bed: Testbed, entry: Entry, setup: Setup, port: int) -> list[RankRecord]:
+def _run(bed: Testbed, entry: Entry, setup: Setup, port: int, cache: str) -> list[RankRecord]:
     python = setup.peer_python.get(entry.name, sys.executable)
-    env = {"PYTHONPATH": str(ROOT)}
+    env = {"PYTHONPATH": str(ROOT), **({"XDG_CACHE_HOME": cache} if entry.is_ours else {})}
     if entry.name in setup.peer_python:
         env |= deepspeed_setup.environment(python, setup.ranks_per_node)
     job = RankJob(entry=entry, workload=setup.workload, warm_up=setup.warm_up, steps=setup.steps)

@@ -52,8 +52,13 @@ class ShardConfig:
             `params` or `grads`.
         secondary_params: Scope of a second copy that the forward leaves for the backward, which then gathers over these
             ranks only (hpZ). ``"none"`` keeps none; smaller than `params`.
-        hierarchical: Whether collectives over ranks of several nodes go in two stages, inside the nodes and between
-            them, which sends the least over the slow links. ``"auto"`` does.
+        hierarchical: Whether collectives over several ranks of several nodes go in two stages, inside the nodes and
+            between them, which sends the least over the slow links but waits for one message after another. True:
+            always; False: never, round a ring of all ranks; a number: tensors of so many bytes or more, while smaller
+            ones go directly, every rank to every other. ``"auto"`` measures that number when a job starts, for
+            gathers, sums and all-reduces of every span, says what it found, and keeps it for later jobs; where
+            there is no job, and for all that is encoded, it means two stages. Sums round differently in each way:
+            a training that must repeat bit by bit on other nodes, or without the user's cache, gives a number or True.
         topology: ``"auto"`` reads the launcher's environment; `Topology` states it.
         weight_codec: Encodes parameters while they travel: ``"none"``, ``"int8"``, ``"int4"`` or a `Codec` that rounds
             to the nearest. What every rank then computes with is what was decoded, the same bits in forward and
@@ -83,7 +88,7 @@ class ShardConfig:
     grads: Scope = "partition"
     optimizer: Scope = "partition"
     secondary_params: Scope = "none"
-    hierarchical: str | bool = "auto"
+    hierarchical: str | bool | int = "auto"
     topology: str | Topology = "auto"
     weight_codec: str | Codec = "none"
     grad_codec: str | Codec = "none"
@@ -106,7 +111,7 @@ class ShardConfig:
             _check_scope(name, getattr(self, name), words=("none", "partition", "world", "auto"))
         _check_scope("secondary_params", self.secondary_params, words=("none", "partition", "world"))
         _check_auto({name: getattr(self, name) for name in _CHOSEN_TOGETHER}, self.secondary_params)
-        _check_choice("hierarchical", self.hierarchical, ("auto", True, False))
+        _check_hierarchical(self.hierarchical)
         for name in ("weight_codec", "grad_codec"):
             if not isinstance(getattr(self, name), Codec):
                 _check_choice(name, getattr(self, name), ("none", *Codec.WORDS))
@@ -244,6 +249,14 @@ def _check_weight_codec(codec: Codec | None) -> None:
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if not any(value is choice or (value == choice and type(value) is type(choice)) for choice in choices):
         raise ConfigError(f"`{name}={value!r}` is not available. Use {' or '.join(map(repr, choices))}.")
+
+
+def _check_hierarchical(value: object) -> None:
+    if value != "auto" and not isinstance(value, bool) and not (isinstance(value, int) and value > 0):
+        raise ConfigError(
+            f"`hierarchical={value!r}` is neither 'auto', True, False nor a number of bytes. Use 65536, say: tensors "
+            "of 64 KiB or more go in two stages, smaller ones in one."
+        )
 
 
 def _as_dtype(name: str, value: str | torch.dtype) -> str | torch.dtype:

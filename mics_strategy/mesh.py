@@ -21,11 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from mics_strategy import errors
+from mics_strategy.agreement import gather_objects
+from mics_strategy.collectives.by_size import AnyCollective, BySize
+from mics_strategy.collectives.calibration import Finding, Surroundings, calibrate
 from mics_strategy.collectives.collective import Channel, Collective
 from mics_strategy.collectives.lane import AtOnce, Lane, Runner
 from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import is_anything_under_way
 from mics_strategy.collectives.peers import Peers
+from mics_strategy.collectives.route import Route
 from mics_strategy.collectives.trail import Trail, first_difference
 from mics_strategy.collectives.transport import Transport, is_gloo
 from mics_strategy.collectives.watch import Watch
@@ -34,7 +38,7 @@ from mics_strategy.scopes import Scopes
 from mics_strategy.topology import Span
 
 T = TypeVar("T")
-GradCollectives = tuple[Collective | None, Collective | None, Collective | None]  # first hop, second: scatter, reduce
+GradCollectives = tuple[AnyCollective | None, AnyCollective | None, AnyCollective | None]  # first hop; scatter, reduce
 _FAMILIES = {
     "gather": ("gather", "secondary", "update"),
     "reduce": ("reduce",),
@@ -56,7 +60,7 @@ class Shards:
     degree: int
     index: int
     device_mesh: DeviceMesh
-    update: Collective | None
+    update: AnyCollective | None
 
 
 class Mesh:
@@ -82,12 +86,14 @@ class Mesh:
         self._transports: list[Transport] = []
         self._lanes: dict[str, Lane] = {}
         world = scopes.world_size
+        self.control = self._peers("control", scopes.span(1, world))
+        self.findings = self._calibrate(scopes)
+        self.scopes = scopes = scopes.decided({(each.collective, each.span): each.from_bytes for each in self.findings})
         self.has_secondary = scopes.secondary < scopes.params
         self.secondary_span = scopes.span_of("secondary")
         self.gather_params = self._collective("gather", scopes)
         self.gather_secondary = self._collective("secondary", scopes)
         self.reduce_grads, self.second_scatter, self.second_reduce = self._grad_collectives(scopes)
-        self.control = self._peers("control", scopes.span(1, world))
         self.among_shards = self._peers("shard", scopes.span(1, scopes.optimizer))
         update = self._collective("update", scopes)
         self._device_mesh = self._make_device_mesh(
@@ -97,6 +103,18 @@ class Mesh:
         self.trained = Shards(degree=scopes.optimizer, index=index, device_mesh=self._device_mesh, update=update)
         if device_type == "cpu":
             _gloo_meshes.add(self)
+
+    def _calibrate(self, scopes: Scopes) -> list[Finding]:
+        if self.control is None:
+            return []
+        in_both_ways, device = scopes.in_both_ways(), torch.device(self.device_type)
+
+        def make(purpose: str, workspace: Workspace) -> AnyCollective | None:
+            return self._collective(purpose, in_both_ways, workspace)
+
+        found = calibrate(scopes, Surroundings(control=self.control, device=device, make=make, gather=gather_objects))
+        self.ledger.take()
+        return found
 
     @functools.cached_property
     def uncoded(self) -> GradCollectives:
@@ -125,18 +143,27 @@ class Mesh:
         self._transports.clear()
         getattr(self._device_mesh, "_pg_registry", {}).clear()  # torch 2.13; before, it knows groups by name
 
-    def _collective(self, purpose: str, scopes: Scopes) -> Collective | None:
-        route, span = scopes.route(purpose), scopes.span_of(purpose)
-        if route is None:
+    def _collective(self, purpose: str, scopes: Scopes, workspace: Workspace | None = None) -> AnyCollective | None:
+        routes, span = scopes.routes(purpose), scopes.span_of(purpose)
+        if routes is None:
             return None
+        large = self._on_route(purpose, routes.large, span, workspace)
+        if routes.small is None:
+            return large
+        return BySize(self._on_route(purpose, routes.small, span, workspace), large, routes.from_bytes)
+
+    def _on_route(self, purpose: str, route: Route, span: Span, workspace: Workspace | None) -> Collective:
         stages = span.by_link()[::-1] if route.fast is not None else (span,)
         transports = [self._transport(purpose, stage) for stage in stages]
+        for transport, stage in zip(transports, stages, strict=True):
+            if stage.is_inside_node:
+                transport.read_memory()
         family = next(family for family, purposes in _FAMILIES.items() if purpose in purposes)
         channel = Channel(
             route=route, transports=transports, ranks=frozenset(span.members(self.rank)), watch=self._watch
         )
-        device, workspace = torch.device(self.device_type), self.workspaces[family]
-        return Collective(channel, self._runner(family, transports), workspace, self.ledger, device)
+        device, runner = torch.device(self.device_type), self._runner(family, transports)
+        return Collective(channel, runner, workspace or self.workspaces[family], self.ledger, device)
 
     def _runner(self, family: str, transports: list[Transport]) -> Runner:
         """The lane of a family of collectives, whose order among one another is kept; or none where none is needed."""
@@ -271,55 +298,3 @@ def _close_gloo() -> None:
         for mesh in list(_gloo_meshes):
             mesh.close()
         _groups.clear()
-
-
-def gather_objects(value: T) -> list[T]:
-    """Every rank's `value`, in rank order."""
-    if dist.get_world_size() == 1:
-        return [value]
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def on_every_rank(check: Callable[[], T]) -> T:
-    """Run a local check; if it raises on any rank, raise on all of them.
-
-    A rank that raises alone leaves the others waiting in their next collective.
-
-    Raises:
-        MiCSError: The first rank's error, of the same class, naming the ranks that found it.
-    """
-    result: T | None = None
-    failure: tuple[str, str] | None = None
-    own: errors.MiCSError | None = None
-    try:
-        result = check()
-    except errors.MiCSError as error:
-        own, failure = error, (type(error).__name__, str(error))
-    failures = gather_objects(failure)
-    found = [rank for rank, other in enumerate(failures) if other is not None]
-    if not found:
-        return result  # type: ignore[return-value]
-    name, message = failures[found[0]] or ("MiCSError", "")
-    where = "" if len(found) == len(failures) else f" (found on rank {', '.join(map(str, found))})"
-    raise getattr(errors, name)(message + where) from own
-
-
-def require_same(values: dict[str, str]) -> None:
-    """Refuse a job whose ranks disagree.
-
-    Args:
-        values: What must be equal, by a name that the error can show.
-
-    Raises:
-        ConfigError: On every rank, naming the value and the two ranks that differ.
-    """
-    everyone = gather_objects(values)
-    for name, value in everyone[0].items():
-        for rank, other in enumerate(everyone):
-            if other.get(name) != value:
-                raise errors.ConfigError(
-                    f"`{name}` differs between ranks: {value} on rank 0, {other.get(name)} on rank {rank}. "
-                    "Give every rank the same script and the same configuration."
-                )

@@ -6,8 +6,8 @@ import os
 import socket
 from pathlib import Path
 
+from mics_strategy.agreement import gather_objects
 from mics_strategy.config import ShardConfig
-from mics_strategy.mesh import gather_objects
 from mics_strategy.topology import Place, Topology, topology_from_places
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -9,12 +9,22 @@ import dataclasses
 from dataclasses import dataclass
 
 from mics_strategy.collectives.codecs import Codec
-from mics_strategy.collectives.route import Hop, Route
+from mics_strategy.collectives.crossover import Crossing, TwoStages
+from mics_strategy.collectives.route import Hop, Route, Routes, Way
+from mics_strategy.collectives.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
 from mics_strategy.topology import Axis, Span, Topology
 
-PURPOSES = ("gather", "secondary", "update", "reduce", "second_scatter", "second_reduce")
+COLLECTIVES = {
+    "gather": GATHER,
+    "secondary": GATHER,
+    "update": GATHER,
+    "reduce": REDUCE_SCATTER,
+    "second_scatter": REDUCE_SCATTER,
+    "second_reduce": ALL_REDUCE,
+}
+PURPOSES = tuple(COLLECTIVES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +55,7 @@ class Scopes:
 
     Every degree is the product of a prefix of `axes`. `secondary` is the degree of the copy of the parameters that the
     forward leaves for the backward; equal to `params` when there is none. A collective over ranks of several nodes goes
-    in two stages where `is_hierarchical`.
+    in two stages where `is_hierarchical` and its tensor is as large as `two_stages` says.
     """
 
     world_size: int
@@ -56,6 +66,7 @@ class Scopes:
     secondary: int
     axes: tuple[Axis, ...]
     is_hierarchical: bool = True
+    two_stages: TwoStages = dataclasses.field(default_factory=TwoStages)
     codecs: Codecs = dataclasses.field(default_factory=lambda: Codecs())
 
     def depth(self, degree: int) -> int:
@@ -89,20 +100,53 @@ class Scopes:
         }[purpose]
         return self.span(inner, outer)
 
-    def route(self, purpose: str) -> Route | None:
-        """The stages of what serves one of `PURPOSES`; None where one rank needs nothing."""
+    def routes(self, purpose: str) -> Routes | None:
+        """The routes of what serves one of `PURPOSES`; None where one rank needs nothing."""
         span, codec = self.span_of(purpose), self.codecs.of(purpose)
         fast, slow = span.by_link()
         if span.size == 1:
             return None
-        if fast.size == 1 or slow.size == 1 or not self.is_hierarchical:
-            is_coded = slow.size > 1 or self.codecs.is_on_all_links
-            codec, mixes = codec if is_coded else None, fast.size > 1 and slow.size > 1
-            return Route(slow=Hop(axis=span.name, ranks=span.size, codec=codec, spans_nodes=mixes))
-        return Route(
+        mixes = fast.size > 1 and slow.size > 1
+        if not (mixes and self.is_hierarchical):
+            codec = codec if slow.size > 1 or self.codecs.is_on_all_links else None
+            way = Way.RING if mixes else Way.OWN
+            return Routes(large=Route(slow=Hop(axis=span.name, ranks=span.size, codec=codec, way=way)))
+        in_two_stages = Route(
             slow=Hop(axis=slow.name, ranks=slow.size, codec=codec),
             fast=Hop(axis=fast.name, ranks=fast.size, codec=codec if self.codecs.is_on_all_links else None),
         )
+        from_bytes = self.two_stages.of((COLLECTIVES[purpose], span))
+        if codec is not None or from_bytes == 0:
+            return Routes(large=in_two_stages)
+        direct = Route(slow=Hop(axis=span.name, ranks=span.size, way=Way.DIRECT))
+        return Routes(large=in_two_stages, small=direct, from_bytes=from_bytes)
+
+    def route(self, purpose: str, full_bytes: int) -> Route | None:
+        """The stages in which a tensor of so many bytes goes, as it travels unencoded; None where nothing is sent."""
+        routes = self.routes(purpose)
+        return None if routes is None else routes.of(full_bytes)
+
+    def undecided(self) -> dict[Crossing, str]:
+        """What a calibration would measure, each with the first purpose that it serves."""
+        found: dict[Crossing, str] = {}
+        known = {crossing for crossing, _ in self.two_stages.measured}
+        for purpose, collective in COLLECTIVES.items() if self.two_stages.is_open and self.is_hierarchical else ():
+            span = self.span_of(purpose)
+            mixes = all(part.size > 1 for part in span.by_link())
+            if mixes and self.codecs.of(purpose) is None and (collective, span) not in known:
+                found.setdefault((collective, span), purpose)
+        return found
+
+    def decided(self, measured: dict[Crossing, int]) -> Scopes:
+        """The same, with what a calibration has found."""
+        if not measured:
+            return self
+        known = dict(self.two_stages.measured) | measured
+        return dataclasses.replace(self, two_stages=dataclasses.replace(self.two_stages, measured=tuple(known.items())))
+
+    def in_both_ways(self) -> Scopes:
+        """The same with collectives that have both ways, for a calibration."""
+        return dataclasses.replace(self, two_stages=TwoStages(from_bytes=1))
 
 
 def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> Scopes:
@@ -143,11 +187,18 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
         axes=_cut_axes(sorted({*degrees.values(), secondary}), per_node, world_size),
         secondary=secondary,
         is_hierarchical=config.hierarchical is not False,
+        two_stages=_two_stages_of(config),
         codecs=_codecs_of(config),
         **degrees,
     )
     _check_codecs(config, scopes)
     return scopes
+
+
+def _two_stages_of(config: ShardConfig) -> TwoStages:
+    asked = config.hierarchical
+    from_bytes = asked if isinstance(asked, int) and not isinstance(asked, bool) else 0
+    return TwoStages(from_bytes=from_bytes, is_open=asked == "auto")
 
 
 def _codecs_of(config: ShardConfig) -> Codecs:
@@ -162,11 +213,11 @@ def _codecs_of(config: ShardConfig) -> Codecs:
 def idle_codecs(config: ShardConfig, scopes: Scopes) -> list[str]:
     """Fields of a configuration that ask for a codec with which nothing is encoded in this job."""
     purposes = {"weight_codec": ("gather", "update"), "grad_codec": PURPOSES[3:]}
-    routes = {name: [scopes.route(purpose) for purpose in served] for name, served in purposes.items()}
+    routes = {name: [scopes.routes(purpose) for purpose in served] for name, served in purposes.items()}
     return [
         name
         for name, of_name in routes.items()
-        if config.codec_of(name) is not None and not any(route is not None and route.is_coded for route in of_name)
+        if config.codec_of(name) is not None and not any(each is not None and each.large.is_coded for each in of_name)
     ]
 
 

@@ -104,6 +104,11 @@ class Span:
         """Names of the axes, fastest first."""
         return "+".join(axis.name for axis in self.axes)
 
+    @property
+    def is_inside_node(self) -> bool:
+        """Whether the ranks share a node."""
+        return all(axis.is_inside_node for axis in self.axes)
+
     def by_link(self) -> tuple[Span, Span]:
         """Its part inside a node, and its part between nodes; either may be of one rank."""
         inside = sum(axis.is_inside_node for axis in self.axes)

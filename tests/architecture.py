@@ -19,13 +19,13 @@ MAX_PARAMETERS = 6
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     (
-        *("config", "topology", "scopes", "collectives.route", "collectives.traffic"),
+        *("config", "topology", "scopes", "collectives.route", "collectives.traffic", "collectives.crossover"),
         *("collectives.codecs", "collectives.coder", "collectives.codec_tiles", "collectives.codec_kernels"),
         *("sharding.layout", "sharding.lifecycle", "sharding.schedule", "sharding.dealing"),
         *("sharding.model_states", "sharding.advice"),
         *("checkpoint.manifest", "checkpoint.reshard"),
     ),
-    ("mesh", "places", "collectives"),
+    ("agreement", "mesh", "places", "collectives"),
     ("sharding",),
     ("checkpoint",),
     ("",),
@@ -45,6 +45,7 @@ FRAMEWORKS = {
 OBJECTS = ("*_object", "*_object_list", "barrier", "monitored_barrier")
 MAY_NAME_PRIMITIVES: dict[str, tuple[str, ...]] = {
     "collectives/transport.py": ("*",),
+    "agreement.py": OBJECTS,
     "mesh.py": OBJECTS,
     "topology.py": OBJECTS,
     "checkpoint/*": OBJECTS,

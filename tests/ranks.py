@@ -169,6 +169,7 @@ class RankPool:
         timeout_s: float = TIMEOUT_S,
         env: dict[str, str] | None = None,
         default_group: bool = True,
+        calibrates: bool = False,
     ) -> list[Any]:
         """Run `fn(ctx, *args)` on ranks 0 ... world_size - 1 and return their results in order.
 
@@ -180,6 +181,7 @@ class RankPool:
             timeout_s: After this the job counts as hung.
             env: More environment variables of the job.
             default_group: Make a gloo default group before `fn` and destroy it after.
+            calibrates: Let `hierarchical="auto"` measure; where not, it means two stages.
 
         Raises:
             RankError: A rank failed, hung or left something behind.
@@ -204,6 +206,7 @@ class RankPool:
                     env=node_environment(ctx) | common_env,
                     timeout_s=timeout_s,
                     default_group=default_group,
+                    calibrates=calibrates,
                 )
                 self._ranks[rank].connection.send_bytes(pickle.dumps(job))
             outcome = self._collect(world_size, timeout_s)

@@ -20,7 +20,7 @@ REFUSED = [
     ],
     ("secondary_params", "auto"),
     *[("partition_size", value) for value in ("none", "partition", 0, -1, False, 1.5, None)],
-    *[("hierarchical", value) for value in ("yes", 0, 1, None)],
+    *[("hierarchical", value) for value in ("yes", "65536", 0, -1, 65536.0, None)],
     *[("weight_codec", value) for value in ("int2", "fp8", 8, None)],
     *[("grad_codec", value) for value in ("int2", "INT4", None)],
     *[("codec_links", value) for value in ("fast", "none", None)],

@@ -21,7 +21,7 @@ from mics_strategy.collectives.lane import Runner
 from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import Handle, check_fit
 from mics_strategy.collectives.ring import RingStage
-from mics_strategy.collectives.route import Hop, Route
+from mics_strategy.collectives.route import Hop, Route, Way
 from mics_strategy.collectives.stages import CodedStage, Finish, PlainStage, Stage
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.collectives.watch import Watch
@@ -84,6 +84,7 @@ class Collective:
         self._fast = _stage(rest[0], route.fast, workspace, device) if rest and route.fast is not None else None
         self._plain = [PlainStage(transport, workspace) for transport in channel.transports]
         codec = route.gather_codec
+        self._is_left_to_backend = route.slow.way is Way.DIRECT and not slow.is_point_to_point
         self._gather_coder = Coder(codec, device, torch.Generator().manual_seed(self.index)) if codec else None
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
@@ -122,7 +123,8 @@ class Collective:
         """Gather.
 
         1. Over the slow links, piece by piece, into this rank's slice of `out`.
-        2. Each piece over the fast links as soon as it is there; what is this rank's own, at once.
+        2. Each piece over the fast links as soon as it is there; what is this rank's own, at once. It is taken while
+           the next one is on the slow links.
         """
         slow, *fasts = stages
         slices = out.view(self._num_fast, self._num_slow, -1)
@@ -132,21 +134,23 @@ class Collective:
             slow.begin_gather([row[start:end] for row in mine], shard[start:end], shard.dtype, tag)
             for start, end in pieces
         ]
-        over_fast: list[Finish] = []
 
-        def pass_on(row: int, start: int, end: int) -> None:
-            for fast in fasts:
-                rows = [of_rank[row][start:end] for of_rank in slices]
-                over_fast.append(fast.begin_gather(rows, mine[row][start:end], shard.dtype, tag))
+        def pass_on(row: int, start: int, end: int) -> list[Finish]:
+            rows = [of_rank[row][start:end] for of_rank in slices]
+            return [fast.begin_gather(rows, mine[row][start:end], shard.dtype, tag) for fast in fasts]
 
         is_own_final = not isinstance(slow, CodedStage)
+        over_fast: list[Finish] = []
         for start, end in pieces if is_own_final else []:
-            pass_on(own_row, start, end)
+            over_fast += pass_on(own_row, start, end)
         for finish, (start, end) in zip(begun, pieces, strict=True):
             finish()
+            before, over_fast = over_fast, []
             for row in range(self._num_slow):
                 if row != own_row or not is_own_final:
-                    pass_on(row, start, end)
+                    over_fast += pass_on(row, start, end)
+            for finish_fast in before:
+                finish_fast()
         for finish in over_fast:
             finish()
 
@@ -275,6 +279,10 @@ class Collective:
         full = self._workspace.take(self._num_fast * slice_numel, tensor.dtype)
         full[: tensor.numel()].copy_(tensor)
         full[tensor.numel() :].zero_()
+        if self._is_left_to_backend and wire == tensor.dtype:
+            self.transports[0].all_reduce(full).wait()
+            tensor.copy_(full[: tensor.numel()])
+            return
         slices = full.view(self._num_fast, -1)
         mine = self._workspace.take(slice_numel, tensor.dtype) if self._fast is not None else full
         pieces = routes.pieces_of(self.route, slice_numel, wire.itemsize, self._num_slow)
@@ -292,8 +300,11 @@ class Collective:
         back: list[Finish] = []
         for finish, (a, b) in zip(gathers, pieces, strict=True):
             finish()
+            before, back = back, []
             for fast in self._plain[1:]:
                 back.append(fast.begin_gather([each[a:b] for each in slices], mine[a:b], wire, tag))
+            for finish_fast in before:
+                finish_fast()
         for finish in back:
             finish()
         tensor.copy_(full[: tensor.numel()])
@@ -334,6 +345,6 @@ class Collective:
 def _stage(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> Stage:
     if hop.codec is not None:
         return CodedStage(transport, workspace, hop.codec, device)
-    if hop.spans_nodes and transport.is_point_to_point:
+    if hop.way is Way.RING and transport.is_point_to_point:
         return RingStage(transport, workspace)
     return PlainStage(transport, workspace)

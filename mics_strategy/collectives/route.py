@@ -5,13 +5,15 @@ between nodes. A gather goes over the slow links first, a reduction over the fas
 node is the more significant digit of its index, so every stage moves a contiguous slice: nothing is re-arranged.
 
 Of a tensor of M bytes over p ranks, k in a node, all ranks of a node together send M (p - k) / p to other nodes; in one
-stage over all ranks it would be M (p - 1) / p at the best.
+stage over all ranks it would be M (p - 1) / p at the best. Of a small tensor it is not bytes that take time but
+messages that wait for one another, and one stage may be faster: a purpose has a route for each size.
 
 Pure.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 
@@ -24,17 +26,26 @@ _MIN_PIECE_BYTES = 64 * 1024
 _MAX_PIECES = 8  # measured: 2 pieces leave a tenth of the overlap, 32 cost more in messages than they win
 
 
+class Way(enum.Enum):
+    """How the numbers of one stage go from rank to rank, where they travel unencoded.
+
+    Of one rank's numbers for the p - 1 others, DIRECT waits for one message, RING for p - 1 that follow one another,
+    but leaves every node once. Where the backend moves tensors by itself, as NCCL does, both are the backend's own.
+    """
+
+    OWN = "each piece straight to its rank; an all-reduce as the backend does it"
+    RING = "from neighbour to neighbour, in the order of the nodes; an all-reduce as the backend does it"
+    DIRECT = "each piece straight to its rank; an all-reduce, too: the shares of a sum, then the sums"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """One stage: the ranks it connects, and what its numbers are encoded with.
-
-    `spans_nodes` where it connects several ranks of several nodes, so that their order on a ring matters.
-    """
+    """One stage: the ranks it connects, what its numbers are encoded with, and how they go."""
 
     axis: str
     ranks: int
     codec: Codec | None = None
-    spans_nodes: bool = False
+    way: Way = Way.OWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +78,25 @@ class Route:
     def is_coded(self) -> bool:
         """Whether anything is encoded."""
         return self.slow.codec is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routes:
+    """The routes of one purpose, by the size of what is sent.
+
+    Attributes:
+        large: Of tensors of `from_bytes` bytes or more; of all where there is no other.
+        small: Of smaller ones.
+        from_bytes: Of the whole tensor, as it travels unencoded.
+    """
+
+    large: Route
+    small: Route | None = None
+    from_bytes: int = 0
+
+    def of(self, full_bytes: int) -> Route:
+        """The route of a tensor of so many bytes."""
+        return self.small if self.small is not None and full_bytes < self.from_bytes else self.large
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +178,8 @@ def _reduction(hop: Hop, plain_bytes: int, numels: list[int], wire: torch.dtype)
 
 
 def is_plain_all_reduce(route: Route, wire: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether an all-reduce is one of the transport's own: one stage, nothing encoded or rounded."""
-    return route.fast is None and not route.is_coded and wire == dtype
+    """Whether an all-reduce is one of the transport's own: one stage, nothing encoded or rounded, not all direct."""
+    return route.fast is None and not route.is_coded and wire == dtype and route.slow.way is not Way.DIRECT
 
 
 def all_reduce_slice(route: Route, numel: int) -> int:

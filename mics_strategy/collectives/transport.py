@@ -6,6 +6,8 @@ reduce-scatter is an all-reduce and sends twice as much). Elsewhere, as on NCCL,
 
 A piece has a tag made of what it belongs to. Ranks that are at different transfers therefore never put one's numbers
 into another's memory, and gloo, which ends the process on a message of the wrong size, never sees one.
+
+Ranks of one node that can read one another's memory do without gloo (see `neighbour`).
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # DTensor imports it later, and then its default arguments keep the default group alive
 
+from mics_strategy.collectives import greeting
+from mics_strategy.collectives.neighbour import Neighbour
 from mics_strategy.collectives.ops import Work
 from mics_strategy.collectives.trail import Trail
 
 T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_GREETING_TAG = 0
 
 
 class Pieces:
@@ -74,6 +79,21 @@ class Transport:
         self.trail = Trail(ranks=tuple(ranks), index=self.index)
         self.is_point_to_point = is_gloo(group, device_type)
         self._others = [(self.index + step) % self.size for step in range(1, self.size)]
+        self._neighbours: dict[int, Neighbour] = {}
+
+    def read_memory(self) -> None:
+        """Let the ranks, all of one node, read one another's memory, if each can. Collective; nothing is under way.
+
+        Cost:
+            See `greeting.meet`. None where gloo is not in use.
+        """
+        if self.is_point_to_point:
+            self._neighbours = greeting.meet(self.trail.ranks, self.index, self._gather_greetings)
+
+    def _gather_greetings(self, own: torch.Tensor) -> torch.Tensor:
+        rows = own.new_zeros(self.size, own.numel())
+        self.gather(list(rows), own, _GREETING_TAG).wait()
+        return rows
 
     def gather(self, rows: list[torch.Tensor], own: torch.Tensor, tag: int) -> Pieces:
         """Put every rank's `own` into its row, this rank's, too.
@@ -115,11 +135,15 @@ class Transport:
         return self._all_from(dist.all_to_all(incoming, outgoing, group=self.group, async_op=True))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
-        """Send to the rank of that index. Where messages go point to point."""
+        """Send to the rank of that index, or let it read. Where messages go point to point."""
+        if self._neighbours:
+            return self._neighbours[to].offer(tensor, tag)
         return self.group.send([tensor], to, tag)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Work:
         """Receive from the rank of that index. Messages of one tag arrive in the order in which they were sent."""
+        if self._neighbours:
+            return self._neighbours[source].expect(tensor, tag)
         return self.group.recv([tensor], source, tag)
 
     def _post(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> Pieces:
@@ -189,12 +213,16 @@ class Transport:
         Nothing else wakes a thread that waits for a message which will never come; when the interpreter ends around
         such a thread, the process is aborted.
         """
+        for neighbour in self._neighbours.values():
+            neighbour.cancel()
         for other in self._others:  # until one is alive: where none is, nothing waits
             with suppress(RuntimeError):  # as meant: a receive that is late closes the connections of its group
                 self.group.recv([torch.empty(1)], other, 2**31 - 1).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Let go of the group. Not collective; nothing may be under way."""
+        for neighbour in self._neighbours.values():
+            neighbour.close()
         if dist.is_initialized():
             with suppress(ValueError):  # of a default group that is gone
                 dist.destroy_process_group(self.group)

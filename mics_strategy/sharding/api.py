@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mics_strategy.agreement import gather_objects, on_every_rank, require_same
+from mics_strategy.collectives.calibration import report
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
-from mics_strategy.mesh import Mesh, gather_objects, on_every_rank, require_same
+from mics_strategy.mesh import Mesh
 from mics_strategy.places import discover_topology
 from mics_strategy.scopes import Scopes, idle_codecs, resolve_scopes
 from mics_strategy.sharding import guard, materialize, validate
@@ -57,7 +59,7 @@ def shard(
 
     Cost:
         All memory that the engine will ever use (`Sharded.memory`); a broadcast of parameters that differ
-        between ranks.
+        between ranks; where `hierarchical="auto"` has to be measured, up to about a second.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
@@ -73,7 +75,7 @@ def shard(
     require_same({"units": ", ".join(module.name for module in modules)})
     scopes = on_every_rank(lambda: _scopes(chosen, modules, topology, target))
     _say_what_is_idle(chosen, scopes)
-    site = Site(config=chosen, mesh=Mesh(scopes, target.type), device=target, memory=Memory())
+    site = Site(config=chosen, mesh=_mesh(scopes, target), device=target, memory=Memory())
     with torch.inference_mode(False), torch.no_grad():
         return _build(model, modules, site, initializer)
 
@@ -95,6 +97,15 @@ def _say_what_is_idle(config: ShardConfig, scopes: Scopes) -> None:
     for name in idle_codecs(config, scopes) if dist.get_rank() == 0 else ():
         links = f"`codec_links={config.codec_links!r}`"
         print(f"`{name}={getattr(config, name)!r}` encodes nothing in this job of one node, with {links}.", flush=True)
+
+
+def _mesh(scopes: Scopes, device: torch.device) -> Mesh:
+    """The groups of this job; what was measured for them, printed by rank 0."""
+    mesh = Mesh(scopes, device.type)
+    news = report(mesh.findings)
+    if mesh.rank == 0 and news:
+        print(news, flush=True)
+    return mesh
 
 
 def _build(model: nn.Module, modules: list[UnitModule], site: Site, initializer: Initializer | str) -> Sharded:

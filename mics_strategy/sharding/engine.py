@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from mics_strategy.agreement import gather_objects
 from mics_strategy.errors import LifecycleError
-from mics_strategy.mesh import gather_objects
 from mics_strategy.sharding.buffers import StagingRing
 from mics_strategy.sharding.gradient import BucketGradient
 from mics_strategy.sharding.lifecycle import Phase

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mics_strategy.mesh import Mesh, gather_objects
+from mics_strategy.agreement import gather_objects
+from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.bucket import Bucket
 from mics_strategy.sharding.initialize import Initializer, find_initializer, refuse_unfilled, without_value
 from mics_strategy.sharding.unit import Unit

@@ -85,6 +85,8 @@ def _bytes_of(kind: ParameterKind, scopes: Scopes) -> int:
 def step_traffic(kinds: Sequence[ParameterKind], scopes: Scopes, num_micro_steps: int) -> StepTraffic:
     """What one optimizer step sends, when every unit is gathered for the forward and for the backward.
 
+    Every kind of parameters counts as one large tensor: what goes in another way because it is small is not told apart.
+
     Source:
         MiCS (arXiv:2205.00119) sections 3.2 to 3.4; PaRO table 3, corrected; AMSP equations A2 to A10.
     """
@@ -109,7 +111,7 @@ def _messages(kind: ParameterKind, scopes: Scopes, num_micro_steps: int) -> Iter
         (for_backward, num_micro_steps, kind.numel),
         ("update", int(kind.is_trained), kind.numel // scopes.params),
     ):
-        route = scopes.route(purpose)
+        route = scopes.route(purpose, numel * kind.param_bytes)
         for message in gather_messages(route, numel, param) if route is not None else ():
             yield times, message
     if not kind.is_trained:
@@ -118,10 +120,11 @@ def _messages(kind: ParameterKind, scopes: Scopes, num_micro_steps: int) -> Iter
         ("reduce", num_micro_steps, kind.numel),
         ("second_scatter", 1, kind.numel // scopes.grads),
     ):
-        route = scopes.route(purpose)
+        route = scopes.route(purpose, numel * kind.wire_bytes)
         for message in reduce_messages(route, numel, wire) if route is not None else ():
             yield times, message
-    route = scopes.route("second_reduce")
+    numel = kind.numel // scopes.optimizer
+    route = scopes.route("second_reduce", numel * kind.wire_bytes)
     if route is not None:
-        for message in all_reduce_messages(route, kind.numel // scopes.optimizer, wire, _SUM_DTYPE):
+        for message in all_reduce_messages(route, numel, wire, _SUM_DTYPE):
             yield 1, message

@@ -122,6 +122,8 @@ class Plan:
 def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepShape, whole: tuple[WholePlan, ...] = ()) -> Plan:
     """Plan one optimizer step in steady state: the step before has run the same way.
 
+    What `hierarchical="auto"` has left open because no job has measured it is planned in two stages.
+
     Args:
         units: By index; the root is the first.
         scopes: Ranks and axes of every model state.
@@ -187,17 +189,18 @@ class _Planner:
             self._gather(purpose, bucket, bucket.layout.full_numel, unit.name, moment)
 
     def _gather(self, purpose: str, bucket: BucketPlan, numel: int, unit: str, moment: str) -> None:
-        route = self.scopes.route(purpose)
+        route = self.scopes.route(purpose, numel * bucket.param_dtype.itemsize)
         if route is not None:
             self._add(gather_messages(route, numel, bucket.param_dtype), unit, moment)
 
     def _reduce(self, index: int) -> None:
-        route = self.scopes.route("reduce")
-        if route is None:
-            return
         for bucket in self._reduced(index):
-            messages = reduce_messages(route, bucket.layout.full_numel, bucket.wire_dtype)
+            messages = self._reduction("reduce", bucket.layout.full_numel, bucket.wire_dtype)
             self._add(messages, self.units[index].name, "backward")
+
+    def _reduction(self, purpose: str, numel: int, wire: torch.dtype) -> list[Message]:
+        route = self.scopes.route(purpose, numel * wire.itemsize)
+        return reduce_messages(route, numel, wire) if route is not None else []
 
     def second_hop(self, needed: tuple[int, ...]) -> None:
         scopes = self.scopes
@@ -209,11 +212,11 @@ class _Planner:
             num_bytes = (num_parameters + 1) * USAGE_DTYPE.itemsize
             usage = Message(ALL_REDUCE, world.name, world.size, USAGE_DTYPE, num_bytes)
             self._add([usage], "(usage)", "second_hop")
-        scatter, replicas = scopes.route("second_scatter"), scopes.route("second_reduce")
         for index in sorted(set(needed), reverse=True):
             for bucket in self._reduced(index):
                 layout, wire = bucket.layout, bucket.wire_dtype
-                messages = reduce_messages(scatter, layout.numel_at(scopes.grads), wire) if scatter is not None else []
+                messages = self._reduction("second_scatter", layout.numel_at(scopes.grads), wire)
+                replicas = scopes.route("second_reduce", layout.shard_numel * wire.itemsize)
                 if replicas is not None:
                     messages += all_reduce_messages(replicas, layout.shard_numel, wire, bucket.sum_dtype)
                 self._add(messages, self.units[index].name, "second_hop")

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mics_strategy.agreement import on_every_rank
 from mics_strategy.collectives.ledger import Sent
 from mics_strategy.errors import ConfigError, LifecycleError
-from mics_strategy.mesh import on_every_rank
 from mics_strategy.scopes import Scopes
 from mics_strategy.sharding import guard, norm, state
 from mics_strategy.sharding.build import Site

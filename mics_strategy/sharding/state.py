@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from mics_strategy.agreement import on_every_rank
 from mics_strategy.errors import CheckpointError
-from mics_strategy.mesh import Mesh, on_every_rank
+from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.parameter import ShardedParameter
 
 StateDict = dict[str, Any]

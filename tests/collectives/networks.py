@@ -1,21 +1,25 @@
-"""How does a test get collectives over all ranks of a job, in one stage or two?"""
+"""How does a test get collectives over all ranks of a job, in one stage or two, or directly?"""
 
 import torch
 from torch import Tensor
 
+from mics_strategy.collectives.by_size import AnyCollective, BySize
 from mics_strategy.collectives.codecs import Codec
 from mics_strategy.collectives.collective import Collective
+from mics_strategy.collectives.crossover import TwoStages
 from mics_strategy.collectives.workspace import Workspace
 from mics_strategy.mesh import Mesh
 from mics_strategy.scopes import Codecs, Scopes
 from mics_strategy.topology import Axis
 from tests.ranks import RankContext
 
+Stages = int | str  # 2, 1 (round a ring where links differ) or DIRECT
+DIRECT = "direct"
 NAN_BYTE = 255  # four of them are NaN in every floating dtype: what is read before it is written shows
 
 
-def scopes_of(ctx: RankContext, codec: Codec | None = None, links: str = "slow", stages: int = 2) -> Scopes:
-    """Everything sharded over all ranks, in as many stages as there are kinds of links, or in one."""
+def scopes_of(ctx: RankContext, codec: Codec | None = None, links: str = "slow", stages: Stages = 2) -> Scopes:
+    """Everything sharded over all ranks, in as many stages as there are kinds of links, or in one, or directly."""
     sizes = {"intra_node": ctx.ranks_per_node, "inter_node": ctx.num_nodes}
     strides = {"intra_node": 1, "inter_node": ctx.ranks_per_node}
     return Scopes(
@@ -26,7 +30,8 @@ def scopes_of(ctx: RankContext, codec: Codec | None = None, links: str = "slow",
         optimizer=ctx.world_size,
         secondary=ctx.world_size,
         axes=tuple(Axis(name=name, size=size, stride=strides[name]) for name, size in sizes.items() if size > 1),
-        is_hierarchical=stages == 2,
+        is_hierarchical=stages != 1,
+        two_stages=TwoStages(from_bytes=1 << 60 if stages == DIRECT else 0),
         codecs=Codecs(params=codec, first_hop=codec, is_on_all_links=links == "all"),
     )
 
@@ -39,12 +44,10 @@ class Network:
         other: That of the second.
     """
 
-    def __init__(self, ctx: RankContext, codec: Codec | None = None, links: str = "slow", stages: int = 2) -> None:
+    def __init__(self, ctx: RankContext, codec: Codec | None = None, links: str = "slow", stages: Stages = 2) -> None:
         self.mesh = Mesh(scopes_of(ctx, codec, links, stages), "cpu")
-        assert self.mesh.gather_params is not None
-        assert self.mesh.reduce_grads is not None
-        self.one: Collective = self.mesh.gather_params
-        self.other: Collective = self.mesh.reduce_grads
+        self.one = _only(self.mesh.gather_params)
+        self.other = _only(self.mesh.reduce_grads)
 
     @property
     def workspace(self) -> Workspace:
@@ -69,3 +72,9 @@ class Network:
         out = torch.empty(self.one.size * numel)
         self.one.gather(out, self.values(self.one.index, numel, salt=salt), what).wait()
         return torch.equal(out, torch.cat([self.values(i, numel, salt=salt) for i in range(self.one.size)]))
+
+
+def _only(found: AnyCollective | None) -> Collective:
+    """The collective that is ever used."""
+    assert found is not None
+    return found.small if isinstance(found, BySize) else found

@@ -14,7 +14,7 @@ from mics_strategy.collectives import route as routes
 from mics_strategy.collectives.codecs import Codec
 from mics_strategy.collectives.coder import Coder
 from mics_strategy.collectives.collective import Collective
-from mics_strategy.collectives.route import Route
+from mics_strategy.collectives.route import Route, Way
 
 CPU = torch.device("cpu")
 
@@ -90,7 +90,7 @@ class Plain:
     def of(cls, collective: Collective) -> "Plain":
         """What `collective` must give."""
         slow, transport = collective.route.slow, collective.transports[0]
-        is_ring = slow.spans_nodes and slow.codec is None and transport.is_point_to_point
+        is_ring = slow.way is Way.RING and slow.codec is None and transport.is_point_to_point
         ranks = transport.trail.ranks
         ring = tuple(sorted(range(len(ranks)), key=lambda index: ranks[index])) if is_ring else ()
         return cls(collective.route, collective.index, ring)

@@ -13,7 +13,7 @@ from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import Handle
 from mics_strategy.collectives.route import Message
 from mics_strategy.collectives.traffic import SENT_BYTES
-from tests.collectives.networks import Network
+from tests.collectives.networks import DIRECT, Network, Stages
 from tests.ranks import RankContext, RankPool
 from tests.sharding.counting import CountC10d, Kind
 
@@ -48,7 +48,7 @@ def started(one: Collective, kind: str, numel: int) -> tuple[Handle, list[Messag
     return handle, routes.all_reduce_messages(one.route, numel, wire, FP32)
 
 
-def different(ctx: RankContext, codec: Codec | None, links: str, num_stages: int) -> list[str]:
+def different(ctx: RankContext, codec: Codec | None, links: str, num_stages: Stages) -> list[str]:
     """Where counted, written and planned bytes differ."""
     network = Network(ctx, codec, links, num_stages)
     one, found = network.one, []
@@ -71,10 +71,10 @@ def different(ctx: RankContext, codec: Codec | None, links: str, num_stages: int
 @pytest.mark.parametrize("codec", [None, INT8, INT4], ids=["plain", "int8", "int4"])
 @pytest.mark.parametrize(
     ("nodes", "per_node", "stages", "links"),
-    [(2, 2, 1, "slow"), (4, 1, 1, "all"), (4, 2, 2, "slow"), (2, 4, 2, "all")],
+    [(2, 2, 1, "slow"), (2, 2, DIRECT, "slow"), (4, 1, 1, "all"), (4, 2, 2, "slow"), (2, 4, 2, "all")],
 )
 def test_bytes_sent_are_those_written_and_those_planned(
-    ranks: RankPool, nodes: int, per_node: int, stages: int, links: str, codec: Codec | None
+    ranks: RankPool, nodes: int, per_node: int, stages: Stages, links: str, codec: Codec | None
 ) -> None:
     world = nodes * per_node
     assert ranks(world, different, codec, links, stages, ranks_per_node=per_node) == [[]] * world

@@ -7,9 +7,9 @@ import torch
 
 from mics_strategy.collectives import route as routes
 from mics_strategy.collectives.codecs import Codec
-from mics_strategy.collectives.route import Route
+from mics_strategy.collectives.route import Route, Way
 from mics_strategy.errors import LifecycleError, ShapeError
-from tests.collectives.networks import Network
+from tests.collectives.networks import DIRECT, Network, Stages
 from tests.collectives.plain import Plain
 from tests.ranks import RankContext, RankPool, simulate
 
@@ -18,12 +18,13 @@ WIRES = (FP32, BF16, FP16)
 SMALL, EIGHT_PIECES = (1, 5, 8, 24), (150_000, 150_001)
 INT8, INT4 = Codec(bits=8, block_size=6), Codec(bits=4, block_size=64)
 
+WAYS: tuple[Stages, ...] = (1, 2, DIRECT)
 networks = pytest.mark.parametrize(
     ("nodes", "per_node", "stages"),
-    [(1, 4, 1), (4, 1, 1), (2, 2, 1), (2, 2, 2), (2, 4, 1), (2, 4, 2), (4, 2, 2)],
+    [(1, 4, 1), (4, 1, 1), *((2, 2, n) for n in WAYS), *((2, 4, n) for n in WAYS), (4, 2, 2), (4, 2, DIRECT)],
     ids=lambda number: str(number),
 )
-stages = pytest.mark.parametrize("stages", [2, 1], ids=["two-stages", "one-stage"])
+stages = pytest.mark.parametrize("stages", [2, 1, DIRECT], ids=["two-stages", "one-stage", "direct"])
 codecs = pytest.mark.parametrize("codec", [None, INT8, INT4], ids=["plain", "int8", "int4"])
 links = pytest.mark.parametrize("links", ["slow", "all"])
 kinds = pytest.mark.parametrize("kind", ["gather", "reduce", "all_reduce"])
@@ -77,7 +78,8 @@ def check_all_reduce(network: Network, numel: int) -> Iterator[str]:
         one.reserve_all_reduce(numel * one.size, wire, dtype)
         network.lend()
         given = [network.values(i, one.size * numel, dtype) for i in range(one.size)]
-        if routes.is_plain_all_reduce(one.route, wire, dtype):
+        is_left_to_backend = one.route.slow.way is Way.DIRECT and not one.transports[0].is_point_to_point
+        if routes.is_plain_all_reduce(one.route, wire, dtype) or (is_left_to_backend and wire == dtype):
             given = [each.mul(8).round() for each in given]  # no sum rounds: its order is the transport's
         tensor = given[one.index].clone()
         one.all_reduce(tensor, wire, "block").wait()
@@ -88,7 +90,7 @@ def check_all_reduce(network: Network, numel: int) -> Iterator[str]:
 CHECKS = {"gather": check_gather, "reduce": check_reduce, "all_reduce": check_all_reduce}
 
 
-def wrong(ctx: RankContext, kind: str, codec: Codec | None, links: str, num_stages: int) -> list[str]:
+def wrong(ctx: RankContext, kind: str, codec: Codec | None, links: str, num_stages: Stages) -> list[str]:
     """The cases in which this rank gets other bits than the plain version; each in no more memory than announced."""
     network = Network(ctx, codec, links, num_stages)
     assert len(network.one.transports) == (2 if num_stages == 2 and ctx.num_nodes > 1 < ctx.ranks_per_node else 1)
@@ -98,7 +100,7 @@ def wrong(ctx: RankContext, kind: str, codec: Codec | None, links: str, num_stag
 @kinds
 @networks
 def test_results_are_those_of_the_plain_version(
-    ranks: RankPool, nodes: int, per_node: int, stages: int, kind: str
+    ranks: RankPool, nodes: int, per_node: int, stages: Stages, kind: str
 ) -> None:
     world = nodes * per_node
     assert ranks(world, wrong, kind, None, "slow", stages, ranks_per_node=per_node) == [[]] * world
@@ -111,7 +113,7 @@ def test_results_are_those_of_the_plain_version(
     [(2, 2, 2, "slow"), (2, 2, 2, "all"), (2, 2, 1, "slow"), (1, 4, 1, "all"), (2, 4, 2, "slow"), (4, 2, 2, "all")],
 )
 def test_encoded_results_are_those_of_the_plain_version(
-    ranks: RankPool, nodes: int, per_node: int, codec: Codec, links: str, stages: int, kind: str
+    ranks: RankPool, nodes: int, per_node: int, codec: Codec, links: str, stages: Stages, kind: str
 ) -> None:
     world = nodes * per_node
     assert ranks(world, wrong, kind, codec, links, stages, ranks_per_node=per_node) == [[]] * world
@@ -120,11 +122,14 @@ def test_encoded_results_are_those_of_the_plain_version(
 @kinds
 @pytest.mark.parametrize(
     ("nodes", "per_node", "stages", "codec"),
-    [(2, 4, 1, INT8), (2, 4, 2, INT8), (2, 4, 1, None), (4, 4, 2, INT4), (4, 4, 1, None), (4, 4, 2, None)],
+    [
+        *[(2, 4, 1, INT8), (2, 4, 2, INT8), (2, 4, 1, None), (2, 4, DIRECT, None)],
+        *[(4, 4, 2, INT4), (4, 4, 1, None), (4, 4, 2, None), (4, 4, DIRECT, None)],
+    ],
     ids=str,
 )
 def test_torch_s_own_collectives_give_the_same_bits(
-    nodes: int, per_node: int, stages: int, codec: Codec | None, kind: str
+    nodes: int, per_node: int, stages: Stages, codec: Codec | None, kind: str
 ) -> None:
     """On simulated ranks, where programs run at once and nothing is sent point to point."""
 
@@ -136,7 +141,7 @@ def test_torch_s_own_collectives_give_the_same_bits(
     assert simulate(nodes * per_node, job, ranks_per_node=per_node) == [[]] * (nodes * per_node)
 
 
-def same_bits(ctx: RankContext, codec: Codec | None, links: str, num_stages: int) -> list[list[float]]:
+def same_bits(ctx: RankContext, codec: Codec | None, links: str, num_stages: Stages) -> list[list[float]]:
     """What this rank holds after a gather, and after all-reduces of random numbers."""
     network = Network(ctx, codec, links, num_stages)
     one, held = network.one, []
@@ -158,7 +163,7 @@ def same_bits(ctx: RankContext, codec: Codec | None, links: str, num_stages: int
 @stages
 @links
 @pytest.mark.parametrize("codec", [None, INT8, Codec(bits=4, block_size=6, rounding="stochastic")], ids=str)
-def test_all_ranks_end_with_the_same_bits(ranks: RankPool, codec: Codec | None, links: str, stages: int) -> None:
+def test_all_ranks_end_with_the_same_bits(ranks: RankPool, codec: Codec | None, links: str, stages: Stages) -> None:
     first, *others = ranks(4, same_bits, codec, links, stages, ranks_per_node=2)
     assert others == [first] * 3
 
@@ -195,7 +200,7 @@ def test_handles_of_two_lanes_may_be_waited_for_in_any_order_and_twice(ranks: Ra
     assert ranks(4, asked_at_once, order, ranks_per_node=2) == [True] * 4
 
 
-def nothing_at_all(ctx: RankContext, codec: Codec | None, num_stages: int) -> None:
+def nothing_at_all(ctx: RankContext, codec: Codec | None, num_stages: Stages) -> None:
     one = Network(ctx, codec, "all", num_stages).one
     empty = torch.empty(0)
     one.reserve_gather(0, FP32)
@@ -209,7 +214,7 @@ def nothing_at_all(ctx: RankContext, codec: Codec | None, num_stages: int) -> No
 
 @stages
 @codecs
-def test_nothing_may_be_gathered_and_summed(ranks: RankPool, codec: Codec | None, stages: int) -> None:
+def test_nothing_may_be_gathered_and_summed(ranks: RankPool, codec: Codec | None, stages: Stages) -> None:
     assert ranks(4, nothing_at_all, codec, stages, ranks_per_node=2) == [None] * 4
 
 

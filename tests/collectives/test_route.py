@@ -10,6 +10,8 @@ from mics_strategy.collectives.route import (
     Hop,
     Message,
     Route,
+    Routes,
+    Way,
     all_reduce_messages,
     all_reduce_slice,
     cut,
@@ -148,6 +150,23 @@ def test_only_one_plain_stage_is_left_to_the_transport() -> None:
     assert not is_plain_all_reduce(route(4), BF16, FP32)
     assert not is_plain_all_reduce(route(4, codec=INT8), FP32, FP32)
     assert not is_plain_all_reduce(route(4, 2), FP32, FP32)
+
+
+def test_a_direct_all_reduce_is_made_of_equal_shares() -> None:
+    direct = Route(slow=Hop(axis="inter_node", ranks=4, way=Way.DIRECT))
+    assert not is_plain_all_reduce(direct, FP32, FP32)
+    assert all_reduce_messages(direct, 61, FP32, FP32) == [slow(ALL_REDUCE, 4, FP32, 4 * 64)]
+
+
+def test_a_route_is_chosen_by_the_bytes_of_the_whole_tensor() -> None:
+    routes = Routes(large=route(4, 2), small=route(8), from_bytes=256)
+    assert [routes.of(full_bytes) is routes.small for full_bytes in (0, 255, 256, 1 << 40)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert Routes(large=route(4, 2)).of(0) == route(4, 2)
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (2, 8), (8, 2), (64, 8)])

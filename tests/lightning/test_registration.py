@@ -105,6 +105,10 @@ of_lightning = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.Json
             ],
             ShardConfig.preset("zero3", partition_size=8, hierarchical=False, reduce_dtype=torch.bfloat16),
         ),
+        (
+            ["--trainer.strategy=mics_strategy.lightning.MiCSStrategy", "--trainer.strategy.hierarchical=65536"],
+            ShardConfig(hierarchical=65536),
+        ),
     ],
 )
 def test_the_command_line_parses_names_and_options(

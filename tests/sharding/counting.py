@@ -1,7 +1,8 @@
 """What did a step hand to the transport? Counted apart from the engine, below its ledger.
 
 Messages and all-reduces are counted where torch takes them, in whatever thread, messages with their real sizes; other
-collectives of torch by the bytes that one rank must send in them.
+collectives of torch by the bytes that one rank must send in them. What ranks of one node read in one another's memory
+is counted where it is read: a rank reads as much as the others read of it.
 """
 
 from collections import Counter
@@ -14,13 +15,15 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mics_strategy.collectives import process_memory
+from mics_strategy.collectives.transport import Transport
 from mics_strategy.sharding.schedule import Plan
 
 Kind = tuple[torch.dtype, int]  # dtype, ranks of the group
 
 
 class CountC10d(TorchDispatchMode):
-    """Counts what is handed to torch.distributed inside: bytes that this rank sends, and operators by name.
+    """Counts what is handed to torch.distributed, and read, inside: bytes of this rank, and operators by name.
 
     Attributes:
         kinds: Bytes by dtype and ranks of the group.
@@ -49,7 +52,22 @@ class CountC10d(TorchDispatchMode):
             self._add(group, tensors[0].dtype, 2 * num_bytes * (group.size() - 1) // group.size())
             return all_reduce(group, tensors, *args)
 
+        receive, read_into = Transport.receive, process_memory.read_into
+        groups: dict[int, Any] = {}  # by the address of what they are to receive
+
+        def noted(transport: Transport, tensor: torch.Tensor, *args: Any) -> Any:
+            groups[tensor.data_ptr()] = transport.group
+            return receive(transport, tensor, *args)
+
+        def counted_read(out: torch.Tensor, *args: Any) -> None:
+            read_into(out, *args)
+            if out.data_ptr() in groups:  # else asked for before
+                self.names["read"] += 1
+                self._add(groups.pop(out.data_ptr()), out.dtype, out.numel() * out.itemsize)
+
         self._patches = [
+            mock.patch.object(Transport, "receive", noted),
+            mock.patch.object(process_memory, "read_into", counted_read),
             mock.patch.object(dist.ProcessGroup, "send", counted),
             mock.patch.object(dist.ProcessGroup, "allreduce", counted_all_reduce),
         ]

@@ -1,0 +1,64 @@
+"""Do all ranks see the same?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from mics_strategy import errors
+
+T = TypeVar("T")
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's `value`, in rank order."""
+    if dist.get_world_size() == 1:
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_every_rank(check: Callable[[], T]) -> T:
+    """Run a local check; if it raises on any rank, raise on all of them.
+
+    A rank that raises alone leaves the others waiting in their next collective.
+
+    Raises:
+        MiCSError: The first rank's error, of the same class, naming the ranks that found it.
+    """
+    result: T | None = None
+    failure: tuple[str, str] | None = None
+    own: errors.MiCSError | None = None
+    try:
+        result = check()
+    except errors.MiCSError as error:
+        own, failure = error, (type(error).__name__, str(error))
+    failures = gather_objects(failure)
+    found = [rank for rank, other in enumerate(failures) if other is not None]
+    if not found:
+        return result  # type: ignore[return-value]
+    name, message = failures[found[0]] or ("MiCSError", "")
+    where = "" if len(found) == len(failures) else f" (found on rank {', '.join(map(str, found))})"
+    raise getattr(errors, name)(message + where) from own
+
+
+def require_same(values: dict[str, str]) -> None:
+    """Refuse a job whose ranks disagree.
+
+    Args:
+        values: What must be equal, by a name that the error can show.
+
+    Raises:
+        ConfigError: On every rank, naming the value and the two ranks that differ.
+    """
+    everyone = gather_objects(values)
+    for name, value in everyone[0].items():
+        for rank, other in enumerate(everyone):
+            if other.get(name) != value:
+                raise errors.ConfigError(
+                    f"`{name}` differs between ranks: {value} on rank 0, {other.get(name)} on rank {rank}. "
+                    "Give every rank the same script and the same configuration."
+                )

@@ -1,0 +1,216 @@
+"""Do ranks of one node read the right numbers, and nothing where they may not, or where the other has gone?"""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from mics_strategy import ShardConfig
+from mics_strategy.collectives import process_memory
+from mics_strategy.collectives.neighbour import Neighbour
+from mics_strategy.errors import CommunicationError
+from tests import models
+from tests.collectives.networks import Network
+from tests.ranks import RankContext, RankError, RankPool
+from tests.sharding.counting import CountC10d
+from tests.sharding.training import Run, start
+
+FP32 = torch.float32
+TIMEOUT_S = 20.0
+READ = process_memory.read_into
+
+
+@contextmanager
+def neighbours() -> Iterator[tuple[Neighbour, Neighbour]]:
+    """Two that know each other, in one process, which reads its own memory."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pair = Neighbour(one, 1), Neighbour(other, 0)
+    try:
+        yield pair
+    finally:
+        for each in pair:
+            each.close()
+
+
+@pytest.mark.parametrize("numel", [1, 3, 1000, 3_000_000])
+def test_a_piece_is_read(numel: int) -> None:
+    piece, out = torch.randn(numel), torch.full((numel,), torch.nan)
+    with neighbours() as (one, other):
+        reading, offer = other.expect(out, 2), one.offer(piece, 2)
+        reading.wait()
+        offer.wait()
+    assert torch.equal(out, piece)
+
+
+def test_pieces_of_a_tag_come_in_the_order_of_sending_and_others_when_they_are_asked_for() -> None:
+    outs = [torch.zeros(2) for _ in range(4)]
+    with neighbours() as (one, other):
+        offers = [one.offer(torch.full((2,), float(number)), tag=number // 2) for number in range(4)]
+        for place in (2, 0, 3, 1):
+            other.expect(outs[place], tag=place // 2).wait()
+        for offer in reversed(offers):
+            offer.wait()
+    assert [out.tolist() for out in outs] == [[float(number)] * 2 for number in range(4)]
+
+
+def test_more_notes_than_a_socket_holds_may_be_under_way_both_ways() -> None:
+    count, given = 5000, torch.arange(5000.0)
+    outs = [torch.zeros(count), torch.zeros(count)]
+
+    def exchange(own: Neighbour, out: Tensor) -> None:
+        offers = [own.offer(given[n : n + 1], 1) for n in range(count)]
+        for n in range(count):
+            own.expect(out[n : n + 1], 1).wait()
+        for offer in offers:
+            offer.wait()
+
+    with neighbours() as pair:
+        threads = [threading.Thread(target=exchange, args=each) for each in zip(pair, outs, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+    assert all(torch.equal(out, given) for out in outs)
+
+
+def test_a_piece_may_not_be_overwritten_before_it_was_read() -> None:
+    with neighbours() as (one, other):
+        offer, is_free = one.offer(torch.ones(3), 1), threading.Event()
+        thread = threading.Thread(target=lambda: (offer.wait(), is_free.set()))
+        thread.start()
+        assert not is_free.wait(0.1)
+        other.expect(torch.zeros(3), 1).wait()
+        assert is_free.wait(TIMEOUT_S)
+        thread.join()
+
+
+def test_a_piece_of_another_size_is_found() -> None:
+    with neighbours() as (one, other):
+        one.offer(torch.zeros(5), 1)
+        with pytest.raises(RuntimeError, match="rank 0 offers 20 bytes where 16 are expected"):
+            other.expect(torch.zeros(4), 1).wait()
+
+
+@pytest.mark.parametrize(
+    ("ends", "of_other"),
+    [(Neighbour.cancel, False), (Neighbour.cancel, True), (Neighbour.close, True)],
+    ids=["cancelled-here", "cancelled-there", "closed-there"],
+)
+def test_who_waits_is_woken(ends: Callable[[Neighbour], None], of_other: bool) -> None:
+    found: list[str] = []
+    with neighbours() as (one, other):
+
+        def wait() -> None:
+            with pytest.raises(RuntimeError) as failure:
+                one.expect(torch.zeros(1), 1).wait()
+            found.append(str(failure.value))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        ends(other if of_other else one)
+        thread.join(TIMEOUT_S)
+        with pytest.raises(RuntimeError, match="rank 1 cannot be told"):
+            one.offer(torch.zeros(1), 1)
+    assert found == ["rank 1 has closed the connection"]
+
+
+def test_a_read_that_the_kernel_refuses_says_why() -> None:
+    with pytest.raises(OSError, match="Bad address, after 0 of 4 bytes"):
+        process_memory.read_into(torch.zeros(1), os.getpid(), 8)
+
+
+def forbidding(ctx: RankContext, what: str) -> AbstractContextManager[object]:
+    """On rank 1 reading fails, as the kernel makes it, or there are no more sockets."""
+    if what == "nothing" or ctx.rank != 1:
+        return nullcontext()
+    where, name = (process_memory, "read_into") if what == "reading" else (socket, "socket")
+    return mock.patch.object(where, name, side_effect=PermissionError(1, "not permitted"))
+
+
+def counted(ctx: RankContext, forbidden: str) -> tuple[int, int, list[Tensor]]:
+    """What ranks of a node read and send over sockets, and the results."""
+    with forbidding(ctx, forbidden):
+        network = Network(ctx)
+    one, other = network.one, network.other
+    numel, size = 5000, one.size
+    one.reserve_gather(numel, FP32)
+    other.reserve_reduce(size * numel, FP32, FP32)
+    other.reserve_all_reduce(numel, torch.bfloat16, FP32)
+    network.lend()
+    results = [torch.zeros(size * numel), torch.zeros(numel), network.values(one.index, numel)]
+    with CountC10d() as count:
+        one.gather(results[0], network.values(one.index, numel), "block").wait()
+        other.reduce(results[1], network.values(one.index, size * numel), False, "block").wait()
+        other.all_reduce(results[2], torch.bfloat16, "block").wait()
+    return count.names["read"], count.names["send"], results
+
+
+@pytest.mark.parametrize("forbidden", ["reading", "connecting"])
+@pytest.mark.parametrize(("world", "per_node"), [(2, 2), (4, 2), (3, 3), (2, 1)])
+def test_where_one_may_not_read_its_node_sends_and_finds_the_same(
+    ranks: RankPool, world: int, per_node: int, forbidden: str
+) -> None:
+    reading = ranks(world, counted, "nothing", ranks_per_node=per_node)
+    partly = ranks(world, counted, forbidden, ranks_per_node=per_node)
+    for rank, ((read, sent, results), (still_read, more_sent, same)) in enumerate(zip(reading, partly, strict=True)):
+        assert (bool(read), bool(sent)) == (per_node > 1, world > per_node)
+        is_on_its_node = rank // per_node == 1 // per_node
+        assert (still_read, more_sent) == ((0, read + sent) if is_on_its_node else (read, sent))
+        assert all(torch.equal(a, b) for a, b in zip(results, same, strict=True))
+
+
+def lose_a_rank(ctx: RankContext, dies: str) -> None:
+    """Rank 1 dies while rank 0 reads its memory, or has just read it."""
+    network = Network(ctx)
+    one, pid_file = network.one, ctx.tmp_path / "pid"
+    if ctx.rank == 1:
+        pid_file.write_text(str(os.getpid()))
+    assert network.gather(8)
+
+    def read_into(out: Tensor, process: int, address: int) -> None:
+        if dies == "before":
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
+        READ(out, process, address)
+        if dies == "after":
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+    with mock.patch.object(process_memory, "read_into", read_into if ctx.rank == 0 else READ):
+        for _ in range(2):
+            one.gather(torch.empty(one.size * 8), torch.ones(8), "layers.3").wait()
+
+
+@pytest.mark.parametrize("dies", ["before", "after"])
+def test_when_a_rank_dies_while_it_is_read_the_others_say_so(ranks: RankPool, dies: str) -> None:
+    with pytest.raises(RankError) as failure:
+        ranks(4, lose_a_rank, dies, ranks_per_node=2, timeout_s=TIMEOUT_S)
+    errors = failure.value.by_rank
+    assert isinstance(errors.pop(1), ChildProcessError)
+    assert sorted(errors) == [0, 2, 3]
+    assert all(isinstance(error, CommunicationError) for error in errors.values())
+    assert "Gather of layers.3 over" in str(errors[0])
+    assert "rank 1" in str(errors[0])
+
+
+def trained(ctx: RankContext, forbidden: str, run: Run) -> dict[str, Tensor]:
+    """The parameters after some steps."""
+    with forbidding(ctx, forbidden):
+        training = start(ctx, run)
+    for step in range(run.steps):
+        training.step(step)
+    return training.parameters()
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero3"])
+def test_training_ends_with_the_same_bits_whether_ranks_read_or_send(ranks: RankPool, preset: str) -> None:
+    run = Run(case=models.transformer, config=ShardConfig.preset(preset), accumulation=2)
+    reading, sending = (ranks(4, trained, what, run, ranks_per_node=2) for what in ("nothing", "reading"))
+    for one, other in zip(reading, sending, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
