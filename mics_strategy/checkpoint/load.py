@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from mics_strategy.agreement import gather_objects, on_every_rank
 from mics_strategy.checkpoint import random_state, storage
 from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.reading import Reader, read
 from mics_strategy.checkpoint.save import EXTRA, finish_saves
 from mics_strategy.checkpoint.state import Template
 from mics_strategy.errors import CheckpointError
-from mics_strategy.mesh import gather_objects, on_every_rank
 from mics_strategy.sharding.sharded import Sharded
 
 

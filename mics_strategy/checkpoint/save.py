@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim import Optimizer
 
+from mics_strategy.agreement import gather_objects, on_every_rank
 from mics_strategy.checkpoint import random_state, storage
 from mics_strategy.checkpoint.manifest import FileEntry, Manifest
 from mics_strategy.checkpoint.pieces import Pieces
 from mics_strategy.checkpoint.state import Held, held
 from mics_strategy.errors import CheckpointError, MiCSError
-from mics_strategy.mesh import gather_objects, on_every_rank
 from mics_strategy.sharding.sharded import Sharded
 
 EXTRA = "meta.pt"  # by this name Lightning's consolidation finds it
