@@ -32,7 +32,8 @@ def load_checkpoint(
     """Read a sharded checkpoint into a model, its optimizers and the random generators. Collective.
 
     It may have been written by any number of ranks, with any scopes, layout of the optimizer and dtypes. Every file is
-    held against its digest first; ranks share that work.
+    held against its digest first; ranks share that work. A folder that torch's distributed checkpoints have written, of
+    FSDP2 for instance, with the same names (``model``, ``optimizer_0``, ...) is read, too, without digests.
 
     Args:
         path: The folder; rank 0's counts.
@@ -53,15 +54,16 @@ def load_checkpoint(
     """
     finish_saves(sharded)
     folder = gather_objects(Path(path))[0]
-    manifest = check_checkpoint(folder)
+    manifest = None if _is_foreign(folder) else check_checkpoint(folder)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     metadata = on_every_rank(Reader(folder).read_metadata)
     template = on_every_rank(lambda: Template(sharded, optimizers, metadata, strict=strict))
-    template.values[random_state.KEY] = random_state.wanted(rank, world_size, manifest.world_size)
+    if manifest is not None:
+        template.values[random_state.KEY] = random_state.wanted(rank, world_size, manifest.world_size)
 
     def fill() -> dict[str, Any]:
         try:
-            extra = _extra(folder, weights_only)
+            extra = _extra(folder, weights_only) if (folder / EXTRA).is_file() else {}
             with torch.no_grad():
                 read(folder, metadata, template.values, weights_only=weights_only)
             template.apply()
@@ -74,8 +76,9 @@ def load_checkpoint(
         return extra
 
     extra = on_every_rank(fill)
-    random_state.restore(template.values[random_state.KEY], rank)
-    sharded.steps_done = manifest.step
+    if manifest is not None:
+        random_state.restore(template.values[random_state.KEY], rank)
+        sharded.steps_done = manifest.step
     return extra
 
 
@@ -133,6 +136,11 @@ def check_checkpoint(path: Path) -> Manifest:
         return manifest
 
     return on_every_rank(check)
+
+
+def _is_foreign(folder: Path) -> bool:
+    """Whether others have written a folder, so that nothing says what its files were like. Collective."""
+    return gather_objects(not storage.is_checkpoint(folder) and (folder / ".metadata").is_file())[0]
 
 
 def _extra(folder: Path, weights_only: bool) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Can others read what we write, and do we read what they write?"""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -14,14 +16,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from mics_strategy.checkpoint.load import load_checkpoint
 from tests import models
-from tests.checkpoint.test_sharded import run_of, save_after
+from tests.checkpoint.test_sharded import run_of, save_after, state_of
 from tests.ranks import RankContext, RankPool
-from tests.sharding.training import OPTIMIZERS, assert_identical, forget_meshes, whole
+from tests.sharding.training import OPTIMIZERS, assert_identical, forget_meshes, start, whole
 
 
-def load_into_fsdp2(ctx: RankContext, path: Path) -> dict[str, Tensor]:
-    """By torch's means alone."""
+def build_fsdp2(ctx: RankContext) -> tuple[models.Case, torch.nn.Module, torch.optim.Optimizer]:
+    """Trained for one step."""
     forget_meshes()
     case = models.transformer()
     model = case.build()
@@ -33,9 +36,10 @@ def load_into_fsdp2(ctx: RankContext, path: Path) -> dict[str, Tensor]:
     optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
     case.loss(model, case.batch(0, 0, 0)).backward()
     optimizer.step()
-    state = {"model": get_model_state_dict(model), "optimizer_0": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=path)
-    set_optimizer_state_dict(model, optimizer, state["optimizer_0"])
+    return case, model, optimizer
+
+
+def tell(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     found = {name: whole(value) for name, value in model.state_dict().items()}
     names = {id(p): name for name, p in model.named_parameters()}
     for parameter, states in optimizer.state.items():
@@ -43,11 +47,53 @@ def load_into_fsdp2(ctx: RankContext, path: Path) -> dict[str, Tensor]:
     return dict(sorted(found.items()))
 
 
+def save_from_fsdp2(ctx: RankContext, path: Path) -> dict[str, Tensor]:
+    """By torch's means alone."""
+    _, model, optimizer = build_fsdp2(ctx)
+    state = {"model": get_model_state_dict(model), "optimizer_0": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=path)
+    return tell(model, optimizer)
+
+
+def load_into_fsdp2(ctx: RankContext, path: Path) -> dict[str, Tensor]:
+    """By torch's means alone."""
+    _, model, optimizer = build_fsdp2(ctx)
+    state = {"model": get_model_state_dict(model), "optimizer_0": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=path)
+    set_optimizer_state_dict(model, optimizer, state["optimizer_0"])
+    return tell(model, optimizer)
+
+
 def test_fsdp2_reads_ours(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "step-2"
     saved = ranks(4, save_after, run_of("mics"), 2, path, False)[0]
     for found in ranks(2, load_into_fsdp2, path):
         assert_identical(found, saved)
+
+
+def load_fsdp2s(ctx: RankContext, path: Path) -> dict[str, Tensor]:
+    training = start(ctx, run_of("mics"))
+    load_checkpoint(path, training.sharded, [training.optimizer])
+    return state_of(training)
+
+
+def test_we_read_fsdp2s(ranks: RankPool, tmp_path: Path) -> None:
+    saved = ranks(2, save_from_fsdp2, tmp_path / "fsdp2")[0]
+    for found in ranks(4, load_fsdp2s, tmp_path / "fsdp2"):
+        assert_identical(found, saved)
+
+
+def test_lightning_makes_one_file_of_ours(ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "step-2"
+    saved = ranks(4, save_after, run_of("mics"), 2, path, False)[0]
+    tool = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint"]
+    subprocess.run([*tool, str(path), "--output_file", str(tmp_path / "one.ckpt")], check=True, timeout=50)
+    consolidated = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    assert (consolidated["step"], consolidated["note"]) == (2, "here")
+    plain = models.transformer().build()
+    plain.load_state_dict(consolidated["state_dict"])
+    assert_identical(dict(plain.state_dict()), {name: saved[name] for name in plain.state_dict()})
+    assert len(consolidated["optimizer_states"]) == 1
 
 
 def test_torch_makes_one_file_of_ours(ranks: RankPool, tmp_path: Path) -> None:

@@ -1,17 +1,29 @@
 """Is everything as it was, on the same or on other ranks, when a sharded checkpoint is loaded?"""
 
+import errno
+import os
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.optim import Muon
 
-from mics_strategy import ShardConfig, Topology
+from mics_strategy import CheckpointError, ShardConfig, Topology
 from mics_strategy.checkpoint.load import load_checkpoint
-from mics_strategy.checkpoint.save import save_checkpoint
+from mics_strategy.checkpoint.pieces import Pieces
+from mics_strategy.checkpoint.save import finish_saves, save_checkpoint
+from mics_strategy.checkpoint.state import held
 from tests import models
-from tests.ranks import RankContext, RankPool
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.sharding.training import Run, Training, assert_identical, start, whole
 
 
@@ -63,3 +75,198 @@ def test_loads_what_was_saved(ranks: RankPool, tmp_path: Path, preset: str, asyn
             assert_identical(found, saved)
             assert extra == {"step": 2, "note": "here"}
             assert steps == 2
+
+
+def muon_run(preset: str, layout: str, ranks_per_node: int = 2) -> Run:
+    return run_of(preset, optimizer_layout=layout, ranks_per_node=ranks_per_node)
+
+
+def with_muon(training: Training) -> Training:
+    training.optimizer = Muon([p for p in training.model.parameters() if p.dim() == 2], lr=0.05)
+    return training
+
+
+def save_muon(ctx: RankContext, run: Run, path: Path) -> dict[str, Tensor]:
+    training = with_muon(start(ctx, run))
+    for step in range(2):
+        training.step(step)
+    save_checkpoint(path, training.sharded, [training.optimizer])
+    return muon_state(training)
+
+
+def muon_state(training: Training) -> dict[str, Tensor]:
+    """Parameters, and momenta by the plain optimizer's state dict; on rank 0."""
+    found = {name: whole(value) for name, value in training.model.state_dict().items()}
+    states = training.sharded.full_optimizer_state_dict(training.optimizer).get("state", {})
+    return found | {f"{number}:{key}": value for number, of in states.items() for key, value in of.items()}
+
+
+def load_muon(ctx: RankContext, run: Run, path: Path) -> dict[str, Tensor]:
+    training = with_muon(start(ctx, run))
+    load_checkpoint(path, training.sharded, [training.optimizer])
+    return muon_state(training)
+
+
+@pytest.mark.parametrize(
+    ("world", "preset", "layout"), [(4, "zero3", "tensors"), (2, "mics", "tensors"), (1, "mics", "rows")]
+)
+def test_whole_tensors_load_on_other_ranks(
+    ranks: RankPool, tmp_path: Path, world: int, preset: str, layout: str
+) -> None:
+    """The rank that owned a tensor alone had its momentum."""
+    path = tmp_path / "step-2"
+    saved = ranks(4, save_muon, muon_run("mics", "tensors"), path)[0]
+    found = ranks(world, load_muon, muon_run(preset, layout, min(2, world)), path)[0]
+    assert_identical(found, saved)
+    assert any(name.endswith("momentum_buffer") for name in found)
+
+
+@pytest.mark.parametrize("preset", ["mics", "zeropp", "paro-nig"])
+def test_training_goes_on_as_if_it_had_not_stopped(ranks: RankPool, tmp_path: Path, preset: str) -> None:
+    run = run_of(preset)
+    through = ranks(4, train_through, run, tmp_path / "step-2")
+    for found, expected in zip(ranks(4, train_on, run, tmp_path / "step-2"), through, strict=True):
+        assert_identical(found[0], expected[0])
+        assert found[1:] == expected[1:]
+
+
+def train_through(ctx: RankContext, run: Run, path: Path) -> tuple[dict[str, Tensor], float, float, float]:
+    """Four steps, saved after two; and the random numbers that would come."""
+    training = start(ctx, run)
+    torch.manual_seed(ctx.rank)
+    random.seed(ctx.rank)
+    np.random.seed(ctx.rank)
+    for step in range(4):
+        training.step(step)
+        if step == 1:
+            save_checkpoint(path, training.sharded, [training.optimizer], asynchronous=True)
+    finish_saves(training.sharded)
+    return training.parameters(), *random_numbers()
+
+
+def train_on(ctx: RankContext, run: Run, path: Path) -> tuple[dict[str, Tensor], float, float, float]:
+    training = start(ctx, run)
+    load_checkpoint(path, training.sharded, [training.optimizer])
+    for step in range(2, 4):
+        training.step(step)
+    return training.parameters(), *random_numbers()
+
+
+def random_numbers() -> tuple[float, float, float]:
+    return torch.rand(()).item(), random.random(), np.random.rand()
+
+
+def random_after_loading(ctx: RankContext, run: Run, path: Path) -> tuple[float, float, float]:
+    training = start(ctx, run)
+    load_checkpoint(path, training.sharded, [training.optimizer])
+    return random_numbers()
+
+
+def test_random_numbers_differ_between_ranks_and_not_between_resumes(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(4, save_after, run_of("mics"), 1, tmp_path / "one", False)
+    first, second = (ranks(2, random_after_loading, run_of("mics"), tmp_path / "one") for _ in range(2))
+    assert first == second
+    assert len({number for numbers in first for number in numbers}) == 6
+
+
+def load_other(ctx: RankContext, run: Run, path: Path, strict: bool) -> dict[str, Tensor]:
+    training = start(ctx, run)
+    load_checkpoint(path, training.sharded, [training.optimizer], strict=strict)
+    return state_of(training)
+
+
+def test_another_models_checkpoint_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, save_after, run_of("mics"), 1, tmp_path / "one", False)
+    other = run_of("mics").replace(case=models.mlp)
+    raises_on_every_rank(
+        lambda: ranks(2, load_other, other, tmp_path / "one", True),
+        CheckpointError,
+        "Of the model, .*not in the checkpoint",
+    )
+
+
+def save_frozen(ctx: RankContext, run: Run, path: Path) -> dict[str, Tensor]:
+    """Only biases and vectors were trained."""
+    training = start_partly(ctx, run, lambda p: p.dim() < 2)
+    training.step(0)
+    save_checkpoint(path, training.sharded, [training.optimizer])
+    return state_of(training)
+
+
+def start_partly(ctx: RankContext, run: Run, is_trained: Callable[[Tensor], bool]) -> Training:
+    case = run.case()
+
+    def build() -> torch.nn.Module:
+        model = case.build()
+        for parameter in model.parameters():
+            parameter.requires_grad_(is_trained(parameter))
+        return model
+
+    return start(ctx, run.replace(case=lambda: replace(case, build=build)))
+
+
+def load_unfrozen(ctx: RankContext, run: Run, path: Path, strict: bool) -> tuple[dict[str, Tensor], int]:
+    """All are trained now; how many have states."""
+    training = start(ctx, run)
+    load_checkpoint(path, training.sharded, [training.optimizer], strict=strict)
+    found = state_of(training), len(training.optimizer.state)
+    training.step(1)
+    return found
+
+
+def test_an_unfrozen_model_loads_when_asked_not_to_be_strict(ranks: RankPool, tmp_path: Path) -> None:
+    run, path = run_of("mics"), tmp_path / "one"
+    saved = ranks(2, save_frozen, run, path)[0]
+    raises_on_every_rank(
+        lambda: ranks(2, load_unfrozen, run, path, True), CheckpointError, "Of AdamW, .*not in the check"
+    )
+    for found, num_states in ranks(2, load_unfrozen, run, path, False):
+        assert_identical(found, saved)
+        assert num_states == sum(name.endswith(":exp_avg") for name in saved)
+
+
+def one_rank_fails(ctx: RankContext, run: Run, path: Path, asynchronous: bool) -> None:
+    """The second save, in which rank 1's disk is full."""
+    training = start(ctx, run)
+    training.step(0)
+    save_checkpoint(path, training.sharded, [training.optimizer])
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    patch = mock.patch.object(FileSystemWriter, "write_data", side_effect=full) if ctx.rank == 1 else nullcontext()
+    with patch:
+        training.step(1)
+        save_checkpoint(path, training.sharded, [training.optimizer], asynchronous=asynchronous).wait()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_full_disk_is_told_on_every_rank_and_leaves_the_older_one(
+    ranks: RankPool, tmp_path: Path, asynchronous: bool
+) -> None:
+    run, path = run_of("mics"), tmp_path / "last"
+    raises_on_every_rank(
+        lambda: ranks(2, one_rank_fails, run, path, asynchronous),
+        CheckpointError,
+        "Rank 1 could not write.*No space left",
+    )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
+    assert [found[2] for found in ranks(2, load_and_tell, run, path)] == [1, 1]
+
+
+def names_written(ctx: RankContext, run: Run, path: Path) -> tuple[list[str], int]:
+    """Names of the pieces that this rank writes, and their bytes."""
+    training = start(ctx, run)
+    training.step(0)
+    pieces = Pieces(held(training.sharded, [training.optimizer]), is_copied=False)
+    items = pieces.plan.items
+    num_bytes = sum(
+        i.tensor_data.chunk.sizes.numel() * i.tensor_data.properties.dtype.itemsize for i in items if i.tensor_data
+    )
+    return [f"{item.index.fqn} {item.index.offset}" for item in items], num_bytes
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero3", "ddp"])
+def test_every_piece_is_written_once_and_ranks_share_them(ranks: RankPool, tmp_path: Path, preset: str) -> None:
+    found = ranks(4, names_written, run_of(preset), tmp_path)
+    names = [name for of_rank, _ in found for name in of_rank]
+    assert len(names) == len(set(names))
+    whole_bytes = sum(num_bytes for _, num_bytes in found)
+    assert max(num_bytes for _, num_bytes in found) < 0.6 * whole_bytes
