@@ -206,7 +206,7 @@ def report(findings: Iterable[Finding]) -> str:
     sums = [finding.from_bytes for finding in found if finding.collective != GATHER] or [found[0].from_bytes]
     pin = f"`hierarchical={max(sums) or True}`"
     lines.append(
-        f"It is kept in {decisions.PLACE} for the next job on the same nodes. {pin} pins one number, so that sums "
+        f"It is kept in {decisions.PLACE} for the next job on the same nodes. {pin} pins it, so that sums "
         "round alike wherever it is given; True means two stages always, False never."
     )
     return "\n".join(lines)
