@@ -55,7 +55,7 @@ def test_the_newest_checkpoint_is_whole_after_a_kill(tmp_path: Path, killed: str
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+            rank.communicate()
     found = storage.newest_first(tmp_path)
     assert found
     for path in found:
