@@ -53,7 +53,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of ``manifest.json``."""
-        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:

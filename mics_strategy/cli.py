@@ -1,0 +1,100 @@
+"""What can be done from a shell?
+
+``mics inspect PATH`` says what a checkpoint holds and whether it is whole; ``mics export PATH FOLDER`` makes
+safetensors files of it. Both need neither ranks nor a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from mics_strategy.checkpoint import storage
+from mics_strategy.checkpoint.consolidate import Export, export_safetensors
+from mics_strategy.checkpoint.reading import Reader
+from mics_strategy.errors import MiCSError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_BAR = 30  # characters
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    made = argparse.ArgumentParser(prog="mics", description="Looks at checkpoints of mics_strategy and exports them.")
+    commands = made.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser("inspect", help="say what a checkpoint holds, and whether it is whole")
+    inspect.add_argument("path", type=Path, help="a checkpoint, or a folder that holds some")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor")
+    export = commands.add_parser("export", help="make safetensors files of the model, as Hugging Face lays them out")
+    export.add_argument("path", type=Path, help="a checkpoint")
+    export.add_argument("folder", type=Path, help="of the new files")
+    export.add_argument(
+        "--prefix", default="", help="of the names to take, cut off ('model.' for LightningModule.model)"
+    )
+    export.add_argument(
+        "--dtype", choices=sorted(_DTYPES), default=None, help="of floating tensors; default: their own"
+    )
+    export.add_argument("--file-gb", type=float, default=5.0, help="the most that one file holds (1 GB = 1e9 bytes)")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; 0 when it has done what was asked."""
+    options = parser().parse_args(arguments)
+    try:
+        if options.command == "inspect":
+            return _inspect(options.path, is_long=options.tensors)
+        dtype = None if options.dtype is None else _DTYPES[options.dtype]
+        file_bytes = int(options.file_gb * 1e9)
+        export = Export(folder=options.folder, prefix=options.prefix, dtype=dtype, file_bytes=file_bytes)
+        for file in export_safetensors(options.path, export, _show):
+            print(file)
+    except MiCSError as error:
+        print(f"mics {options.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _inspect(path: Path, *, is_long: bool) -> int:
+    if not storage.is_checkpoint(path) and (found := storage.newest_first(path)):
+        for each in found:
+            print(f"{each.name}: {_summary(each)}")
+        return 0
+    print(_summary(path))
+    metadata = Reader(path).read_metadata()
+    tensors = {n: m for n, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+    for part in sorted({name.partition(".")[0] for name in tensors}):
+        own = [saved for name, saved in tensors.items() if name.startswith(f"{part}.")]
+        numel = sum(saved.size.numel() for saved in own)
+        num_bytes = sum(saved.size.numel() * saved.properties.dtype.itemsize for saved in own)
+        print(f"{part}: {len(own)} tensors, {numel:,} elements, {num_bytes:,} B")
+    for name, saved in sorted(tensors.items()) if is_long else ():
+        print(f"  {name} {list(saved.size)} {str(saved.properties.dtype).removeprefix('torch.')}")
+    manifest = storage.read_manifest(path)
+    for number, name in enumerate(sorted(manifest.files), 1):
+        storage.check_files(path, manifest, [name])
+        _show(number, len(manifest.files))
+    print(f"{len(manifest.files)} files are as they were written")
+    return 0
+
+
+def _summary(path: Path) -> str:
+    manifest = storage.read_manifest(path)
+    scopes = ", ".join(f"{name} over {ranks}" for name, ranks in manifest.scopes.items())
+    return (
+        f"step {manifest.step}, written by {manifest.world_size} ranks ({scopes}) with mics_strategy "
+        f"{manifest.package_version}, torch {manifest.torch_version}"
+    )
+
+
+def _show(done: int, total: int) -> None:
+    """A bar, where somebody is looking."""
+    if sys.stderr.isatty():
+        filled = _BAR * done // max(1, total)
+        end = "\n" if done == total else ""
+        print(f"\r[{'#' * filled}{'.' * (_BAR - filled)}] {100 * done // max(1, total)} %", end=end, file=sys.stderr)

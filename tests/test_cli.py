@@ -1,0 +1,45 @@
+"""Does the command say and do what it is asked, and end with words where it cannot?"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from mics_strategy.cli import main
+from tests.checkpoint.test_consolidate import saved
+from tests.ranks import RankPool
+from tests.sharding.training import assert_identical
+
+
+def test_inspect_says_what_is_there(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = saved(ranks, tmp_path / "step-2")
+    assert main(["inspect", str(tmp_path / "step-2"), "--tensors"]) == 0
+    text = capsys.readouterr().out
+    assert "step 2, written by 4 ranks (params over 2, grads over 2, optimizer over 2)" in text
+    numel = sum(value.numel() for value in expected.values())
+    assert f"model: {len(expected)} tensors, {numel:,} elements" in text
+    assert "files are as they were written" in text
+    for name, value in expected.items():
+        assert f"  model.{name} {list(value.shape)} " in text
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("step-2: step 2, written by 4 ranks")
+
+
+def test_damage_ends_the_command(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(ranks, tmp_path / "step-2")
+    file = tmp_path / "step-2" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert main(["inspect", str(tmp_path / "step-2")]) == 1
+    assert "right size and other bytes" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "nowhere")]) == 1
+    assert "is no finished checkpoint" in capsys.readouterr().err
+
+
+def test_export_from_a_shell(ranks: RankPool, tmp_path: Path) -> None:
+    expected = saved(ranks, tmp_path / "step-2")
+    command = [str(Path(sys.executable).parent / "mics"), "export", str(tmp_path / "step-2"), str(tmp_path / "hf")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout.strip() == str(tmp_path / "hf" / "model.safetensors")
+    assert_identical(dict(sorted(load_file(tmp_path / "hf" / "model.safetensors").items())), expected)
