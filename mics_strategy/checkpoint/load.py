@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,106 @@ from mics_strategy.checkpoint import random_state, storage
 from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.reading import Reader, read
 from mics_strategy.checkpoint.save import EXTRA, finish_saves
-from mics_strategy.checkpoint.state import Template
+from mics_strategy.checkpoint.state import MODEL, Template, optimizer_key, room_for_model
 from mics_strategy.errors import CheckpointError
 from mics_strategy.sharding.sharded import Sharded
+
+T = TypeVar("T")
+
+
+class OpenCheckpoint:
+    """A sharded checkpoint that was looked at, to be read part by part. All methods are collective.
+
+    Args:
+        path: The folder; rank 0's counts.
+        weights_only: Whether objects may be nothing but plain data, as `torch.load` has it.
+
+    Attributes:
+        path: Of rank 0.
+        extra: What `save_checkpoint` was given.
+
+    Raises:
+        CheckpointError: On every rank, for one that is damaged or mixed.
+    """
+
+    def __init__(self, path: str | Path, *, weights_only: bool = True) -> None:
+        self.path = gather_objects(Path(path))[0]
+        self._weights_only = weights_only
+        self._manifest = None if _is_foreign(self.path) else check_checkpoint(self.path)
+        self._metadata = on_every_rank(Reader(self.path).read_metadata)
+        self.extra = on_every_rank(lambda: self._guarded(self._read_extra))
+
+    @property
+    def num_optimizers(self) -> int:
+        """How many were saved."""
+        names = (name.partition(".")[0] for name in self._metadata.state_dict_metadata)
+        return len({name for name in names if name.startswith(optimizer_key(0)[:-1])})
+
+    def load(
+        self, sharded: Sharded, optimizers: Sequence[Optimizer] = (), *, strict: bool = True, has_model: bool = True
+    ) -> None:
+        """Read everything into a model and its optimizers, and set the random generators.
+
+        Args:
+            sharded: The model.
+            optimizers: In the order in which they were saved.
+            strict: As for `load_checkpoint`.
+            has_model: False reads the optimizers only.
+
+        Raises:
+            CheckpointError: It is another model's, before anything is changed; or it could not be read.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        template = on_every_rank(
+            lambda: Template(sharded, optimizers, self._metadata, strict=strict, has_model=has_model)
+        )
+        if self._manifest is not None:
+            wanted = random_state.wanted(rank, world_size, self._manifest.world_size)
+            template.values[random_state.KEY] = wanted
+
+        def fill() -> None:
+            self._read_into(template.values)
+            template.apply()
+
+        on_every_rank(lambda: self._guarded(fill))
+        if self._manifest is not None:
+            random_state.restore(template.values[random_state.KEY], rank)
+            sharded.steps_done = self._manifest.step
+
+    def model_state(self, sharded: Sharded) -> dict[str, Any]:
+        """The saved model in new memory, each tensor in this rank's share, cut as the model's own are.
+
+        Names that the model does not have are whole tensors.
+        """
+        state = on_every_rank(lambda: room_for_model(sharded, self._metadata))
+        on_every_rank(lambda: self._guarded(lambda: self._read_into({MODEL: state})))
+        return state
+
+    def _read_into(self, values: dict[str, Any]) -> None:
+        with torch.no_grad():
+            read(self.path, self._metadata, values, weights_only=self._weights_only)
+
+    def _guarded(self, action: Callable[[], T]) -> T:
+        """With errors of reading as a `CheckpointError`, which all ranks are told of."""
+        try:
+            return action()
+        except CheckpointError:
+            raise
+        except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"`{self.path}` could not be loaded: {type(error).__name__}: {error}") from error
+
+    def _read_extra(self) -> dict[str, Any]:
+        file = self.path / EXTRA
+        if not file.is_file():
+            return {}
+        try:
+            found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=self._weights_only)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"`{file}` holds objects that are not plain data, and reading them may run code ({error}). If you "
+                "trust the checkpoint, load it with `weights_only=False`."
+            ) from error
+        return found
 
 
 def load_checkpoint(
@@ -53,33 +150,9 @@ def load_checkpoint(
         Memory: this rank's share, and one saved piece at a time.
     """
     finish_saves(sharded)
-    folder = gather_objects(Path(path))[0]
-    manifest = None if _is_foreign(folder) else check_checkpoint(folder)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    metadata = on_every_rank(Reader(folder).read_metadata)
-    template = on_every_rank(lambda: Template(sharded, optimizers, metadata, strict=strict))
-    if manifest is not None:
-        template.values[random_state.KEY] = random_state.wanted(rank, world_size, manifest.world_size)
-
-    def fill() -> dict[str, Any]:
-        try:
-            extra = _extra(folder, weights_only) if (folder / EXTRA).is_file() else {}
-            with torch.no_grad():
-                read(folder, metadata, template.values, weights_only=weights_only)
-            template.apply()
-        except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
-            raise (
-                error
-                if isinstance(error, CheckpointError)
-                else CheckpointError(f"`{folder}` could not be loaded: {type(error).__name__}: {error}")
-            ) from error
-        return extra
-
-    extra = on_every_rank(fill)
-    if manifest is not None:
-        random_state.restore(template.values[random_state.KEY], rank)
-        sharded.steps_done = manifest.step
-    return extra
+    found = OpenCheckpoint(path, weights_only=weights_only)
+    found.load(sharded, optimizers, strict=strict)
+    return found.extra
 
 
 def load_newest(
@@ -141,14 +214,3 @@ def check_checkpoint(path: Path) -> Manifest:
 def _is_foreign(folder: Path) -> bool:
     """Whether others have written a folder, so that nothing says what its files were like. Collective."""
     return gather_objects(not storage.is_checkpoint(folder) and (folder / ".metadata").is_file())[0]
-
-
-def _extra(folder: Path, weights_only: bool) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = torch.load(folder / EXTRA, map_location="cpu", weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"`{folder / EXTRA}` holds objects that are not plain data, and reading them may run code ({error}). If "
-            "you trust the checkpoint, load it with `weights_only=False`."
-        ) from error
-    return found

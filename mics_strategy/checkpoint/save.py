@@ -14,13 +14,13 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from mics_strategy.agreement import gather_objects, on_every_rank
@@ -82,8 +82,8 @@ def save_checkpoint(
     optimizers: Sequence[Optimizer] = (),
     extra: Mapping[str, Any] | None = None,
     *,
+    model_state: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
-    timeout_s: float = 1800.0,
 ) -> PendingSave:
     """Write model, optimizers and random states of all ranks as a sharded checkpoint. Collective.
 
@@ -96,8 +96,8 @@ def save_checkpoint(
         optimizers: To be loaded in the same order.
         extra: Anything else, of rank 0: schedulers, counters, the position in the data. Plain data and tensors load
             without running code.
+        model_state: In place of the model's state dict, with the same names on all ranks: a part of it, say.
         asynchronous: Return when everything is copied, and write while training goes on.
-        timeout_s: To wait for the slowest rank to write.
 
     Returns:
         What is being written; done already unless `asynchronous`.
@@ -111,14 +111,13 @@ def save_checkpoint(
     finish_saves(sharded)
     sharded.synchronize_buffers()
     draft, target = _begin(Path(path))
-    state = on_every_rank(lambda: _state(sharded, optimizers))
+    state = on_every_rank(lambda: _state(sharded, optimizers, model_state))
     job = _Job(
         draft=draft,
         path=target,
         pieces=Pieces(state, is_copied=asynchronous),
         manifest=_manifest_of(sharded),
         extra=_copied(extra or {}, asynchronous) if dist.get_rank() == 0 else {},
-        timeout_s=timeout_s,
     )
     pending = PendingSave(target)
     if asynchronous:
@@ -163,8 +162,8 @@ def _begin(path: Path) -> tuple[Path, Path]:
     return draft, target
 
 
-def _state(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Held:
-    found = held(sharded, optimizers)
+def _state(sharded: Sharded, optimizers: Sequence[Optimizer], model_state: Mapping[str, Any] | None) -> Held:
+    found = held(sharded, optimizers, None if model_state is None else dict(model_state))
     found.values[random_state.KEY], copies = random_state.saved(dist.get_rank())
     found.copies.update(copies)
     return found
@@ -195,7 +194,6 @@ class _Job:
     pieces: Pieces
     manifest: Manifest
     extra: Mapping[str, Any]
-    timeout_s: float
 
     def write(self) -> None:
         """Write this rank's share; on rank 0, publish the whole. Ends when it is whole, or never will be."""
@@ -207,7 +205,7 @@ class _Job:
         store.set(self._key(rank), pickle.dumps(told))  # type: ignore[arg-type]  # bytes are taken
         if rank == 0:
             store.set(self._key("outcome"), self._conclude(store))
-        store.wait([self._key("outcome")], timedelta(seconds=self.timeout_s))
+        store.wait([self._key("outcome")], default_pg_timeout)
         outcome = store.get(self._key("outcome")).decode()
         if outcome:
             raise CheckpointError(outcome)
@@ -226,7 +224,7 @@ class _Job:
         try:
             plans, results, files = [], [], {}
             for rank in range(self.manifest.world_size):
-                store.wait([self._key(rank)], timedelta(seconds=self.timeout_s))
+                store.wait([self._key(rank)], default_pg_timeout)
                 told = pickle.loads(store.get(self._key(rank)))
                 if isinstance(told, str):
                     raise CheckpointError(told)

@@ -52,14 +52,20 @@ class Held:
         return self.copies.get(name) or Copy(dist.get_rank(), dist.get_world_size())
 
 
-def held(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Held:
+def held(sharded: Sharded, optimizers: Sequence[Optimizer], model_state: StateDict | None = None) -> Held:
     """Name all that this rank holds. Nothing is copied.
+
+    Args:
+        sharded: The model.
+        optimizers: In their order.
+        model_state: In place of the model's own state dict.
 
     Raises:
         CheckpointError: An optimizer of which something has no name, or no known place.
     """
     names = names_of(sharded.model)
-    found = Held({MODEL: {name: _detached(value) for name, value in sharded.model.state_dict(keep_vars=True).items()}})
+    state = sharded.model.state_dict() if model_state is None else model_state
+    found = Held({MODEL: {name: _detached(value) for name, value in state.items()}})
     for position, optimizer in enumerate(optimizers):
         sharded.refuse_special_states(optimizer)
         key = optimizer_key(position)
@@ -119,18 +125,27 @@ class Template:
         optimizers: In the order in which they were saved.
         metadata: Of the checkpoint.
         strict: Whether what is missing or superfluous is an error.
+        has_model: Whether the model is read, too.
 
     Raises:
         CheckpointError: The checkpoint is of another model or other optimizers.
     """
 
-    def __init__(self, sharded: Sharded, optimizers: Sequence[Optimizer], metadata: Metadata, *, strict: bool) -> None:
+    def __init__(
+        self,
+        sharded: Sharded,
+        optimizers: Sequence[Optimizer],
+        metadata: Metadata,
+        *,
+        strict: bool,
+        has_model: bool = True,
+    ) -> None:
         self._sharded = sharded
         self._optimizers = optimizers
         self._saved = metadata.state_dict_metadata
         self._strict = strict
         self._names = names_of(sharded.model)
-        self.values: StateDict = {MODEL: self._of_model()}
+        self.values: StateDict = {MODEL: self._of_model() if has_model else {}}
         for position, optimizer in enumerate(optimizers):
             self.values[optimizer_key(position)] = self._of_optimizer(position, optimizer)
 
@@ -213,6 +228,15 @@ class Template:
         if self._strict:
             _refuse_difference(type(optimizer).__name__, own, set(saved_in))
         return {"state": states, "param_groups": groups}
+
+
+def room_for_model(sharded: Sharded, metadata: Metadata) -> StateDict:
+    """New memory for a saved model, by names: this rank's share where the model cuts the tensor, None for no tensor."""
+    own = sharded.model.state_dict(keep_vars=True)
+    saved = {
+        name.removeprefix(f"{MODEL}."): e for name, e in metadata.state_dict_metadata.items() if _is_in(name, MODEL)
+    }
+    return {name: _room(entry, own.get(name), None) for name, entry in saved.items()}
 
 
 def _is_in(name: str, key: str) -> bool:
