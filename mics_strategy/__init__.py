@@ -3,6 +3,8 @@
 Importing the package makes ``Trainer(strategy="mics")`` known to Lightning, without importing Lightning.
 """
 
+from mics_strategy.checkpoint.load import OpenCheckpoint, load_checkpoint, load_newest_checkpoint
+from mics_strategy.checkpoint.save import finish_saves, save_checkpoint
 from mics_strategy.collectives.codecs import Codec
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import (
@@ -24,10 +26,15 @@ __all__ = [
     "ConfigError",
     "LifecycleError",
     "MiCSError",
+    "OpenCheckpoint",
     "ShapeError",
     "ShardConfig",
     "Sharded",
     "Topology",
+    "finish_saves",
+    "load_checkpoint",
+    "load_newest_checkpoint",
+    "save_checkpoint",
     "shard",
 ]
 

@@ -1,13 +1,15 @@
 """Does everything in the README that can be run, run?"""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from mics_strategy import ShardConfig
+from mics_strategy import ShardConfig, shard
 from tests.ranks import RankContext, RankPool
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +24,25 @@ def run_block(ctx: RankContext, code: str) -> None:
 def test_the_plain_example_runs_on_four_ranks(ranks: RankPool) -> None:
     (example,) = [block for block in PYTHON_BLOCKS if "init_process_group" in block]
     ranks(4, run_block, example, default_group=False)
+
+
+def run_twice(ctx: RankContext, code: str, folder: Path) -> list[int]:
+    """The steps that a resumed run would still do, after the example has run, before and after it runs again."""
+    os.chdir(folder)
+    left = []
+    for _ in range(2):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        sharded = shard(model, "mics")
+        names = {"sharded": sharded, "optimizer": torch.optim.AdamW(model.parameters())}
+        exec(compile(code, "README.md", "exec"), names)
+        left.append(10 - names["extra"]["step"])
+    return left
+
+
+def test_the_checkpoint_example_resumes(ranks: RankPool, tmp_path: Path) -> None:
+    (example,) = [block for block in PYTHON_BLOCKS if "save_checkpoint(" in block]
+    assert ranks(2, run_twice, example, tmp_path) == [[10, 0], [10, 0]]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 10
 
 
 @pytest.mark.slow

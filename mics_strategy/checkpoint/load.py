@@ -155,7 +155,7 @@ def load_checkpoint(
     return found.extra
 
 
-def load_newest(
+def load_newest_checkpoint(
     folder: str | Path, sharded: Sharded, optimizers: Sequence[Optimizer] = (), **options: Any
 ) -> dict[str, Any] | None:
     """Load the newest whole checkpoint in a folder, as `load_checkpoint` does. Collective.

@@ -1,7 +1,11 @@
 """What does a Trainer checkpoint of a sharded model hold, and how is it read?
 
-One ordinary file, as plain data parallel training writes it: whole tensors, plain names, so that any strategy reads it.
-Reading maps the file into memory on every rank; each takes its shards out of it, after the hooks have seen the whole.
+By default it is one ordinary file, as plain data parallel training writes it: whole tensors, plain names, so that any
+strategy reads it. Reading maps the file into memory on every rank; each takes its shards out of it, after the hooks
+have seen the whole.
+
+With ``state_dict_type="sharded"`` it is a folder to which every rank writes its share. Hooks see DTensors then, and may
+leave some out or change them. Either kind is read, whatever is written.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from mics_strategy import CheckpointError, Sharded
+from mics_strategy import CheckpointError, OpenCheckpoint, Sharded, finish_saves, save_checkpoint
 from mics_strategy.lightning.agreement import require_every_rank
 from mics_strategy.lightning.framework import Framework, unwrap_optimizer
 
@@ -33,8 +37,11 @@ class Checkpoints(Base):
 
     framework: ClassVar[Framework]
     _load_weights_only: bool | None
+    _state_dict_type: str
+    _saves_asynchronously: bool
     _timeout: timedelta
     _num_interrupted_saves = 0
+    _opened: OpenCheckpoint | None = None
 
     @property
     def _trainer(self) -> Any:
@@ -49,7 +56,7 @@ class Checkpoints(Base):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The plain module's state dict on rank 0's CPU, empty on other ranks. Collective.
+        """The module's state dict: whole on rank 0's CPU and empty on other ranks, or in shards. Collective.
 
         Raises:
             CheckpointError: After an exception that not every rank has met.
@@ -57,23 +64,31 @@ class Checkpoints(Base):
         if self._trainer.state.status == self.framework.interrupted:
             self._num_interrupted_saves += 1
             require_every_rank(self._num_interrupted_saves, self._timeout)
+        if self._state_dict_type == "sharded":
+            self.sharded.synchronize_buffers()
+            return dict(self.sharded.model.state_dict())
         return self.sharded.full_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The plain optimizer's state dict on rank 0's CPU, empty on other ranks. Collective."""
+        """The optimizer's state dict: whole on rank 0's CPU and empty on other ranks, or in shards. Collective."""
+        if self._state_dict_type == "sharded":
+            return dict(unwrap_optimizer(self.framework, optimizer).state_dict())
         return self.sharded.full_optimizer_state_dict(unwrap_optimizer(self.framework, optimizer))
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Let rank 0 write the file; a failure is raised on every rank.
+        """Let rank 0 write the file, or every rank its share of the folder; a failure is raised on every rank.
 
         Raises:
-            TypeError: `storage_options` for a checkpoint plug-in that has none.
-            IsADirectoryError: `filepath` is a directory.
-            CheckpointError: Rank 0 could not write; its own error is raised on rank 0.
+            TypeError: `storage_options` for a checkpoint plug-in that has none, or for a folder.
+            IsADirectoryError: `filepath` is a directory, and one file is to be written.
+            CheckpointError: A rank could not write; its own error is raised on it.
         """
         path = self.broadcast(filepath)
+        if self._state_dict_type == "sharded":
+            self._save_shards(checkpoint, path, storage_options)
+            return
         if storage_options is not None and isinstance(self.checkpoint_io, self.framework.plain_checkpoint_io):
             raise TypeError(
                 f"`storage_options={storage_options!r}` is not supported by {type(self.checkpoint_io).__name__}. "
@@ -86,6 +101,28 @@ class Checkpoints(Base):
             except Exception as error:  # raised below, on every rank
                 failure = error
         self._raise_everywhere(failure, path)
+
+    def _save_shards(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
+        """Let every rank write; what the hooks have made of the state dict counts."""
+        if storage_options is not None:
+            raise TypeError(
+                f"`storage_options={storage_options!r}` mean nothing for a folder that ranks write together."
+            )
+        if not _is_local(path):
+            raise CheckpointError(
+                f"`{path}` is no folder of a file system, and sharded checkpoints are written to one. Save to a folder "
+                "that all nodes share, or use `state_dict_type='full'`."
+            )
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else []
+        save_checkpoint(
+            path,
+            self.sharded,
+            [unwrap_optimizer(self.framework, optimizer) for optimizer in optimizers],
+            rest,
+            model_state=checkpoint["state_dict"],
+            asynchronous=self._saves_asynchronously,
+        )
 
     def _write(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
         if _is_local(path) and Path(path).is_dir():
@@ -105,6 +142,20 @@ class Checkpoints(Base):
             else CheckpointError(f"Rank 0 could not write `{path}`: {message}")
         )
 
+    def finish_saves(self) -> None:
+        """Wait for a checkpoint that is being written, but not after an exception: a rank may be gone.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        module = self.lightning_module
+        if (
+            self._saves_asynchronously
+            and module is not None
+            and self._trainer.state.status != self.framework.interrupted
+        ):
+            finish_saves(self.sharded)
+
     # -- loading ----------------------------------------------------------------------------------------------
 
     @property
@@ -122,14 +173,18 @@ class Checkpoints(Base):
                 `load_weights_only` goes first.
 
         Raises:
-            CheckpointError: The path is a directory, or the file needs unpickling that is not allowed.
+            CheckpointError: A folder that is no whole checkpoint, or what needs unpickling that is not allowed.
         """
         path = self.broadcast(checkpoint_path)
         allowed = self._load_weights_only if self._load_weights_only is not None else weights_only
-        if _is_local(path) and Path(path).is_dir():
-            raise CheckpointError(
-                f"`{path}` is a directory, and this version reads checkpoints of one file. Name the file."
-            )
+        finish_saves(self.sharded)
+        self._opened = None
+        if _is_local(path) and self.broadcast(Path(path).is_dir()):
+            opened = self._opened = OpenCheckpoint(path, weights_only=allowed is not False)
+            checkpoint = {**opened.extra, "state_dict": opened.model_state(self.sharded)}
+            if opened.num_optimizers:
+                checkpoint["optimizer_states"] = [{}] * opened.num_optimizers  # read when they are asked for
+            return checkpoint
         try:
             return self._read(path, allowed)
         except pickle.UnpicklingError as error:
@@ -166,8 +221,12 @@ class Checkpoints(Base):
                 f"The checkpoint holds {len(states)} optimizers, and `configure_optimizers` made "
                 f"{len(self.optimizers)}. Return as many as there were, or load the weights only."
             )
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            self.sharded.load_full_optimizer_state_dict(unwrap_optimizer(self.framework, optimizer), state)
+        optimizers = [unwrap_optimizer(self.framework, optimizer) for optimizer in self.optimizers]
+        if self._opened is not None:
+            self._opened.load(self.sharded, optimizers, has_model=False)
+            return
+        for optimizer, state in zip(optimizers, states, strict=True):
+            self.sharded.load_full_optimizer_state_dict(optimizer, state)
 
 
 def _is_local(path: str | Path) -> bool:

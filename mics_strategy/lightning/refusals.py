@@ -60,6 +60,19 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
     return value
 
 
+def asynchronous(state_dict_type: str, save_asynchronously: bool) -> None:
+    """Refuse asynchronous saves of whole checkpoints by this strategy.
+
+    Raises:
+        ConfigError: They are asked for.
+    """
+    if save_asynchronously and state_dict_type != "sharded":
+        raise ConfigError(
+            f"`save_asynchronously=True` with `state_dict_type={state_dict_type!r}`: the strategy writes shards while "
+            "training goes on. Use `state_dict_type='sharded'`, or the plug-in AsyncCheckpointIO for one file."
+        )
+
+
 def explain(exception: BaseException) -> None:
     """Add to an error of torch what it means here."""
     if "its data is not allocated yet" in str(exception):

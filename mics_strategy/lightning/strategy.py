@@ -57,6 +57,9 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         process_group_backend: Of the default process group; None chooses by the device.
         timeout: Of the default process group.
         load_weights_only: Whether checkpoints may hold nothing but plain data; None leaves it to the Trainer.
+        state_dict_type: What checkpoints are: ``"full"``, one ordinary file, or ``"sharded"``, a folder on a file
+            system that all nodes share. Both are read, on any number of ranks.
+        save_asynchronously: Whether training goes on while a sharded checkpoint is written.
         sigterm_check_every_n_steps: How often the Trainer asks rank 0 for a SIGTERM. It does so in every batch, which
             stops the device and crosses the slow links; a larger number is cheaper and later to notice.
         start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` (for notebooks) start
@@ -83,6 +86,8 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         load_weights_only: bool | None = None,
+        state_dict_type: str = "full",
+        save_asynchronously: bool = False,
         sigterm_check_every_n_steps: int = 1,
         start_method: str = "popen",
         **overrides: Any,
@@ -100,6 +105,9 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         self._process_group_backend = process_group_backend
         self._timeout = timeout if timeout is not None else self.framework.default_timeout
         self._load_weights_only = load_weights_only
+        self._state_dict_type = refusals.one_of("state_dict_type", state_dict_type, ("full", "sharded"))
+        self._saves_asynchronously = save_asynchronously
+        refusals.asynchronous(state_dict_type, save_asynchronously)
         self._sigterm_every = refusals.positive("sigterm_check_every_n_steps", sigterm_check_every_n_steps)
         self._start_method = refusals.one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
 
@@ -257,6 +265,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
     @override
     def teardown(self) -> None:
         # Shards stay where they are; a checkpoint that is still being written is waited for.
+        self.finish_saves()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mics_strategy import CheckpointError
-from mics_strategy.checkpoint.load import load_checkpoint, load_newest
+from mics_strategy.checkpoint.load import load_checkpoint, load_newest_checkpoint
 from mics_strategy.checkpoint.manifest import NAME
 from mics_strategy.checkpoint.save import save_checkpoint
 from tests.checkpoint.test_sharded import run_of, state_of
@@ -38,7 +38,7 @@ def load(ctx: RankContext, run: Run, path: Path) -> None:
 def resume(ctx: RankContext, run: Run, folder: Path) -> tuple[Any, dict[str, torch.Tensor], str, int]:
     training, text = start(ctx, run), io.StringIO()
     with contextlib.redirect_stdout(text):
-        extra = load_newest(folder, training.sharded, [training.optimizer])
+        extra = load_newest_checkpoint(folder, training.sharded, [training.optimizer])
     return extra, state_of(training), text.getvalue(), training.sharded.steps_done
 
 

@@ -28,7 +28,7 @@ class _AtStart(Callback):
     """Notes what training starts with."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.parameters = whole(trainer)
+        self.parameters = {name: value.clone() for name, value in whole(trainer).items()}
         self.global_step = trainer.global_step
 
 
