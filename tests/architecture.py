@@ -17,7 +17,7 @@ MAX_PARAMETERS = 6
 # A module may import its own layer and those above it in this table. The longest prefix counts;
 # "" is mics_strategy/__init__.py. `config` stands with the pure files: it holds a Topology.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "version"),
     (
         *("config", "topology", "scopes", "collectives.route", "collectives.traffic", "collectives.crossover"),
         *("collectives.codecs", "collectives.coder", "collectives.codec_tiles", "collectives.codec_kernels"),

@@ -74,8 +74,11 @@ class OpenCheckpoint:
             template.values[random_state.KEY] = wanted
 
         def fill() -> None:
-            self._read_into(template.values)
-            template.apply()
+            """The model last: it is read in place, and nothing but reading may fail any more."""
+            self._read_into({name: values for name, values in template.values.items() if name != MODEL})
+            states = template.optimizer_states()
+            self._read_into({MODEL: template.values[MODEL]})
+            template.apply(states)
 
         on_every_rank(lambda: self._guarded(fill))
         if self._manifest is not None:

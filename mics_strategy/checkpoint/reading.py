@@ -30,10 +30,7 @@ _DESCRIPTIONS = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch._C": {"_get_layout_from_string"},
     "torch.serialization": {"_get_layout"},
-    "torch": {
-        "Size",
-        *(str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)),
-    },
+    "torch": {"Size", *_DTYPES},
     "pathlib": {"Path", "PosixPath", "PurePosixPath", "PurePath"},
     "pathlib._local": {"Path", "PosixPath", "PurePosixPath", "PurePath"},
     "collections": {"OrderedDict"},

@@ -8,14 +8,15 @@ training nor ends with it, and goes on when the process groups are gone.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pickle
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,16 +24,18 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from mics_strategy.agreement import gather_objects, on_every_rank
+from mics_strategy.agreement import gather_objects, on_every_rank, require_same
 from mics_strategy.checkpoint import random_state, storage
 from mics_strategy.checkpoint.manifest import FileEntry, Manifest
 from mics_strategy.checkpoint.pieces import Pieces
-from mics_strategy.checkpoint.state import Held, held
+from mics_strategy.checkpoint.state import held
 from mics_strategy.errors import CheckpointError, MiCSError
 from mics_strategy.sharding.sharded import Sharded
+from mics_strategy.version import package_version
 
+T = TypeVar("T")
 EXTRA = "meta.pt"  # by this name Lightning's consolidation finds it
-_PACKAGE_VERSION = "0.1.0"
+_log = logging.getLogger(__name__)
 _SEEN_WITHIN_S = 30.0  # until a folder that rank 0 has made is visible on another machine
 
 
@@ -54,6 +57,7 @@ class PendingSave:
             write()
         except BaseException as error:
             self._failure = error
+            _log.error("The checkpoint `%s` was not saved. %s", self.path, error)  # the script may never wait for it
         self._done.set()
 
     def is_done(self) -> bool:
@@ -110,14 +114,18 @@ def save_checkpoint(
     """
     finish_saves(sharded)
     sharded.synchronize_buffers()
+    require_same({"model_state": ", ".join(sorted(model_state or ()))})  # or one might be written by nobody
+    pieces = on_every_rank(lambda: _guarded(lambda: _pieces(sharded, optimizers, model_state, asynchronous)))
+    kept = on_every_rank(lambda: _guarded(lambda: _copied(extra or {}, asynchronous)))
     draft, target = _begin(Path(path))
-    state = on_every_rank(lambda: _state(sharded, optimizers, model_state))
     job = _Job(
         draft=draft,
         path=target,
-        pieces=Pieces(state, is_copied=asynchronous),
+        pieces=pieces,
         manifest=_manifest_of(sharded),
-        extra=_copied(extra or {}, asynchronous) if dist.get_rank() == 0 else {},
+        extra=kept if dist.get_rank() == 0 else {},
+        store=dist.distributed_c10d._get_default_store(),
+        rank=dist.get_rank(),
     )
     pending = PendingSave(target)
     if asynchronous:
@@ -143,7 +151,7 @@ def finish_saves(sharded: Sharded) -> None:
 def _begin(path: Path) -> tuple[Path, Path]:
     """The draft, which every rank sees, and the final place."""
     rank = dist.get_rank()
-    made = on_every_rank(lambda: storage.begin(path) if rank == 0 else None)
+    made = on_every_rank(lambda: _guarded(lambda: storage.begin(path)) if rank == 0 else None)
     draft, target = gather_objects((made, path))[0]
     if draft is None:
         raise CheckpointError("Rank 0 made no draft. This is a defect; please report it.")
@@ -162,11 +170,23 @@ def _begin(path: Path) -> tuple[Path, Path]:
     return draft, target
 
 
-def _state(sharded: Sharded, optimizers: Sequence[Optimizer], model_state: Mapping[str, Any] | None) -> Held:
+def _guarded(action: Callable[[], T]) -> T:
+    """With what may go wrong on one rank alone as a `CheckpointError`, which all ranks are told of."""
+    try:
+        return action()
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError, TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
+        raise CheckpointError(f"Nothing was saved: {type(error).__name__}: {error}") from error
+
+
+def _pieces(
+    sharded: Sharded, optimizers: Sequence[Optimizer], model_state: Mapping[str, Any] | None, is_copied: bool
+) -> Pieces:
     found = held(sharded, optimizers, None if model_state is None else dict(model_state))
     found.values[random_state.KEY], copies = random_state.saved(dist.get_rank())
     found.copies.update(copies)
-    return found
+    return Pieces(found, is_copied=is_copied)
 
 
 def _manifest_of(sharded: Sharded) -> Manifest:
@@ -175,7 +195,7 @@ def _manifest_of(sharded: Sharded) -> Manifest:
         step=sharded.steps_done,
         world_size=scopes.world_size,
         scopes={"params": scopes.params, "grads": scopes.grads, "optimizer": scopes.optimizer},
-        package_version=_PACKAGE_VERSION,
+        package_version=package_version(),
         torch_version=str(torch.__version__),
         files={},
     )
@@ -187,22 +207,27 @@ def _copied(extra: Mapping[str, Any], is_copied: bool) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What one rank does for a save. The draft's name is the job's, so it names what ranks tell each other."""
+    """What one rank does for a save. The draft's name is the job's, so it names what ranks tell each other.
+
+    It asks nothing of the default process group, which may be gone when a thread gets to it.
+    """
 
     draft: Path
     path: Path
     pieces: Pieces
     manifest: Manifest
     extra: Mapping[str, Any]
+    store: Any
+    rank: int
 
     def write(self) -> None:
         """Write this rank's share; on rank 0, publish the whole. Ends when it is whole, or never will be."""
-        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        store, rank = self.store, self.rank
         try:
             told: Any = self._write_share(rank)
         except BaseException as error:
             told = f"Rank {rank} could not write `{self.path}`: {error}"
-        store.set(self._key(rank), pickle.dumps(told))  # type: ignore[arg-type]  # bytes are taken
+        store.set(self._key(rank), pickle.dumps(told))
         if rank == 0:
             store.set(self._key("outcome"), self._conclude(store))
         store.wait([self._key("outcome")], default_pg_timeout)

@@ -192,19 +192,26 @@ class Template:
                 groups.setdefault(int(number), {})[option] = _room(entry, None, None)
         return [groups[number] for number in sorted(groups)]
 
-    def apply(self) -> None:
-        """Put what was read where it belongs. Parameters and tensors among the buffers are there already.
+    def optimizer_states(self) -> list[StateDict]:
+        """What was read for each optimizer, as its own state dict.
 
         Raises:
             CheckpointError: Groups of an optimizer that do not fit the saved ones.
         """
+        keys = map(optimizer_key, range(len(self._optimizers)))
+        return [
+            self._numbered(optimizer, self.values[key]) for optimizer, key in zip(self._optimizers, keys, strict=True)
+        ]
+
+    def apply(self, optimizer_states: list[StateDict]) -> None:
+        """Put what was read where it belongs. Parameters and tensors among the buffers are there already."""
         model = self._sharded.model
         others = {name: value for name, value in self.values[MODEL].items() if not isinstance(value, torch.Tensor)}
         if others:
             model.load_state_dict(others, strict=False)
         self._sharded.note_changes()
-        for position, optimizer in enumerate(self._optimizers):
-            optimizer.load_state_dict(self._numbered(optimizer, self.values[optimizer_key(position)]))
+        for optimizer, states in zip(self._optimizers, optimizer_states, strict=True):
+            optimizer.load_state_dict(states)
 
     def _numbered(self, optimizer: Optimizer, loaded: StateDict) -> StateDict:
         """A state dict as this optimizer's own: parameters by number, its own groups with the saved options."""

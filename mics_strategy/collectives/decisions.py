@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ import torch
 
 from mics_strategy.collectives.crossover import Timing
 from mics_strategy.topology import Span
+from mics_strategy.version import package_version
 
 _log = logging.getLogger(__name__)
 PLACE = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/two_stages"
@@ -61,7 +61,7 @@ class Links:
             span=" ".join(f"{axis.name}:{axis.size}x{axis.stride}" for axis in span.axes),
             moved_by=moved_by,
             interfaces=" ".join(f"{name}={os.environ[name]}" for name in _INTERFACES if name in os.environ),
-            version=f"torch {torch.__version__}, mics_strategy {_own_version()}, format {_FORMAT}",
+            version=f"torch {torch.__version__}, mics_strategy {package_version()}, format {_FORMAT}",
         )
 
     def describe(self) -> dict[str, Any]:
@@ -73,13 +73,6 @@ class Links:
         """Of the decision: the same for equal links only."""
         text = json.dumps(self.describe(), sort_keys=True)
         return f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.json"
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("mics_strategy")
-    except importlib.metadata.PackageNotFoundError:  # it runs from a checkout
-        return "unknown"
 
 
 def cache_folder() -> Path:

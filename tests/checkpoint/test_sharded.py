@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,14 +14,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim import Muon
 
-from mics_strategy import CheckpointError, ShardConfig, Topology
+from mics_strategy import CheckpointError, ConfigError, ShardConfig, Topology
 from mics_strategy.checkpoint.load import load_checkpoint
 from mics_strategy.checkpoint.pieces import Pieces
-from mics_strategy.checkpoint.save import finish_saves, save_checkpoint
+from mics_strategy.checkpoint.save import PendingSave, finish_saves, save_checkpoint
 from mics_strategy.checkpoint.state import held
 from tests import models
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
@@ -270,3 +272,62 @@ def test_every_piece_is_written_once_and_ranks_share_them(ranks: RankPool, tmp_p
     assert len(names) == len(set(names))
     whole_bytes = sum(num_bytes for _, num_bytes in found)
     assert max(num_bytes for _, num_bytes in found) < 0.6 * whole_bytes
+
+
+def save_and_leave(ctx: RankContext, run: Run, path: Path) -> None:
+    """As a script that ends right after its last save."""
+    training = start(ctx, run)
+    training.step(0)
+    started = threading.Event()
+    write = PendingSave.run
+
+    def late(pending: PendingSave, job: Any) -> None:
+        started.wait(20.0)
+        write(pending, job)
+
+    with mock.patch.object(PendingSave, "run", late):
+        pending = save_checkpoint(path, training.sharded, [training.optimizer], asynchronous=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    started.set()
+    pending.wait()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the job ends
+
+
+def test_a_save_goes_on_when_the_process_groups_are_gone(ranks: RankPool, tmp_path: Path) -> None:
+    run, path = run_of("mics"), tmp_path / "last"
+    ranks(2, save_and_leave, run, path)
+    assert [found[2] for found in ranks(2, load_and_tell_only, run, path)] == [1, 1]
+
+
+def load_and_tell_only(ctx: RankContext, run: Run, path: Path) -> tuple[dict[str, Tensor], dict[str, Any], int]:
+    training = start(ctx, run)
+    extra = load_checkpoint(path, training.sharded, [training.optimizer])
+    return state_of(training), extra, training.sharded.steps_done
+
+
+def save_what_ranks_do_not_share(ctx: RankContext, path: Path) -> None:
+    training = start(ctx, run_of("mics"))
+    state = dict(training.model.state_dict()) | ({"note": torch.ones(1)} if ctx.rank == 0 else {})
+    save_checkpoint(path, training.sharded, model_state=state)
+
+
+def test_names_that_not_all_ranks_have_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    raises_on_every_rank(
+        lambda: ranks(2, save_what_ranks_do_not_share, tmp_path / "one"),
+        ConfigError,
+        "`names in `model_state`` differs",
+    )
+
+
+def save_what_cannot_be_pickled(ctx: RankContext, path: Path) -> None:
+    training = start(ctx, run_of("mics"))
+    extra = {"hook": lambda: None} if ctx.rank == 0 else {}
+    save_checkpoint(path, training.sharded, extra=extra, asynchronous=True)
+
+
+def test_extras_that_cannot_be_written_are_told_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    raises_on_every_rank(
+        lambda: ranks(2, save_what_cannot_be_pickled, tmp_path / "one"), CheckpointError, "Nothing was"
+    )
+    assert list(tmp_path.iterdir()) == []
