@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -62,3 +62,20 @@ def require_same(values: dict[str, str]) -> None:
                     f"`{name}` differs between ranks: {value} on rank 0, {other.get(name)} on rank {rank}. "
                     "Give every rank the same script and the same configuration."
                 )
+
+
+def require_same_names(what: str, names: Iterable[str]) -> None:
+    """Refuse a job whose ranks do not have the same names.
+
+    Raises:
+        ConfigError: On every rank, with up to three of the names that some rank lacks.
+    """
+    everyone = [set(found) for found in gather_objects(sorted(names))]
+    lacking = sorted(set().union(*everyone) - everyone[0].intersection(*everyone))
+    if lacking:
+        ranks = [rank for rank, found in enumerate(everyone) if not found.issuperset(lacking)]
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise errors.ConfigError(
+            f"{what} differ between ranks: {', '.join(lacking[:3])}{more} not on rank {', '.join(map(str, ranks))}. "
+            "Pass the same names on every rank."
+        )

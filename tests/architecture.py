@@ -45,6 +45,7 @@ FRAMEWORKS = {
 OBJECTS = ("*_object", "*_object_list", "barrier", "monitored_barrier")
 MAY_NAME_PRIMITIVES: dict[str, tuple[str, ...]] = {
     "collectives/transport.py": ("*",),
+    "collectives/full_tensor.py": ("all_gather",),
     "agreement.py": OBJECTS,
     "mesh.py": OBJECTS,
     "topology.py": OBJECTS,

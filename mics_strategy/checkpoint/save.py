@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
-from mics_strategy.agreement import gather_objects, on_every_rank, require_same
+from mics_strategy.agreement import gather_objects, on_every_rank, require_same_names
 from mics_strategy.checkpoint import random_state, storage
 from mics_strategy.checkpoint.manifest import FileEntry, Manifest
 from mics_strategy.checkpoint.pieces import Pieces
@@ -114,7 +114,7 @@ def save_checkpoint(
     """
     finish_saves(sharded)
     sharded.synchronize_buffers()
-    require_same({"model_state": ", ".join(sorted(model_state or ()))})  # or one might be written by nobody
+    require_same_names("The names in `model_state`", model_state or ())  # or one might be written by nobody
     pieces = on_every_rank(lambda: _guarded(lambda: _pieces(sharded, optimizers, model_state, asynchronous)))
     kept = on_every_rank(lambda: _guarded(lambda: _copied(extra or {}, asynchronous)))
     draft, target = _begin(Path(path))

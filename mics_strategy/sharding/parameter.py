@@ -7,6 +7,7 @@ the mean over all ranks whatever the training loop looks like; setting it to Non
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from typing_extensions import override
 
+from mics_strategy.collectives.full_tensor import full_tensor
 from mics_strategy.errors import LifecycleError
 from mics_strategy.mesh import Shards
 from mics_strategy.sharding.layout import Region
@@ -102,6 +104,13 @@ class ShardedParameter(DTensor):
             local, self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride()
         )
 
+    @override
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole parameter on every rank. Collective: all ranks of its mesh call it."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return super().full_tensor(grad_placements=grad_placements)
+        return full_tensor(self)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -144,7 +153,7 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
             differs = torch.tensor(float(not torch.equal(one._local_tensor, other._local_tensor)), device=one.device)
             counted = DTensor.from_local(differs, one.device_mesh, [Partial()] * one.device_mesh.ndim, run_check=False)
             return not counted.full_tensor().item()
-        return torch.equal(*(each.full_tensor() if isinstance(each, DTensor) else each for each in (one, other)))
+        return torch.equal(*(full_tensor(each) if isinstance(each, DTensor) else each for each in (one, other)))
 
 
 def make_sharded_parameter(

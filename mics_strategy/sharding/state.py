@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from mics_strategy.agreement import on_every_rank
+from mics_strategy.collectives.full_tensor import full_tensor
 from mics_strategy.errors import CheckpointError
 from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.parameter import ShardedParameter
@@ -149,7 +150,7 @@ def _to_rank_zero(value: torch.Tensor) -> torch.Tensor:
     """The whole tensor, on the CPU; an empty one on ranks that do not keep it."""
     whole = value.detach()
     if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
+        whole = full_tensor(whole)
     if dist.get_rank() != 0:
         return torch.empty(0)
     return whole.cpu() if whole.is_cuda else whole.clone()

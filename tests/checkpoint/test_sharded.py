@@ -316,7 +316,7 @@ def test_names_that_not_all_ranks_have_are_refused(ranks: RankPool, tmp_path: Pa
     raises_on_every_rank(
         lambda: ranks(2, save_what_ranks_do_not_share, tmp_path / "one"),
         ConfigError,
-        "`names in `model_state`` differs",
+        "The names in `model_state` differ between ranks: note not on rank 1. Pass",
     )
 
 

@@ -15,7 +15,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from mics_strategy.collectives.full_tensor import full_tensor
 from mics_strategy.lightning import MiCSStrategy
 from tests.ranks import RankContext, RankPool
 
@@ -68,7 +70,7 @@ def whole(trainer: Trainer) -> dict[str, Tensor]:
 
 def full(tensor: Tensor) -> Tensor:
     """The whole of a DTensor, or a copy of a plain tensor."""
-    return tensor.full_tensor().detach() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
+    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def fitted(ctx: RankContext, strategy: Any, module: LightningModule, loader: Any, **options: Any) -> dict[str, Tensor]:

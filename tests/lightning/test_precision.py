@@ -8,7 +8,7 @@ from lightning.pytorch.plugins import DoublePrecision, FSDPPrecision, HalfPrecis
 
 from mics_strategy.errors import ConfigError
 from tests.lightning.modules import Regression, loader
-from tests.lightning.runs import assert_same, fitted, mics, run, trainer
+from tests.lightning.runs import assert_same, fitted, full, mics, run, trainer
 from tests.ranks import RankContext, RankPool
 
 
@@ -105,10 +105,10 @@ def _scaled(ctx: RankContext, strategy: Any, rank: int) -> tuple[dict[str, torch
     module.rank = rank
     fitting = trainer(ctx, strategy, plugins=[plugin], gradient_clip_val=0.1, max_steps=4)
     fitting.fit(module, loader())
-    parameters = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in module.named_parameters()}
+    parameters = {name: full(p) for name, p in module.named_parameters()}
     local = {name: p.to_local().clone() if hasattr(p, "to_local") else p for name, p in module.named_parameters()}
     return (
-        {name: p.detach() for name, p in parameters.items()},
+        parameters,
         plugin.state_dict(),
         {n: p.detach() for n, p in local.items()},
     )

@@ -12,7 +12,16 @@ from mics_strategy import ShardConfig
 from mics_strategy.errors import LifecycleError
 from tests import models
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
-from tests.sharding.training import Run, Training, assert_identical, assert_same, plain, start, train_without_reading
+from tests.sharding.training import (
+    Run,
+    Training,
+    assert_identical,
+    assert_same,
+    plain,
+    start,
+    train_without_reading,
+    whole,
+)
 
 CONFIGS = {
     "ddp": ShardConfig.preset("ddp"),
@@ -169,7 +178,7 @@ def drop_layers(ctx: RankContext, run: Run) -> tuple[dict[str, Tensor], dict[str
         optimizer.step()
         optimizer.zero_grad()
     names = dict(twin.named_parameters(remove_duplicate=True))
-    found = {name: p.full_tensor().detach() for name, p in training.model.named_parameters() if name in names}
+    found = {name: whole(p) for name, p in training.model.named_parameters() if name in names}
     return found, {name: p.detach() for name, p in names.items()}
 
 

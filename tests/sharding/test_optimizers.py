@@ -14,7 +14,16 @@ from mics_strategy.errors import ConfigError
 from tests import models
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.reference import train_reference
-from tests.sharding.training import OPTIMIZERS, Run, assert_same, forget_meshes, plain, start, train_without_reading
+from tests.sharding.training import (
+    OPTIMIZERS,
+    Run,
+    assert_same,
+    forget_meshes,
+    plain,
+    start,
+    train_without_reading,
+    whole,
+)
 
 IIG = ShardConfig.preset("paro-iig")
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -90,7 +99,7 @@ def adopt_and_train(ctx: RankContext, run: Run, make: Callable[[list[nn.Paramete
         case.loss(model, case.batch(step, 0, ctx.rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    return {name: whole(p) for name, p in model.named_parameters()}
 
 
 def _plain_with(run: Run, world_size: int, make: Callable[[list[nn.Parameter]], Optimizer]) -> dict[str, Tensor]:
@@ -222,7 +231,7 @@ def train_two_models(ctx: RankContext, config: ShardConfig, is_joint: bool) -> d
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return {name: p.full_tensor().detach() for name, p in pair.named_parameters()}
+    return {name: whole(p) for name, p in pair.named_parameters()}
 
 
 def _two_plain_models(world_size: int) -> dict[str, Tensor]:

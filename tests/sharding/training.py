@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from mics_strategy import ShardConfig, Sharded, shard
+from mics_strategy.collectives.full_tensor import full_tensor
 from tests import models
 from tests.models import Batch, Case
 from tests.rank_report import RankContext
@@ -123,8 +124,7 @@ class Training:
 
 def whole(tensor: Tensor) -> Tensor:
     """A copy of the whole tensor, whether sharded or not. Collective."""
-    full_tensor = getattr(tensor, "full_tensor", None)
-    return (full_tensor() if full_tensor else tensor).detach().clone()
+    return (full_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()).clone()
 
 
 def forget_meshes() -> None:
