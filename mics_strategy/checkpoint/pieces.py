@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from typing_extensions import override
 
 from mics_strategy.checkpoint.state import Held
+from mics_strategy.checkpoint.writers import Piece, written_here
 
 
 class Pieces(DefaultSavePlanner):
@@ -44,15 +45,16 @@ class Pieces(DefaultSavePlanner):
     @override
     def create_local_plan(self) -> SavePlan:
         whole = super().create_local_plan()
-        mine = [item for item in whole.items if self._is_mine(item)]
+        held = [item for item in whole.items if not _is_empty(item)]
+        names = written_here(self._piece(item) for item in held)
+        mine = [item for item in held if item.index.fqn in names]
         mappings = {item.index.fqn: self.mappings[item.index.fqn] for item in mine}
         return dataclasses.replace(whole, items=mine, planner_data=mappings)
 
-    def _is_mine(self, item: WriteItem) -> bool:
+    def _piece(self, item: WriteItem) -> Piece:
         name, data = item.index.fqn, item.tensor_data
-        if data is not None and data.chunk.sizes.numel() == 0 != data.size.numel():
-            return False  # the empty end of a tensor that has fewer rows than ranks
-        return self._held.copy_of(name, self.state_dict[name]).writes(name)
+        num_bytes = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+        return Piece(name, num_bytes, self._held.copy_of(name, self.state_dict[name]))
 
     @override
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -60,6 +62,12 @@ class Pieces(DefaultSavePlanner):
         if copied is None:
             return super().resolve_data(write_item)
         return io.BytesIO(copied) if isinstance(copied, bytes) else copied
+
+
+def _is_empty(item: WriteItem) -> bool:
+    """Whether it is the empty end of a tensor that has fewer rows than ranks."""
+    data = item.tensor_data
+    return data is not None and data.chunk.sizes.numel() == 0 != data.size.numel()
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

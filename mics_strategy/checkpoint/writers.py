@@ -1,7 +1,7 @@
 """Which rank writes which piece, when several ranks hold the same?
 
-The name of a piece says it, so nobody has to ask: every rank that holds a copy computes the same writer. Pieces of
-different names go to different copies, so replicas share the work.
+Names and sizes of the pieces say it, so nobody has to ask: all ranks that hold the same pieces compute the same
+writers, each of whom gets about the same number of bytes.
 
 Pure.
 """
@@ -9,6 +9,7 @@ Pure.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -19,13 +20,41 @@ class Copy:
     index: int
     count: int
 
-    def writes(self, name: str) -> bool:
-        """Whether this copy is the one that is written.
-
-        Args:
-            name: Of the tensor or object, the same on all ranks.
-        """
-        return zlib.crc32(name.encode()) % self.count == self.index
-
 
 ONLY = Copy(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Something that is written once.
+
+    Attributes:
+        name: The same on all ranks that hold it, and that of no other piece they hold.
+        num_bytes: Of its data; 0 where that is not known.
+        copy: Which of the equal copies this rank holds.
+    """
+
+    name: str
+    num_bytes: int
+    copy: Copy
+
+
+def written_here(pieces: Iterable[Piece]) -> set[str]:
+    """The names of the pieces that this rank writes.
+
+    The largest go first, each to the copy that has least so far; of those with equally little, the name's checksum
+    chooses, so that pieces of unknown size are spread as well. No copy gets more than an equal share and one piece.
+
+    Args:
+        pieces: All that this rank holds. Ranks with other copies of a piece hold the same ones of as many copies.
+    """
+    mine: set[str] = set()
+    loads: dict[int, list[int]] = {}  # by the number of copies
+    for piece in sorted(pieces, key=lambda piece: (-piece.num_bytes, piece.name)):
+        load = loads.setdefault(piece.copy.count, [0] * piece.copy.count)
+        first = zlib.crc32(piece.name.encode()) % piece.copy.count
+        writer = min(range(len(load)), key=lambda copy: (load[copy], (copy - first) % len(load)))
+        load[writer] += piece.num_bytes
+        if writer == piece.copy.index:
+            mine.add(piece.name)
+    return mine

@@ -67,8 +67,7 @@ def load_and_tell(ctx: RankContext, run: Run, path: Path) -> tuple[dict[str, Ten
     return state_of(training), extra, training.sharded.steps_done
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("preset", ["mics", "zero3", "ddp", "zero1", "paro-igg"])
+@pytest.mark.parametrize(("preset", "asynchronous"), [("mics", False), ("zero1", True), ("paro-igg", True)])
 def test_loads_what_was_saved(ranks: RankPool, tmp_path: Path, preset: str, asynchronous: bool) -> None:
     path = tmp_path / "step-2"
     saved = ranks(4, save_after, run_of(preset), 2, path, asynchronous)[0]

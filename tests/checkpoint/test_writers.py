@@ -1,0 +1,78 @@
+"""Is every piece written once, and does no rank write more than its share?"""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy.checkpoint.pieces import Pieces
+from mics_strategy.checkpoint.state import held
+from mics_strategy.checkpoint.writers import Copy, Piece, written_here
+from tests.ranks import RankContext, RankPool
+from tests.sharding.training import forget_meshes
+
+WORLD_SIZE, PER_NODE = 512, 8
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 64])
+def test_copies_share_the_bytes(count: int) -> None:
+    chance = random.Random(count)
+    sizes = {f"layer.{number}": chance.choice([0, 4, 1000, 50_000]) for number in range(40)}
+    by_copy = [
+        written_here(Piece(name, size, Copy(index, count)) for name, size in sizes.items()) for index in range(count)
+    ]
+    assert sorted(name for names in by_copy for name in names) == sorted(sizes)
+    share = sum(sizes.values()) / count
+    assert max(sum(sizes[name] for name in names) for names in by_copy) <= share + max(sizes.values())
+
+
+def test_the_order_does_not_matter() -> None:
+    pieces = [Piece(f"layer.{number}", number % 3, Copy(number % 2, 2)) for number in range(20)]
+    assert written_here(pieces) == written_here(reversed(pieces))
+
+
+def _everyone_alike(value: object) -> list[object]:
+    """What 512 ranks with the same script and configuration say; the fake transport cannot bring it."""
+    return [value] * WORLD_SIZE
+
+
+def planned(ctx: RankContext, ranks: range) -> list[list[tuple[str, int]]]:
+    """Of each of these ranks of 512, what it would write: name and bytes. Nothing is trained, and no file is made."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("mesh", "agreement", "sharding.materialize", "sharding.api"):
+            patch.setattr(f"mics_strategy.{name}.gather_objects", _everyone_alike)
+        for rank in ranks:
+            forget_meshes()
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
+            model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(12)))
+            config = ShardConfig.preset("mics", topology=Topology(ranks_per_node=PER_NODE))
+            sharded = shard(model, config, units=[nn.Linear], device="cpu")
+            optimizer = torch.optim.AdamW(model.parameters())
+            for p in model.parameters():
+                optimizer.state[p] = {key: p.labelled(torch.zeros_like(p.local)) for key in ("exp_avg", "exp_avg_sq")}
+            items = Pieces(held(sharded, [optimizer]), is_copied=False).plan.items
+            found.append([(item.index.fqn, _num_bytes(item)) for item in items if item.tensor_data is not None])
+            dist.destroy_process_group()
+    return found
+
+
+def _num_bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+def test_of_512_ranks_none_writes_twice_or_more_than_its_share(ranks: RankPool) -> None:
+    """All 64 ranks that hold one shard."""
+    holders = range(7, WORLD_SIZE, PER_NODE)
+    (by_rank,) = ranks(1, planned, holders, default_group=False, timeout_s=58.0)
+    names = [name for items in by_rank for name, _ in items]
+    assert len(names) == len(set(names)) == 3 * 24  # weights and biases, with both moments
+    sizes = [sum(num_bytes for _, num_bytes in items) for items in by_rank]
+    assert sum(sizes) == 3 * 4 * 12 * (16 + 1) * 16 // PER_NODE
+    assert max(sizes) <= sum(sizes) / len(holders) + 4 * 16 * 16 // PER_NODE
