@@ -3,8 +3,8 @@
 Importing the package makes ``Trainer(strategy="mics")`` known to Lightning, without importing Lightning.
 """
 
-from mics_strategy.checkpoint.load import OpenCheckpoint, load_checkpoint, load_newest_checkpoint
-from mics_strategy.checkpoint.save import finish_saves, save_checkpoint
+from mics_strategy.checkpoint.load import OpenCheckpoint, load_checkpoint, load_newest_checkpoint, newest_checkpoint
+from mics_strategy.checkpoint.save import PendingSave, finish_saves, remove_checkpoint, save_checkpoint
 from mics_strategy.collectives.codecs import Codec
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import (
@@ -27,6 +27,7 @@ __all__ = [
     "LifecycleError",
     "MiCSError",
     "OpenCheckpoint",
+    "PendingSave",
     "ShapeError",
     "ShardConfig",
     "Sharded",
@@ -34,6 +35,8 @@ __all__ = [
     "finish_saves",
     "load_checkpoint",
     "load_newest_checkpoint",
+    "newest_checkpoint",
+    "remove_checkpoint",
     "save_checkpoint",
     "shard",
 ]

@@ -192,6 +192,8 @@ class TrainerConfig:
         seed: of the weights and of the order of the data.
         output_dir: folder for metrics, the resolved config and checkpoints.
         checkpoint_every_steps: optimizer steps between two checkpoints, or `never`.
+        checkpoint_format: `full` is one file, which rank 0 writes; `sharded` a folder to which every rank writes while
+            training goes on (`mics` only). A run resumes from either, on any number of ranks.
         resume: `auto` continues the last checkpoint in `output_dir` if there is one; `never` starts anew.
         peak_tflop_per_s: of one device, for the utilisation (MFU); `auto` looks it up, and shows none when
             unknown.
@@ -206,6 +208,7 @@ class TrainerConfig:
     seed: int = 1
     output_dir: str = "runs/pretrain"
     checkpoint_every_steps: int | Literal["never"] = "never"
+    checkpoint_format: Literal["full", "sharded"] = "full"
     resume: Literal["auto", "never"] = "never"
     peak_tflop_per_s: float | Literal["auto"] = "auto"
 

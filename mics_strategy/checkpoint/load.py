@@ -178,6 +178,24 @@ def load_newest_checkpoint(
         CheckpointError: All are damaged, or the newest whole one is another model's.
     """
     finish_saves(sharded)
+    path = newest_checkpoint(folder)
+    return None if path is None else load_checkpoint(path, sharded, optimizers, **options)
+
+
+def newest_checkpoint(folder: str | Path) -> Path | None:
+    """The newest sharded checkpoint in a folder that is whole. Collective: ranks share the reading of all its files.
+
+    Rank 0 says which it passes over and why.
+
+    Args:
+        folder: That holds checkpoints; rank 0's counts.
+
+    Returns:
+        Its folder; None where there is no checkpoint in it, as in one that is a checkpoint itself.
+
+    Raises:
+        CheckpointError: All are damaged.
+    """
     rank = dist.get_rank()
     found = gather_objects(storage.newest_first(Path(folder)) if rank == 0 else [])[0]
     for path in found:
@@ -187,7 +205,7 @@ def load_newest_checkpoint(
             if rank == 0:
                 print(f"Passed over: {error}", flush=True)
             continue
-        return load_checkpoint(path, sharded, optimizers, **options)
+        return path
     if found:
         raise CheckpointError(
             f"None of the {len(found)} checkpoints in `{folder}` is whole. Restore one from a backup, or start anew in "

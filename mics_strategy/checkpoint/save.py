@@ -148,6 +148,20 @@ def finish_saves(sharded: Sharded) -> None:
         pending.wait()
 
 
+def remove_checkpoint(path: str | Path) -> bool:
+    """Delete a sharded checkpoint, on one rank. Under its name it is whole or gone, whenever the process is killed.
+
+    An older one is safe to remove when the save of the newer one is done: `PendingSave.wait`.
+
+    Returns:
+        Whether it was one; anything else is left alone.
+
+    Raises:
+        CheckpointError: It cannot be removed.
+    """
+    return storage.remove(Path(path))
+
+
 def _begin(path: Path) -> tuple[Path, Path]:
     """The draft, which every rank sees, and the final place."""
     rank = dist.get_rank()

@@ -81,6 +81,26 @@ def discard(draft: Path) -> None:
     shutil.rmtree(draft, ignore_errors=True)
 
 
+def remove(path: Path) -> bool:
+    """Delete a checkpoint. Under its name it is whole or gone, even if the process dies meanwhile.
+
+    Returns:
+        Whether it was one; anything else is left alone.
+
+    Raises:
+        CheckpointError: It cannot be removed.
+    """
+    if not is_checkpoint(path):
+        return False
+    hidden = path.parent / f".{path.name}.{secrets.token_hex(4)}.{_DRAFT}"
+    try:
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        raise CheckpointError(f"`{path}` could not be removed ({error}). Remove it yourself.") from error
+    return True
+
+
 def find(path: Path) -> bool:
     """Whether there is a checkpoint, after bringing back one that had stepped aside for one that never came.
 

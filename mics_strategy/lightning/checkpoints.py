@@ -22,7 +22,15 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
-from mics_strategy import CheckpointError, OpenCheckpoint, Sharded, finish_saves, save_checkpoint
+from mics_strategy import (
+    CheckpointError,
+    OpenCheckpoint,
+    Sharded,
+    finish_saves,
+    newest_checkpoint,
+    remove_checkpoint,
+    save_checkpoint,
+)
 from mics_strategy.lightning.agreement import require_every_rank
 from mics_strategy.lightning.framework import Framework, unwrap_optimizer
 
@@ -42,6 +50,7 @@ class Checkpoints(Base):
     _timeout: timedelta
     _num_interrupted_saves = 0
     _opened: OpenCheckpoint | None = None
+    _to_remove: tuple[str | Path, ...] = ()  # when the save that is under way has succeeded
 
     @property
     def _trainer(self) -> Any:
@@ -113,6 +122,7 @@ class Checkpoints(Base):
                 f"`{path}` is no folder of a file system, and sharded checkpoints are written to one. Save to a folder "
                 "that all nodes share, or use `state_dict_type='full'`."
             )
+        self._finish()
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
         save_checkpoint(
@@ -154,7 +164,25 @@ class Checkpoints(Base):
             and module is not None
             and self._trainer.state.status != self.framework.interrupted
         ):
-            finish_saves(self.sharded)
+            self._finish()
+
+    def _finish(self) -> None:
+        finish_saves(self.sharded)
+        for path in self._to_remove:
+            self._remove(path)
+        self._to_remove = ()
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint; while another one is being written, only when that one is whole."""
+        if self._saves_asynchronously:
+            self._to_remove = (*self._to_remove, filepath)
+        else:
+            self._remove(filepath)
+
+    def _remove(self, path: str | Path) -> None:
+        if self.is_global_zero and not (_is_local(path) and remove_checkpoint(path)):
+            super().remove_checkpoint(path)
 
     # -- loading ----------------------------------------------------------------------------------------------
 
@@ -168,7 +196,7 @@ class Checkpoints(Base):
         """Open a checkpoint on every rank; its tensors are read when they are used.
 
         Args:
-            checkpoint_path: Rank 0's counts.
+            checkpoint_path: Rank 0's counts. A folder that holds sharded checkpoints means the newest whole one.
             weights_only: The Trainer's; it does not pass what `fit(weights_only=...)` was given, so the strategy's
                 `load_weights_only` goes first.
 
@@ -180,6 +208,7 @@ class Checkpoints(Base):
         finish_saves(self.sharded)
         self._opened = None
         if _is_local(path) and self.broadcast(Path(path).is_dir()):
+            path = newest_checkpoint(path) or path
             opened = self._opened = OpenCheckpoint(path, weights_only=allowed is not False)
             checkpoint = {**opened.extra, "state_dict": opened.model_state(self.sharded)}
             if opened.num_optimizers:

@@ -1,9 +1,11 @@
 """Is a checkpoint that every rank writes to as good for the Trainer as one file?"""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mics_strategy import CheckpointError, ConfigError
+from mics_strategy.checkpoint import storage
 from tests.lightning.modules import Regression, loader
 from tests.lightning.runs import assert_same, mics, run, trainer, whole
 from tests.lightning.test_checkpoints import _AtStart
@@ -110,6 +113,73 @@ def kept(ctx: RankContext, save_last: Any) -> tuple[list[str], str, float]:
     result = again.validate(Regression(), loader(8), ckpt_path=callback.best_model_path, verbose=False)
     assert (directory / "last.ckpt").is_symlink() == (save_last == "link")
     return sorted(p.name for p in directory.iterdir()), Path(callback.best_model_path).name, result[0]["val_loss"]
+
+
+def keeping_one(ctx: RankContext, fails_from: int) -> tuple[list[list[str]], str]:
+    """What is whole whenever a newer checkpoint is about to be written; and how the last save ended."""
+    directory, seen = ctx.tmp_path / "kept", []
+    callback = ModelCheckpoint(directory, "step={step}", auto_insert_metric_name=False, every_n_train_steps=1)
+    fitting = trainer(
+        ctx,
+        mics("mics", state_dict_type="sharded", save_asynchronously=True),
+        max_steps=5,
+        callbacks=[callback],
+        enable_checkpointing=True,
+    )
+    publish = storage.publish
+
+    def noted(draft: Path, path: Path) -> None:
+        seen.append(sorted(p.name for p in directory.iterdir() if storage.is_checkpoint(p) and p != draft))
+        if len(seen) >= fails_from:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        publish(draft, path)
+
+    ended = ""
+    with mock.patch.object(storage, "publish", noted):
+        try:
+            fitting.fit(Regression(), loader())
+        except CheckpointError as error:
+            ended = str(error)
+    return [*seen, sorted(p.name for p in directory.iterdir())], ended
+
+
+def test_the_older_checkpoint_goes_when_the_newer_is_whole(ranks: RankPool) -> None:
+    (seen, ended), (_, other) = run(ranks, 2, keeping_one, 99)
+    assert seen == [[], *([f"step={step}.ckpt"] for step in range(1, 5)), ["step=5.ckpt"]]
+    assert ended == other == ""
+
+
+def test_the_older_checkpoint_stays_when_the_newer_failed(ranks: RankPool) -> None:
+    for seen, ended in run(ranks, 2, keeping_one, 3):
+        assert "No space left" in ended
+        assert seen[-1] == ["step=2.ckpt"]
+
+
+def resume_from_folder(ctx: RankContext, folder: str) -> tuple[int, str]:
+    at_start = _AtStart()
+    fitting = trainer(ctx, mics("mics", state_dict_type="sharded"), max_steps=4, callbacks=[at_start])
+    try:
+        fitting.fit(Regression("adam_scheduler"), loader(), ckpt_path=folder)
+    except CheckpointError as error:
+        return -1, str(error)
+    return at_start.global_step, ""
+
+
+def save_two(ctx: RankContext, folder: str) -> None:
+    callback = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    options = {"max_steps": 2, "callbacks": [callback], "enable_checkpointing": True}
+    fitting = trainer(ctx, mics("mics", state_dict_type="sharded"), **options)
+    fitting.fit(Regression("adam_scheduler"), loader())
+
+
+def test_a_folder_of_checkpoints_means_the_newest_whole_one(ranks: RankPool, tmp_path: Path) -> None:
+    run(ranks, 2, save_two, str(tmp_path))
+    assert run(ranks, 2, resume_from_folder, str(tmp_path)) == [(2, "")] * 2
+    (tmp_path / "step=2.ckpt" / "__0_0.distcp").write_bytes(b"damaged")
+    assert run(ranks, 2, resume_from_folder, str(tmp_path)) == [(1, "")] * 2
+    (tmp_path / "step=1.ckpt" / "meta.pt").unlink()
+    for _, ended in run(ranks, 2, resume_from_folder, str(tmp_path)):
+        assert "None of the 2 checkpoints" in ended
 
 
 @pytest.mark.parametrize("save_last", [True, "link"])
