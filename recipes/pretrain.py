@@ -52,7 +52,7 @@ def pretrain(recipe: Recipe) -> None:
         world_size=devices * recipe.trainer.num_nodes,
         sequence_length=recipe.data.sequence_length,
     )
-    strategy = build_strategy(recipe.strategy)
+    strategy = build_strategy(recipe.strategy, recipe.trainer.checkpoint_format)
     data = prepare(recipe.data, recipe.model.vocab_size)
     if _is_first_process():
         _announce(recipe, plan, data)

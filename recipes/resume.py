@@ -72,6 +72,8 @@ def checkpoint_callbacks(config: TrainerConfig, accumulation: int) -> list[Callb
 def checkpoint_to_resume(config: TrainerConfig) -> Path | None:
     """Return the newest checkpoint of the output folder when the recipe resumes; None starts anew.
 
+    Where that is a sharded one, return the folder of all: the strategy takes the newest that is whole.
+
     Raises:
         RecipeError: a new run would mix its checkpoints with those of an earlier one.
     """
@@ -84,7 +86,9 @@ def checkpoint_to_resume(config: TrainerConfig) -> Path | None:
             "of an earlier run. Continue it with `--trainer.resume=auto`, or choose another "
             "`--trainer.output_dir`."
         )
-    return found[-1] if config.resume == "auto" else None
+    if config.resume == "never":
+        return None
+    return found[-1].parent if found[-1].is_dir() else found[-1]
 
 
 def _step_of(path: Path) -> int:

@@ -135,3 +135,9 @@ def test_an_unknown_field_of_the_shard_config_is_refused():
 def test_other_strategies_are_left_to_lightning():
     recipe = load_recipe([DEMO, "--strategy.name=ddp"], has_cuda=False)
     assert build_strategy(recipe.strategy) == "ddp"
+
+
+def test_only_this_projects_strategies_write_sharded_checkpoints():
+    recipe = load_recipe([DEMO, "--strategy.name=ddp"], has_cuda=False)
+    with pytest.raises(RecipeError, match=r"only `mics` strategies write sharded.*checkpoint_format=full"):
+        build_strategy(recipe.strategy, "sharded")

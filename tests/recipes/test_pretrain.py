@@ -114,3 +114,23 @@ def test_what_cannot_work_ends_before_ranks_start(repository: Path, cache_dir: P
     assert result.returncode == 1
     assert result.stderr.startswith("error: `batch.global_size=12` cannot be shared evenly: 2 ranks")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_sharded_checkpoints_resume_on_another_number_of_ranks(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], repository: Path, cache_dir: Path, tmp_path: Path
+):
+    sharded = ("--trainer.checkpoint_format=sharded", "--trainer.log_every_steps=5")
+    writing = (f"--trainer.max_steps={STEPS}", f"--trainer.checkpoint_every_steps={SAVED_AT}")
+    result = run(repository, cache_dir, tmp_path, *sharded, *writing, strategy="mics")
+    assert result.returncode == 0, result.stderr
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    assert (checkpoint / "manifest.json").is_file()
+    resuming = (f"--trainer.max_steps={STEPS}", "--trainer.resume=auto", "--trainer.devices=1")
+    alone = "--strategy.shard={partition_size: 1}"
+    result = run(repository, cache_dir, tmp_path, *sharded, *resuming, alone, strategy="mics")
+    assert result.returncode == 0, result.stderr
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"loss"' in line].count(STEPS) == 2  # before, and again
+    resumed, whole = losses(tmp_path), losses(finished[0])
+    assert [resumed[35], resumed[40]] == pytest.approx([whole[35], whole[40]], abs=1e-3)
