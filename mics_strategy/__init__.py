@@ -5,6 +5,7 @@ Importing the package makes ``Trainer(strategy="mics")`` known to Lightning, wit
 
 from mics_strategy.checkpoint.load import OpenCheckpoint, load_checkpoint, load_newest_checkpoint
 from mics_strategy.checkpoint.save import finish_saves, save_checkpoint
+from mics_strategy.checkpoint.weights import load_weights
 from mics_strategy.collectives.codecs import Codec
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import (
@@ -34,6 +35,7 @@ __all__ = [
     "finish_saves",
     "load_checkpoint",
     "load_newest_checkpoint",
+    "load_weights",
     "save_checkpoint",
     "shard",
 ]

@@ -69,7 +69,7 @@ PUBLIC_NAMES = {
     *PROMISED_NAMES,
     *("Topology", "MiCSError", "CheckpointError", "CommunicationError", "ConfigError"),
     *("LifecycleError", "NoFeasiblePlan", "ShapeError"),
-    *("OpenCheckpoint", "finish_saves", "load_checkpoint", "load_newest_checkpoint", "save_checkpoint"),
+    *("OpenCheckpoint", "finish_saves", "load_checkpoint", "load_newest_checkpoint", "load_weights", "save_checkpoint"),
 }
 TOP_LEVEL = {
     *("README.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", "CITATION.cff"),
