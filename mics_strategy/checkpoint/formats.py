@@ -148,7 +148,7 @@ class DistributedFolder:
         """Copy tensors into parameters and buffers.
 
         Cost:
-            Memory: one saved piece at a time.
+            Memory: about four copies of the largest saved piece, as torch reads it.
         """
         values = {name: target.detach() for name, target in targets.items()}
         read(self._path, self._metadata, values, weights_only=self._weights_only)

@@ -73,9 +73,9 @@ def load_weights(
             unknown kind or another model's, or may run code; while reading, where a file cannot be read after all.
 
     Cost:
-        Memory of a rank: its own shard, which is there already, and mapped pages of 32 MiB of tensors or the largest
-        one; of a distributed checkpoint, one saved piece. Read from the disk: this rank's rows, and of a parameter
-        that is not cut along its first dimension, all of it.
+        Memory of a rank: its own shard, which is there already, and mapped pages of 32 MiB of tensors or of the largest
+        one; of a distributed checkpoint, about four copies of the largest saved piece, as torch reads it. Read from the
+        disk: this rank's rows, and of a parameter that is not cut along its first dimension, all of it.
     """
     finish_saves(sharded)
     where = gather_objects(Path(path))[0]

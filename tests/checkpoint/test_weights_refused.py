@@ -1,4 +1,4 @@
-"""Are weights that cannot be loaded, or must not be, refused on every rank, with the reason, before anything changes?"""
+"""Are weights that cannot be loaded, or must not be, refused on every rank with the reason, before anything changes?"""
 
 import errno
 import os
