@@ -13,6 +13,7 @@ import pickle
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -251,7 +252,9 @@ def _part(index: Path, file: Path, names: list[str], weights_only: bool) -> Open
 
 
 def _universal(folder: Path, weights_only: bool) -> dict[Path, Opener]:
-    """DeepSpeed's: a folder for each parameter, whose file holds it, flat after ZeRO-3."""
+    """DeepSpeed's: a folder for each trained parameter, flat after ZeRO-3; others stand in a file beside them."""
+    files = sorted(folder.rglob("fp32.pt"))
+    names = {file.parent.relative_to(folder).as_posix() for file in files}
 
     def opener(file: Path) -> Opener:
         def entries() -> dict[str, Any]:
@@ -260,7 +263,13 @@ def _universal(folder: Path, weights_only: bool) -> dict[Path, Opener]:
 
         return lambda: guarded(file, entries)
 
-    return {file: opener(file) for file in sorted(folder.rglob("fp32.pt"))}
+    def others(file: Path) -> dict[str, Any]:
+        found = guarded(file, lambda: _open_torch(file, weights_only))
+        is_here = {name: isinstance(v, torch.Tensor) and v.numel() and name not in names for name, v in found.items()}
+        return {name: value for name, value in found.items() if is_here[name]}
+
+    beside = sorted(folder.parent.glob("*mp_rank_00_model_states.pt"))[:1]
+    return {file: opener(file) for file in files} | {file: partial(others, file) for file in beside}
 
 
 def _open_safetensors(file: Path) -> dict[str, Any]:

@@ -72,7 +72,12 @@ def one_in_folder(state: State, folder: Path, name: str, save: Callable[[State, 
 
 def universal(state: State, folder: Path, is_flat: bool) -> Path:
     """As DeepSpeed's `ds_to_universal.py` lays it out: after ZeRO-3 flat, else with notes beside it."""
-    for name, value in state.items():
+    last = next(reversed(state))  # as if it were a buffer
+    module = {name: value if name == last else value.new_empty(0) for name, value in state.items()}
+    folder.mkdir()
+    (folder / "step_1_universal").mkdir()
+    torch.save({"module": module, "ds_version": "0.19.2"}, folder / "step_1_universal" / "mp_rank_00_model_states.pt")
+    for name, value in list(state.items())[:-1]:
         (folder / "step_1_universal" / "zero" / name).mkdir(parents=True)
         content = value.flatten() if is_flat else {"param": value, "cat_dim": 0}
         torch.save(content, folder / "step_1_universal" / "zero" / name / "fp32.pt")
