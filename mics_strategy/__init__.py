@@ -5,6 +5,7 @@ Importing the package makes ``Trainer(strategy="mics")`` known to Lightning, wit
 
 from mics_strategy.checkpoint.load import OpenCheckpoint, load_checkpoint, load_newest_checkpoint, newest_checkpoint
 from mics_strategy.checkpoint.save import PendingSave, finish_saves, remove_checkpoint, save_checkpoint
+from mics_strategy.checkpoint.weights import load_weights
 from mics_strategy.collectives.codecs import Codec
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import (
@@ -35,6 +36,7 @@ __all__ = [
     "finish_saves",
     "load_checkpoint",
     "load_newest_checkpoint",
+    "load_weights",
     "newest_checkpoint",
     "remove_checkpoint",
     "save_checkpoint",

@@ -39,6 +39,9 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--dtype", choices=sorted(_DTYPES), default=None, help="of floating tensors; default: their own"
     )
+    export.add_argument(
+        "--config", type=Path, default=None, help="a config.json to copy, or a folder with it and the tokenizer"
+    )
     export.add_argument("--file-gb", type=float, default=5.0, help="the most that one file holds (1 GB = 1e9 bytes)")
     return made
 
@@ -51,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _inspect(options.path, is_long=options.tensors)
         dtype = None if options.dtype is None else _DTYPES[options.dtype]
         file_bytes = int(options.file_gb * 1e9)
-        export = Export(folder=options.folder, prefix=options.prefix, dtype=dtype, file_bytes=file_bytes)
-        for file in export_safetensors(options.path, export, _show):
+        names = {"folder": options.folder, "prefix": options.prefix, "config": options.config}
+        for file in export_safetensors(options.path, Export(**names, dtype=dtype, file_bytes=file_bytes), _show):
             print(file)
     except MiCSError as error:
         print(f"mics {options.command}: {error}", file=sys.stderr)

@@ -70,7 +70,7 @@ PUBLIC_NAMES = {
     *("Topology", "MiCSError", "CheckpointError", "CommunicationError", "ConfigError"),
     *("LifecycleError", "NoFeasiblePlan", "ShapeError"),
     *("OpenCheckpoint", "PendingSave", "finish_saves", "load_checkpoint", "load_newest_checkpoint"),
-    *("newest_checkpoint", "remove_checkpoint", "save_checkpoint"),
+    *("load_weights", "newest_checkpoint", "remove_checkpoint", "save_checkpoint"),
 }
 TOP_LEVEL = {
     *("README.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", "CITATION.cff"),

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mics_strategy import ShardConfig, shard
 from tests.ranks import RankContext, RankPool
+from tests.sharding.adapters import base_model
+from tests.sharding.training import assert_identical, forget_meshes
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -43,6 +46,21 @@ def test_the_checkpoint_example_resumes(ranks: RankPool, tmp_path: Path) -> None
     (example,) = [block for block in PYTHON_BLOCKS if "save_checkpoint(" in block]
     assert ranks(2, run_twice, example, tmp_path) == [[10, 0], [10, 0]]
     assert len(list((tmp_path / "checkpoints").iterdir())) == 10
+
+
+def load_and_save(ctx: RankContext, code: str, folder: Path) -> None:
+    forget_meshes()
+    os.chdir(folder)
+    exec(compile(code, "README.md", "exec"), {"torch": torch})
+
+
+def test_the_example_with_weights_from_elsewhere_gives_them_back(ranks: RankPool, tmp_path: Path) -> None:
+    (example,) = [block for block in PYTHON_BLOCKS if "load_weights(" in block]
+    base_model().save_pretrained(tmp_path / "pretrained")
+    ranks(2, load_and_save, example, tmp_path)
+    loaded, tuned = (load_file(tmp_path / name / "model.safetensors") for name in ("pretrained", "tuned"))
+    assert_identical(tuned, loaded)
+    assert (tmp_path / "tuned" / "config.json").is_file()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from mics_strategy.checkpoint.state import MODEL
 from mics_strategy.errors import CheckpointError
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
-INDEX = "model.safetensors.index.json"
+INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+_SETTINGS = (".json", ".txt", ".model", ".jinja")  # of a model and its tokenizer
 _DTYPES = {  # names of the format
     torch.float64: "F64",
     torch.float32: "F32",
@@ -68,12 +70,33 @@ class Export:
         prefix: Of the names to export, which is cut off: ``"model."`` where a LightningModule holds the model so.
         dtype: Of floating tensors; None keeps each one's own.
         file_bytes: The most that one file holds, unless a tensor alone is larger.
+        config: A file that becomes ``config.json`` beside the weights, or a folder with one, whose tokenizer and other
+            settings are copied, too; None copies nothing.
     """
 
     folder: Path
     prefix: str = ""
     dtype: torch.dtype | None = None
     file_bytes: int = 5 * 10**9
+    config: Path | None = None
+
+    def companions(self) -> dict[str, Path]:
+        """What is copied into the folder, by new names.
+
+        Raises:
+            CheckpointError: There is no such configuration.
+        """
+        if self.config is None:
+            return {}
+        if self.config.is_file():
+            return {CONFIG: self.config}
+        if not (self.config / CONFIG).is_file():
+            raise CheckpointError(
+                f"`{self.config}` is neither a file nor a folder with `{CONFIG}`. Name the folder of the model that "
+                "was trained, or write one with `model.config.save_pretrained(folder)`."
+            )
+        found = (file for file in self.config.iterdir() if file.is_file() and file.suffix in _SETTINGS)
+        return {file.name: file for file in sorted(found) if not file.name.endswith(".index.json")}
 
 
 def entries(metadata: Metadata, export: Export) -> list[Entry]:
@@ -117,10 +140,10 @@ def export_safetensors(path: Path, export: Export, progress: Progress = lambda d
         progress: Is told how far it is.
 
     Returns:
-        The files.
+        The files that hold tensors.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or the folder is not empty.
+        CheckpointError: The checkpoint is damaged, the folder is not empty, or there is no such configuration.
 
     Cost:
         Memory: the largest tensor, and one saved piece.
@@ -131,6 +154,7 @@ def export_safetensors(path: Path, export: Export, progress: Progress = lambda d
     metadata = Reader(path).read_metadata()
     files = files_of(entries(metadata, export), export.file_bytes)
     total, done = sum(tensor.num_bytes for of_file in files for tensor in of_file), 0
+    companions = export.companions()
     if export.folder.exists() and any(export.folder.iterdir()):
         raise CheckpointError(f"`{export.folder}` is not empty. Give a new folder.")
     export.folder.mkdir(parents=True, exist_ok=True)
@@ -152,6 +176,8 @@ def export_safetensors(path: Path, export: Export, progress: Progress = lambda d
         names = {tensor.exported_name: file.name for file, of in zip(written, files, strict=True) for tensor in of}
         index = {"metadata": {"total_size": total}, "weight_map": names}
         (export.folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    for name, file in companions.items():
+        shutil.copyfile(file, export.folder / name)
     return written
 
 

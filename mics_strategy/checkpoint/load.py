@@ -150,7 +150,7 @@ def load_checkpoint(
             changed.
 
     Cost:
-        Memory: this rank's share, and one saved piece at a time.
+        Memory: this rank's share, and about four copies of the largest saved piece, as torch reads it.
     """
     finish_saves(sharded)
     found = OpenCheckpoint(path, weights_only=weights_only)

@@ -130,6 +130,7 @@ def _build(model: nn.Module, modules: list[UnitModule], site: Site, initializer:
     install(engine, before_root_forward)
     guard.refuse_conversions(unit.module for unit in built)
     guard.refuse_copies({unit.module for unit in built} | {model})
+    guard.refuse_saving_shards(model.modules())
     guard.recover_before_reading(model, recover)
     validate.mark_sharded(model, sharded)
     site.mesh.ledger.take()

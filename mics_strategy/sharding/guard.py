@@ -6,12 +6,14 @@ replaced or converted would be trained by this rank alone, or not at all, withou
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mics_strategy.errors import LifecycleError
 from mics_strategy.sharding.parameter import ShardedParameter
@@ -65,6 +67,44 @@ def _refuse_copy(_: Any) -> NoReturn:
         "A sharded model cannot be pickled or copied: each rank has only its shards. Use `full_state_dict()`, or "
         "copy the plain model before `shard()`."
     )
+
+
+def refuse_saving_shards(modules: Iterable[nn.Module]) -> None:
+    """Make `save_pretrained` of transformers, peft and diffusers refuse to write shards.
+
+    Left alone it fails over views and pointers of DTensors, on some ranks or on rank 0 only.
+    """
+    for module in modules:
+        if hasattr(type(module), "save_pretrained"):
+            object.__setattr__(module, "save_pretrained", _Saving(module, cast("Any", module).save_pretrained))
+
+
+class _Saving:
+    """Stands in for ``save_pretrained`` of one sharded module."""
+
+    def __init__(self, module: nn.Module, save: Callable[..., Any]) -> None:
+        self._module = module
+        self._save = save
+        self.__signature__ = inspect.signature(save)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Save what `state_dict=` holds.
+
+        Raises:
+            LifecycleError: On every rank that calls it, before anything is written or sent: it holds shards, or is not
+                given, so that the model's own would be written.
+        """
+        given = self.__signature__.bind_partial(*args, **kwargs).arguments
+        state = given.get("state_dict", kwargs.get("state_dict"))
+        values = self._module.parameters() if state is None else state.values()
+        if any(isinstance(value, DTensor) for value in values):
+            raise LifecycleError(
+                "`save_pretrained()` would write the shards of this rank, not the model. Call `state = "
+                "sharded.full_state_dict()` on every rank and then `model.save_pretrained(folder, state_dict=state)` "
+                "on rank 0; or save a sharded checkpoint and make files of it with `mics export`, where rank 0 cannot "
+                "hold the model."
+            )
+        return self._save(*args, **kwargs)
 
 
 def recover_before_reading(model: nn.Module, recover: Callable[[], None]) -> None:
