@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: venv test demo lint clean
+.PHONY: venv test test-sharding test-rest demo lint clean
 
 venv: $(STAMP)
 
@@ -11,8 +11,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install -e ".[recipes,dev,bench]" -c constraints.txt
 	touch $(STAMP)
 
+# Two halves side by side, each with ranks of its own: alone, either leaves half of two cores idle.
 test: venv
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+	$(MAKE) --jobs=2 --output-sync=target test-sharding test-rest
+
+test-sharding: venv
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/sharding
+
+test-rest: venv
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests --ignore=tests/sharding
 
 demo: venv
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m recipes.pretrain --config recipes/llama/demo.yaml
