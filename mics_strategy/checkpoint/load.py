@@ -16,7 +16,7 @@ from mics_strategy.checkpoint import random_state, storage
 from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.reading import Reader, read
 from mics_strategy.checkpoint.save import EXTRA, finish_saves
-from mics_strategy.checkpoint.state import MODEL, Template, optimizer_key, room_for_model
+from mics_strategy.checkpoint.state import MODEL, Saved, Template, optimizer_key, room_for_model
 from mics_strategy.errors import CheckpointError
 from mics_strategy.sharding.sharded import Sharded
 
@@ -67,7 +67,7 @@ class OpenCheckpoint:
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         template = on_every_rank(
-            lambda: Template(sharded, optimizers, self._metadata, strict=strict, has_model=has_model)
+            lambda: Template(sharded, optimizers, self._saved(), strict=strict, has_model=has_model)
         )
         if self._manifest is not None:
             wanted = random_state.wanted(rank, world_size, self._manifest.world_size)
@@ -84,6 +84,10 @@ class OpenCheckpoint:
         if self._manifest is not None:
             random_state.restore(template.values[random_state.KEY], rank)
             sharded.steps_done = self._manifest.step
+
+    def _saved(self) -> Saved:
+        classes = () if self._manifest is None else self._manifest.optimizer_classes
+        return Saved(self._metadata.state_dict_metadata, classes)
 
     def model_state(self, sharded: Sharded) -> dict[str, Any]:
         """The saved model in new memory, each tensor in this rank's share, cut as the model's own are.

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from mics_strategy.agreement import gather_objects, on_every_rank, require_same_names
 from mics_strategy.checkpoint import random_state, storage
+from mics_strategy.checkpoint.kept import class_name
 from mics_strategy.checkpoint.manifest import FileEntry, Manifest
 from mics_strategy.checkpoint.pieces import Pieces
 from mics_strategy.checkpoint.state import held
@@ -122,7 +123,7 @@ def save_checkpoint(
         draft=draft,
         path=target,
         pieces=pieces,
-        manifest=_manifest_of(sharded),
+        manifest=_manifest_of(sharded, optimizers),
         extra=kept if dist.get_rank() == 0 else {},
         store=dist.distributed_c10d._get_default_store(),
         rank=dist.get_rank(),
@@ -189,7 +190,7 @@ def _pieces(
     return Pieces(found, is_copied=is_copied)
 
 
-def _manifest_of(sharded: Sharded) -> Manifest:
+def _manifest_of(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Manifest:
     scopes = sharded.scopes
     return Manifest(
         step=sharded.steps_done,
@@ -198,6 +199,7 @@ def _manifest_of(sharded: Sharded) -> Manifest:
         package_version=package_version(),
         torch_version=str(torch.__version__),
         files={},
+        optimizer_classes=[class_name(type(optimizer)) for optimizer in optimizers],
     )
 
 

@@ -285,14 +285,6 @@ class Sharded:
         span = self.scopes.span(self.scopes.optimizer, self.scopes.world_size)
         return span.index(self._mesh.rank), span.size
 
-    def refuse_special_states(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer's states that cannot be put together from shards.
-
-        Raises:
-            CheckpointError: Naming the kind.
-        """
-        state.refuse_special(optimizer)
-
     def synchronize_buffers(self) -> None:
         """Give every rank rank 0's buffers. Collective."""
         self._buffers.synchronize()
