@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from mics_strategy.errors import CheckpointError
 from mics_strategy.sharding.sharded import Sharded
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class OpenCheckpoint:
@@ -84,6 +86,13 @@ class OpenCheckpoint:
         if self._manifest is not None:
             random_state.restore(template.values[random_state.KEY], rank)
             sharded.steps_done = self._manifest.step
+            if self._manifest.pending_micro_steps and optimizers and rank == 0:
+                _log.warning(
+                    "`%s` was saved after %d micro-steps of an unfinished accumulation, whose gradients it does not "
+                    "hold. Take that accumulation from its first micro-step, or go on with a step that lacks them.",
+                    self.path,
+                    self._manifest.pending_micro_steps,
+                )
 
     def _saved(self) -> Saved:
         classes = () if self._manifest is None else self._manifest.optimizer_classes

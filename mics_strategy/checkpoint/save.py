@@ -93,7 +93,8 @@ def save_checkpoint(
     """Write model, optimizers and random states of all ranks as a sharded checkpoint. Collective.
 
     The folder `path` appears when everything is on the disk, and never otherwise. The save before this one is waited
-    for first, and its failure raised. Gradients are not saved: save between an optimizer step and the next backward.
+    for first, and its failure raised. Gradients are not saved. After micro-steps that no optimizer step has used yet,
+    the checkpoint is written all the same: rank 0 says so once, the manifest how many they are, loading says it again.
 
     Args:
         path: A folder on a file system that all ranks see; rank 0's counts. A checkpoint there is replaced.
@@ -114,6 +115,8 @@ def save_checkpoint(
         Asynchronous: a copy in host memory of what this rank writes, which is about 1 / world_size of the state.
     """
     finish_saves(sharded)
+    if optimizers:
+        sharded.tell_pending()
     sharded.synchronize_buffers()
     require_same_names("The names in `model_state`", model_state or ())  # or one might be written by nobody
     pieces = on_every_rank(lambda: _guarded(lambda: _pieces(sharded, optimizers, model_state, asynchronous)))
@@ -199,6 +202,7 @@ def _manifest_of(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Manifest:
         package_version=package_version(),
         torch_version=str(torch.__version__),
         files={},
+        pending_micro_steps=sharded.pending_micro_steps,
         optimizer_classes=[class_name(type(optimizer)) for optimizer in optimizers],
     )
 

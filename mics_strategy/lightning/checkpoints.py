@@ -94,6 +94,8 @@ class Checkpoints(Base):
                 f"`storage_options={storage_options!r}` is not supported by {type(self.checkpoint_io).__name__}. "
                 "Give the Trainer a CheckpointIO plug-in that takes them."
             )
+        if "optimizer_states" in checkpoint:
+            self.sharded.tell_pending()
         failure: BaseException | None = None
         if self.is_global_zero:
             try:

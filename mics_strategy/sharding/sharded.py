@@ -285,6 +285,15 @@ class Sharded:
         span = self.scopes.span(self.scopes.optimizer, self.scopes.world_size)
         return span.index(self._mesh.rank), span.size
 
+    @property
+    def pending_micro_steps(self) -> int:
+        """Micro-steps since the last optimizer step whose gradients are still here. Not in any checkpoint."""
+        return self._engine.num_pending
+
+    def tell_pending(self) -> None:
+        """Say once, on rank 0, that the checkpoint which is being made will not hold gradients that are here."""
+        self._engine.tell_pending()
+
     def synchronize_buffers(self) -> None:
         """Give every rank rank 0's buffers. Collective."""
         self._buffers.synchronize()
