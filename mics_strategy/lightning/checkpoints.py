@@ -227,6 +227,7 @@ class Checkpoints(Base):
         if self._opened is not None:
             self._opened.load(self.sharded, optimizers, has_model=False)
             return
+        self.sharded.steps_done = checkpoint.get("global_step", 0)
         for optimizer, state in zip(optimizers, states, strict=True):
             self.sharded.load_full_optimizer_state_dict(optimizer, state)
 
