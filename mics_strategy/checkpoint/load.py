@@ -84,7 +84,7 @@ class OpenCheckpoint:
 
         on_every_rank(lambda: self._guarded(fill))
         if self._manifest is not None:
-            random_state.restore(template.values[random_state.KEY], rank)
+            random_state.restore(template.values[random_state.KEY], rank, sharded.generators)
             sharded.steps_done = self._manifest.step
             if self._manifest.pending_micro_steps and optimizers and rank == 0:
                 _log.warning(

@@ -188,7 +188,7 @@ def _pieces(
     sharded: Sharded, optimizers: Sequence[Optimizer], model_state: Mapping[str, Any] | None, is_copied: bool
 ) -> Pieces:
     found = held(sharded, optimizers, None if model_state is None else dict(model_state))
-    found.values[random_state.KEY], copies = random_state.saved(dist.get_rank())
+    found.values[random_state.KEY], copies = random_state.saved(dist.get_rank(), sharded.generators)
     found.copies.update(copies)
     return Pieces(found, is_copied=is_copied)
 

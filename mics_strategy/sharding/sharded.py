@@ -294,6 +294,11 @@ class Sharded:
         """Say once, on rank 0, that the checkpoint which is being made will not hold gradients that are here."""
         self._engine.tell_pending()
 
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """What stochastic rounding of codecs draws from, on this rank."""
+        return self._mesh.generators
+
     def synchronize_buffers(self) -> None:
         """Give every rank rank 0's buffers. Collective."""
         self._buffers.synchronize()

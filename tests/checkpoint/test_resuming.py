@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.utils.data import DistributedSampler
 
-from mics_strategy import ShardConfig, Topology
+from mics_strategy import Codec, ShardConfig, Topology
 from mics_strategy.checkpoint.load import load_newest_checkpoint
 from mics_strategy.checkpoint.save import finish_saves, save_checkpoint
 from tests import models
@@ -78,7 +78,8 @@ class Script:
         self.optimizer.zero_grad()
         self.schedule.step()
         sharded = self.training.sharded
-        encoded = any(p.dtype is torch.uint8 for p in sharded.plan.collectives)
+        reductions = [p for p in sharded.plan.collectives if "reduce" in p.collective]
+        encoded = any(p.dtype is torch.uint8 for p in reductions)
         rates = self.schedule.get_last_lr()
         self.told.append((indices, loss.item(), self.scaler.get_scale(), rates, sharded.steps_done, encoded))
 
@@ -114,10 +115,13 @@ def run_on(ctx: RankContext, run: Run, folder: Path) -> tuple[dict[str, Tensor],
     return script.training.parameters(), script.told, torch.rand(()).item()
 
 
-@pytest.mark.parametrize("preset", ["mics", "zero1", "zero3"])
-def test_a_script_goes_on_with_all_that_it_has(ranks: RankPool, tmp_path: Path, preset: str) -> None:
+CODECS: dict[str, Any] = {"int8": "int8", "stochastic": Codec(bits=8, rounding="stochastic")}
+
+
+@pytest.mark.parametrize(("preset", "codec"), [("mics", "int8"), ("zero1", "stochastic"), ("zero3", "stochastic")])
+def test_a_script_goes_on_with_all_that_it_has(ranks: RankPool, tmp_path: Path, preset: str, codec: str) -> None:
     """Bit by bit: parameters, data, losses, scale, rates, dropout, and when gradients are no longer encoded."""
-    options: dict[str, Any] = {"grad_codec": "int8", "codec_links": "all", "grad_codec_until": 0.5}
+    options: dict[str, Any] = {"grad_codec": CODECS[codec], "codec_links": "all", "grad_codec_until": 0.5}
     nodes = Topology(ranks_per_node=2)
     config = ShardConfig.preset(preset, training_steps=STEPS + 2, topology=nodes, **options)
     run = Run(case=with_dropout, config=config, optimizer="adamw")
