@@ -112,7 +112,8 @@ def save_checkpoint(
         CheckpointError: On every rank, naming the one that failed.
 
     Cost:
-        Asynchronous: a copy in host memory of what this rank writes, which is about 1 / world_size of the state.
+        Asynchronous: a copy in host memory of what this rank writes, which is about 1 / world_size of the state; of
+        quantized states it has the values, too.
     """
     finish_saves(sharded)
     if optimizers:

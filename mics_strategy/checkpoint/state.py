@@ -264,7 +264,7 @@ class Template:
             CheckpointError: Groups of an optimizer that do not fit the saved ones.
         """
         for (key, name), origin in self._origins.items():
-            states = self.values[key]["state"][name]
+            states = self.values[key]["state"].setdefault(name, {})
             for state, places in self.values[kept.KEY][key][name].items():
                 [(place, loaded)] = places.items()
                 states[state] = origin.restored(place, loaded, states.get(state))
