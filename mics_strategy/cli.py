@@ -89,8 +89,9 @@ def _inspect(path: Path, *, is_long: bool) -> int:
 def _summary(path: Path) -> str:
     manifest = storage.read_manifest(path)
     scopes = ", ".join(f"{name} over {ranks}" for name, ranks in manifest.scopes.items())
+    pending = f" and {manifest.pending_micro_steps} unfinished micro-steps" if manifest.pending_micro_steps else ""
     return (
-        f"step {manifest.step}, written by {manifest.world_size} ranks ({scopes}) with mics_strategy "
+        f"step {manifest.step}{pending}, written by {manifest.world_size} ranks ({scopes}) with mics_strategy "
         f"{manifest.package_version}, torch {manifest.torch_version}"
     )
 

@@ -244,6 +244,11 @@ class Mesh:
         return trails
 
     @property
+    def generators(self) -> list[torch.Generator]:
+        """What stochastic rounding draws from, in the same order in every run with this configuration."""
+        return [generator for workspace in self.workspaces.values() for generator in workspace.generators]
+
+    @property
     def balance(self) -> int:
         """Adds up to 0 over all ranks while they gather and reduce the same in the same order."""
         return sum(trail.balance for trail in self._trails.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,11 +17,12 @@ from mics_strategy.checkpoint import random_state, storage
 from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.reading import Reader, read
 from mics_strategy.checkpoint.save import EXTRA, finish_saves
-from mics_strategy.checkpoint.state import MODEL, Template, optimizer_key, room_for_model
+from mics_strategy.checkpoint.state import MODEL, Saved, Template, optimizer_key, room_for_model
 from mics_strategy.errors import CheckpointError
 from mics_strategy.sharding.sharded import Sharded
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class OpenCheckpoint:
@@ -67,7 +69,7 @@ class OpenCheckpoint:
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         template = on_every_rank(
-            lambda: Template(sharded, optimizers, self._metadata, strict=strict, has_model=has_model)
+            lambda: Template(sharded, optimizers, self._saved(), strict=strict, has_model=has_model)
         )
         if self._manifest is not None:
             wanted = random_state.wanted(rank, world_size, self._manifest.world_size)
@@ -82,8 +84,19 @@ class OpenCheckpoint:
 
         on_every_rank(lambda: self._guarded(fill))
         if self._manifest is not None:
-            random_state.restore(template.values[random_state.KEY], rank)
+            random_state.restore(template.values[random_state.KEY], rank, sharded.generators)
             sharded.steps_done = self._manifest.step
+            if self._manifest.pending_micro_steps and optimizers and rank == 0:
+                _log.warning(
+                    "`%s` was saved after %d micro-steps of an unfinished accumulation, whose gradients it does not "
+                    "hold. Take that accumulation from its first micro-step, or go on with a step that lacks them.",
+                    self.path,
+                    self._manifest.pending_micro_steps,
+                )
+
+    def _saved(self) -> Saved:
+        classes = () if self._manifest is None else self._manifest.optimizer_classes
+        return Saved(self._metadata.state_dict_metadata, classes)
 
     def model_state(self, sharded: Sharded) -> dict[str, Any]:
         """The saved model in new memory, each tensor in this rank's share, cut as the model's own are.

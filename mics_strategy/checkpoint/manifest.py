@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mics_strategy.errors import CheckpointError
 
 NAME = "manifest.json"
-FORMAT = 1  # grows when older versions of the package could not read what is written
+FORMAT = 2  # grows when older versions of the package could not read what is written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,8 @@ class Manifest:
         package_version: Of mics_strategy.
         torch_version: Of torch.
         files: Every file but the manifest, by its path inside the folder.
+        optimizer_classes: Of the optimizers, with their modules.
+        pending_micro_steps: Micro-steps since the last optimizer step, whose gradients are not in the checkpoint.
         format: Of the folder.
     """
 
@@ -49,6 +51,8 @@ class Manifest:
     package_version: str
     torch_version: str
     files: Mapping[str, FileEntry]
+    optimizer_classes: Sequence[str] = ()
+    pending_micro_steps: int = 0
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -73,7 +77,10 @@ class Manifest:
                     f"`{where}` has format {found['format']}, written by mics_strategy {found['package_version']}; "
                     f"this version reads formats up to {FORMAT}. Upgrade mics_strategy."
                 )
-            return cls(**{**found, "files": {name: _file_entry(entry) for name, entry in found["files"].items()}})
+            own = {field.name: found[field.name] for field in dataclasses.fields(cls) if field.name in found}
+            own["files"] = {name: _file_entry(entry) for name, entry in found["files"].items()}
+            own["optimizer_classes"] = tuple(own.get("optimizer_classes", ()))
+            return cls(**own)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
                 f"`{where}` is not a whole manifest ({error!r}). Use an older checkpoint; `resume='auto'` finds it."

@@ -15,8 +15,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from typing_extensions import override
 
+from mics_strategy.checkpoint.kept import Kept
 from mics_strategy.checkpoint.state import Held
 from mics_strategy.checkpoint.writers import Piece, written_here
+from mics_strategy.sharding.quantized import dequantized, is_quantized
 
 
 class Pieces(DefaultSavePlanner):
@@ -62,6 +64,15 @@ class Pieces(DefaultSavePlanner):
         if copied is None:
             return super().resolve_data(write_item)
         return io.BytesIO(copied) if isinstance(copied, bytes) else copied
+
+    @override
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """What is written: of quantized tensors their values, one at a time."""
+        if isinstance(object, Kept):
+            object = object.plain()
+        elif is_quantized(object):
+            object = dequantized(object)
+        return super().transform_object(write_item, object)
 
 
 def _is_empty(item: WriteItem) -> bool:

@@ -10,6 +10,7 @@ import io
 import random
 import sys
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,13 @@ from mics_strategy.checkpoint.writers import ONLY, Copy
 KEY = "random"
 
 
-def saved(rank: int) -> tuple[StateDict, dict[str, Copy]]:
-    """The states of this rank's generators under a name, and that no other rank holds them."""
+def saved(rank: int, generators: Sequence[torch.Generator]) -> tuple[StateDict, dict[str, Copy]]:
+    """The states of this rank's generators under a name, and that no other rank holds them.
+
+    Args:
+        rank: Of this process.
+        generators: The model's own, of stochastic rounding.
+    """
     numpy, buffer = sys.modules.get("numpy"), io.BytesIO()
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
@@ -29,6 +35,8 @@ def saved(rank: int) -> tuple[StateDict, dict[str, Copy]]:
     if numpy is not None:
         name, keys, *rest = numpy.random.get_state()
         states["numpy"] = [name, keys.tolist(), *rest]
+    if generators:
+        states["codecs"] = [generator.get_state() for generator in generators]
     torch.save(states, buffer)
     return {str(rank): buffer.getvalue()}, {f"{KEY}.{rank}": ONLY}
 
@@ -38,12 +46,13 @@ def wanted(rank: int, world_size: int, saved_world_size: int) -> StateDict:
     return {str(rank if world_size == saved_world_size else 0): None}
 
 
-def restore(loaded: StateDict, rank: int) -> None:
-    """Set this rank's generators.
+def restore(loaded: StateDict, rank: int, generators: Sequence[torch.Generator]) -> None:
+    """Set this rank's generators; the model's own where it has as many as were saved.
 
     Args:
         loaded: What `wanted` named.
         rank: Of this process.
+        generators: The model's own, of stochastic rounding.
     """
     [(name, encoded)] = loaded.items()
     if encoded is None:
@@ -58,6 +67,9 @@ def restore(loaded: StateDict, rank: int) -> None:
     states = torch.load(io.BytesIO(encoded), weights_only=True)
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
+    if len(states.get("codecs", ())) == len(generators):
+        for generator, state in zip(generators, states.get("codecs", ()), strict=True):
+            generator.set_state(state)
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
     if "numpy" in states and "numpy" in sys.modules:

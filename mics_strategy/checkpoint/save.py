@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from mics_strategy.agreement import gather_objects, on_every_rank, require_same_names
 from mics_strategy.checkpoint import random_state, storage
+from mics_strategy.checkpoint.kept import class_name
 from mics_strategy.checkpoint.manifest import FileEntry, Manifest
 from mics_strategy.checkpoint.pieces import Pieces
 from mics_strategy.checkpoint.state import held
@@ -92,7 +93,8 @@ def save_checkpoint(
     """Write model, optimizers and random states of all ranks as a sharded checkpoint. Collective.
 
     The folder `path` appears when everything is on the disk, and never otherwise. The save before this one is waited
-    for first, and its failure raised. Gradients are not saved: save between an optimizer step and the next backward.
+    for first, and its failure raised. Gradients are not saved. After micro-steps that no optimizer step has used yet,
+    the checkpoint is written all the same: rank 0 says so once, the manifest how many they are, loading says it again.
 
     Args:
         path: A folder on a file system that all ranks see; rank 0's counts. A checkpoint there is replaced.
@@ -110,9 +112,12 @@ def save_checkpoint(
         CheckpointError: On every rank, naming the one that failed.
 
     Cost:
-        Asynchronous: a copy in host memory of what this rank writes, which is about 1 / world_size of the state.
+        Asynchronous: a copy in host memory of what this rank writes, which is about 1 / world_size of the state; of
+        quantized states it has the values, too.
     """
     finish_saves(sharded)
+    if optimizers:
+        sharded.tell_pending()
     sharded.synchronize_buffers()
     require_same_names("The names in `model_state`", model_state or ())  # or one might be written by nobody
     pieces = on_every_rank(lambda: _guarded(lambda: _pieces(sharded, optimizers, model_state, asynchronous)))
@@ -122,7 +127,7 @@ def save_checkpoint(
         draft=draft,
         path=target,
         pieces=pieces,
-        manifest=_manifest_of(sharded),
+        manifest=_manifest_of(sharded, optimizers),
         extra=kept if dist.get_rank() == 0 else {},
         store=dist.distributed_c10d._get_default_store(),
         rank=dist.get_rank(),
@@ -198,12 +203,12 @@ def _pieces(
     sharded: Sharded, optimizers: Sequence[Optimizer], model_state: Mapping[str, Any] | None, is_copied: bool
 ) -> Pieces:
     found = held(sharded, optimizers, None if model_state is None else dict(model_state))
-    found.values[random_state.KEY], copies = random_state.saved(dist.get_rank())
+    found.values[random_state.KEY], copies = random_state.saved(dist.get_rank(), sharded.generators)
     found.copies.update(copies)
     return Pieces(found, is_copied=is_copied)
 
 
-def _manifest_of(sharded: Sharded) -> Manifest:
+def _manifest_of(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Manifest:
     scopes = sharded.scopes
     return Manifest(
         step=sharded.steps_done,
@@ -212,6 +217,8 @@ def _manifest_of(sharded: Sharded) -> Manifest:
         package_version=package_version(),
         torch_version=str(torch.__version__),
         files={},
+        pending_micro_steps=sharded.pending_micro_steps,
+        optimizer_classes=[class_name(type(optimizer)) for optimizer in optimizers],
     )
 
 

@@ -2,7 +2,8 @@
 
 Everything has a name: parameters and buffers that of the plain model (``model.<name>``), states of the optimizer
 number i that of their parameter (``optimizer_i.state.<name>.<key>``), groups their options and the names of their
-parameters. Whoever knows the plain model can read it: torch's own tools, FSDP2, Lightning's consolidation.
+parameters. Whoever knows the plain model can read it: torch's own tools, FSDP2, Lightning's consolidation. What an
+optimizer keeps besides has names of its own; see `kept`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
+from mics_strategy.checkpoint import kept
 from mics_strategy.checkpoint.writers import Copy
 from mics_strategy.errors import CheckpointError
 from mics_strategy.sharding.parameter import ShardedParameter
+from mics_strategy.sharding.quantized import is_quantized, local_of
 from mics_strategy.sharding.sharded import Sharded
 
 StateDict = dict[str, Any]
@@ -51,6 +55,20 @@ class Held:
             return _copy_of(value)
         return self.copies.get(name) or Copy(dist.get_rank(), dist.get_world_size())
 
+    def keep(self, path: tuple[str, str, str, str], value: Any, copy: Copy) -> None:
+        """Add a state as this rank keeps it.
+
+        Args:
+            path: The optimizer's key, the parameter's name, the state's, and the place.
+            value: The state.
+            copy: Which of the equal copies it is.
+        """
+        inside = self.values.setdefault(kept.KEY, {})
+        for step in path[:-1]:
+            inside = inside.setdefault(step, {})
+        inside[path[-1]] = kept.Kept(value)
+        self.copies[".".join((kept.KEY, *path))] = copy
+
 
 def held(sharded: Sharded, optimizers: Sequence[Optimizer], model_state: StateDict | None = None) -> Held:
     """Name all that this rank holds. Nothing is copied.
@@ -67,14 +85,19 @@ def held(sharded: Sharded, optimizers: Sequence[Optimizer], model_state: StateDi
     state = sharded.model.state_dict() if model_state is None else model_state
     found = Held({MODEL: {name: _detached(value) for name, value in state.items()}})
     for position, optimizer in enumerate(optimizers):
-        sharded.refuse_special_states(optimizer)
+        refuse_unknown(optimizer)
         key = optimizer_key(position)
         states: StateDict = {}
         for parameter, state in optimizer.state.items():
             name = _name(names, parameter, optimizer)
-            states[name] = dict(state)
-            if sharded.owner_of(optimizer, parameter) is not None:
+            owner = sharded.owner_of(optimizer, parameter)
+            by_place = [each for each, value in state.items() if kept.is_kept(value, parameter, owner)]
+            states[name] = {k: value for k, value in state.items() if k not in by_place or is_quantized(value)}
+            if owner is not None:
                 found.copies.update({f"{key}.state.{name}.{each}": Copy(*sharded.replica) for each in state})
+            copy = _copy_of(parameter) if owner is None and isinstance(parameter, DTensor) else Copy(*sharded.replica)
+            for each in by_place:
+                found.keep((key, name, each, kept.place_of(parameter, owner)), state[each], copy)
         found.values[key] = {
             "state": states,
             "param_groups": [_group(names, g, optimizer) for g in optimizer.param_groups],
@@ -114,6 +137,36 @@ def _copy_of(tensor: DTensor) -> Copy:
     return Copy(index, count)
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a checkpoint holds.
+
+    Attributes:
+        entries: torch's description of each, by its flat name.
+        optimizer_classes: Of the optimizers that were saved, where that is known.
+    """
+
+    entries: Mapping[str, Any]
+    optimizer_classes: Sequence[str] = ()
+
+
+def refuse_unknown(optimizer: Optimizer) -> None:
+    """Refuse states of which nobody knows how they are read and written.
+
+    Raises:
+        CheckpointError: Naming the kind.
+    """
+    for states in optimizer.state.values():
+        others = [(key, value) for key, value in states.items() if not is_quantized(value)]
+        for key, leaf in ((key, leaf) for key, value in others for leaf in tree_leaves(value)):
+            if isinstance(leaf, torch.Tensor) and type(local_of(leaf)) not in (torch.Tensor, nn.Parameter):
+                raise CheckpointError(
+                    f"`{key}` of {type(optimizer).__name__} holds a {type(local_of(leaf)).__name__}, of which it "
+                    "is not known how it is saved. Save the weights only, or each rank's own "
+                    "`optimizer.state_dict()`, which fits the same ranks and scopes."
+                )
+
+
 class Template:
     """Memory for what a checkpoint holds, and the way from there into the model and its optimizers.
 
@@ -123,7 +176,7 @@ class Template:
     Args:
         sharded: The model.
         optimizers: In the order in which they were saved.
-        metadata: Of the checkpoint.
+        saved: What the checkpoint holds.
         strict: Whether what is missing or superfluous is an error.
         has_model: Whether the model is read, too.
 
@@ -135,14 +188,16 @@ class Template:
         self,
         sharded: Sharded,
         optimizers: Sequence[Optimizer],
-        metadata: Metadata,
+        saved: Saved,
         *,
         strict: bool,
         has_model: bool = True,
     ) -> None:
         self._sharded = sharded
         self._optimizers = optimizers
-        self._saved = metadata.state_dict_metadata
+        self._saved = saved.entries
+        self._optimizer_classes = saved.optimizer_classes
+        self._origins: dict[tuple[str, str], kept.Origin] = {}
         self._strict = strict
         self._names = names_of(sharded.model)
         self.values: StateDict = {MODEL: self._of_model() if has_model else {}}
@@ -178,11 +233,21 @@ class Template:
                 prefix = f"{key}.state.{name}."
                 saved = [key for key in self._saved if key.startswith(prefix)]
                 owner = self._sharded.owner_of(optimizer, parameter)
-                if saved and owner in (None, self._sharded.index):
-                    states[name] = {
-                        key.removeprefix(prefix): _room(self._saved[key], parameter, owner) for key in saved
-                    }
+                if owner in (None, self._sharded.index):
+                    exact = self._kept(position, optimizer, kept.Origin(key, name, parameter, owner))
+                    rooms = {k.removeprefix(prefix): _room(self._saved[k], parameter, owner) for k in saved}
+                    if rooms or exact:
+                        states[name] = {k: room for k, room in rooms.items() if k not in exact}
         return {"state": states, "param_groups": self._groups(f"{key}.param_groups")}
+
+    def _kept(self, position: int, optimizer: Optimizer, origin: kept.Origin) -> set[str]:
+        """Ask for what was saved by place; the states of which that is all that is needed."""
+        are_quantized = kept.keeps_as(optimizer, position, self._optimizer_classes)
+        wanted = origin.wanted(self._saved, are_quantized=are_quantized)
+        if wanted:
+            self._origins[origin.optimizer, origin.name] = origin
+            self.values.setdefault(kept.KEY, {}).setdefault(origin.optimizer, {})[origin.name] = wanted
+        return {state for state, places in wanted.items() if all(map(origin.is_exact, places))}
 
     def _groups(self, key: str) -> list[StateDict]:
         groups: dict[int, StateDict] = {}
@@ -198,6 +263,11 @@ class Template:
         Raises:
             CheckpointError: Groups of an optimizer that do not fit the saved ones.
         """
+        for (key, name), origin in self._origins.items():
+            states = self.values[key]["state"].setdefault(name, {})
+            for state, places in self.values[kept.KEY][key][name].items():
+                [(place, loaded)] = places.items()
+                states[state] = origin.restored(place, loaded, states.get(state))
         keys = map(optimizer_key, range(len(self._optimizers)))
         return [
             self._numbered(optimizer, self.values[key]) for optimizer, key in zip(self._optimizers, keys, strict=True)

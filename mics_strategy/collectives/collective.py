@@ -85,7 +85,7 @@ class Collective:
         self._plain = [PlainStage(transport, workspace) for transport in channel.transports]
         codec = route.gather_codec
         self._is_left_to_backend = route.slow.way is Way.DIRECT and not slow.is_point_to_point
-        self._gather_coder = Coder(codec, device, torch.Generator().manual_seed(self.index)) if codec else None
+        self._gather_coder = Coder(codec, device, workspace.noise_for(codec, self.index)) if codec else None
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
         """Put every rank's `shard` into `out`, in the order of the ranks' index.

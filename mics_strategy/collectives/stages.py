@@ -149,8 +149,8 @@ class CodedStage:
         self.transport = transport
         self._workspace = workspace
         self._codec = codec
-        generator = torch.Generator().manual_seed(transport.trail.ranks[transport.index])
-        self._coder = Coder(codec, device, generator)
+        noise = workspace.noise_for(codec, transport.trail.ranks[transport.index])
+        self._coder = Coder(codec, device, noise)
 
     def _rows(self, numel: int) -> list[torch.Tensor]:
         num_bytes = self._codec.encoded_bytes(numel)

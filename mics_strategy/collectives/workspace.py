@@ -1,13 +1,15 @@
-"""Which memory do transfers use while they are under way?
+"""What do transfers use while they are under way: which memory, and which noise?
 
 The transfers of one lane (or stream) run one after the other, so they share one buffer as large as the largest needs.
-It is allocated once, when the model is sharded.
+It is allocated once, when the model is sharded. The noise of stochastic rounding is listed here, because it goes on
+where it was when a training is resumed.
 """
 
 from __future__ import annotations
 
 import torch
 
+from mics_strategy.collectives.codecs import Codec
 from mics_strategy.errors import LifecycleError
 
 ALIGN_BYTES = 64
@@ -23,12 +25,21 @@ class Workspace:
 
     Attributes:
         needed_bytes: Of the largest transfer that was announced.
+        generators: Of stochastic rounding, in the order in which they were asked for.
     """
 
     def __init__(self) -> None:
         self.needed_bytes = 0
+        self.generators: list[torch.Generator] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._used = 0
+
+    def noise_for(self, codec: Codec, seed: int) -> torch.Generator | None:
+        """What the rounding of a codec draws from; None where it draws nothing."""
+        if codec.rounding != "stochastic":
+            return None
+        self.generators.append(torch.Generator().manual_seed(seed))
+        return self.generators[-1]
 
     def reserve(self, num_bytes: int) -> None:
         """Announce a transfer."""

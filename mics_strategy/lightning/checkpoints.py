@@ -103,6 +103,8 @@ class Checkpoints(Base):
                 f"`storage_options={storage_options!r}` is not supported by {type(self.checkpoint_io).__name__}. "
                 "Give the Trainer a CheckpointIO plug-in that takes them."
             )
+        if "optimizer_states" in checkpoint:
+            self.sharded.tell_pending()
         failure: BaseException | None = None
         if self.is_global_zero:
             try:
@@ -254,6 +256,7 @@ class Checkpoints(Base):
         if self._opened is not None:
             self._opened.load(self.sharded, optimizers, has_model=False)
             return
+        self.sharded.steps_done = checkpoint.get("global_step", 0)
         for optimizer, state in zip(optimizers, states, strict=True):
             self.sharded.load_full_optimizer_state_dict(optimizer, state)
 

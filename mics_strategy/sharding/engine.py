@@ -8,6 +8,7 @@ only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from mics_strategy.sharding.order import Call, CommonOrder, LiveCalls, RecordedO
 from mics_strategy.sharding.reducer import Reducer
 from mics_strategy.sharding.streams import Streams
 from mics_strategy.sharding.unit import Unit
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,8 @@ class Engine:
         self._common = CommonOrder(units)
         self._has_whole_parameters = reducer.mesh.gather_params is None
         self.num_backwards = 0
+        self._num_unused = 0  # backwards since the last step or the last clearing of gradients
+        self._is_pending_told = False
         self._clock = 0
         self._in_backward = False
         self._hidden: set[int] = set()  # units that ran without gradients in a forward with them: to be recomputed
@@ -160,6 +165,7 @@ class Engine:
             return
         self._in_backward = True
         self.num_backwards += 1
+        self._num_unused = self._num_unused + 1 if self.reducer.holds_gradients else 1
         self.recorded.freeze()
         order = self._live.reduction_order()
         if self._has_whole_parameters or self.reducer.mesh.reduce_grads is None:  # ranks may have run different units
@@ -260,8 +266,25 @@ class Engine:
             self._common.agree(gather_objects(self.recorded.entered))
         self.reducer.finish()
 
+    @property
+    def num_pending(self) -> int:
+        """Backwards whose gradients are here and were used by no optimizer step."""
+        return self._num_unused if self.reducer.holds_gradients else 0
+
+    def tell_pending(self) -> None:
+        """Say once, on rank 0, that gradients which are here will not be in a checkpoint."""
+        count, was_told = self.num_pending, self._is_pending_told
+        self._is_pending_told = was_told or count > 0
+        if count and not was_told and self.reducer.mesh.rank == 0:
+            _log.warning(
+                "Saved after %d micro-steps whose gradients no optimizer step has used. Gradients are not saved: who "
+                "resumes from here goes on without them. Save right after an optimizer step to lose nothing.",
+                count,
+            )
+
     def after_step(self) -> None:
         """Parameters have changed: graphs from before cannot be backpropagated any more."""
+        self._num_unused = 0
         for _ in self._live.drain():
             pass
         self._common.restart()

@@ -156,6 +156,11 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return torch.equal(*(full_tensor(each) if isinstance(each, DTensor) else each for each in (one, other)))
 
 
+def is_cut(parameter: torch.Tensor) -> bool:
+    """Whether ranks hold different parts of a parameter."""
+    return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+
+
 def make_sharded_parameter(
     master: torch.Tensor, region: Region, shards: Shards, requires_grad: bool
 ) -> ShardedParameter:

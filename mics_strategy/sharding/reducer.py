@@ -82,6 +82,11 @@ class Reducer:
     _second: dict[BucketGradient, Chain] = field(default_factory=dict)
     _unpublished: list[BucketGradient] = field(default_factory=list)  # finished, not yet shown on the parameters
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether this rank has sums or means of gradients that were not cleared."""
+        return any(gradient.state is not Gradient.NONE for of in self.gradients.values() for gradient in of)
+
     def begin_backward(self, order: list[Unit], idle: set[int]) -> bool:
         """A backward starts. Returns whether other parameters than in the one before require gradients.
 

@@ -285,13 +285,19 @@ class Sharded:
         span = self.scopes.span(self.scopes.optimizer, self.scopes.world_size)
         return span.index(self._mesh.rank), span.size
 
-    def refuse_special_states(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer's states that cannot be put together from shards.
+    @property
+    def pending_micro_steps(self) -> int:
+        """Micro-steps since the last optimizer step whose gradients are still here. Not in any checkpoint."""
+        return self._engine.num_pending
 
-        Raises:
-            CheckpointError: Naming the kind.
-        """
-        state.refuse_special(optimizer)
+    def tell_pending(self) -> None:
+        """Say once, on rank 0, that the checkpoint which is being made will not hold gradients that are here."""
+        self._engine.tell_pending()
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """What stochastic rounding of codecs draws from, on this rank."""
+        return self._mesh.generators
 
     def synchronize_buffers(self) -> None:
         """Give every rank rank 0's buffers. Collective."""

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from mics_strategy.agreement import on_every_rank
+from mics_strategy.agreement import gather_objects, on_every_rank
 from mics_strategy.collectives.full_tensor import full_tensor
 from mics_strategy.errors import CheckpointError
 from mics_strategy.mesh import Mesh
-from mics_strategy.sharding.parameter import ShardedParameter
+from mics_strategy.sharding.parameter import ShardedParameter, is_cut
+from mics_strategy.sharding.quantized import is_quantized, local_of, piece_of, put_together
 
 StateDict = dict[str, Any]
 OwnerOf = Callable[[torch.Tensor], int | None]
@@ -62,8 +63,9 @@ def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, mesh: Mes
     Raises:
         CheckpointError: States of a kind that cannot be put together.
     """
-    on_every_rank(lambda: refuse_special(optimizer))
+    on_every_rank(lambda: _refuse_special(optimizer, owner_of))
     state = optimizer.state_dict()
+    quantized = _quantized_rows(state["state"])
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     owners = {index: owner for index, p in enumerate(parameters) if (owner := owner_of(p)) is not None}
     states = {}
@@ -73,36 +75,66 @@ def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, mesh: Mes
             entry = _from_owner(entry, owners[index], mesh)
         if entry is not None:
             states[index] = {
-                key: _to_rank_zero(value) if isinstance(value, torch.Tensor) else value for key, value in entry.items()
+                key: _quantized_on_rank_zero(value, parameters[index], mesh)
+                if (index, key) in quantized
+                else _to_rank_zero(value)
+                if isinstance(value, torch.Tensor)
+                else value
+                for key, value in entry.items()
             }
     return {**state, "state": states} if dist.get_rank() == 0 else {}
 
 
-def refuse_special(optimizer: Optimizer) -> None:
+def _refuse_special(optimizer: Optimizer, owner_of: OwnerOf) -> None:
     """Refuse states that cannot be put together from shards.
 
     Raises:
         CheckpointError: Naming the kind.
     """
-    for states in optimizer.state.values():
+    for parameter, states in optimizer.state.items():
+        are_rows = is_cut(parameter) and owner_of(parameter) is None
         for key, value in states.items():
-            local = value.to_local() if isinstance(value, DTensor) else value
-            if isinstance(local, torch.Tensor) and type(local) not in (torch.Tensor, nn.Parameter):
+            if isinstance(value, torch.Tensor):
+                is_strange = not is_quantized(value) and type(local_of(value)) not in (torch.Tensor, nn.Parameter)
+                is_strange |= are_rows and value.numel() > 1 and not isinstance(value, DTensor)
+                what = f"is a {type(local_of(value)).__name__} {list(value.shape)}"
+            else:
+                is_strange = isinstance(value, (dict, list, tuple)) and _holds_tensor(value)
+                what = f"holds tensors inside a {type(value).__name__}"
+            if is_strange:
                 raise CheckpointError(
-                    f"`{key}` of {type(optimizer).__name__} is kept as {type(local).__name__} (quantized, say), which "
-                    "cannot be put together from shards in this version. Save the weights only, or each rank's own "
-                    "`optimizer.state_dict()`, which fits the same ranks and scopes."
-                )
-            if isinstance(value, (dict, list, tuple)) and _holds_tensor(value):
-                raise CheckpointError(
-                    f"`{key}` of {type(optimizer).__name__} holds tensors inside a {type(value).__name__}, of which it "
-                    "is not known how they are sharded. Save the weights only, or each rank's own "
-                    "`optimizer.state_dict()`, which fits the same ranks and scopes."
+                    f"`{key}` of {type(optimizer).__name__} {what}, of which it is not known how it is put together "
+                    "from shards. Use a sharded checkpoint (`save_checkpoint`, or `state_dict_type='sharded'`), which "
+                    "loads on the same ranks and scopes, or save the weights only."
                 )
 
 
 def _holds_tensor(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in tree_leaves(value))
+
+
+def _quantized_rows(states: dict[int, StateDict]) -> set[tuple[int, str]]:
+    """Which states are quantized on some rank, each its rows; of shorter rows they may not be."""
+    own = {
+        (index, key)
+        for index, entry in states.items()
+        for key, value in entry.items()
+        if isinstance(value, DTensor) and is_quantized(value)
+    }
+    return set().union(*gather_objects(own))
+
+
+def _quantized_on_rank_zero(value: torch.Tensor, parameter: ShardedParameter, mesh: Mesh) -> torch.Tensor:
+    """The whole state as the plain optimizer keeps it; an empty tensor on other ranks."""
+    local, dim = local_of(value).detach().cpu(), parameter.mics_region.dim
+    if mesh.among_shards is None or dim is None or not is_cut(parameter):
+        return _to_rank_zero(local)
+    pieces = []
+    for source in range(mesh.trained.degree):
+        piece = mesh.among_shards.share(local if source == mesh.trained.index else None, source)
+        if dist.get_rank() == 0 and piece is not None:
+            pieces.append(piece)
+    return put_together(pieces, dim, parameter.shape) if pieces else torch.empty(0)
 
 
 def _from_owner(entry: StateDict | None, owner: int, mesh: Mesh) -> StateDict | None:
@@ -149,6 +181,8 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict, owner
 def _to_rank_zero(value: torch.Tensor) -> torch.Tensor:
     """The whole tensor, on the CPU; an empty one on ranks that do not keep it."""
     whole = value.detach()
+    if is_quantized(whole):
+        return piece_of(whole.cpu(), None, 0, 0)
     if isinstance(whole, DTensor):
         whole = full_tensor(whole)
     if dist.get_rank() != 0:
@@ -164,5 +198,8 @@ def _piece(value: Any, own: object) -> Any:
         return value.clone()  # a state of another shape; of parameters, torch names the two when they are loaded
     if not value.dim():
         return DTensor.from_local(value.clone(), own.device_mesh, own.placements, run_check=False)
+    if is_quantized(value):
+        region = own.mics_region
+        return own.labelled(piece_of(value, region.dim, *region.rows(own.mics_index)).to(own.device))
     local = own.mics_region.slice_of(value, own.mics_index).to(own.device, copy=True)
     return own.labelled(local)

@@ -1,6 +1,7 @@
 """Is a checkpoint whole at any moment, and is what is not whole found and named?"""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -196,6 +197,16 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, text: str, words: str) -> N
     with pytest.raises(CheckpointError, match=rf"step-1/{NAME}` (has )?{words}"):
         storage.read_manifest(tmp_path / "step-1")
     assert storage.newest_first(tmp_path) == [tmp_path / "step-1"]
+
+
+def test_manifests_of_other_versions_are_read() -> None:
+    """One of format 1, which says less, and one that says more."""
+    expected = manifest(7, {})
+    found = json.loads(expected.to_json())
+    older = {key: value for key, value in found.items() if key not in ("optimizer_classes", "pending_micro_steps")}
+    for other in (older | {"format": 1}, found | {"weather": "fine"}):
+        read = Manifest.from_json(json.dumps(other), "here")
+        assert (read.step, read.optimizer_classes, read.pending_micro_steps) == (7, (), 0)
 
 
 def test_a_manifest_reads_as_it_was_written() -> None:

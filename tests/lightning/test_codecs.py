@@ -46,6 +46,24 @@ def test_a_share_of_the_trainers_steps_is_encoded(ranks: RankPool, length: dict[
         assert found == ([True] * 3 + [False] * 3,) * 2
 
 
+def _resumed_steps(ctx: RankContext, kind: str) -> list[bool]:
+    """Whether gradients were encoded in steps 3 to 6 of six, after a resume."""
+    path, encoded = ctx.tmp_path / "two.ckpt", _Encoded()
+    options = {"grad_codec_until": 0.5, "state_dict_type": kind, **CODECS}
+    saving = trainer(ctx, mics("zero3", **options), max_steps=2, max_epochs=4)
+    saving.fit(Regression(), loader(128))
+    saving.save_checkpoint(path)
+    resuming = trainer(ctx, mics("zero3", **options), max_steps=6, max_epochs=4, callbacks=[encoded])
+    resuming.fit(Regression(), loader(128), ckpt_path=path)
+    assert resuming.strategy.sharded.steps_done == 6
+    return encoded.steps
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_the_share_is_counted_from_the_beginning_of_the_training(ranks: RankPool, kind: str) -> None:
+    assert run(ranks, 2, _resumed_steps, kind) == [[True, False, False, False]] * 2
+
+
 def _endless(ctx: RankContext) -> str:
     fitting = trainer(ctx, mics("zero3", grad_codec_until=0.5, **CODECS), max_epochs=-1, limit_train_batches=2)
     with pytest.raises(ConfigError, match="training without an end") as refused:

@@ -21,7 +21,7 @@ from torchao.optim import Adam4bit, Adam8bit, AdamFp8, AdamW4bit, AdamW8bit, Ada
 from torchao.optim.quant_utils import create_dynamic_map
 from torchao.utils import TorchAOBaseTensor
 
-from mics_strategy import CheckpointError, ConfigError, ShardConfig, shard
+from mics_strategy import ConfigError, ShardConfig, shard
 from tests import models
 from tests.models import Case
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
@@ -44,7 +44,7 @@ class _Layer(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def _layers(width: int, hidden: int) -> Case:
+def layers(width: int, hidden: int) -> Case:
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)
@@ -59,12 +59,12 @@ def _layers(width: int, hidden: int) -> Case:
 
 def aligned() -> Case:
     """Matrices of 16384 elements, 4096 on each of four ranks: as many as are quantized, and whole blocks."""
-    return _layers(64, 256)
+    return layers(64, 256)
 
 
 def unaligned() -> Case:
     """Blocks of six rows that are cut across by four ranks, and of two ranks' rows that are half a block too long."""
-    return _layers(6, 4608)
+    return layers(6, 4608)
 
 
 class _Twins:
@@ -295,19 +295,6 @@ def test_compiled_steps_are_traced_once(ranks: RankPool) -> None:
         assert difference == 0
         assert frames[0] >= 1
         assert frames[1:] == frames[:1] * 2
-
-
-def save_whole(ctx: RankContext, case: Any, preset: str) -> None:
-    twins = _Twins(ctx, Run(case=case, config=ShardConfig.preset(preset)), partial(AdamW8bit, lr=0.01))
-    with eagerly():
-        twins.step(0)
-    twins.training.sharded.full_optimizer_state_dict(twins.optimizers[0])
-
-
-@pytest.mark.parametrize("case", [aligned, unaligned], ids=lambda case: case.__name__)
-def test_quantized_states_are_refused_where_they_would_have_to_be_put_together(ranks: RankPool, case: Any) -> None:
-    message = "quantized, say.*Save the weights only"
-    raises_on_every_rank(lambda: ranks(4, save_whole, case, "zero1"), CheckpointError, message)
 
 
 def adopt_quantized(ctx: RankContext) -> None:
