@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from mics_strategy.agreement import gather_objects, on_every_rank, require_same_names
@@ -30,6 +29,7 @@ from mics_strategy.checkpoint.kept import class_name
 from mics_strategy.checkpoint.manifest import FileEntry, Manifest
 from mics_strategy.checkpoint.pieces import Pieces
 from mics_strategy.checkpoint.state import held
+from mics_strategy.checkpoint.telling import Telling
 from mics_strategy.errors import CheckpointError, MiCSError
 from mics_strategy.sharding.sharded import Sharded
 from mics_strategy.version import package_version
@@ -129,7 +129,7 @@ def save_checkpoint(
         pieces=pieces,
         manifest=_manifest_of(sharded, optimizers),
         extra=kept if dist.get_rank() == 0 else {},
-        store=dist.distributed_c10d._get_default_store(),
+        telling=Telling(dist.distributed_c10d._get_default_store(), draft.name, dist.get_rank()),
         rank=dist.get_rank(),
     )
     pending = PendingSave(target)
@@ -228,7 +228,7 @@ def _copied(extra: Mapping[str, Any], is_copied: bool) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What one rank does for a save. The draft's name is the job's, so it names what ranks tell each other.
+    """What one rank does for a save.
 
     It asks nothing of the default process group, which may be gone when a thread gets to it.
     """
@@ -238,21 +238,21 @@ class _Job:
     pieces: Pieces
     manifest: Manifest
     extra: Mapping[str, Any]
-    store: Any
+    telling: Telling
     rank: int
 
     def write(self) -> None:
         """Write this rank's share; on rank 0, publish the whole. Ends when it is whole, or never will be."""
-        store, rank = self.store, self.rank
-        try:
-            told: Any = self._write_share(rank)
-        except BaseException as error:
-            told = f"Rank {rank} could not write `{self.path}`: {error}"
-        store.set(self._key(rank), pickle.dumps(told))
-        if rank == 0:
-            store.set(self._key("outcome"), self._conclude(store))
-        store.wait([self._key("outcome")], default_pg_timeout)
-        outcome = store.get(self._key("outcome")).decode()
+        telling, rank = self.telling, self.rank
+        with telling.alive():
+            try:
+                told: Any = self._write_share(rank)
+            except BaseException as error:
+                told = f"Rank {rank} could not write `{self.path}`: {error}"
+            telling.tell(f"share {rank}", pickle.dumps(told))
+            if rank == 0:
+                telling.tell("outcome", self._conclude().encode())
+            outcome = telling.hear("outcome", 0).decode()
         if outcome:
             raise CheckpointError(outcome)
 
@@ -265,13 +265,13 @@ class _Job:
         names = sorted({result.storage_data.relative_path for result in results})
         return self.pieces.plan, results, {name: storage.entry_of(self.draft / name) for name in names}
 
-    def _conclude(self, store: Any) -> str:
+    def _conclude(self) -> str:
         """Publish when all ranks have written; what went wrong, in words, else."""
         try:
             plans, results, files = [], [], {}
             for rank in range(self.manifest.world_size):
-                store.wait([self._key(rank)], default_pg_timeout)
-                told = pickle.loads(store.get(self._key(rank)))
+                told = pickle.loads(self.telling.hear(f"share {rank}", rank))
+                self.telling.forget(f"share {rank}")
                 if isinstance(told, str):
                     raise CheckpointError(told)
                 plans.append(told[0])
@@ -294,6 +294,3 @@ class _Job:
         for name in (".metadata", EXTRA):
             files[name] = storage.entry_of(self.draft / name)
         storage.write_manifest(self.draft, dataclasses.replace(self.manifest, files=files))
-
-    def _key(self, of: int | str) -> str:
-        return f"mics/save/{self.draft.name}/{of}"
