@@ -21,25 +21,45 @@ from mics_strategy.checkpoint.writers import Piece, written_here
 from mics_strategy.sharding.quantized import dequantized, is_quantized
 
 
+class HostMemory:
+    """Copies of tensors, whose memory is taken again by the next copies of the same pieces. Pinned, of a GPU's.
+
+    One who copies must know that nobody reads the earlier copies any more.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, torch.Tensor] = {}
+
+    def copy(self, index: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the host; of a GPU's tensor it is complete when the current stream is."""
+        kept = self._kept.get(index)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._kept[index] = kept
+        return kept.copy_(tensor, non_blocking=True)
+
+
 class Pieces(DefaultSavePlanner):
     """What this rank writes.
 
     Args:
         held: What it holds.
-        is_copied: Whether the values are copied now, to the CPU, so that the originals may change while the copies
-            are written. Copies of tensors on a GPU are in pinned memory, and complete when this returns.
+        host: Memory into which the values are copied now, so that the originals may change while the copies are
+            written; None copies nothing. The copies are complete when this returns.
     """
 
-    def __init__(self, held: Held, *, is_copied: bool) -> None:
+    def __init__(self, held: Held, *, host: HostMemory | None = None) -> None:
         super().__init__()
         self._held = held
         self._copies: dict[Any, torch.Tensor | bytes] = {}  # by the item's index
         self.set_up_planner(held.values)
         self.plan = self.create_local_plan()
-        if is_copied:
+        if host is not None:
             for item in self.plan.items:
                 value = super().resolve_data(item)
-                self._copies[item.index] = value.getvalue() if isinstance(value, io.BytesIO) else _on_host(value)
+                self._copies[item.index] = (
+                    value.getvalue() if isinstance(value, io.BytesIO) else host.copy(item.index, value)
+                )
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
             self.state_dict, self._held = {}, Held({})
@@ -79,8 +99,3 @@ def _is_empty(item: WriteItem) -> bool:
     """Whether it is the empty end of a tensor that has fewer rows than ranks."""
     data = item.tensor_data
     return data is not None and data.chunk.sizes.numel() == 0 != data.size.numel()
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor, non_blocking=True)

@@ -27,7 +27,7 @@ from mics_strategy.agreement import gather_objects, on_every_rank, require_same_
 from mics_strategy.checkpoint import random_state, storage
 from mics_strategy.checkpoint.kept import class_name
 from mics_strategy.checkpoint.manifest import FileEntry, Manifest
-from mics_strategy.checkpoint.pieces import Pieces
+from mics_strategy.checkpoint.pieces import HostMemory, Pieces
 from mics_strategy.checkpoint.state import held
 from mics_strategy.checkpoint.telling import Telling
 from mics_strategy.errors import CheckpointError, MiCSError
@@ -79,6 +79,7 @@ class PendingSave:
 
 
 _pending: weakref.WeakKeyDictionary[Sharded, PendingSave] = weakref.WeakKeyDictionary()
+_host_memory: weakref.WeakKeyDictionary[Sharded, HostMemory] = weakref.WeakKeyDictionary()
 
 
 def save_checkpoint(
@@ -111,9 +112,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: On every rank, naming the one that failed.
 
-    Cost:
-        Asynchronous: a copy in host memory of what this rank writes, which is about 1 / world_size of the state; of
-        quantized states it has the values, too.
+    Cost: Asynchronous, a copy in host memory of what this rank writes, about 1 / world_size of the state (of quantized
+        states it has the values, too), which is kept for the next save.
     """
     finish_saves(sharded)
     if optimizers:
@@ -133,12 +133,12 @@ def save_checkpoint(
         rank=dist.get_rank(),
     )
     pending = PendingSave(target)
-    if asynchronous:
-        _pending[sharded] = pending
-        threading.Thread(target=pending.run, args=(job.write,), name=f"save {target.name}").start()
-    else:
+    if not asynchronous:
         pending.run(job.write)
         pending.wait()
+        return pending
+    _pending[sharded] = pending
+    threading.Thread(target=pending.run, args=(job.write,), name=f"save {target.name}").start()
     return pending
 
 
@@ -205,7 +205,7 @@ def _pieces(
     found = held(sharded, optimizers, None if model_state is None else dict(model_state))
     found.values[random_state.KEY], copies = random_state.saved(dist.get_rank(), sharded.generators)
     found.copies.update(copies)
-    return Pieces(found, is_copied=is_copied)
+    return Pieces(found, host=_host_memory.setdefault(sharded, HostMemory()) if is_copied else None)
 
 
 def _manifest_of(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Manifest:

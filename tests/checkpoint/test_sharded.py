@@ -256,7 +256,7 @@ def names_written(ctx: RankContext, run: Run, path: Path) -> tuple[list[str], in
     """Names of the pieces that this rank writes, and their bytes."""
     training = start(ctx, run)
     training.step(0)
-    pieces = Pieces(held(training.sharded, [training.optimizer]), is_copied=False)
+    pieces = Pieces(held(training.sharded, [training.optimizer]))
     items = pieces.plan.items
     num_bytes = sum(
         i.tensor_data.chunk.sizes.numel() * i.tensor_data.properties.dtype.itemsize for i in items if i.tensor_data
@@ -330,3 +330,21 @@ def test_extras_that_cannot_be_written_are_told_on_every_rank(ranks: RankPool, t
         lambda: ranks(2, save_what_cannot_be_pickled, tmp_path / "one"), CheckpointError, "Nothing was"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def save_twice(ctx: RankContext, run: Run, folder: Path) -> list[dict[str, Tensor]]:
+    """Two asynchronous saves, and what they should hold; the second copies into the memory of the first."""
+    training, found = start(ctx, run), []
+    for step in range(2):
+        training.step(step)
+        found.append(state_of(training))
+        save_checkpoint(folder / str(step), training.sharded, [training.optimizer], asynchronous=True)
+    finish_saves(training.sharded)
+    return found
+
+
+def test_copies_of_the_next_save_do_not_reach_the_one_before(ranks: RankPool, tmp_path: Path) -> None:
+    run = run_of("mics")
+    saved = ranks(2, save_twice, run, tmp_path)[0]
+    for number, expected in enumerate(saved):
+        assert_identical(ranks(2, load_and_tell, run, tmp_path / str(number))[0][0], expected)

@@ -56,7 +56,7 @@ def planned(ctx: RankContext, ranks: range) -> list[list[tuple[str, int]]]:
             optimizer = torch.optim.AdamW(model.parameters())
             for p in model.parameters():
                 optimizer.state[p] = {key: p.labelled(torch.zeros_like(p.local)) for key in ("exp_avg", "exp_avg_sq")}
-            items = Pieces(held(sharded, [optimizer]), is_copied=False).plan.items
+            items = Pieces(held(sharded, [optimizer])).plan.items
             found.append([(item.index.fqn, _num_bytes(item)) for item in items if item.tensor_data is not None])
             dist.destroy_process_group()
     return found
