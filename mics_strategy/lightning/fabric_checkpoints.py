@@ -155,7 +155,8 @@ class FabricCheckpoints(Files):
         if is_local(path) and self.broadcast(Path(path).is_dir()):
             return self._load_folder(Path(path), state, strict, weights_only is not False)
         handle = self.handle_of(state)
-        if handle is not None and isinstance(state, nn.Module) and is_local(path):
+        is_plain = type(self.checkpoint_io) is self.framework.plain_checkpoint_io and is_local(path)
+        if handle is not None and isinstance(state, nn.Module) and is_plain:
             load_weights(path, handle, strict=strict, weights_only=weights_only is not False)
             return {}
         found = on_every_rank(lambda: self.read_file(path, weights_only, "`fabric.load(..., weights_only=False)`"))

@@ -10,36 +10,11 @@ from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessS
 from torch import Tensor, nn
 
 from mics_strategy.lightning import MiCSFabricStrategy
-from tests.lightning.modules import WIDTH, Layer, loader
+from tests.lightning.modules import loader
 from tests.lightning.runs import _refuse_to_run_pytest_again, full
 from tests.ranks import RankContext
 
 _SubprocessScriptLauncher._call_children_scripts = _refuse_to_run_pytest_again
-
-
-class Net(nn.Module):
-    """Layers, a head, and a parameter of the module itself; all weights come from one seed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(7)
-            self.layers = nn.Sequential(Layer(), Layer(), Layer())
-            self.norm = nn.LayerNorm(WIDTH)
-            self.head = nn.Linear(WIDTH, 2)
-            self.offset = nn.Parameter(torch.randn(2))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.offset)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.layers(x))) + self.offset
-
-    def features(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self(x) + self.offset, y)
 
 
 def launched(ctx: RankContext, strategy: Any = "mics", **options: Any) -> Fabric:

@@ -5,12 +5,21 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 
 from mics_strategy.errors import CheckpointError, ConfigError
-from tests.lightning.fabric_runs import Net, adamw, launched, mics, train, values
+from tests.lightning.fabric_runs import adamw, launched, mics, train, values
+from tests.lightning.modules import Net
 from tests.lightning.runs import assert_same, full, run
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
+
+
+class Renaming(TorchCheckpointIO):
+    """A plug-in of the user's, whose files are not what they seem."""
+
+    def load_checkpoint(self, path: Any, **options: Any) -> Any:
+        return super().load_checkpoint(Path(path).with_suffix(".real"), **options)
 
 
 class Counter:
@@ -93,7 +102,7 @@ def test_training_resumes_from_each_others_checkpoints_exactly(
     loaded, moments, stepped = run(ranks, 4, _resumed, reader, path, ranks_per_node=2)[-1]
     assert_same(loaded, expected, tolerance=0)
     torch.testing.assert_close(moments, expected_moments, rtol=0, atol=0)
-    for num_ranks in (2, 1):  # other ranks, and a single device
+    for num_ranks in (2, 1) if reader == writer else (1,):  # other ranks, and a single device
         loaded_there, moments_there, stepped_there = run(ranks, num_ranks, _resumed, reader, path)[0]
         assert_same(loaded_there, expected, tolerance=0)
         torch.testing.assert_close(moments_there, expected_moments, rtol=0, atol=0)
@@ -167,11 +176,14 @@ def _raw(ctx: RankContext) -> None:
     saved = torch.load(ctx.tmp_path / "saved", weights_only=True)
     if ctx.rank == 0:
         torch.save(saved["net"], ctx.tmp_path / "net.pt")
+        torch.save(saved["net"], ctx.tmp_path / "old.pt", _use_new_zipfile_serialization=False)
         torch.save(saved["adamw"], ctx.tmp_path / "adamw.pt")
         torch.save({"offset": torch.ones(2)}, ctx.tmp_path / "part.pt")
     fabric.barrier()
     fabric.load_raw(ctx.tmp_path / "net.pt", model)
     assert_same(values(model), {f"0.{name}": value for name, value in saved["net"].items()}, tolerance=0)
+    with pytest.raises(CheckpointError, match=r"before torch 1\.6"):
+        fabric.load_raw(ctx.tmp_path / "old.pt", model)
     fabric.load_raw(ctx.tmp_path / "adamw.pt", optimizer)
     torch.testing.assert_close(_moments(optimizer)[0], saved["adamw"]["state"][0]["exp_avg_sq"], rtol=0, atol=0)
     with pytest.raises(RuntimeError, match=r"layers\.0\.up\.weight"):
@@ -188,6 +200,20 @@ def _raw(ctx: RankContext) -> None:
     fabric.barrier()
     fabric.load_raw(ctx.tmp_path / "plain.pt", plain)
     assert plain.bias.tolist() == [1.0, 1.0]
+
+
+def _through_a_plugin(ctx: RankContext) -> list[float]:
+    fabric = launched(ctx, plugins=[Renaming()])
+    model = fabric.setup(Net())
+    if ctx.rank == 0:
+        torch.save({"offset": torch.ones(2)}, ctx.tmp_path / "part.real")
+    fabric.barrier()
+    fabric.load_raw(ctx.tmp_path / "part.seeming", model, strict=False)
+    return values(model)["0.offset"].tolist()
+
+
+def test_files_are_read_through_the_plugin_of_the_user(ranks: RankPool) -> None:
+    assert run(ranks, 2, _through_a_plugin) == [[1.0, 1.0]] * 2
 
 
 def test_raw_states_are_loaded(ranks: RankPool) -> None:

@@ -25,7 +25,8 @@ from mics_strategy import ShardConfig
 from mics_strategy.errors import ConfigError
 from mics_strategy.lightning import MiCSFabricStrategy, fabric_strategy_for
 from mics_strategy.lightning.registration import names
-from tests.lightning.fabric_runs import Net, mics, values
+from tests.lightning.fabric_runs import mics, values
+from tests.lightning.modules import Net
 from tests.lightning.runs import assert_same, run
 from tests.ranks import RankContext, RankPool
 
