@@ -51,6 +51,19 @@ class Net(nn.Module):
         return F.mse_loss(self(x) + self.offset, y)
 
 
+class Critic(nn.Module):
+    """Judges what `Net` gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(8)
+            self.layers = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 class Regression(LightningModule):
     """Layers, a head, and a parameter of the LightningModule itself that the loss uses outside `forward`.
 

@@ -9,9 +9,10 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 
 from mics_strategy.errors import CheckpointError, ConfigError
+from mics_strategy.lightning import MiCSStrategy
 from tests.lightning.fabric_runs import adamw, launched, mics, train, values
-from tests.lightning.modules import Net
-from tests.lightning.runs import assert_same, full, run
+from tests.lightning.modules import Net, Regression, loader
+from tests.lightning.runs import assert_same, full, run, trainer
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 
@@ -330,6 +331,46 @@ def _objects(ctx: RankContext) -> None:
 
 def test_objects_are_loaded_with_permission(ranks: RankPool) -> None:
     run(ranks, 2, _objects)
+
+
+def _from_a_trainer(ctx: RankContext, kind: str) -> None:
+    fitting = trainer(ctx, MiCSStrategy("mics", state_dict_type=kind), max_steps=2)
+    fitting.fit(Regression("adamw"), loader())
+    fitting.save_checkpoint(ctx.tmp_path / "saved")
+    expected = fitting.strategy.sharded.full_state_dict()
+    fabric = launched(ctx)
+    net = Regression()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    state = {"state_dict": model, "optimizer": optimizer, "global_step": 0}
+    if kind == "full":  # optimizers are in a list there
+        del state["optimizer"]
+    remainder = fabric.load(ctx.tmp_path / "saved", state)
+    assert state["global_step"] == 2
+    assert "loops" in remainder
+    found = fabric.strategy.sharded_of(model).full_state_dict()
+    assert_same(found, expected, tolerance=0)
+    fabric.load_raw(ctx.tmp_path / "saved", model)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_checkpoints_of_a_trainer_are_read(ranks: RankPool, kind: str) -> None:
+    run(ranks, 2, _from_a_trainer, kind)
+
+
+def _kept_in_memory(ctx: RankContext) -> None:
+    fabric, state = _ready(ctx, "mics")
+    model, optimizer = state["net"], state["adamw"]
+    train(fabric, model, optimizer, 8)
+    expected = values(model)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
+    train(fabric, model, optimizer, 8)
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    assert_same(values(model), expected, tolerance=0)
+
+
+def test_state_dicts_go_back_where_they_came_from(ranks: RankPool) -> None:
+    run(ranks, 2, _kept_in_memory)
 
 
 def _asynchronous(ctx: RankContext) -> None:
