@@ -79,7 +79,8 @@ class FabricCheckpoints(Files):
         Cost:
             One file: all whole tensors on rank 0's CPU. A folder: this rank's share.
         """
-        path = self.broadcast(path)
+        path, expected = self.broadcast((path, list(state)))
+        on_every_rank(lambda: _refuse_other_keys(list(state), expected))
         filters = filter or {}
         if self._state_dict_type == "sharded":
             self._save_folder(path, state, storage_options, filters)
@@ -250,6 +251,14 @@ def _filtered(states: dict[str, Any], filters: Filters) -> dict[str, Any]:
         elif kept := {name: entry for name, entry in value.items() if filters[key](name, entry)}:
             found[key] = kept
     return found
+
+
+def _refuse_other_keys(keys: list[str], expected: list[str]) -> None:
+    if keys != expected:
+        raise ConfigError(
+            f"The state to be saved has the keys {keys} here and {expected} on rank 0. Give every rank the same keys, "
+            "in the same order: collecting a model is done by all ranks together."
+        )
 
 
 def _refuse_missing(wanted: Iterable[str], found: Collection[Any], strict: bool) -> None:

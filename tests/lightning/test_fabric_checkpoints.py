@@ -295,6 +295,8 @@ def _fails(ctx: RankContext, what: str) -> None:
         if ctx.rank == 0:
             torch.save({"step": 1}, own)
         fabric.load(own, {"step": 0})
+    elif what == "other keys":
+        fabric.save(path, {**state, f"of rank {ctx.rank}": 1})
     elif what == "objects":
         if ctx.rank == 0:
             torch.save({"step": Counter()}, path)
@@ -314,6 +316,7 @@ def _fails(ctx: RankContext, what: str) -> None:
         ("no checkpoint", CheckpointError, "empty"),
         ("storage options", TypeError, "storage_options"),
         ("missing on one rank", Exception, "model-1"),
+        ("other keys", Exception, "the keys .* on rank 0"),
         ("objects", CheckpointError, r"not plain data.*weights_only=False"),
     ],
 )
