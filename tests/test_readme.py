@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,20 @@ def run_block(ctx: RankContext, code: str) -> None:
 def test_the_plain_example_runs_on_four_ranks(ranks: RankPool) -> None:
     (example,) = [block for block in PYTHON_BLOCKS if "init_process_group" in block]
     ranks(4, run_block, example, default_group=False)
+
+
+def run_fabric(ctx: RankContext, code: str) -> None:
+    os.chdir(ctx.tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice
+        exec(compile(code.replace("devices=4", 'accelerator="cpu", devices=4'), "README.md", "exec"), {})
+    torch.distributed.destroy_process_group()
+    assert torch.load("model.ckpt", weights_only=True)["step"] == 10
+
+
+def test_the_fabric_example_runs_on_four_ranks(ranks: RankPool) -> None:
+    (example,) = [block for block in PYTHON_BLOCKS if "Fabric(" in block]
+    ranks(4, run_fabric, example, default_group=False)
 
 
 def run_twice(ctx: RankContext, code: str, folder: Path) -> list[int]:

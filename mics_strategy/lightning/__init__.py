@@ -5,17 +5,17 @@ Nothing here is imported before it is used: naming `MiCSStrategy` imports Lightn
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mics_strategy.lightning.fabric import MiCSFabricStrategy, fabric_strategy_for
     from mics_strategy.lightning.strategy import MiCSStrategy, strategy_for
 
-__all__ = ["MiCSStrategy", "strategy_for"]
+__all__ = ["MiCSFabricStrategy", "MiCSStrategy", "fabric_strategy_for", "strategy_for"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}. It has {', '.join(__all__)}.")
-    from mics_strategy.lightning import strategy
-
-    return getattr(strategy, name)
+    return getattr(importlib.import_module(f"{__name__}.{'fabric' if 'abric' in name else 'strategy'}"), name)

@@ -10,16 +10,12 @@ leave some out or change them. Either kind is read, whatever is written.
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from mics_strategy import (
@@ -32,18 +28,14 @@ from mics_strategy import (
     save_checkpoint,
 )
 from mics_strategy.lightning.agreement import require_every_rank
-from mics_strategy.lightning.framework import Framework, unwrap_optimizer
-
-if TYPE_CHECKING:
-    from mics_strategy.lightning.processes import Processes as Base
-else:
-    Base = object
+from mics_strategy.lightning.files import Files, is_local, refuse_as_folder
+from mics_strategy.lightning.framework import TrainerFramework, unwrap_optimizer
 
 
-class Checkpoints(Base):
+class Checkpoints(Files):
     """The part of the strategy that saves and restores. Mixed into a Lightning strategy."""
 
-    framework: ClassVar[Framework]
+    framework: ClassVar[TrainerFramework]
     _load_weights_only: bool | None
     _state_dict_type: str
     _saves_asynchronously: bool
@@ -98,32 +90,13 @@ class Checkpoints(Base):
         if self._state_dict_type == "sharded":
             self._save_shards(checkpoint, path, storage_options)
             return
-        if storage_options is not None and isinstance(self.checkpoint_io, self.framework.plain_checkpoint_io):
-            raise TypeError(
-                f"`storage_options={storage_options!r}` is not supported by {type(self.checkpoint_io).__name__}. "
-                "Give the Trainer a CheckpointIO plug-in that takes them."
-            )
         if "optimizer_states" in checkpoint:
             self.sharded.tell_pending()
-        failure: BaseException | None = None
-        if self.is_global_zero:
-            try:
-                self._write(checkpoint, path, storage_options)
-            except Exception as error:  # raised below, on every rank
-                failure = error
-        self._raise_everywhere(failure, path)
+        self.write_file(checkpoint, path, storage_options)
 
     def _save_shards(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
         """Let every rank write; what the hooks have made of the state dict counts."""
-        if storage_options is not None:
-            raise TypeError(
-                f"`storage_options={storage_options!r}` mean nothing for a folder that ranks write together."
-            )
-        if not _is_local(path):
-            raise CheckpointError(
-                f"`{path}` is no folder of a file system, and sharded checkpoints are written to one. Save to a folder "
-                "that all nodes share, or use `state_dict_type='full'`."
-            )
+        refuse_as_folder(path, storage_options)
         self._finish()
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
@@ -134,24 +107,6 @@ class Checkpoints(Base):
             rest,
             model_state=checkpoint["state_dict"],
             asynchronous=self._saves_asynchronously,
-        )
-
-    def _write(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
-        if _is_local(path) and Path(path).is_dir():
-            raise IsADirectoryError(f"`{path}` is a directory, and the checkpoint is one file. Name a file in it.")
-        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-
-    def _raise_everywhere(self, failure: BaseException | None, path: str | Path) -> None:
-        found = self.broadcast(None if failure is None else (type(failure), str(failure)))
-        if failure is not None:
-            raise failure
-        if found is None:
-            return
-        kind, message = found
-        raise (
-            kind(message)
-            if kind is IsADirectoryError
-            else CheckpointError(f"Rank 0 could not write `{path}`: {message}")
         )
 
     def finish_saves(self) -> None:
@@ -183,7 +138,7 @@ class Checkpoints(Base):
             self._remove(filepath)
 
     def _remove(self, path: str | Path) -> None:
-        if self.is_global_zero and not (_is_local(path) and remove_checkpoint(path)):
+        if self.is_global_zero and not (is_local(path) and remove_checkpoint(path)):
             super().remove_checkpoint(path)
 
     # -- loading ----------------------------------------------------------------------------------------------
@@ -209,31 +164,14 @@ class Checkpoints(Base):
         allowed = self._load_weights_only if self._load_weights_only is not None else weights_only
         finish_saves(self.sharded)
         self._opened = None
-        if _is_local(path) and self.broadcast(Path(path).is_dir()):
+        if is_local(path) and self.broadcast(Path(path).is_dir()):
             path = newest_checkpoint(path) or path
             opened = self._opened = OpenCheckpoint(path, weights_only=allowed is not False)
             checkpoint = {**opened.extra, "state_dict": opened.model_state(self.sharded)}
             if opened.num_optimizers:
                 checkpoint["optimizer_states"] = [{}] * opened.num_optimizers  # read when they are asked for
             return checkpoint
-        try:
-            return self._read(path, allowed)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"`{path}` holds objects that are not plain data, and reading them may run code. If you trust the "
-                f"file, use {type(self).__name__}(load_weights_only=False). ({error})"
-            ) from error
-
-    def _read(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        plain = type(self.checkpoint_io) is self.framework.plain_checkpoint_io
-        wrapped = isinstance(self.checkpoint_io, self.framework.wrapping_checkpoint_io)
-        if not (plain or wrapped) or not _is_local(path) or not zipfile.is_zipfile(path):
-            asked = {} if weights_only is None else {"weights_only": weights_only}  # older plug-ins do not know it
-            return self.checkpoint_io.load_checkpoint(path, **asked)
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-        # What is kept as it is (counters, scores) must not keep the file mapped: it may be overwritten later.
-        copied: dict[str, Any] = tree_map(_copy_of_number, checkpoint)
-        return copied
+        return self.read_file(path, allowed, f"{type(self).__name__}(load_weights_only=False)")
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -259,11 +197,3 @@ class Checkpoints(Base):
         self.sharded.steps_done = checkpoint.get("global_step", 0)
         for optimizer, state in zip(optimizers, states, strict=True):
             self.sharded.load_full_optimizer_state_dict(optimizer, state)
-
-
-def _is_local(path: str | Path) -> bool:
-    return isinstance(path, Path) or "://" not in path
-
-
-def _copy_of_number(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) and not leaf.dim() else leaf

@@ -21,26 +21,20 @@ NAMESPACES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """What one namespace provides."""
+    """What a strategy of either kind, for the Trainer or for Fabric, takes from its namespace."""
 
     name: str
     parallel_strategy: type[Any]
     cpu_or_cuda: tuple[type[Any], ...]
     precision: type[Any]
     foreign_precisions: tuple[type[Any], ...]
-    copying_callbacks: tuple[type[Any], ...]
-    unfreezing_callbacks: tuple[type[Any], ...]
     checkpoint_io: type[Any]
     cluster_environment: type[Any]
     accelerator: type[Any]
     plain_checkpoint_io: type[Any]
-    wrapping_checkpoint_io: type[Any]
-    optimizer_wrapper: type[Any]
+    wrapping_checkpoint_io: tuple[type[Any], ...]
     subprocess_launcher: type[Any]
     multiprocessing_launcher: type[Any]
-    worker_output: type[Any]
-    fitting: Any
-    interrupted: Any
     default_timeout: timedelta
     rank_zero_only: tuple[Any, ...]
     init_dist_connection: Callable[..., None]
@@ -49,9 +43,29 @@ class Framework:
     reset_seed: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerFramework(Framework):
+    """What one of the Trainer's namespaces provides."""
+
+    copying_callbacks: tuple[type[Any], ...]
+    unfreezing_callbacks: tuple[type[Any], ...]
+    optimizer_wrapper: type[Any]
+    worker_output: type[Any]
+    fitting: Any
+    interrupted: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FabricFramework(Framework):
+    """What one of Fabric's namespaces provides."""
+
+    module_wrapper: type[Any]
+    optimizer_wrapper: type[Any]
+
+
 @functools.cache
-def load_framework(name: str) -> Framework:
-    """Import one of the two namespaces.
+def load_framework(name: str) -> TrainerFramework:
+    """Import one of the Trainer's namespaces.
 
     Raises:
         ConfigError: Another name.
@@ -62,42 +76,72 @@ def load_framework(name: str) -> Framework:
     def trainer(path: str) -> Any:
         return _find(name, path)
 
-    def fabric(path: str) -> Any:
-        return _find(NAMESPACES[name], path)
-
     callbacks = importlib.import_module(f"{name}.callbacks")
     copying = [getattr(callbacks, cls, None) for cls in ("StochasticWeightAveraging", "WeightAveraging")]
-    return Framework(
+    return TrainerFramework(
         name=name,
-        parallel_strategy=trainer("strategies:ParallelStrategy"),
-        cpu_or_cuda=(trainer("accelerators:CPUAccelerator"), trainer("accelerators:CUDAAccelerator")),
-        precision=trainer("plugins:Precision"),
-        foreign_precisions=tuple(
-            trainer(f"plugins:{cls}") for cls in ("FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision")
-        ),
+        **_found_in_both(trainer, NAMESPACES[name]),
         copying_callbacks=tuple(cls for cls in copying if cls is not None),
         unfreezing_callbacks=(callbacks.BaseFinetuning,),
-        checkpoint_io=trainer("plugins:CheckpointIO"),
-        cluster_environment=fabric("plugins:ClusterEnvironment"),
-        accelerator=trainer("accelerators:Accelerator"),
-        plain_checkpoint_io=trainer("plugins:TorchCheckpointIO"),
-        wrapping_checkpoint_io=trainer("plugins.io.wrapper:_WrappingCheckpointIO"),
+        wrapping_checkpoint_io=(trainer("plugins.io.wrapper:_WrappingCheckpointIO"),),
         optimizer_wrapper=trainer("core.optimizer:LightningOptimizer"),
-        subprocess_launcher=trainer("strategies.launchers:_SubprocessScriptLauncher"),
-        multiprocessing_launcher=trainer("strategies.launchers:_MultiProcessingLauncher"),
         worker_output=trainer("strategies.launchers.multiprocessing:_WorkerOutput"),
         fitting=trainer("trainer.states:TrainerFn").FITTING,
         interrupted=trainer("trainer.states:TrainerStatus").INTERRUPTED,
-        default_timeout=fabric("plugins.collectives.torch_collective:default_pg_timeout"),
-        rank_zero_only=(
-            trainer("utilities.rank_zero:rank_zero_only"),
+    )
+
+
+@functools.cache
+def load_fabric_framework(name: str) -> FabricFramework:
+    """Import one of Fabric's namespaces.
+
+    Raises:
+        ConfigError: Another name.
+    """
+    if name not in NAMESPACES.values():
+        known = " or ".join(map(repr, NAMESPACES.values()))
+        raise ConfigError(f"`namespace={name!r}` is not one of Fabric's. Use {known}.")
+
+    def fabric(path: str) -> Any:
+        return _find(name, path)
+
+    return FabricFramework(
+        name=name,
+        **_found_in_both(fabric, name),
+        wrapping_checkpoint_io=(),
+        module_wrapper=fabric("wrappers:_FabricModule"),
+        optimizer_wrapper=fabric("wrappers:_FabricOptimizer"),
+    )
+
+
+def _found_in_both(find: Callable[[str], Any], fabric_name: str) -> dict[str, Any]:
+    """What has the same place in the namespaces of the Trainer and of Fabric, and what all take from Fabric's."""
+
+    def fabric(path: str) -> Any:
+        return _find(fabric_name, path)
+
+    foreign = ("FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision")
+    return {
+        "parallel_strategy": find("strategies:ParallelStrategy"),
+        "cpu_or_cuda": (find("accelerators:CPUAccelerator"), find("accelerators:CUDAAccelerator")),
+        "precision": find("plugins:Precision"),
+        "foreign_precisions": tuple(find(f"plugins:{cls}") for cls in foreign),
+        "checkpoint_io": find("plugins:CheckpointIO"),
+        "cluster_environment": fabric("plugins:ClusterEnvironment"),
+        "accelerator": find("accelerators:Accelerator"),
+        "plain_checkpoint_io": find("plugins:TorchCheckpointIO"),
+        "subprocess_launcher": find("strategies.launchers.subprocess_script:_SubprocessScriptLauncher"),
+        "multiprocessing_launcher": find("strategies.launchers.multiprocessing:_MultiProcessingLauncher"),
+        "default_timeout": fabric("plugins.collectives.torch_collective:default_pg_timeout"),
+        "rank_zero_only": (
+            find("utilities.rank_zero:rank_zero_only"),
             _find("lightning_utilities", "core.rank_zero:rank_zero_only"),
         ),
-        init_dist_connection=fabric("utilities.distributed:_init_dist_connection"),
-        default_backend=fabric("utilities.distributed:_get_default_process_group_backend_for_device"),
-        reduce_if_distributed=fabric("utilities.distributed:_sync_ddp_if_available"),
-        reset_seed=fabric("utilities.seed:reset_seed"),
-    )
+        "init_dist_connection": fabric("utilities.distributed:_init_dist_connection"),
+        "default_backend": fabric("utilities.distributed:_get_default_process_group_backend_for_device"),
+        "reduce_if_distributed": fabric("utilities.distributed:_sync_ddp_if_available"),
+        "reset_seed": fabric("utilities.seed:reset_seed"),
+    }
 
 
 def _find(namespace: str, path: str) -> Any:
@@ -105,9 +149,14 @@ def _find(namespace: str, path: str) -> Any:
     return getattr(importlib.import_module(f"{namespace}.{module}"), attribute)
 
 
-def unwrap_optimizer(framework: Framework, optimizer: Any) -> Any:
+def unwrap_optimizer(framework: TrainerFramework | FabricFramework, optimizer: Any) -> Any:
     """The torch optimizer inside Lightning's wrapper."""
     return optimizer._optimizer if isinstance(optimizer, framework.optimizer_wrapper) else optimizer
+
+
+def unwrap_module(framework: FabricFramework, module: Any) -> Any:
+    """The user's module inside Fabric's wrapper."""
+    return module.module if isinstance(module, framework.module_wrapper) else module
 
 
 def check_sigterm_seldom(trainer: Any, every_n_steps: int) -> None:

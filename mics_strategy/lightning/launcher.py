@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from mics_strategy.lightning.framework import Framework, load_framework
+from mics_strategy.lightning.framework import TrainerFramework, load_framework
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as Base
@@ -50,7 +50,7 @@ _CLASS_NAMES = {
 
 
 @functools.cache
-def whole_weights_launcher(framework: Framework) -> type[Any]:
+def whole_weights_launcher(framework: TrainerFramework) -> type[Any]:
     """The launcher for one namespace."""
     name = next(name for name, of in _CLASS_NAMES.items() if of == framework.name)
     return type(name, (WholeWeights, framework.multiprocessing_launcher), {"__module__": __name__})

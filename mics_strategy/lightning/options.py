@@ -50,6 +50,7 @@ def spelled_out(initialise: Callable[..., None], framework: Framework) -> inspec
         "cluster_environment": framework.cluster_environment,
         "checkpoint_io": framework.checkpoint_io,
         "precision_plugin": framework.precision,
+        "precision": framework.precision,
     }
     parameters = []
     for parameter in inspect.signature(initialise, eval_str=True).parameters.values():

@@ -45,7 +45,9 @@ class Processes(Base):
     @override
     def root_device(self) -> torch.device:
         if not self.parallel_devices:
-            raise ConfigError("The strategy has no devices yet. Pass it to a Trainer, or give it `parallel_devices`.")
+            raise ConfigError(
+                "The strategy has no devices yet. Pass it to a Trainer or to Fabric, or give it `parallel_devices`."
+            )
         return self.parallel_devices[self.local_rank]
 
     @property
@@ -79,20 +81,22 @@ class Processes(Base):
 
     @override
     def _configure_launcher(self) -> None:
-        from mics_strategy.lightning.launcher import whole_weights_launcher
-
         self._refuse_accelerator()
         if self._start_method == "popen":
             launcher = self.framework.subprocess_launcher
             self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = whole_weights_launcher(self.framework)(self, start_method=self._start_method)
+            self._launcher = self._multiprocessing_launcher()(self, start_method=self._start_method)
+
+    def _multiprocessing_launcher(self) -> type[Any]:
+        """The launcher of processes that are started from this one."""
+        return self.framework.multiprocessing_launcher
 
     def _refuse_accelerator(self) -> None:
         if not isinstance(self.accelerator, self.framework.cpu_or_cuda):
             raise ConfigError(
                 f"`accelerator={type(self.accelerator).__name__}` is not supported: shards live on CUDA devices or on "
-                "the CPU. Use Trainer(accelerator='cuda') or Trainer(accelerator='cpu')."
+                "the CPU. Use `accelerator='cuda'` or `accelerator='cpu'`."
             )
 
     @override

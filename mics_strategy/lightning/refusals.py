@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from mics_strategy import ConfigError
-from mics_strategy.lightning.framework import Framework
+from mics_strategy.lightning.framework import Framework, TrainerFramework
 
 
-def callbacks(framework: Framework, trainer: Any) -> None:
+def callbacks(framework: TrainerFramework, trainer: Any) -> None:
     """Refuse callbacks that deep-copy the model: a copy of shards is not a copy of the model.
 
     Raises:
@@ -23,8 +23,13 @@ def callbacks(framework: Framework, trainer: Any) -> None:
             )
 
 
-def precision(framework: Framework, plugin: Any) -> None:
+def precision(framework: Framework, argument: str, plugin: Any) -> None:
     """Refuse precision plug-ins that belong to another strategy.
+
+    Args:
+        framework: Whose plug-ins.
+        argument: By which it came.
+        plugin: It; None is none.
 
     Raises:
         ConfigError: Naming the plug-in.
@@ -33,8 +38,8 @@ def precision(framework: Framework, plugin: Any) -> None:
         return
     if not isinstance(plugin, framework.precision) or isinstance(plugin, framework.foreign_precisions):
         raise ConfigError(
-            f"`precision_plugin={type(plugin).__name__}` does not work with this strategy. Use Trainer(precision=...) "
-            "with '32-true', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or an ordinary plug-in."
+            f"`{argument}={type(plugin).__name__}` does not work with this strategy. Use `precision=` with '32-true', "
+            "'bf16-mixed', '16-mixed', 'bf16-true', '16-true' or '64-true', or an ordinary plug-in."
         )
 
 

@@ -14,7 +14,13 @@ from types import ModuleType
 from typing import Any
 
 # The module that makes the registry -> the namespace of its classes.
-REGISTRIES = {"lightning.pytorch.strategies": "lightning.pytorch", "pytorch_lightning.strategies": "pytorch_lightning"}
+REGISTRIES = {
+    "lightning.pytorch.strategies": "lightning.pytorch",
+    "pytorch_lightning.strategies": "pytorch_lightning",
+    "lightning.fabric.strategies": "lightning.fabric",
+    "lightning_fabric.strategies": "lightning_fabric",
+}
+_OF_FABRIC = ("lightning.fabric", "lightning_fabric")
 START_METHODS = {"mics_spawn": "spawn", "mics_fork": "fork", "mics_notebook": "fork"}
 
 
@@ -30,9 +36,10 @@ class LazyStrategy:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A new strategy."""
-        from mics_strategy.lightning.strategy import strategy_for
+        from mics_strategy.lightning import fabric_strategy_for, strategy_for
 
-        return strategy_for(self.namespace)(*args, **kwargs)
+        strategy_class: Any = fabric_strategy_for if self.namespace in _OF_FABRIC else strategy_for
+        return strategy_class(self.namespace)(*args, **kwargs)
 
 
 def register() -> None:
@@ -52,7 +59,7 @@ def register_in(strategies: ModuleType, namespace: str) -> None:
         strategies: The module with the registry; one that is still being imported has none and is left alone.
         namespace: Of its classes.
     """
-    registry = getattr(strategies, "StrategyRegistry", None)
+    registry = getattr(strategies, "STRATEGY_REGISTRY" if namespace in _OF_FABRIC else "StrategyRegistry", None)
     if registry is None:
         return
     for name, init_params in names():

@@ -20,13 +20,14 @@ from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, sha
 from mics_strategy.lightning import refusals
 from mics_strategy.lightning.checkpoints import Checkpoints
 from mics_strategy.lightning.finetuning import shown_as_trained
-from mics_strategy.lightning.framework import Framework, check_sigterm_seldom, load_framework, use_no_grad
+from mics_strategy.lightning.framework import TrainerFramework, check_sigterm_seldom, load_framework, use_no_grad
+from mics_strategy.lightning.launcher import whole_weights_launcher
 from mics_strategy.lightning.length import at_any_length, grad_codec_steps
 from mics_strategy.lightning.logged import log_plain_numbers
 from mics_strategy.lightning.options import config_from, spelled_out
 from mics_strategy.lightning.processes import Processes, leave_as_it_is
 from mics_strategy.lightning.steps import run_as_forward
-from mics_strategy.lightning.units import UnitRule, rule_for
+from mics_strategy.lightning.units import UnitRule, move_what_is_not_sharded, rule_for
 
 _HANDLE = "_mics_of_strategy"  # on the module, so that any strategy object finds it again
 _CLASS_NAMES = {"MiCSStrategy": "lightning.pytorch", "PytorchLightningMiCSStrategy": "pytorch_lightning"}
@@ -70,7 +71,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         ConfigError: Unknown or impossible options.
     """
 
-    framework: ClassVar[Framework]
+    framework: ClassVar[TrainerFramework]
 
     @override
     def __init__(
@@ -118,7 +119,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        refusals.precision(self.framework, plugin)
+        refusals.precision(self.framework, "precision_plugin", plugin)
         self._precision_plugin = plugin
 
     # -- building ---------------------------------------------------------------------------------------------
@@ -141,6 +142,10 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
         log_plain_numbers(model)
+
+    @override
+    def _multiprocessing_launcher(self) -> type[Any]:
+        return whole_weights_launcher(self.framework)
 
     @override
     def setup_environment(self) -> None:
@@ -188,16 +193,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
 
     @override
     def model_to_device(self) -> None:
-        """Move what is neither parameter nor buffer, such as the states of metrics; the engine has moved the rest."""
-
-        def move(module: torch.nn.Module) -> None:
-            if next(module.parameters(), None) is None:
-                module.to(self.root_device)
-            else:
-                for child in module.children():
-                    move(child)
-
-        move(self._module)
+        move_what_is_not_sharded(self._module, self.root_device)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from mics_strategy import ConfigError
@@ -69,3 +70,12 @@ def _repeated_in_containers(module: nn.Module) -> Iterable[nn.Module]:
             yield from (
                 child for child in children if counts[type(child)] > 1 and any(True for _ in child.parameters())
             )
+
+
+def move_what_is_not_sharded(module: nn.Module, device: torch.device) -> None:
+    """Move what is neither parameter nor buffer, such as the states of metrics; the engine has moved the rest."""
+    if next(module.parameters(), None) is None:
+        module.to(device)
+    else:
+        for child in module.children():
+            move_what_is_not_sharded(child, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -177,7 +177,12 @@ class Sharded:
             reducer.is_boundary = before
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        only: Iterable[torch.Tensor] | str = "all",
     ) -> torch.Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`.
 
@@ -185,6 +190,7 @@ class Sharded:
             max_norm: The largest norm to leave.
             norm_type: Of the p-norm; `math.inf` for the largest element.
             error_if_nonfinite: Raise when the norm is NaN or infinite.
+            only: The parameters whose gradients count and are scaled, the same on all ranks.
 
         Returns:
             The norm before, a plain scalar tensor, the same on all ranks.
@@ -193,13 +199,15 @@ class Sharded:
             LifecycleError: The norm is not finite and `error_if_nonfinite` is set.
         """
         self._engine.finish_gradients()
-        total = norm.total_norm(self.parameters, self._mesh, norm_type)
+        chosen = None if isinstance(only, str) else {id(parameter) for parameter in only}
+        parameters = [each for each in self.parameters if chosen is None or id(each) in chosen]
+        total = norm.total_norm(parameters, self._mesh, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise LifecycleError(
                 f"The gradient norm is {total.item()}. Lower the learning rate or the loss scale, or look for the "
                 "first NaN."
             )
-        norm.clip(self.parameters, total, max_norm)
+        norm.clip(parameters, total, max_norm)
         return total
 
     def finish_gradients(self) -> None:

@@ -26,6 +26,44 @@ class Layer(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
+class Net(nn.Module):
+    """Layers, a head, and a parameter of the module itself; all weights come from one seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            self.layers = nn.Sequential(Layer(), Layer(), Layer())
+            self.norm = nn.LayerNorm(WIDTH)
+            self.head = nn.Linear(WIDTH, 2)
+            self.offset = nn.Parameter(torch.randn(2))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.layers(x))) + self.offset
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self(x) + self.offset, y)
+
+
+class Critic(nn.Module):
+    """Judges what `Net` gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(8)
+            self.layers = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 class Regression(LightningModule):
     """Layers, a head, and a parameter of the LightningModule itself that the loss uses outside `forward`.
 

@@ -9,7 +9,12 @@ An error in here would break `import torch`, so there is none. `TORCH_DEVICE_BAC
 
 import sys
 
-REGISTRIES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
+REGISTRIES = (
+    "lightning.pytorch.strategies",
+    "pytorch_lightning.strategies",
+    "lightning.fabric.strategies",
+    "lightning_fabric.strategies",
+)
 
 
 def install() -> None:

@@ -1,0 +1,294 @@
+"""How does `Fabric(strategy="mics")` train a sharded model?
+
+The model is sharded in place when it is set up, and optimizers that were built on the plain parameters are pointed at
+the sharded ones. Fabric gets a thin module around it, as it gets DDP's: so methods other than `forward` that are marked
+with `mark_forward_method` run where parameters are whole, and unmarked ones are refused by Fabric instead of failing.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from mics_strategy import LifecycleError, ShardConfig, Sharded, shard
+from mics_strategy.lightning import refusals
+from mics_strategy.lightning.fabric_checkpoints import FabricCheckpoints
+from mics_strategy.lightning.framework import (
+    FabricFramework,
+    load_fabric_framework,
+    unwrap_module,
+    unwrap_optimizer,
+)
+from mics_strategy.lightning.options import config_from, spelled_out
+from mics_strategy.lightning.processes import Processes
+from mics_strategy.lightning.units import UnitRule, move_what_is_not_sharded, rule_for
+
+_CLASS_NAMES = {"MiCSFabricStrategy": "lightning.fabric", "LightningFabricMiCSStrategy": "lightning_fabric"}
+
+if TYPE_CHECKING:
+    MiCSFabricStrategy: type[MiCSStrategyOfFabric]
+
+
+class ShardedModule(nn.Module):
+    """Stands around a sharded module; its forward is the module's.
+
+    Args:
+        sharded: The handle of the module.
+    """
+
+    def __init__(self, sharded: Sharded) -> None:
+        super().__init__()
+        self.module = sharded.model
+        self.sharded = sharded
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class SyncControl:
+    """What `fabric.no_backward_sync` asks."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Say whether more micro-steps of this optimizer step will follow; it costs overlap to say it wrongly.
+
+        Raises:
+            TypeError: A module that this strategy has not set up.
+        """
+        if not isinstance(module, ShardedModule):
+            raise TypeError(
+                "Blocking backward sync is only possible if the module passed to `no_backward_sync` was set up by this "
+                f"strategy. Got: {type(module).__name__}. Pass what `fabric.setup` has returned."
+            )
+        return module.sharded.micro_step(0, of=2 if enabled else 1)
+
+
+class MiCSStrategyOfFabric(FabricCheckpoints, Processes):  # for a type checker, these are the Trainer's
+    """Shards modules by a `ShardConfig`.
+
+    The class for users is `mics_strategy.lightning.MiCSFabricStrategy`; this one is mixed into a namespace's
+    `ParallelStrategy`.
+
+    Args:
+        config: A preset's name or a `ShardConfig`.
+        units: As `mics_strategy.shard` takes it; classes may also be given by name.
+        accelerator: As any strategy of Fabric takes it.
+        parallel_devices: As any strategy of Fabric takes it.
+        cluster_environment: As any strategy of Fabric takes it.
+        checkpoint_io: As any strategy of Fabric takes it.
+        precision: As any strategy of Fabric takes it.
+        process_group_backend: Of the default process group; None chooses by the device.
+        timeout: Of the default process group.
+        state_dict_type: What `fabric.save` writes: ``"full"``, one ordinary file, or ``"sharded"``, a folder on a file
+            system that all nodes share. Both are read, on any number of ranks.
+        save_asynchronously: Whether training goes on while a folder is written.
+        start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` (for notebooks) start
+            processes from this one.
+        **overrides: Fields of `ShardConfig`.
+
+    Raises:
+        ConfigError: Unknown or impossible options.
+    """
+
+    framework: ClassVar[FabricFramework]
+
+    @override
+    def __init__(
+        self,
+        config: str | ShardConfig = "mics",
+        *,
+        units: UnitRule = "auto",
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        state_dict_type: str = "full",
+        save_asynchronously: bool = False,
+        start_method: str = "popen",
+        **overrides: Any,
+    ) -> None:
+        super().__init__(  # type: ignore[call-arg]
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+        )
+        self.config = config_from(config, overrides)
+        self._units = units
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout if timeout is not None else self.framework.default_timeout
+        self._state_dict_type = refusals.one_of("state_dict_type", state_dict_type, ("full", "sharded"))
+        self._saves_asynchronously = save_asynchronously
+        refusals.asynchronous(state_dict_type, save_asynchronously)
+        self._start_method = refusals.one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        self._backward_sync_control = SyncControl()
+        self._handles: list[weakref.ref[Sharded]] = []
+
+    @property
+    def precision(self) -> Any:
+        """The precision plug-in."""
+        return super().precision  # type: ignore[misc]
+
+    @precision.setter
+    def precision(self, plugin: Any) -> None:
+        refusals.precision(self.framework, "precision", plugin)
+        self._precision = plugin
+
+    def _set_world_ranks(self) -> None:
+        self.set_world_ranks()
+
+    # -- building ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build modules on the CPU or the meta device, in the precision's dtype.
+
+        Never on the GPU: the whole model need not fit there.
+
+        Args:
+            empty_init: Whether on the meta device; values come when the module is set up.
+        """
+        with torch.device("meta") if empty_init else nullcontext(), self.precision.module_init_context():
+            yield
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leave it: the plain model need not fit on the device, and a sharded one is there."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard a module in place.
+
+        Raises:
+            ConfigError: On every rank, for what `mics_strategy.shard` refuses.
+        """
+        units = rule_for(module, self._units, every_child=False)
+        sharded = shard(module, self.config, units=units, device=self.root_device)
+        self._handles = [*(reference for reference in self._handles if reference() is not None), weakref.ref(sharded)]
+        move_what_is_not_sharded(module, self.root_device)
+        return ShardedModule(sharded)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Point an optimizer at the sharded parameters, if it was built on the plain ones.
+
+        Raises:
+            ConfigError: On every rank, for an optimizer with parameters of other models, too.
+            LifecycleError: Its model is not set up.
+        """
+        return self.sharded_of(optimizer).adopt(optimizer)
+
+    def sharded_of(self, of: Any) -> Sharded:
+        """The handle of a model: plan, traffic, memory.
+
+        Args:
+            of: A module or an optimizer, as it was before or after `fabric.setup`.
+
+        Raises:
+            LifecycleError: This strategy has not sharded it.
+        """
+        found = self.handle_of(of)
+        if found is None:
+            what = "an optimizer whose first parameter belongs to no model" if isinstance(of, Optimizer) else "no model"
+            raise LifecycleError(
+                f"{type(of).__name__} is {what} that this strategy has set up. Call `fabric.setup(model, optimizer)`, "
+                "or `fabric.setup_module(model)` before `fabric.setup_optimizers(optimizer)`."
+            )
+        return found
+
+    @property
+    @override
+    def handles(self) -> list[Sharded]:
+        return [found for reference in self._handles if (found := reference()) is not None]
+
+    @override
+    def handle_of(self, of: Any) -> Sharded | None:
+        of = unwrap_module(self.framework, unwrap_optimizer(self.framework, of))
+        if isinstance(of, ShardedModule):
+            return of.sharded
+        if isinstance(of, Optimizer):
+            first = next((parameter for group in of.param_groups for parameter in group["params"]), None)
+            return None if first is None else next((h for h in self.handles if _has(h, first)), None)
+        return next((handle for handle in self.handles if handle.model is of), None)
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Step; a backward in the closure is the last of its optimizer step."""
+        handle = self.handle_of(optimizer)
+        with nullcontext() if handle is None else handle.micro_step(0, of=1):
+            return super().optimizer_step(optimizer, **kwargs)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Scale the gradients of the optimizer's parameters, as `Sharded.clip_grad_norm_` does.
+
+        Returns:
+            The norm before, a plain scalar tensor, the same on all ranks.
+        """
+        self.precision.unscale_gradients(optimizer)
+        return self.sharded_of(optimizer).clip_grad_norm_(
+            float(max_norm),
+            float(norm_type),
+            error_if_nonfinite=error_if_nonfinite,
+            only=list(self.precision.main_params(optimizer)),
+        )
+
+    # -- talking ----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Combine a tensor over all ranks, in place; anything else is returned as it is."""
+        return self.reduce(tensor, group, reduce_op)
+
+
+def _has(handle: Sharded, parameter: torch.Tensor) -> bool:
+    return handle.owns(parameter) or handle.replaced(parameter) is not None
+
+
+@functools.cache
+def fabric_strategy_for(namespace: str) -> type[MiCSStrategyOfFabric]:
+    """The strategy class for ``"lightning.fabric"`` or ``"lightning_fabric"``.
+
+    Raises:
+        ConfigError: Another namespace.
+    """
+    framework = load_fabric_framework(namespace)
+    name = next(name for name, of in _CLASS_NAMES.items() if of == namespace)
+    members = {
+        "framework": framework,
+        "__module__": __name__,
+        "__qualname__": name,
+        "__doc__": MiCSStrategyOfFabric.__doc__,
+    }
+    cls = type(name, (MiCSStrategyOfFabric, framework.parallel_strategy), members)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        MiCSStrategyOfFabric.__init__(self, *args, **kwargs)
+
+    __init__.__signature__ = spelled_out(MiCSStrategyOfFabric.__init__, framework)  # type: ignore[attr-defined]
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
+def __getattr__(name: str) -> Any:
+    if name in _CLASS_NAMES:
+        return fabric_strategy_for(_CLASS_NAMES[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")
