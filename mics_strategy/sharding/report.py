@@ -1,12 +1,15 @@
-"""How does what was sent compare with what was planned?"""
+"""What was planned for the units as they are, and how does what was sent compare?"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mics_strategy.collectives.ledger import Sent
-from mics_strategy.sharding.schedule import Plan
+from mics_strategy.sharding.gradient import BucketGradient
+from mics_strategy.sharding.schedule import BucketPlan, Plan, UnitPlan
+from mics_strategy.sharding.unit import Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +53,28 @@ def compare(plan: Plan, sent: Counter[Sent]) -> tuple[TrafficRow, ...]:
         )
         for axis, collective in keys
     )
+
+
+def plan_unit(unit: Unit, gradients: Sequence[BucketGradient], slot: int) -> UnitPlan:
+    """What the plan must know of a unit.
+
+    Args:
+        unit: As it is now; what is frozen has no gradients.
+        gradients: Of its buckets.
+        slot: The unit after which its memory for gathered parameters is named.
+    """
+    wires = {gradient.bucket: gradient for gradient in gradients}
+    buckets = []
+    for bucket in unit.buckets:
+        gradient = wires.get(bucket)
+        buckets.append(
+            BucketPlan(
+                layout=bucket.layout,
+                param_dtype=bucket.spec.param_dtype,
+                wire_dtype=bucket.spec.param_dtype if gradient is None else gradient.wire_dtype,
+                sum_dtype=bucket.spec.param_dtype if gradient is None else gradient.accumulator.dtype,
+                trainable=bucket.spec.trainable,
+                has_gradients=any(sharded.requires_grad for sharded in bucket.sharded),
+            )
+        )
+    return UnitPlan(name=unit.name, slot=slot, buckets=tuple(buckets))

@@ -24,8 +24,8 @@ from mics_strategy.sharding.gradient import BucketGradient
 from mics_strategy.sharding.optimizer import StepHooks, adopt
 from mics_strategy.sharding.parameter import ShardedParameter
 from mics_strategy.sharding.replicated import ReplicatedBuffers
-from mics_strategy.sharding.report import TrafficRow, compare
-from mics_strategy.sharding.schedule import BucketPlan, Plan, StepShape, UnitPlan, WholePlan, plan_step
+from mics_strategy.sharding.report import TrafficRow, compare, plan_unit
+from mics_strategy.sharding.schedule import Plan, StepShape, WholePlan, plan_step
 from mics_strategy.sharding.unit import Unit
 from mics_strategy.sharding.whole import WholeTensors, deal_by_bucket
 from mics_strategy.sharding.wrap import UnitModule
@@ -230,25 +230,10 @@ class Sharded:
             WholePlan(name=bucket.name, deal=bucket.deal, index=self._mesh.trained.index, dtype=bucket.dtype)
             for bucket in dealt
         )
-        return plan_step(tuple(map(self._plan_unit, self._units)), self.scopes, shape, whole)
-
-    def _plan_unit(self, unit: Unit) -> UnitPlan:
-        wires = {gradient.bucket: gradient for gradient in self._engine.reducer.gradients.get(unit.index, [])}
-        slots = {id(other.slot): other.index for other in reversed(self._units)}
-        buckets = []
-        for bucket in unit.buckets:
-            gradient = wires.get(bucket)
-            buckets.append(
-                BucketPlan(
-                    layout=bucket.layout,
-                    param_dtype=bucket.spec.param_dtype,
-                    wire_dtype=bucket.spec.param_dtype if gradient is None else gradient.wire_dtype,
-                    sum_dtype=bucket.spec.param_dtype if gradient is None else gradient.accumulator.dtype,
-                    trainable=bucket.spec.trainable,
-                    has_gradients=any(sharded.requires_grad for sharded in bucket.sharded),
-                )
-            )
-        return UnitPlan(name=unit.name, slot=slots[id(unit.slot)], buckets=tuple(buckets))
+        slots = {id(unit.slot): unit.index for unit in reversed(self._units)}
+        gradients = self._engine.reducer.gradients
+        units = (plan_unit(unit, gradients.get(unit.index, []), slots[id(unit.slot)]) for unit in self._units)
+        return plan_step(tuple(units), self.scopes, shape, whole)
 
     def traffic(self) -> tuple[TrafficRow, ...]:
         """What the last optimizer step sent beside what was planned for it, by axis and collective, for this rank."""
