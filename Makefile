@@ -13,7 +13,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Two halves side by side, each with ranks of its own: alone, either leaves half of two cores idle.
 test: venv
-	$(MAKE) --jobs=2 --output-sync=target test-sharding test-rest
+	@echo "Two halves of the tests run side by side; each tells what it found when it ends."
+	@$(MAKE) --jobs=2 --output-sync=target test-sharding test-rest
 
 test-sharding: venv
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/sharding

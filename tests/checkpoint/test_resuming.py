@@ -15,6 +15,7 @@ from mics_strategy import Codec, ShardConfig, Topology
 from mics_strategy.checkpoint.load import load_newest_checkpoint
 from mics_strategy.checkpoint.save import finish_saves, save_checkpoint
 from tests import models
+from tests.checkpoint.test_sharded import run_of, train_on, train_through
 from tests.models import Batch, Case
 from tests.ranks import RankContext, RankPool
 from tests.sharding.training import Run, Training, assert_identical, start
@@ -136,3 +137,13 @@ def test_a_script_goes_on_with_all_that_it_has(ranks: RankPool, tmp_path: Path, 
     assert len(set(scales)) > 2
     assert (encoded[4], encoded[-1]) == (True, False)  # it ends after the resume
     assert len({loss for _, told, _ in through for _, loss, *_ in told}) > STEPS
+
+
+@pytest.mark.parametrize("other", ["zero3", "ddp", "paro-nig"])
+def test_training_goes_on_with_other_scopes_to_rounding(ranks: RankPool, tmp_path: Path, other: str) -> None:
+    through = ranks(4, train_through, run_of("mics"), tmp_path / "step-2")
+    for found, expected in zip(ranks(4, train_on, run_of(other), tmp_path / "step-2"), through, strict=True):
+        assert found[0].keys() == expected[0].keys()
+        for name, value in found[0].items():
+            torch.testing.assert_close(value, expected[0][name], rtol=1e-5, atol=1e-6, msg=name)
+        assert found[1:] == expected[1:]
