@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import zlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from typing_extensions import override
 
+from mics_strategy.agreement import gather_objects
 from mics_strategy.checkpoint.kept import Kept
 from mics_strategy.checkpoint.state import Held
 from mics_strategy.checkpoint.writers import Piece, written_here
+from mics_strategy.errors import CheckpointError
 from mics_strategy.sharding.quantized import dequantized, is_quantized
+
+_SHOWN = 3  # names in an error
 
 
 class HostMemory:
@@ -42,6 +48,9 @@ class HostMemory:
 class Pieces(DefaultSavePlanner):
     """What this rank writes.
 
+    Attributes:
+        held_names: All pieces that it holds, with their sizes, by the number of copies there are.
+
     Args:
         held: What it holds.
         host: Memory into which the values are copied now, so that the originals may change while the copies are
@@ -52,6 +61,7 @@ class Pieces(DefaultSavePlanner):
         super().__init__()
         self._held = held
         self._copies: dict[Any, torch.Tensor | bytes] = {}  # by the item's index
+        self.held_names: dict[int, set[str]] = {}
         self.set_up_planner(held.values)
         self.plan = self.create_local_plan()
         if host is not None:
@@ -68,7 +78,10 @@ class Pieces(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         whole = super().create_local_plan()
         held = [item for item in whole.items if not _is_empty(item)]
-        names = written_here(self._piece(item) for item in held)
+        pieces = [self._piece(item) for item in held]
+        names = written_here(pieces)
+        for piece in pieces:
+            self.held_names.setdefault(piece.copy.count, set()).add(f"{piece.name} ({piece.num_bytes} B)")
         mine = [item for item in held if item.index.fqn in names]
         mappings = {item.index.fqn: self.mappings[item.index.fqn] for item in mine}
         return dataclasses.replace(whole, items=mine, planner_data=mappings)
@@ -93,6 +106,32 @@ class Pieces(DefaultSavePlanner):
         elif is_quantized(object):
             object = dequantized(object)
         return super().transform_object(write_item, object)
+
+
+def require_same_copies(pieces: Pieces, shard_index: int) -> None:
+    """Refuse a save for which ranks with copies of the same would not agree on who writes what. Collective.
+
+    Args:
+        pieces: Of this rank.
+        shard_index: The same on ranks that hold the same shards.
+
+    Raises:
+        CheckpointError: On every rank, naming what some of them lack.
+    """
+    world_size = dist.get_world_size()
+    held = {(c, 0 if c == world_size else shard_index): names for c, names in pieces.held_names.items() if c > 1}
+    everyone = gather_objects({group: zlib.crc32("\n".join(sorted(names)).encode()) for group, names in held.items()})
+    for group in sorted({group for found in everyone for group in found}):
+        ranks = [rank for rank, found in enumerate(everyone) if group in found]
+        if len({everyone[rank][group] for rank in ranks}) > 1:
+            by_rank = gather_objects(held.get(group, set()))
+            lacking = sorted(set().union(*by_rank) - by_rank[ranks[0]].intersection(*(by_rank[r] for r in ranks)))
+            more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
+            raise CheckpointError(
+                f"Nothing was saved: ranks {', '.join(map(str, ranks))} should hold copies of the same state, and not "
+                f"all of them have {', '.join(lacking[:_SHOWN])}{more}. Let every rank step on the same parameters, "
+                "and hooks change state dicts alike."
+            )
 
 
 def _is_empty(item: WriteItem) -> bool:

@@ -27,7 +27,7 @@ from mics_strategy.agreement import gather_objects, on_every_rank, require_same_
 from mics_strategy.checkpoint import random_state, storage
 from mics_strategy.checkpoint.kept import class_name
 from mics_strategy.checkpoint.manifest import FileEntry, Manifest
-from mics_strategy.checkpoint.pieces import HostMemory, Pieces
+from mics_strategy.checkpoint.pieces import HostMemory, Pieces, require_same_copies
 from mics_strategy.checkpoint.state import held
 from mics_strategy.checkpoint.telling import Telling
 from mics_strategy.errors import CheckpointError, MiCSError
@@ -122,6 +122,7 @@ def save_checkpoint(
     require_same_names("The names in `model_state`", model_state or ())  # or one might be written by nobody
     pieces = on_every_rank(lambda: _guarded(lambda: _pieces(sharded, optimizers, model_state, asynchronous)))
     kept = on_every_rank(lambda: _guarded(lambda: _copied(extra or {}, asynchronous)))
+    require_same_copies(pieces, sharded.index)
     draft, target = _begin(Path(path))
     job = _Job(
         draft=draft,

@@ -1,6 +1,7 @@
 """Is every piece written once, and does no rank write more than its share?"""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from torch import nn
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy import CheckpointError, ShardConfig, Topology, save_checkpoint, shard
 from mics_strategy.checkpoint.pieces import Pieces
 from mics_strategy.checkpoint.state import held
 from mics_strategy.checkpoint.writers import Copy, Piece, written_here
-from tests.ranks import RankContext, RankPool
-from tests.sharding.training import forget_meshes
+from tests.checkpoint.test_sharded import run_of
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
+from tests.sharding.training import forget_meshes, start
 
 WORLD_SIZE, PER_NODE = 512, 8
 
@@ -76,3 +78,23 @@ def test_of_512_ranks_none_writes_twice_or_more_than_its_share(ranks: RankPool) 
     sizes = [sum(num_bytes for _, num_bytes in items) for items in by_rank]
     assert sum(sizes) == 3 * 4 * 12 * (16 + 1) * 16 // PER_NODE
     assert max(sizes) <= sum(sizes) / len(holders) + 4 * 16 * 16 // PER_NODE
+
+
+def save_without(ctx: RankContext, preset: str, path: Path) -> None:
+    """Rank 1 has no states of the largest parameter."""
+    training = start(ctx, run_of(preset))
+    training.step(0)
+    if ctx.rank == 1:
+        training.optimizer.state.pop(max(training.model.parameters(), key=lambda parameter: parameter.numel()))
+    save_checkpoint(path, training.sharded, [training.optimizer])
+
+
+@pytest.mark.parametrize(("preset", "ranks_of_it"), [("ddp", "0, 1, 2, 3"), ("mics", "1, 3")])
+def test_copies_that_differ_are_refused(ranks: RankPool, tmp_path: Path, preset: str, ranks_of_it: str) -> None:
+    """Each rank computes who writes what; on different pieces they would not agree, and some be written by nobody."""
+    raises_on_every_rank(
+        lambda: ranks(4, save_without, preset, tmp_path / "one"),
+        CheckpointError,
+        rf"Nothing was saved: ranks {ranks_of_it} should hold copies.*optimizer_0\.state\..*\.exp_avg",
+    )
+    assert list(tmp_path.iterdir()) == []
