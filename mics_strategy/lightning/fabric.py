@@ -28,7 +28,7 @@ from mics_strategy.lightning.framework import (
     unwrap_module,
     unwrap_optimizer,
 )
-from mics_strategy.lightning.options import config_from, spelled_out
+from mics_strategy.lightning.options import class_for, config_from
 from mics_strategy.lightning.processes import Processes
 from mics_strategy.lightning.units import UnitRule, move_what_is_not_sharded, rule_for
 
@@ -272,20 +272,7 @@ def fabric_strategy_for(namespace: str) -> type[MiCSStrategyOfFabric]:
     """
     framework = load_fabric_framework(namespace)
     name = next(name for name, of in _CLASS_NAMES.items() if of == namespace)
-    members = {
-        "framework": framework,
-        "__module__": __name__,
-        "__qualname__": name,
-        "__doc__": MiCSStrategyOfFabric.__doc__,
-    }
-    cls = type(name, (MiCSStrategyOfFabric, framework.parallel_strategy), members)
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        MiCSStrategyOfFabric.__init__(self, *args, **kwargs)
-
-    __init__.__signature__ = spelled_out(MiCSStrategyOfFabric.__init__, framework)  # type: ignore[attr-defined]
-    cls.__init__ = __init__  # type: ignore[misc]
-    return cls
+    return class_for(MiCSStrategyOfFabric, framework, name)  # type: ignore[type-abstract]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,11 +11,12 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from mics_strategy import ConfigError, ShardConfig
 from mics_strategy.lightning.framework import Framework
 
+T = TypeVar("T")
 _OPTIONS = tuple(field.name for field in dataclasses.fields(ShardConfig))
 
 
@@ -65,6 +66,25 @@ def spelled_out(initialise: Callable[..., None], framework: Framework) -> inspec
         for name in _OPTIONS
     ]
     return inspect.Signature(parameters)
+
+
+def class_for(kind: type[T], framework: Framework, name: str) -> type[T]:
+    """A strategy class of one namespace, whose arguments are spelled out.
+
+    Args:
+        kind: What is mixed into the namespace's `ParallelStrategy`.
+        framework: The namespace.
+        name: Of the class, by which its module gives it, so that it can be pickled.
+    """
+    members = {"framework": framework, "__module__": kind.__module__, "__qualname__": name, "__doc__": kind.__doc__}
+    cls = type(name, (kind, framework.parallel_strategy), members)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, *args, **kwargs)
+
+    __init__.__signature__ = spelled_out(kind.__init__, framework)  # type: ignore[attr-defined]
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
 
 
 def _text_last(annotation: Any) -> Any:

@@ -24,7 +24,7 @@ from mics_strategy.lightning.framework import TrainerFramework, check_sigterm_se
 from mics_strategy.lightning.launcher import whole_weights_launcher
 from mics_strategy.lightning.length import at_any_length, grad_codec_steps
 from mics_strategy.lightning.logged import log_plain_numbers
-from mics_strategy.lightning.options import config_from, spelled_out
+from mics_strategy.lightning.options import class_for, config_from
 from mics_strategy.lightning.processes import Processes, leave_as_it_is
 from mics_strategy.lightning.steps import run_as_forward
 from mics_strategy.lightning.units import UnitRule, move_what_is_not_sharded, rule_for
@@ -279,20 +279,7 @@ def strategy_for(namespace: str) -> type[MiCSTrainerStrategy]:
     """
     framework = load_framework(namespace)
     name = next(name for name, of in _CLASS_NAMES.items() if of == namespace)
-    members = {
-        "framework": framework,
-        "__module__": __name__,
-        "__qualname__": name,
-        "__doc__": MiCSTrainerStrategy.__doc__,
-    }
-    cls = type(name, (MiCSTrainerStrategy, framework.parallel_strategy), members)
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        MiCSTrainerStrategy.__init__(self, *args, **kwargs)
-
-    __init__.__signature__ = spelled_out(MiCSTrainerStrategy.__init__, framework)  # type: ignore[attr-defined]
-    cls.__init__ = __init__  # type: ignore[misc]
-    return cls
+    return class_for(MiCSTrainerStrategy, framework, name)
 
 
 def __getattr__(name: str) -> Any:

@@ -182,7 +182,7 @@ class Sharded:
         norm_type: float = 2.0,
         *,
         error_if_nonfinite: bool = False,
-        only: Iterable[torch.Tensor] | str = "all",
+        only: Iterable[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`.
 
@@ -190,17 +190,17 @@ class Sharded:
             max_norm: The largest norm to leave.
             norm_type: Of the p-norm; `math.inf` for the largest element.
             error_if_nonfinite: Raise when the norm is NaN or infinite.
-            only: The parameters whose gradients count and are scaled, the same on all ranks.
+            only: The parameters whose gradients count and are scaled, the same on all ranks; None means all.
 
         Returns:
             The norm before, a plain scalar tensor, the same on all ranks.
 
         Raises:
             LifecycleError: The norm is not finite and `error_if_nonfinite` is set.
+            ConfigError: `only` holds what is no parameter of this sharded model.
         """
+        parameters = self.parameters if only is None else self._chosen(only)
         self._engine.finish_gradients()
-        chosen = None if isinstance(only, str) else {id(parameter) for parameter in only}
-        parameters = [each for each in self.parameters if chosen is None or id(each) in chosen]
         total = norm.total_norm(parameters, self._mesh, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise LifecycleError(
@@ -209,6 +209,16 @@ class Sharded:
             )
         norm.clip(parameters, total, max_norm)
         return total
+
+    def _chosen(self, only: Iterable[torch.Tensor]) -> list[ShardedParameter]:
+        chosen = {id(parameter): parameter for parameter in only}
+        foreign = [parameter for parameter in chosen.values() if not self.owns(parameter)]
+        if foreign:
+            raise ConfigError(
+                f"`only` holds a tensor {list(foreign[0].shape)} that is no parameter of this sharded model. Pass "
+                "those that `model.parameters()` gives after sharding."
+            )
+        return [each for each in self.parameters if id(each) in chosen]
 
     def finish_gradients(self) -> None:
         """Make every gradient the mean over all ranks now, as stepping, clipping and reading `grad` do. Collective."""

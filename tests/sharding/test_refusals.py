@@ -389,3 +389,12 @@ def convert_to_itself(ctx: RankContext) -> torch.dtype:
 
 def test_conversion_that_changes_nothing_is_allowed(ranks: RankPool) -> None:
     assert ranks(2, convert_to_itself) == [torch.float32] * 2
+
+
+def clip_others(ctx: RankContext) -> None:
+    sharded = shard(models.mlp().build())
+    sharded.clip_grad_norm_(1.0, only=models.mlp().build().parameters())
+
+
+def test_clipping_what_is_not_sharded_is_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(lambda: ranks(2, clip_others), ConfigError, r"`only` holds a tensor \[16, 5\] that is no")
