@@ -1,8 +1,8 @@
 """Why is a sharded tensor not put together by torch's own `full_tensor`?
 
-On gloo, torch's functional all-gather ends in the backend's coalesced one, which damages the heap of the process once
-in about a million calls while other Python threads run (torch 2.11 to 2.13; ``docs/design/full-tensor.md`` has the
-program that shows it). Lanes are such threads, and saving a model is a call for each of its tensors. The plain
+On gloo, torch's functional all-gather ends in the backend's coalesced one, which damages the heap of the process now
+and then while other Python threads run (torch 2.11 to 2.13; ``docs/design/full-tensor.md`` has the program that shows
+it). Lanes are such threads, and saving a model is a call for each of its tensors. The plain
 all-gather has no such fault.
 """
 
