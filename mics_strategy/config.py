@@ -8,6 +8,8 @@ knows the job: what needs the number of ranks is resolved by `topology.resolve_s
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -194,14 +196,36 @@ class ShardConfig:
         )
         if letters is None and key != "auto":
             raise ConfigError(f"`preset={name!r}` is not known. Use one of {', '.join(cls.PRESETS)} or auto.")
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(overrides) - known)
-        if unknown:
-            raise ConfigError(f"Unknown option {', '.join(map(repr, unknown))}. Known: {', '.join(sorted(known))}.")
+        cls._refuse_unknown(overrides)
         words = [_LETTER_SCOPES[letter] for letter in letters] if letters else ["auto"] * 3
         scopes = dict(zip(_CHOSEN_TOGETHER, words, strict=True))
         scopes["secondary_params"] = "partition" if key == "zeropp" else "none"
         return cls(**{**scopes, **overrides})
+
+    @classmethod
+    def of(cls, config: str | ShardConfig, **overrides: Any) -> ShardConfig:
+        """What a preset's name or a configuration means, with any field overridden.
+
+        Args:
+            config: A preset's name or a `ShardConfig`.
+            **overrides: Fields; those that are None keep what `config` says.
+
+        Raises:
+            ConfigError: Unknown preset or field.
+        """
+        given = {name: value for name, value in overrides.items() if value is not None}
+        if isinstance(config, str):
+            return cls.preset(config, **given)
+        cls._refuse_unknown(given)
+        return config.replace(**given)
+
+    @classmethod
+    def _refuse_unknown(cls, names: Iterable[str]) -> None:
+        known = sorted(field.name for field in dataclasses.fields(cls))
+        for name in sorted(set(names) - set(known)):
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"Unknown option {name!r}.{meant} Known: {', '.join(known)}.")
 
     def describe(self) -> dict[str, str]:
         """Every field as text that is equal on two ranks when the values are."""

@@ -28,7 +28,7 @@ from mics_strategy.lightning.framework import (
     unwrap_module,
     unwrap_optimizer,
 )
-from mics_strategy.lightning.options import class_for, config_from
+from mics_strategy.lightning.options import class_for
 from mics_strategy.lightning.processes import Processes
 from mics_strategy.lightning.units import UnitRule, move_what_is_not_sharded, rule_for
 
@@ -126,7 +126,7 @@ class MiCSStrategyOfFabric(FabricCheckpoints, Processes):  # for a type checker,
             checkpoint_io=checkpoint_io,
             precision=precision,
         )
-        self.config = config_from(config, overrides)
+        self.config = ShardConfig.of(config, **overrides)
         self._units = units
         self._num_nodes = 1
         self._process_group_backend = process_group_backend

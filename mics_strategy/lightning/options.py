@@ -13,30 +13,11 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mics_strategy import ConfigError, ShardConfig
+from mics_strategy import ShardConfig
 from mics_strategy.lightning.framework import Framework
 
 T = TypeVar("T")
 _OPTIONS = tuple(field.name for field in dataclasses.fields(ShardConfig))
-
-
-def config_from(config: str | ShardConfig, overrides: dict[str, Any]) -> ShardConfig:
-    """The configuration that the arguments ask for.
-
-    Args:
-        config: A preset's name or a `ShardConfig`.
-        overrides: Fields of `ShardConfig`; those that are None keep what `config` says.
-
-    Raises:
-        ConfigError: Unknown or impossible options.
-    """
-    given = {name: value for name, value in overrides.items() if value is not None}
-    if isinstance(config, str):
-        return ShardConfig.preset(config, **given)
-    unknown = sorted(set(given) - set(_OPTIONS))
-    if unknown:
-        raise ConfigError(f"Unknown option {', '.join(map(repr, unknown))}. Known: {', '.join(sorted(_OPTIONS))}.")
-    return config.replace(**given)
 
 
 def spelled_out(initialise: Callable[..., None], framework: Framework) -> inspect.Signature:

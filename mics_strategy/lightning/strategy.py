@@ -24,7 +24,7 @@ from mics_strategy.lightning.framework import TrainerFramework, check_sigterm_se
 from mics_strategy.lightning.launcher import whole_weights_launcher
 from mics_strategy.lightning.length import at_any_length, grad_codec_steps
 from mics_strategy.lightning.logged import log_plain_numbers
-from mics_strategy.lightning.options import class_for, config_from
+from mics_strategy.lightning.options import class_for
 from mics_strategy.lightning.processes import Processes, leave_as_it_is
 from mics_strategy.lightning.steps import run_as_forward
 from mics_strategy.lightning.units import UnitRule, move_what_is_not_sharded, rule_for
@@ -100,7 +100,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.config = config_from(config, overrides)
+        self.config = ShardConfig.of(config, **overrides)
         self._units = units
         self._num_nodes = 1
         self._process_group_backend = process_group_backend

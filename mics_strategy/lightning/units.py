@@ -25,17 +25,17 @@ def rule_for(module: nn.Module, units: UnitRule, *, every_child: bool) -> Any:
 
     Args:
         module: The LightningModule.
-        units: As `shard` takes it; classes may also be given by name, as on a command line.
+        units: As `shard` takes it.
         every_child: Whether every child of `module` that has parameters is a unit as well.
 
     Raises:
         ConfigError: No module has a class of that name.
     """
+    if not every_child or isinstance(units, int):
+        return units
     entries = [units] if isinstance(units, str) and units != "auto" else units
     if isinstance(entries, Iterable) and not isinstance(entries, str):
         units = tuple(cls for entry in entries for cls in _classes(module, entry))
-    if not every_child or isinstance(units, int):
-        return units
     chosen = {child for child in module.children() if any(True for _ in child.parameters())}
     chosen.update(_matching(module, units))
     return lambda candidate: candidate in chosen

@@ -44,7 +44,8 @@ def shard(
         model: With values, equal or not (rank 0's are taken), or on the meta device.
         config: Which state is sharded over which ranks; a preset's name for short.
         units: Modules whose parameters travel together: ``"auto"`` (the layer classes that the model
-            repeats), module classes, a predicate of a module, or the least number of parameters of a unit.
+            repeats), module classes or their names, a predicate of a module, or the least number of parameters of a
+            unit.
         device: Where to train; ``"auto"`` is this rank's GPU when the process group is NCCL's, else the CPU.
         initializer: For a meta model, called with each module that owns parameters or buffers, inner ones
             first; ``"auto"`` uses the model's `_init_weights` (transformers) or each module's

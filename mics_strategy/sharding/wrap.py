@@ -17,7 +17,7 @@ from torch import nn
 
 from mics_strategy.errors import ConfigError
 
-UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
+UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LEAST_SHARE = 0.05
@@ -48,8 +48,8 @@ def find_units(model: nn.Module, rule: UnitRule) -> list[UnitModule]:
 
     Args:
         model: The whole model; always the first unit.
-        rule: ``"auto"``; a module class or several; a predicate of a module; or an int, the least number of
-            parameters of a unit.
+        rule: ``"auto"``; a module class or several, by itself or by name; a predicate of a module; or an int, the
+            least number of parameters of a unit.
 
     Raises:
         ConfigError: The rule matches nothing, or is of another type.
@@ -69,11 +69,7 @@ def find_units(model: nn.Module, rule: UnitRule) -> list[UnitModule]:
 
 
 def _choose(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
-    if isinstance(rule, str):
-        if rule != "auto":
-            raise ConfigError(
-                f"`units={rule!r}` is not known. Use 'auto', module classes, a predicate, or a number of parameters."
-            )
+    if rule == "auto":
         return _repeated_layers(model)
     if isinstance(rule, bool) or not (isinstance(rule, (int, type, Iterable)) or callable(rule)):
         raise ConfigError(
@@ -81,19 +77,28 @@ def _choose(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
         )
     if isinstance(rule, int):
         return _large_modules(model, rule)
-    if isinstance(rule, type) or isinstance(rule, Iterable):
-        classes = (rule,) if isinstance(rule, type) else tuple(rule)
-        if not all(isinstance(cls, type) for cls in classes):
-            raise ConfigError(
-                f"`units={rule!r}` are not module classes. Pass classes, for example [LlamaDecoderLayer]."
-            )
-        chosen = {module for module in model.modules() if isinstance(module, classes)}
-        if not chosen:
-            names = ", ".join(cls.__name__ for cls in classes)
-            found = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
-            raise ConfigError(f"`units`: the model has no module of class {names}. It has {found}.")
-        return chosen
+    if isinstance(rule, type | Iterable):
+        return _of_classes(model, (rule,) if isinstance(rule, type | str) else tuple(rule))
     return {module for module in model.modules() if rule(module)}
+
+
+def _of_classes(model: nn.Module, wanted: tuple[type[nn.Module] | str, ...]) -> set[nn.Module]:
+    """Modules of some of the classes; a name means the class itself, not those derived from it."""
+    if not wanted or not all(isinstance(entry, type | str) for entry in wanted):
+        raise ConfigError(
+            f"`units={wanted!r}` is not a rule: these are not module classes. Pass classes, for example [LlamaDecoderLayer], or their names."
+        )
+    classes = tuple(entry for entry in wanted if isinstance(entry, type))
+    names = {entry.rpartition(".")[2] for entry in wanted if isinstance(entry, str)}
+    present = {type(module).__name__ for module in model.modules()}
+    chosen = {module for module in model.modules() if isinstance(module, classes) or type(module).__name__ in names}
+    lacking = names - present or ({cls.__name__ for cls in classes} if not chosen else set())
+    if lacking:
+        raise ConfigError(
+            f"`units`: the model has no module of class {', '.join(sorted(lacking))}. It has "
+            f"{', '.join(sorted(present))}."
+        )
+    return chosen
 
 
 def _large_modules(model: nn.Module, least: int) -> set[nn.Module]:

@@ -319,7 +319,7 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (other_names, ConfigError, r"`model` differs between ranks"),
     (other_frozen, ConfigError, r"`model` differs between ranks"),
     (other_ties, ConfigError, r"differs between ranks"),
-    (bad_rule, ConfigError, r"`units='layers'` is not known. Use 'auto'"),
+    (bad_rule, ConfigError, r"no module of class layers. It has Linear"),
     (missing_class, ConfigError, r"no module of class Conv2d. It has Linear"),
     (missing_class_on_one_rank, ConfigError, r"Conv2d.*found on rank 3"),
     (sharded_twice, ConfigError, r"sharded already. Call `shard\(\)` once"),

@@ -174,7 +174,19 @@ def test_class_that_the_model_lacks_is_refused_with_what_it_has() -> None:
         find_units(Transformer(), nn.Conv2d)
 
 
-@pytest.mark.parametrize("rule", ["layers", True, 1.5, None, ["Block"], [], torch.zeros(1)], ids=repr)
+@pytest.mark.parametrize("rule", ["Block", "tests.models.Block", ["Block"], [Block, "Block"]], ids=repr)
+def test_a_class_may_be_given_by_its_name(rule: object) -> None:
+    model = Transformer()
+    assert [unit.name for unit in find_units(model, rule)] == [unit.name for unit in find_units(model, Block)]
+
+
+@pytest.mark.parametrize("rule", ["Blok", [Block, "Blok"]], ids=repr)
+def test_name_of_no_class_is_refused_even_beside_others(rule: object) -> None:
+    with pytest.raises(ConfigError, match=r"no module of class Blok\. It has Block"):
+        find_units(Transformer(), rule)
+
+
+@pytest.mark.parametrize("rule", [True, 1.5, None, [1], [], torch.zeros(1)], ids=repr)
 def test_rule_of_another_kind_is_refused(rule: object) -> None:
     with pytest.raises(ConfigError, match="`units"):
         find_units(Transformer(), rule)
