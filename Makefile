@@ -8,7 +8,7 @@ venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -e ".[recipes,dev,bench]" -c constraints.txt
+	$(VENV)/bin/python -m pip install -e ".[accelerate,recipes,dev,bench]" -c constraints.txt
 	touch $(STAMP)
 
 # Two halves side by side, each with ranks of its own: alone, either leaves half of two cores idle.

@@ -3,7 +3,15 @@
 Importing the package makes ``Trainer(strategy="mics")`` known to Lightning, without importing Lightning.
 """
 
-from mics_strategy.checkpoint.load import OpenCheckpoint, load_checkpoint, load_newest_checkpoint, newest_checkpoint
+from mics_strategy.checkpoint.folder import whole_folder
+from mics_strategy.checkpoint.load import (
+    OpenCheckpoint,
+    check_checkpoint,
+    is_checkpoint,
+    load_checkpoint,
+    load_newest_checkpoint,
+    newest_checkpoint,
+)
 from mics_strategy.checkpoint.save import PendingSave, finish_saves, remove_checkpoint, save_checkpoint
 from mics_strategy.checkpoint.weights import load_weights
 from mics_strategy.collectives.codecs import Codec
@@ -33,7 +41,9 @@ __all__ = [
     "ShardConfig",
     "Sharded",
     "Topology",
+    "check_checkpoint",
     "finish_saves",
+    "is_checkpoint",
     "load_checkpoint",
     "load_newest_checkpoint",
     "load_weights",
@@ -41,6 +51,7 @@ __all__ = [
     "remove_checkpoint",
     "save_checkpoint",
     "shard",
+    "whole_folder",
 ]
 
 

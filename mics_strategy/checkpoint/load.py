@@ -227,8 +227,19 @@ def newest_checkpoint(folder: str | Path) -> Path | None:
     return None
 
 
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether a folder is a checkpoint that was finished, or one that its successor has put aside and never replaced.
+
+    Not while another process may be writing it.
+    """
+    return storage.find(Path(path))
+
+
 def check_checkpoint(path: Path) -> Manifest:
     """Hold every file of a checkpoint against the manifest. Collective: ranks share the reading.
+
+    Args:
+        path: The folder, the same on all ranks.
 
     Raises:
         CheckpointError: On every rank, naming a file that is missing or not what was written.

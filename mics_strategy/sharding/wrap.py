@@ -86,7 +86,8 @@ def _of_classes(model: nn.Module, wanted: tuple[type[nn.Module] | str, ...]) -> 
     """Modules of some of the classes; a name means the class itself, not those derived from it."""
     if not wanted or not all(isinstance(entry, type | str) for entry in wanted):
         raise ConfigError(
-            f"`units={wanted!r}` is not a rule: these are not module classes. Pass classes, for example [LlamaDecoderLayer], or their names."
+            f"`units={wanted!r}` is not a rule: these are not module classes. Pass classes, for example "
+            "[LlamaDecoderLayer], or their names."
         )
     classes = tuple(entry for entry in wanted if isinstance(entry, type))
     names = {entry.rpartition(".")[2] for entry in wanted if isinstance(entry, str)}

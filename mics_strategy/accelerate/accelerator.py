@@ -1,0 +1,328 @@
+"""What does `accelerate.Accelerator` do differently when it trains sharded models?
+
+It shards a model in place when it is prepared, points optimizers at the shards whenever those come, tells the engine
+where an optimizer step ends, and clips, saves and loads over all ranks. Everything else is Accelerate's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from mics_strategy import ConfigError, LifecycleError, Sharded, shard
+from mics_strategy.accelerate import checkpoints, framework, launch
+from mics_strategy.accelerate.plugin import MiCSPlugin
+from mics_strategy.accelerate.recomputation import checkpoint_activations
+
+_log = logging.getLogger(__name__)
+
+
+class MiCSAccelerator(Accelerator):  # type: ignore[misc]
+    """An `Accelerator` whose models are sharded by a `ShardConfig`.
+
+    ``accelerate.Accelerator(...)`` constructs it where MiCS was asked for; derive from this class to add to it. On GPUs
+    and on CPUs, under any launcher or none.
+
+    Args:
+        *args: As `Accelerator` takes them.
+        **kwargs: As `Accelerator` takes them. `fsdp_plugin` is a `MiCSPlugin`; left out, what the launcher's
+            configuration says. `parallelism_config` may give the partition size (`dp_shard_size`).
+
+    Raises:
+        ConfigError: Impossible options, or a job that cannot be sharded.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = framework.arguments(self, args, kwargs)
+        self._handles: list[weakref.ref[Sharded]] = []
+        self._deferring: list[Sharded] = []  # inside `no_sync`
+        self._waiting: dict[Any, Any] = {}  # optimizers whose model is not prepared yet, and how to stop waiting
+        given["fsdp_plugin"] = _plugin(given.get("fsdp_plugin"), given.pop("parallelism_config", None))
+        if not framework.is_started():
+            given["cpu"] = given.get("cpu", False) or framework.lacks_device()
+            framework.start_state(given, given["fsdp_plugin"])
+        super().__init__(**given)
+        framework.ensure_group(self.device)
+
+    # -- handles ----------------------------------------------------------------------------------------------
+
+    @property
+    def handles(self) -> list[Sharded]:
+        """Of all models that were prepared and are still there."""
+        return [handle for reference in self._handles if (handle := reference()) is not None]
+
+    def sharded_of(self, of: Any) -> Sharded:
+        """The handle of a model: plan, traffic, memory.
+
+        Args:
+            of: A model or an optimizer, before or after `prepare`.
+
+        Raises:
+            LifecycleError: It was not prepared.
+        """
+        found = self.handle_of(of)
+        if found is None:
+            raise LifecycleError(
+                f"This {type(of).__name__} belongs to no model that was prepared. Call `accelerator.prepare(model)` "
+                "first."
+            )
+        return found
+
+    def handle_of(self, of: Any) -> Sharded | None:
+        """The handle of a model or of the one that an optimizer steps on; None for anything else."""
+        of = framework.unwrap_optimizer(of)
+        if isinstance(of, nn.Module):
+            model = framework.unwrap_model(of)
+            return next((handle for handle in self.handles if handle.model is model), None)
+        groups = getattr(of, "param_groups", ())
+        first = next((parameter for group in groups for parameter in group["params"]), None)
+        return None if first is None else next((handle for handle in self.handles if _has(handle, first)), None)
+
+    # -- preparing --------------------------------------------------------------------------------------------
+
+    @override
+    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
+        """Prepare objects in any order, together or one by one; models are sharded in place.
+
+        Raises:
+            ConfigError: On every rank, for what `mics_strategy.shard` refuses.
+            ValueError: `device_placement` of another length.
+        """
+        placements: list[bool | None] = [None] * len(args) if device_placement is None else device_placement
+        if len(placements) != len(args):
+            raise ValueError(
+                f"`device_placement` has {len(placements)} entries for {len(args)} objects. Give one each."
+            )
+        for model in (item for item in args if isinstance(item, nn.Module)):
+            self._shard(model)
+        result = framework.deferring_prepare(self, args, placements)
+        framework.mark_prepared(result)
+        return result if len(result) > 1 else result[0]
+
+    @override
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard a model in place, for training or evaluation, with autocast and compilation as they were asked for."""
+        self._shard(model)
+        has_policy = self.state.fsdp_plugin.mixed_precision_policy is not None
+        with framework.without_autocast(self) if has_policy else ExitStack():
+            prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        return prepared
+
+    def _shard(self, model: nn.Module) -> None:
+        if self.handle_of(model) is not None or framework.is_prepared(model):
+            return
+        model = framework.unwrap_model(model)
+        plugin = self.state.fsdp_plugin
+        if self.mixed_precision != "no":
+            _use_fp32_masters(model)
+        device = self.device if self.device.type == "cuda" else torch.device(self.device.type)
+        sharded = shard(model, plugin.config, units=plugin.units_for(model), device=device)
+        self._handles = [*(each for each in self._handles if each() is not None), weakref.ref(sharded)]
+        if plugin.activation_checkpointing:
+            checkpoint_activations(sharded)
+        for optimizer in [*self._waiting]:
+            self._adopt(optimizer)
+
+    @override
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """Point an optimizer at the shards of its model, now or when that is prepared.
+
+        Raises:
+            ConfigError: On every rank, for an optimizer over parameters of several models, or of none.
+        """
+        prepared = super().prepare_optimizer(optimizer, device_placement=False)
+        self._adopt(framework.unwrap_optimizer(prepared))
+        return prepared
+
+    def _adopt(self, optimizer: Optimizer) -> None:
+        handle = self.handle_of(optimizer)
+        if handle is not None:
+            handle.adopt(optimizer)
+            if optimizer in self._waiting:
+                self._waiting.pop(optimizer).remove()
+        elif optimizer not in self._waiting and any(group["params"] for group in optimizer.param_groups):
+            self._waiting[optimizer] = optimizer.register_step_pre_hook(_refuse_to_step)
+
+    @override
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of all that was prepared."""
+        self._waiting.clear()
+        return super().free_memory(*objects)
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    @override
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Say that more micro-steps of this optimizer step follow: gradients stay within their scope until then."""
+        handle = self.sharded_of(model)
+        self._deferring.append(handle)
+        try:
+            yield
+        finally:
+            self._deferring.remove(handle)
+
+    @override
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward, which outside of `no_sync` is the last of its optimizer step."""
+        with ExitStack() as stack:
+            for handle in self.handles:
+                stack.enter_context(handle.micro_step(0, of=2 if handle in self._deferring else 1))
+            super().backward(loss, **kwargs)
+
+    @override
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm over all ranks, and over all models together, is at most `max_norm`.
+
+        Returns:
+            The norm before, a plain scalar tensor, the same on all ranks.
+        """
+        self.unscale_gradients()
+        by_model = self._by_model(parameters)
+        if len(by_model) == 1:
+            ((handle, own),) = by_model
+            return handle.clip_grad_norm_(float(max_norm), float(norm_type), only=own)
+        norms = [handle.clip_grad_norm_(math.inf, float(norm_type), only=own) for handle, own in by_model]
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for grad in _local_gradients(by_model):
+            grad.mul_(factor)
+        return total
+
+    @override
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Limit every element of the gradients."""
+        self.unscale_gradients()
+        by_model = self._by_model(parameters)
+        for handle, _ in by_model:
+            handle.finish_gradients()
+        for grad in _local_gradients(by_model):
+            grad.clamp_(-float(clip_value), float(clip_value))
+
+    def _by_model(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[Sharded, list[torch.Tensor]]]:
+        """The parameters of each model.
+
+        Raises:
+            ConfigError: There are none, or some that belong to no prepared model.
+        """
+        rest = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        found = []
+        for handle in self.handles:
+            own = [parameter for parameter in rest if handle.owns(parameter)]
+            rest = [parameter for parameter in rest if not handle.owns(parameter)]
+            if own:
+                found.append((handle, own))
+        if rest or not found:
+            what = f"a tensor {list(rest[0].shape)} of no model that was prepared" if rest else "no parameters"
+            raise ConfigError(
+                f"Gradients of {what} cannot be clipped. Pass those that `model.parameters()` gives after `prepare`."
+            )
+        return found
+
+    # -- saving and loading -----------------------------------------------------------------------------------
+
+    @override
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The plain model's state dict, whole on rank 0's CPU; empty on other ranks. Collective."""
+        handle = self.handle_of(model)
+        if handle is None:
+            plain: dict[str, Any] = framework.unwrap_model(model).state_dict()
+            return plain
+        return handle.full_state_dict()
+
+    @override
+    def save_state(
+        self, output_dir: str | Path | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
+        """Save models, optimizers and all else as a folder that is whole or absent. Collective, on all ranks.
+
+        Raises:
+            CheckpointError: On every rank, naming the one that failed; an older checkpoint of that name is as it was.
+        """
+        with (
+            checkpoints.saving(self, output_dir) as (draft, target),
+            framework.named_by_caller(self.project_configuration),
+        ):
+            super().save_state(str(draft), safe_serialization, **save_model_func_kwargs)
+        return str(target)
+
+    @override
+    def load_state(self, input_dir: str | Path | None = None, *args: Any, **kwargs: Any) -> None:
+        """Restore what `save_state` wrote, by any number of ranks, or what Accelerate saved with DDP or FSDP2.
+
+        Raises:
+            CheckpointError: On every rank, for a folder that is damaged or another model's.
+        """
+        folder = checkpoints.to_load(self, input_dir)
+        with framework.named_by_caller(self.project_configuration):
+            super().load_state(str(folder), *args, **kwargs)
+
+
+def _plugin(given: Any, parallelism: Any) -> MiCSPlugin:
+    """The plugin that was given, made of what was given, or that of this process."""
+    if given is None:
+        given = framework.current_plugin()
+    if given is None:
+        plugin = MiCSPlugin()
+    elif isinstance(given, MiCSPlugin):
+        plugin = given
+    else:
+        plugin = MiCSPlugin.upgraded(given)
+    if framework.is_started() and framework.current_plugin() is not plugin:
+        raise ConfigError(
+            "This process has an Accelerator that was made without this `MiCSPlugin`, and all Accelerators of a "
+            "process share one state. Give the plugin to the first one, or load `mics_strategy.accelerate` before it is made."
+        )
+    sizes = {name: getattr(parallelism, name) or 1 for name in launch.PARALLEL_SIZES} if parallelism else {}
+    wanted = launch.partition_size_of(sizes) if sizes else launch.partition_size()
+    if wanted is not None and plugin.config.partition_size != wanted:
+        if plugin.config.partition_size != "auto":
+            raise ConfigError(
+                f"`partition_size={plugin.config.partition_size!r}` and `parallelism_config` with dp_shard_size={wanted}"
+                " say different things. Leave `parallelism_config` out."
+            )
+        plugin.config = plugin.config.replace(partition_size=wanted)
+    return plugin
+
+
+def _has(handle: Sharded, parameter: torch.Tensor) -> bool:
+    return handle.owns(parameter) or handle.replaced(parameter) is not None
+
+
+def _local_gradients(by_model: list[tuple[Sharded, list[torch.Tensor]]]) -> Iterator[torch.Tensor]:
+    """This rank's part of each gradient."""
+    for parameter in (parameter for _, own in by_model for parameter in own):
+        if (grad := parameter.grad) is not None:
+            yield grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _use_fp32_masters(model: nn.Module) -> None:
+    """Keep what is trained in fp32 where computing is in lower precision, as Accelerate does with FSDP."""
+    low = [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.dtype.itemsize < 4]
+    for parameter in low:
+        parameter.data = parameter.data.float()
+    if low:
+        _log.info("%d parameters of low precision are kept in fp32, as `mixed_precision` is on.", len(low))
+
+
+def _refuse_to_step(optimizer: Optimizer, *_: Any) -> None:
+    raise LifecycleError(
+        f"{type(optimizer).__name__} was prepared, and its model was not: it would train this rank's own copy. Call "
+        "`accelerator.prepare(model)` before the first step."
+    )

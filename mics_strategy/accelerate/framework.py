@@ -1,0 +1,204 @@
+"""Which private names of Accelerate do we rely on?
+
+Every one stands in this file, so that a new release is checked against one page: how its process-wide state is made and
+told that the job is sharded, and the functions by which it and `transformers.Trainer` save and load sharded models.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, TorchDynamoPlugin
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+from mics_strategy import ConfigError
+from mics_strategy.accelerate import launch
+from mics_strategy.accelerate.plugin import MiCSPlugin
+
+_SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
+_HOMES = ("accelerate.utils.fsdp_utils", "accelerate.utils", "accelerate.accelerator", "transformers.trainer")
+_signature = inspect.signature(Accelerator.__init__)  # before anybody derives from it
+
+
+def arguments(accelerator: Accelerator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``Accelerator(...)`` by name.
+
+    Raises:
+        TypeError: As Python does, for arguments that do not fit.
+    """
+    given = dict(_signature.bind(accelerator, *args, **kwargs).arguments)
+    del given["self"]
+    return given
+
+
+def current_plugin() -> Any:
+    """The FSDP plugin of the Accelerator that this process has made before; None without one."""
+    return getattr(AcceleratorState(), "fsdp_plugin", None) if is_started() else None
+
+
+def is_started() -> bool:
+    """Whether this process has made an Accelerator whose state is still there."""
+    return bool(AcceleratorState._shared_state)
+
+
+def start_state(given: Mapping[str, Any], plugin: MiCSPlugin) -> None:
+    """Make the process-wide state, as `Accelerator` would, and have it say that the job is sharded.
+
+    Accelerate does so by itself on GPUs only, and not where an earlier state was reset.
+
+    Args:
+        given: The arguments of `Accelerator`.
+        plugin: For its `fsdp_plugin`.
+
+    Raises:
+        ConfigError: The job is of a kind that is not supported, or its processes do not know of each other.
+    """
+    handlers = given.get("kwargs_handlers") or ()
+    group: dict[str, Any] = next(
+        (handler.to_kwargs() for handler in handlers if isinstance(handler, InitProcessGroupKwargs)), {}
+    )
+    dynamo = given.get("dynamo_plugin")
+    if dynamo is None:
+        backend = given.get("dynamo_backend")
+        dynamo = TorchDynamoPlugin() if backend is None else TorchDynamoPlugin(backend=backend)
+    state = AcceleratorState(
+        mixed_precision=given.get("mixed_precision"),
+        cpu=given.get("cpu", False),
+        dynamo_plugin=dynamo,
+        fsdp_plugin=plugin,
+        _from_accelerator=True,
+        **group,
+    )
+    try:
+        _refuse_job(state)
+    except ConfigError:
+        AcceleratorState._reset_state()
+        raise
+    state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    state.fsdp_plugin = plugin
+
+
+def _refuse_job(state: Any) -> None:
+    if state.distributed_type not in _SUPPORTED:
+        raise ConfigError(
+            f"Accelerate runs on {state.distributed_type}, and MiCS on CPUs and CUDA GPUs. Use one of them."
+        )
+    if state.mixed_precision == "fp8":
+        raise ConfigError("`mixed_precision='fp8'` is not offered. Use 'bf16', 'fp16' or 'no'.")
+    if state.num_processes != launch.num_processes():
+        raise ConfigError(
+            f"A launcher has started {launch.num_processes()} processes, and Accelerate found {state.num_processes}: "
+            "without a GPU it starts no process group unless it is told to use the CPU. Set ACCELERATE_USE_CPU=true, "
+            "or use `Accelerator(cpu=True)` or `TrainingArguments(use_cpu=True)`."
+        )
+
+
+def lacks_device() -> bool:
+    """Whether this machine has no accelerator and no state has been made, so that the CPU is to be asked for."""
+    return PartialState._shared_state == {} and not torch.accelerator.is_available()
+
+
+def ensure_group(device: torch.device) -> None:
+    """Make a process group of this process alone, where a script runs without a launcher."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The module inside of `torch.compile`'s."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """The torch optimizer inside of Accelerate's."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def is_prepared(item: Any) -> bool:
+    """Whether `prepare` has returned an object before."""
+    return getattr(item, "_is_accelerate_prepared", False) is True
+
+
+def mark_prepared(items: tuple[Any, ...]) -> None:
+    """Have Accelerate know what `prepare` returns."""
+    for item in items:
+        if hasattr(item, "__dict__"):
+            item._is_accelerate_prepared = True
+
+
+def deferring_prepare(accelerator: Any, items: tuple[Any, ...], placements: list[bool | None]) -> tuple[Any, ...]:
+    """Prepare objects one by one: schedulers last, as they look for their optimizers."""
+    first = tuple(
+        accelerator._prepare_one(item, first_pass=True, device_placement=placement)
+        for item, placement in zip(items, placements, strict=True)
+    )
+    return tuple(accelerator._prepare_one(item) for item in first)
+
+
+@contextmanager
+def without_autocast(accelerator: Any) -> Iterator[None]:
+    """Prepare a model without wrapping its forward in autocast."""
+    before, accelerator.native_amp = accelerator.native_amp, False
+    try:
+        yield
+    finally:
+        accelerator.native_amp = before
+
+
+@contextmanager
+def named_by_caller(configuration: Any) -> Iterator[None]:
+    """Save and load where one says, though the project counts its checkpoints itself."""
+    before, configuration.automatic_checkpoint_naming = configuration.automatic_checkpoint_naming, False
+    try:
+        yield
+    finally:
+        configuration.automatic_checkpoint_naming = before
+
+
+def redirect(choose: Callable[[type[Any], tuple[Any, ...], dict[str, Any]], type[Any]]) -> None:
+    """Let ``Accelerator(...)`` construct the class that `choose` gives for the class asked for and its arguments."""
+    if "__new__" in Accelerator.__dict__:
+        return
+
+    def __new__(cls: type[Any], *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(choose(cls, args, kwargs))
+
+    Accelerator.__new__ = __new__
+
+
+def dispatch(name: str, ours: Callable[..., Any]) -> None:
+    """Let a function of Accelerate, wherever it was imported to, be `ours` for jobs with our plugin.
+
+    Args:
+        name: Of a function whose first argument is the FSDP plugin.
+        ours: With the same arguments.
+    """
+    stock = getattr(accelerate.utils, name)
+    if hasattr(stock, "mics_stock"):
+        return
+
+    @functools.wraps(stock)
+    def either(plugin: Any, *args: Any, **kwargs: Any) -> Any:
+        return (ours if isinstance(plugin, MiCSPlugin) else stock)(plugin, *args, **kwargs)
+
+    either.mics_stock = stock  # type: ignore[attr-defined]
+    for home in _HOMES:
+        module = sys.modules.get(home)
+        if getattr(module, name, None) is stock:
+            setattr(module, name, either)

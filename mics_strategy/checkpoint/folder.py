@@ -1,0 +1,108 @@
+"""How does a folder that many have written into become a checkpoint that is whole or absent?
+
+A framework's own checkpoint is a folder of many things: sharded checkpoints of ours, schedulers, random states, what
+the user's hooks write. It is filled as a draft; when every rank is done, rank 0 describes it in a manifest and renames
+it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mics_strategy.agreement import gather_objects, on_every_rank
+from mics_strategy.checkpoint import storage
+from mics_strategy.checkpoint.manifest import NAME, FileEntry, Manifest
+from mics_strategy.errors import CheckpointError
+from mics_strategy.sharding.sharded import Sharded
+from mics_strategy.version import package_version
+
+
+@contextmanager
+def whole_folder(path: str | Path, models: Sequence[Sharded] = ()) -> Iterator[Path]:
+    """Let all ranks fill a folder that appears under its name when all is in it, and never otherwise. Collective.
+
+    What an older checkpoint of that name holds beside what it was saved with (notes, say) is kept.
+
+    Args:
+        path: The folder, on a file system that all ranks see; rank 0's counts. It may hold nothing, or a checkpoint.
+        models: Whose steps the manifest tells, of the first.
+
+    Yields:
+        The draft to write into, the same on all ranks.
+
+    Raises:
+        CheckpointError: On every rank, naming the one that failed, for anything that was raised while the folder was
+            filled; that rank raises its own error. What was there is as it was.
+    """
+    target = gather_objects(Path(path))[0]
+    is_first = dist.get_rank() == 0
+    draft = gather_objects(on_every_rank(lambda: storage.begin(target) if is_first else None))[0]
+    if draft is None:
+        raise CheckpointError("Rank 0 made no draft. This is a defect; please report it.")
+    failure: BaseException | None = None
+    try:
+        yield draft
+    except Exception as error:  # told to all ranks, and raised again here
+        failure = error
+    told = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+    failed = next((rank for rank, words in enumerate(told) if words is not None), None)
+    if failed is not None:
+        if is_first:
+            storage.discard(draft)
+        if failure is not None:
+            raise failure
+        raise CheckpointError(f"`{target}` was not saved: rank {failed} raised {told[failed]}")
+    on_every_rank(lambda: _publish(draft, target, models) if is_first else None)
+
+
+def _publish(draft: Path, target: Path, models: Sequence[Sharded]) -> None:
+    try:
+        _keep_what_others_added(draft, target)
+        storage.write_manifest(draft, _manifest(draft, models))
+        storage.publish(draft, target)
+    except OSError as error:
+        storage.discard(draft)
+        raise CheckpointError(f"`{target}` was not saved: {error}") from error
+
+
+def _keep_what_others_added(draft: Path, target: Path) -> None:
+    """Copy what lies in an older checkpoint of that name without belonging to it."""
+    if not storage.is_checkpoint(target):
+        return
+    own = {name.partition("/")[0] for name in storage.read_manifest(target).files} | {NAME}
+    for entry in target.iterdir():
+        if entry.name not in own and not (draft / entry.name).exists():
+            shutil.copytree(entry, draft / entry.name) if entry.is_dir() else shutil.copy2(entry, draft / entry.name)
+
+
+def _manifest(draft: Path, models: Sequence[Sharded]) -> Manifest:
+    scopes = models[0].scopes if models else None
+    return Manifest(
+        step=models[0].steps_done if models else 0,
+        world_size=dist.get_world_size(),
+        scopes={}
+        if scopes is None
+        else {"params": scopes.params, "grads": scopes.grads, "optimizer": scopes.optimizer},
+        package_version=package_version(),
+        torch_version=str(torch.__version__),
+        files=_entries(draft),
+        pending_micro_steps=models[0].pending_micro_steps if models else 0,
+    )
+
+
+def _entries(draft: Path) -> dict[str, FileEntry]:
+    """Every file, but of checkpoints inside only their manifests: those know the rest."""
+    inside = {manifest.parent for manifest in draft.rglob(NAME)}
+    found = {}
+    for file in sorted(draft.rglob("*")):
+        is_known = any(folder in file.parents for folder in inside) and file.name != NAME
+        if file.is_file() and not is_known:
+            storage.sync(file)
+            found[file.relative_to(draft).as_posix()] = storage.entry_of(file)
+    return found

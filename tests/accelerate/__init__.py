@@ -1,0 +1,1 @@
+"""Accelerate and transformers.Trainer."""
