@@ -54,8 +54,8 @@ def config() -> ShardConfig:
         return ShardConfig.preset("mics")
     if text in _PRESET_OF_FSDP:
         raise ConfigError(
-            f"`fsdp_sharding_strategy: {text}` is a word of FSDP. Use `fsdp_sharding_strategy: "
-            f"{_PRESET_OF_FSDP[text]}`, or a mapping of options such as `{preset: mics, partition_size: 8}`."
+            f"`fsdp_sharding_strategy: {text}` is a word of FSDP. Use `fsdp_sharding_strategy: {_PRESET_OF_FSDP[text]}`"
+            ", or a mapping of options such as `{preset: mics, partition_size: 8}`."
         )
     return config_of(_parsed(text))
 
