@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -89,3 +90,89 @@ def test_training_equals_ddp_in_every_order_of_preparing(ranks: RankPool, order:
         assert own["losses"] == pytest.approx(plain["losses"], rel=1e-5)
         assert own["norms"] == pytest.approx(plain["norms"], rel=1e-5)
         assert own["lr"] == plain["lr"]
+
+
+@pytest.mark.parametrize("config", ["ddp", "zero1", "zero2", "zero3", "zeropp", "paro-nig"])
+def test_every_preset_equals_ddp(ranks: RankPool, config: str) -> None:
+    expected = run(ranks, 4, trained, PLAIN, "together", {}, ranks_per_node=2)[0]
+    found = run(ranks, 4, trained, config, "together", {}, ranks_per_node=2)[0]
+    assert_same(found["values"], expected["values"])
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("world_size", "partition_size"), [(2, 1), (3, 3), (4, 1), (4, 4)])
+def test_partitions_of_one_rank_and_of_all_equal_ddp(ranks: RankPool, world_size: int, partition_size: int) -> None:
+    expected = run(ranks, world_size, trained, PLAIN, "together", {})[0]
+    options = {"partition_size": partition_size}
+    assert_same(run(ranks, world_size, trained, "mics", "together", options)[0]["values"], expected["values"])
+
+
+def signalled(ctx: RankContext, config: str, plugin: dict[str, Any]) -> dict[str, Any]:
+    """One epoch of `accumulate` as the gradient accumulation plugin says."""
+    gradient_plugin = GradientAccumulationPlugin(num_steps=3, **plugin)
+    acc = accelerator(config, accelerator_gradient_accumulation_plugin=gradient_plugin)
+    model, optimizer, data, _ = prepared(acc, "together")
+    hops = []
+    for _ in range(2):
+        for (tokens,) in data:
+            with acc.accumulate(model):
+                acc.backward(loss_of(model, tokens))
+                optimizer.step()
+                optimizer.zero_grad()
+            hops.append(acc.sync_gradients)
+    found = {"values": values(model), "hops": hops}
+    return found if config == PLAIN else {**found, "traffic": acc.sharded_of(model).traffic()}
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [{}, {"sync_each_batch": True}, {"sync_with_dataloader": False}],
+    ids=["usual", "each batch", "over epochs"],
+)
+def test_accumulation_plugin_means_what_it_means_with_ddp(ranks: RankPool, plugin: dict[str, Any]) -> None:
+    expected = run(ranks, 4, signalled, PLAIN, plugin, ranks_per_node=2)[0]
+    found = run(ranks, 4, signalled, "mics", plugin, ranks_per_node=2)[0]
+    assert found["hops"] == expected["hops"]
+    assert False in found["hops"]
+    assert_same(found["values"], expected["values"])
+
+
+@pytest.mark.parametrize("each_batch", [False, True])
+def test_nodes_meet_once_per_step_unless_each_batch_is_synchronized(ranks: RankPool, each_batch: bool) -> None:
+    options = {"sync_each_batch": each_batch, "sync_with_dataloader": False}
+    found = run(ranks, 4, signalled, "mics", options, ranks_per_node=2)[0]
+    between = [row for row in found["traffic"] if row.axis == "inter_node" and row.planned_bytes > 100]
+    assert [row.sent_bytes / row.planned_bytes for row in between] == [3.0 if each_batch else 1.0]
+
+
+def by_hand(ctx: RankContext, config: str, form: str) -> dict[str, Tensor]:
+    """Windows that the script ends itself."""
+    acc = accelerator(config)
+    model, optimizer, data, _ = prepared(acc, "together")
+    batches = [tokens for (tokens,) in data]
+    for one, other in zip(batches[::2], batches[1::2], strict=False):
+        if form == "several forwards":
+            with acc.no_sync(model):
+                first = loss_of(model, one)
+            second = loss_of(model, other)
+            acc.backward(first + second)
+        elif form == "ends inside":
+            with acc.no_sync(model):
+                acc.backward(loss_of(model, one))
+                if config != PLAIN:
+                    acc.backward(loss_of(model, other))
+            if config == PLAIN:
+                acc.backward(loss_of(model, other))
+        elif form == "plain backward":
+            loss_of(model, one).backward()
+            loss_of(model, other).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+@pytest.mark.parametrize("form", ["several forwards", "ends inside", "plain backward"])
+def test_a_loop_written_by_hand_trains_what_ddp_trains(ranks: RankPool, form: str) -> None:
+    expected = run(ranks, 4, by_hand, PLAIN, form, ranks_per_node=2)[0]
+    for found in run(ranks, 4, by_hand, "mics", form, ranks_per_node=2):
+        assert_same(found, expected)
