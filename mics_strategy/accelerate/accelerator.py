@@ -270,8 +270,10 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             CheckpointError: On every rank, for a folder that is damaged or another model's.
         """
         folder = checkpoints.to_load(self, input_dir)
-        with framework.named_by_caller(self.project_configuration):
+        with framework.named_by_caller(self.project_configuration), framework.without_scaler(self) as scaler:
             super().load_state(str(folder), *args, **kwargs)
+        if scaler is not None:
+            checkpoints.load_scaler(scaler, folder)
 
 
 def _plugin(given: Any, parallelism: Any) -> MiCSPlugin:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import is_peft_model
+from accelerate.utils import SCALER_NAME, is_peft_model
 from torch.distributed.fsdp import StateDictType
 
 from mics_strategy import (
@@ -261,6 +261,21 @@ def to_load(accelerator: Any, input_dir: str | Path | None) -> Path:
     if newest is None:
         raise ValueError(f"`{_numbered(accelerator)}` holds no checkpoint.")
     return newest
+
+
+def load_scaler(scaler: torch.amp.GradScaler, folder: Path) -> None:
+    """Restore a gradient scaler as it was saved.
+
+    Raises:
+        CheckpointError: On every rank: the state was saved without one.
+    """
+    file = folder / SCALER_NAME
+    if not _of_rank_0(file.is_file()):
+        raise CheckpointError(
+            f"`{folder}` holds no `{SCALER_NAME}`: it was saved without a gradient scaler, and this run has one. Load it "
+            "with the `mixed_precision` that it was saved with."
+        )
+    scaler.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
 
 def _numbered(accelerator: Any) -> Path:

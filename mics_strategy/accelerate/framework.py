@@ -162,6 +162,16 @@ def without_autocast(accelerator: Any) -> Iterator[None]:
 
 
 @contextmanager
+def without_scaler(accelerator: Any) -> Iterator[Any]:
+    """Load a state without its scaler, which Accelerate's FSDP2 loads wrongly where it was in use; yields it."""
+    scaler, accelerator.scaler = accelerator.scaler, None
+    try:
+        yield scaler
+    finally:
+        accelerator.scaler = scaler
+
+
+@contextmanager
 def named_by_caller(configuration: Any) -> Iterator[None]:
     """Save and load where one says, though the project counts its checkpoints itself."""
     before, configuration.automatic_checkpoint_naming = configuration.automatic_checkpoint_naming, False
