@@ -289,8 +289,7 @@ def _plugin(given: Any, parallelism: Any) -> MiCSPlugin:
     if framework.is_started() and framework.current_plugin() is not plugin:
         raise ConfigError(
             "This process has an Accelerator that was made without this `MiCSPlugin`, and all Accelerators of a "
-            "process share one state. Give the plugin to the first one, or load `mics_strategy.accelerate` before it is "
-            "made."
+            "process share one state. Give the plugin to the first one, or load `mics_strategy.accelerate` before it."
         )
     sizes = {name: getattr(parallelism, name) or 1 for name in launch.PARALLEL_SIZES} if parallelism else {}
     wanted = launch.partition_size_of(sizes) if sizes else launch.partition_size()

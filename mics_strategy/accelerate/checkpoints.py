@@ -109,7 +109,9 @@ def save_optimizer(
         state = sharded.full_optimizer_state_dict(optimizer)
         _write({**state, _STEPS: sharded.steps_done}, _file(output_dir, _OPTIMIZER, optimizer_index))
     else:
-        save_checkpoint(Path(output_dir, f"{_OPTIMIZER}_{optimizer_index}"), sharded, [optimizer], model_state={})
+        save_checkpoint(
+            Path(output_dir, f"{_OPTIMIZER}_{optimizer_index}"), sharded, {_OPTIMIZER: optimizer}, model_state={}
+        )
 
 
 def load_optimizer(
@@ -135,7 +137,7 @@ def load_optimizer(
             f"`{_file(input_dir, _OPTIMIZER, optimizer_index).name}`. Use an older checkpoint, which is whole."
         )
     if source.is_dir():
-        OpenCheckpoint(source).load(sharded, [optimizer], has_model=False)
+        OpenCheckpoint(source).load(sharded, {_OPTIMIZER: optimizer}, has_model=False)
         return
     state = _read(source)
     sharded.load_full_optimizer_state_dict(optimizer, state)
@@ -272,8 +274,8 @@ def load_scaler(scaler: torch.amp.GradScaler, folder: Path) -> None:
     file = folder / SCALER_NAME
     if not _of_rank_0(file.is_file()):
         raise CheckpointError(
-            f"`{folder}` holds no `{SCALER_NAME}`: it was saved without a gradient scaler, and this run has one. Load it "
-            "with the `mixed_precision` that it was saved with."
+            f"`{folder}` holds no `{SCALER_NAME}`: it was saved without a gradient scaler, and this run has one. Load "
+            "it with the `mixed_precision` that it was saved with."
         )
     scaler.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 

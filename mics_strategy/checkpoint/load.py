@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from mics_strategy.agreement import gather_objects, on_every_rank
 from mics_strategy.checkpoint import random_state, storage
 from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.reading import Reader, read
 from mics_strategy.checkpoint.save import EXTRA, finish_saves
-from mics_strategy.checkpoint.state import MODEL, Saved, Template, optimizer_key, room_for_model
+from mics_strategy.checkpoint.state import MODEL, OPTIMIZER, Optimizers, Saved, Template, room_for_model
 from mics_strategy.errors import CheckpointError
 from mics_strategy.sharding.sharded import Sharded
 
@@ -51,16 +50,16 @@ class OpenCheckpoint:
     def num_optimizers(self) -> int:
         """How many were saved."""
         names = (name.partition(".")[0] for name in self._metadata.state_dict_metadata)
-        return len({name for name in names if name.startswith(optimizer_key(0)[:-1])})
+        return len({name for name in names if name.startswith(OPTIMIZER)})
 
     def load(
-        self, sharded: Sharded, optimizers: Sequence[Optimizer] = (), *, strict: bool = True, has_model: bool = True
+        self, sharded: Sharded, optimizers: Optimizers = (), *, strict: bool = True, has_model: bool = True
     ) -> None:
         """Read everything into a model and its optimizers, and set the random generators.
 
         Args:
             sharded: The model.
-            optimizers: In the order in which they were saved.
+            optimizers: In the order in which they were saved, or by the same names.
             strict: As for `load_checkpoint`.
             has_model: False reads the optimizers only.
 
@@ -137,7 +136,7 @@ class OpenCheckpoint:
 def load_checkpoint(
     path: str | Path,
     sharded: Sharded,
-    optimizers: Sequence[Optimizer] = (),
+    optimizers: Optimizers = (),
     *,
     strict: bool = True,
     weights_only: bool = True,
@@ -151,7 +150,7 @@ def load_checkpoint(
     Args:
         path: The folder; rank 0's counts.
         sharded: The model.
-        optimizers: In the order in which they were saved; none loads the model only.
+        optimizers: In the order in which they were saved, or by the same names; none loads the model only.
         strict: Whether names that only the model, or only the checkpoint, has are an error.
         weights_only: Whether objects may be nothing but plain data, as `torch.load` has it.
 
@@ -172,7 +171,7 @@ def load_checkpoint(
 
 
 def load_newest_checkpoint(
-    folder: str | Path, sharded: Sharded, optimizers: Sequence[Optimizer] = (), **options: Any
+    folder: str | Path, sharded: Sharded, optimizers: Optimizers = (), **options: Any
 ) -> dict[str, Any] | None:
     """Load the newest whole checkpoint in a folder, as `load_checkpoint` does. Collective.
 

@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,14 +21,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.optim import Optimizer
 
 from mics_strategy.agreement import gather_objects, on_every_rank, require_same_names
 from mics_strategy.checkpoint import random_state, storage
 from mics_strategy.checkpoint.kept import class_name
 from mics_strategy.checkpoint.manifest import FileEntry, Manifest
 from mics_strategy.checkpoint.pieces import HostMemory, Pieces, require_same_copies
-from mics_strategy.checkpoint.state import held
+from mics_strategy.checkpoint.state import Optimizers, by_key, held
 from mics_strategy.checkpoint.telling import Telling
 from mics_strategy.errors import CheckpointError, MiCSError
 from mics_strategy.sharding.sharded import Sharded
@@ -85,13 +84,13 @@ _host_memory: weakref.WeakKeyDictionary[Sharded, HostMemory] = weakref.WeakKeyDi
 def save_checkpoint(
     path: str | Path,
     sharded: Sharded,
-    optimizers: Sequence[Optimizer] = (),
+    optimizers: Optimizers = (),
     extra: Mapping[str, Any] | None = None,
     *,
     model_state: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
 ) -> PendingSave:
-    """Write model, optimizers and random states of all ranks as a sharded checkpoint. Collective.
+    """Write model, optimizers and, beside these, random states of all ranks as a sharded checkpoint. Collective.
 
     The folder `path` appears when everything is on the disk, and never otherwise. The save before this one is waited
     for first, and its failure raised. Gradients are not saved. After micro-steps that no optimizer step has used yet,
@@ -100,7 +99,7 @@ def save_checkpoint(
     Args:
         path: A folder on a file system that all ranks see; rank 0's counts. A checkpoint there is replaced.
         sharded: The model.
-        optimizers: To be loaded in the same order.
+        optimizers: To be loaded in the same order; or by the names under which they shall be kept.
         extra: Anything else, of rank 0: schedulers, counters, the position in the data. Plain data and tensors load
             without running code.
         model_state: In place of the model's state dict, with the same names on all ranks: a part of it, say.
@@ -200,16 +199,15 @@ def _guarded(action: Callable[[], T]) -> T:
         raise CheckpointError(f"Nothing was saved: {type(error).__name__}: {error}") from error
 
 
-def _pieces(
-    sharded: Sharded, optimizers: Sequence[Optimizer], model_state: Mapping[str, Any] | None, is_copied: bool
-) -> Pieces:
+def _pieces(sharded: Sharded, optimizers: Optimizers, model_state: Mapping[str, Any] | None, is_copied: bool) -> Pieces:
     found = held(sharded, optimizers, None if model_state is None else dict(model_state))
-    found.values[random_state.KEY], copies = random_state.saved(dist.get_rank(), sharded.generators)
-    found.copies.update(copies)
+    if optimizers:  # weights alone resume no training
+        found.values[random_state.KEY], copies = random_state.saved(dist.get_rank(), sharded.generators)
+        found.copies.update(copies)
     return Pieces(found, host=_host_memory.setdefault(sharded, HostMemory()) if is_copied else None)
 
 
-def _manifest_of(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Manifest:
+def _manifest_of(sharded: Sharded, optimizers: Optimizers) -> Manifest:
     scopes = sharded.scopes
     return Manifest(
         step=sharded.steps_done,
@@ -219,7 +217,7 @@ def _manifest_of(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Manifest:
         torch_version=str(torch.__version__),
         files={},
         pending_micro_steps=sharded.pending_micro_steps,
-        optimizer_classes=[class_name(type(optimizer)) for optimizer in optimizers],
+        optimizer_classes=[class_name(type(optimizer)) for optimizer in by_key(optimizers).values()],
     )
 
 

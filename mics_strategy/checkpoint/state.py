@@ -28,13 +28,16 @@ from mics_strategy.sharding.quantized import is_quantized, local_of
 from mics_strategy.sharding.sharded import Sharded
 
 StateDict = dict[str, Any]
-MODEL = "model"
+Optimizers = Sequence[Optimizer] | Mapping[str, Optimizer]
+MODEL, OPTIMIZER = "model", "optimizer"
 _SHOWN = 5  # names in an error
 
 
-def optimizer_key(position: int) -> str:
-    """Of the optimizer at that position."""
-    return f"optimizer_{position}"
+def by_key(optimizers: Optimizers) -> dict[str, Optimizer]:
+    """Optimizers by the names under which their states are kept: their own, or ``optimizer_<position>``."""
+    if isinstance(optimizers, Mapping):
+        return dict(optimizers)
+    return {f"{OPTIMIZER}_{position}": optimizer for position, optimizer in enumerate(optimizers)}
 
 
 @dataclass(slots=True)
@@ -70,12 +73,12 @@ class Held:
         self.copies[".".join((kept.KEY, *path))] = copy
 
 
-def held(sharded: Sharded, optimizers: Sequence[Optimizer], model_state: StateDict | None = None) -> Held:
+def held(sharded: Sharded, optimizers: Optimizers, model_state: StateDict | None = None) -> Held:
     """Name all that this rank holds. Nothing is copied.
 
     Args:
         sharded: The model.
-        optimizers: In their order.
+        optimizers: In their order, or by name.
         model_state: In place of the model's own state dict.
 
     Raises:
@@ -84,9 +87,8 @@ def held(sharded: Sharded, optimizers: Sequence[Optimizer], model_state: StateDi
     names = names_of(sharded.model)
     state = sharded.model.state_dict() if model_state is None else model_state
     found = Held({MODEL: {name: _detached(value) for name, value in state.items()}})
-    for position, optimizer in enumerate(optimizers):
+    for key, optimizer in by_key(optimizers).items():
         refuse_unknown(optimizer)
-        key = optimizer_key(position)
         states: StateDict = {}
         for parameter, state in optimizer.state.items():
             name = _name(names, parameter, optimizer)
@@ -175,7 +177,7 @@ class Template:
 
     Args:
         sharded: The model.
-        optimizers: In the order in which they were saved.
+        optimizers: In the order in which they were saved, or by the same names.
         saved: What the checkpoint holds.
         strict: Whether what is missing or superfluous is an error.
         has_model: Whether the model is read, too.
@@ -187,22 +189,22 @@ class Template:
     def __init__(
         self,
         sharded: Sharded,
-        optimizers: Sequence[Optimizer],
+        optimizers: Optimizers,
         saved: Saved,
         *,
         strict: bool,
         has_model: bool = True,
     ) -> None:
         self._sharded = sharded
-        self._optimizers = optimizers
+        self._optimizers = by_key(optimizers)
         self._saved = saved.entries
         self._optimizer_classes = saved.optimizer_classes
         self._origins: dict[tuple[str, str], kept.Origin] = {}
         self._strict = strict
         self._names = names_of(sharded.model)
         self.values: StateDict = {MODEL: self._of_model() if has_model else {}}
-        for position, optimizer in enumerate(optimizers):
-            self.values[optimizer_key(position)] = self._of_optimizer(position, optimizer)
+        for position, key in enumerate(self._optimizers):
+            self.values[key] = self._of_optimizer(position, key)
 
     def _of_model(self) -> StateDict:
         own = self._sharded.model.state_dict(keep_vars=True)
@@ -218,13 +220,13 @@ class Template:
                 )
         return {name: _detached(value) for name, value in own.items() if name in saved}
 
-    def _of_optimizer(self, position: int, optimizer: Optimizer) -> StateDict:
-        key = optimizer_key(position)
+    def _of_optimizer(self, position: int, key: str) -> StateDict:
+        optimizer = self._optimizers[key]
         if not any(_is_in(name, key) for name in self._saved):
             count = sum(name.endswith(".param_groups.0.params") for name in self._saved)
             raise CheckpointError(
-                f"The checkpoint holds no optimizer number {position}; it was saved with {count}. Pass as many as "
-                "there were, in the same order."
+                f"The checkpoint holds no `{key}`; it was saved with {count} optimizers. Pass as many as there were, "
+                "in the same order."
             )
         states: StateDict = {}
         for group in optimizer.param_groups:
@@ -268,10 +270,7 @@ class Template:
             for state, places in self.values[kept.KEY][key][name].items():
                 [(place, loaded)] = places.items()
                 states[state] = origin.restored(place, loaded, states.get(state))
-        keys = map(optimizer_key, range(len(self._optimizers)))
-        return [
-            self._numbered(optimizer, self.values[key]) for optimizer, key in zip(self._optimizers, keys, strict=True)
-        ]
+        return [self._numbered(optimizer, self.values[key]) for key, optimizer in self._optimizers.items()]
 
     def apply(self, optimizer_states: list[StateDict]) -> None:
         """Put what was read where it belongs. Parameters and tensors among the buffers are there already."""
@@ -280,7 +279,7 @@ class Template:
         if others:
             model.load_state_dict(others, strict=False)
         self._sharded.note_changes()
-        for optimizer, states in zip(self._optimizers, optimizer_states, strict=True):
+        for optimizer, states in zip(self._optimizers.values(), optimizer_states, strict=True):
             optimizer.load_state_dict(states)
 
     def _numbered(self, optimizer: Optimizer, loaded: StateDict) -> StateDict:
