@@ -197,14 +197,13 @@ class _Trainer(transformers.Trainer):
 
 
 def in_transformers(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> Told:
-    """As `accelerate launch --config_file mics.yaml` starts it."""
+    """As `accelerate launch --config_file mics.yaml` starts it. What it logs as norm depends on its version."""
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="mics", FSDP_SHARDING_STRATEGY="mics")
     told = Told()
 
     class Teller(transformers.TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             told.evaluations.append(state.log_history[-1]["eval_loss"])
-            told.norms += [float(line["grad_norm"]) for line in state.log_history if "grad_norm" in line][-3:]
             told.losses = task.losses
             told.write(folder, ctx.rank)
 
