@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from mics_strategy import ConfigError, LifecycleError, Sharded, shard
 from mics_strategy.accelerate import checkpoints, framework, launch
+from mics_strategy.accelerate.agreement import Meeting
 from mics_strategy.accelerate.plugin import MiCSPlugin
 from mics_strategy.accelerate.recomputation import checkpoint_activations
 
@@ -46,6 +47,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = framework.arguments(self, args, kwargs)
+        self.meeting = Meeting()
         self._handles: list[weakref.ref[Sharded]] = []
         self._deferring: list[Sharded] = []  # inside `no_sync`
         self._waiting: dict[Any, Any] = {}  # optimizers whose model is not prepared yet, and how to stop waiting
@@ -255,10 +257,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             CheckpointError: On every rank, naming the one that failed; an older checkpoint of that name is as it was.
         """
-        with (
-            checkpoints.saving(self, output_dir) as (draft, target),
-            framework.named_by_caller(self.project_configuration),
-        ):
+        with checkpoints.saving(self, output_dir) as (draft, target), framework.asked_by_us(self):
             super().save_state(str(draft), safe_serialization, **save_model_func_kwargs)
         return str(target)
 
@@ -270,7 +269,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             CheckpointError: On every rank, for a folder that is damaged or another model's.
         """
         folder = checkpoints.to_load(self, input_dir)
-        with framework.named_by_caller(self.project_configuration), framework.without_scaler(self) as scaler:
+        with framework.asked_by_us(self), framework.without_scaler(self) as scaler:
             super().load_state(str(folder), *args, **kwargs)
         if scaler is not None:
             checkpoints.load_scaler(scaler, folder)

@@ -11,14 +11,14 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import SCALER_NAME, is_peft_model
+from accelerate.utils import SAFE_WEIGHTS_NAME, SCALER_NAME, WEIGHTS_NAME, is_peft_model
 from torch.distributed.fsdp import StateDictType
 
 from mics_strategy import (
@@ -34,9 +34,9 @@ from mics_strategy import (
     whole_folder,
 )
 from mics_strategy.accelerate import framework
+from mics_strategy.accelerate.agreement import of_rank_0, on_every_rank
 from mics_strategy.accelerate.plugin import MiCSPlugin
 
-T = TypeVar("T")
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 _STEPS = "mics_strategy.steps_done"  # beside what torch's optimizers look at in a state dict
 
@@ -79,7 +79,7 @@ def load_model(
         Missing and unexpected keys.
     """
     sharded = accelerator.sharded_of(model)
-    source = _found(plugin, input_dir, _MODEL, model_index) or Path(input_dir)
+    source = _found(plugin, input_dir, _MODEL, model_index) or _plain_weights(input_dir, model_index)
     if not (adapter_only and is_peft_model(sharded.model)):
         return load_weights(source, sharded)
     difference = load_weights(source, sharded, strict=False, rename=lambda name: name)
@@ -139,7 +139,7 @@ def load_optimizer(
     if source.is_dir():
         OpenCheckpoint(source).load(sharded, {_OPTIMIZER: optimizer}, has_model=False)
         return
-    state = _read(source)
+    state = on_every_rank(lambda: _read(source))
     sharded.load_full_optimizer_state_dict(optimizer, state)
     sharded.steps_done = state.get(_STEPS, sharded.steps_done)
 
@@ -162,7 +162,17 @@ def _found(plugin: MiCSPlugin, folder: str, name: str, index: int) -> Path | Non
     in_order: tuple[Path, ...] = (full, sharded) if _is_full(plugin) else (sharded, full)
     if Path(folder).name == sharded.name:  # some name the part itself
         in_order = (Path(folder),)
-    return _of_rank_0(next((path for path in in_order if path.exists()), None))
+    return of_rank_0(next((path for path in in_order if path.exists()), None))
+
+
+def _plain_weights(folder: str, index: int) -> Path:
+    """The weights of one model as data parallel training saves them, or, of the first, whatever the folder holds."""
+    names = [SAFE_WEIGHTS_NAME, WEIGHTS_NAME] if index == 0 else []
+    names += [name.replace(".", f"_{index}.") for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME) if index > 0]
+    found = of_rank_0(next((path for name in names if (path := Path(folder, name)).exists()), None))
+    if found is None and index > 0:
+        raise CheckpointError(f"`{folder}` holds no model number {index}: `{_MODEL}_{index}` is not there.")
+    return Path(folder) if found is None else found
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -187,26 +197,7 @@ def _write(value: Any, file: Path) -> None:
         torch.save(value, draft)
         os.replace(draft, file)
 
-    _on_rank_0(write)
-
-
-def _on_rank_0(action: Callable[[], None]) -> None:
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except (OSError, RuntimeError, pickle.PicklingError) as error:  # told to all ranks
-            failure = error
-    told = _of_rank_0(None if failure is None else f"Rank 0 could not save: {failure}")
-    if told is not None:
-        raise CheckpointError(told) from failure
-
-
-def _of_rank_0(value: T) -> T:
-    """Rank 0's value. Collective."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
+    on_every_rank(lambda: write() if dist.get_rank() == 0 else None)
 
 
 # -- whole states --------------------------------------------------------------------------------------------
@@ -222,10 +213,11 @@ def saving(accelerator: Any, output_dir: str | Path | None) -> Iterator[tuple[Pa
         ValueError: No folder is given, and the project does not name checkpoints itself; or that one exists.
         CheckpointError: A rank could not write.
     """
+    accelerator.meeting.require_every_rank("save_state")
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
         target = _numbered(accelerator) / f"checkpoint_{accelerator.save_iteration}"
-        if _of_rank_0(target.exists()):
+        if of_rank_0(target.exists()):
             raise ValueError(
                 f"`{target}` exists already. Set `accelerator.project_configuration.iteration` to the number to go on "
                 "with."
@@ -234,13 +226,13 @@ def saving(accelerator: Any, output_dir: str | Path | None) -> Iterator[tuple[Pa
         raise ValueError("`save_state()` was given no folder. Name one, or use `automatic_checkpoint_naming`.")
     else:
         target = Path(output_dir).expanduser().absolute()
-    if _of_rank_0(_holds_other_things(target)):
+    if of_rank_0(_holds_other_things(target)):
         yield target, target
         return
     with whole_folder(target, accelerator.handles) as draft:
         yield draft, target
     if project.automatic_checkpoint_naming and project.total_limit is not None:
-        _on_rank_0(lambda: _remove_oldest(target.parent, project.total_limit))
+        on_every_rank(lambda: _remove_oldest(target.parent, project.total_limit) if dist.get_rank() == 0 else None)
 
 
 def to_load(accelerator: Any, input_dir: str | Path | None) -> Path:
@@ -250,11 +242,12 @@ def to_load(accelerator: Any, input_dir: str | Path | None) -> Path:
         ValueError: There is none.
         CheckpointError: It is damaged.
     """
+    accelerator.meeting.require_every_rank("load_state")
     if input_dir is not None:
         folder = Path(input_dir).expanduser().absolute()
-        if not _of_rank_0(folder.is_dir()):
+        if not of_rank_0(folder.is_dir()):
             raise ValueError(f"Tried to find {folder} but folder does not exist")
-        if _of_rank_0(is_checkpoint(folder)):
+        if of_rank_0(is_checkpoint(folder)):
             check_checkpoint(folder)
         return folder
     if not accelerator.project_configuration.automatic_checkpoint_naming:
@@ -272,7 +265,7 @@ def load_scaler(scaler: torch.amp.GradScaler, folder: Path) -> None:
         CheckpointError: On every rank: the state was saved without one.
     """
     file = folder / SCALER_NAME
-    if not _of_rank_0(file.is_file()):
+    if not of_rank_0(file.is_file()):
         raise CheckpointError(
             f"`{folder}` holds no `{SCALER_NAME}`: it was saved without a gradient scaler, and this run has one. Load "
             "it with the `mixed_precision` that it was saved with."

@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, TorchDynamoPlugin
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from typing_extensions import override
 
 from mics_strategy import ConfigError
 from mics_strategy.accelerate import launch
@@ -171,14 +172,24 @@ def without_scaler(accelerator: Any) -> Iterator[Any]:
         accelerator.scaler = scaler
 
 
+class _OneForEach(list[Any]):
+    """Models, of which the last is paired with every further optimizer: Accelerate asks for the i-th of both."""
+
+    @override
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(min(index, len(self) - 1) if isinstance(index, int) else index)
+
+
 @contextmanager
-def named_by_caller(configuration: Any) -> Iterator[None]:
-    """Save and load where one says, though the project counts its checkpoints itself."""
-    before, configuration.automatic_checkpoint_naming = configuration.automatic_checkpoint_naming, False
+def asked_by_us(accelerator: Any) -> Iterator[None]:
+    """Save and load where one says, though the project counts its checkpoints itself; more optimizers than models."""
+    configuration = accelerator.project_configuration
+    before = configuration.automatic_checkpoint_naming, accelerator._models
+    configuration.automatic_checkpoint_naming, accelerator._models = False, _OneForEach(accelerator._models)
     try:
         yield
     finally:
-        configuration.automatic_checkpoint_naming = before
+        configuration.automatic_checkpoint_naming, accelerator._models = before
 
 
 def redirect(choose: Callable[[type[Any], tuple[Any, ...], dict[str, Any]], type[Any]]) -> None:

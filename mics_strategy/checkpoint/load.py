@@ -72,7 +72,8 @@ class OpenCheckpoint:
         )
         if self._manifest is not None:
             wanted = random_state.wanted(rank, world_size, self._manifest.world_size)
-            template.values[random_state.KEY] = wanted
+            saved = self._metadata.state_dict_metadata  # weights alone have no random states
+            template.values[random_state.KEY] = {k: v for k, v in wanted.items() if f"{random_state.KEY}.{k}" in saved}
 
         def fill() -> None:
             """The model last: it is read in place, and nothing but reading may fail any more."""

@@ -50,13 +50,13 @@ def restore(loaded: StateDict, rank: int, generators: Sequence[torch.Generator])
     """Set this rank's generators; the model's own where it has as many as were saved.
 
     Args:
-        loaded: What `wanted` named.
+        loaded: What `wanted` named, or nothing.
         rank: Of this process.
         generators: The model's own, of stochastic rounding.
     """
-    [(name, encoded)] = loaded.items()
-    if encoded is None:
+    if not loaded:
         return
+    [(name, encoded)] = loaded.items()
     if name != str(rank):
         seed = zlib.crc32(encoded + str(rank).encode())
         torch.manual_seed(seed)

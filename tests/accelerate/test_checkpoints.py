@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import ProjectConfiguration, load, set_seed
-from safetensors.torch import load_file
+from accelerate.utils import ProjectConfiguration, set_seed
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import AdamW
@@ -288,52 +287,52 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
     raises_on_every_rank(job, CheckpointError, words)
 
 
-# -- what others read and write ------------------------------------------------------------------------------
+def of_several(ctx: RankContext, config: str, folder: str, is_saving: bool) -> list[dict[str, Tensor]]:
+    """Two models of the same shapes, of which the first has two optimizers."""
+    acc = accelerator(config)
+    models = [transformer(), transformer()]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(0.5)
+    matrices = [p for p in models[0].parameters() if p.dim() > 1]
+    others = [p for p in models[0].parameters() if p.dim() <= 1]
+    optimizers = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), AdamW(others, eps=1e-4), adamw(models[1])]
+    *models, first, second, third = acc.prepare(*models, *optimizers)
+    tokens = torch.arange(12).reshape(2, 6)
+    for _ in range(1 if is_saving else 2):
+        acc.backward(loss_of(models[0], tokens) + loss_of(models[1], tokens))
+        for optimizer in (first, second, third):
+            optimizer.step()
+            optimizer.zero_grad()
+    if is_saving:
+        acc.save_state(folder)
+    else:
+        acc.load_state(folder)
+    inner = [optimizer.optimizer for optimizer in (first, second, third)]
+    states = [
+        {f"{i} {k}": full(v) for i, s in enumerate(o.state.values()) for k, v in sorted(s.items())} for o in inner
+    ]
+    return [*map(values, models), *states]
 
 
-def exported(ctx: RankContext, folder: str) -> dict[str, Tensor]:
-    job = Run("mics")
-    job.steps(0, 2)
-    job.acc.save_model(job.model, folder, max_shard_size="8KB")
-    state = job.acc.get_state_dict(job.model)
-    assert bool(state) == (ctx.rank == 0)
-    return values(job.model)
-
-
-def test_save_model_writes_the_plain_model(ranks: RankPool, tmp_path: Path) -> None:
-    expected = run(ranks, 4, exported, str(tmp_path), ranks_per_node=2)[0]
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    found = {}
-    for name in set(index["weight_map"].values()):
-        found.update(load_file(tmp_path / name))
-    assert_same({name: found[name] for name in expected}, expected, 0.0)
-
-
-def saved_by_ddp(ctx: RankContext, folder: str) -> dict[str, Any]:
-    job = Run(PLAIN)
-    job.steps(0, 2)
-    job.acc.save_state(folder)
-    return job.end()
-
-
-def test_a_state_saved_with_ddp_is_loaded(ranks: RankPool, tmp_path: Path) -> None:
-    expected = run(ranks, 2, saved_by_ddp, str(tmp_path))[0]
-    for found in run(ranks, 4, loaded, "mics", FORMS[0], str(tmp_path), ranks_per_node=2):
-        assert_same_end(found, expected)
-
-
-def loaded_by_ddp(ctx: RankContext, folder: str) -> dict[str, Any]:
-    model = transformer()
-    model.load_state_dict(load(f"{folder}/pytorch_model_fsdp.bin"))
-    optimizer = AdamW(model.parameters())
-    optimizer.load_state_dict(load(f"{folder}/optimizer.bin"))
-    return {"values": values(model), "states": [dict(sorted(each.items())) for each in optimizer.state.values()]}
-
-
-def test_a_full_state_is_what_plain_torch_reads(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("writer", ["mics", PLAIN])
+def test_several_models_and_optimizers_get_their_own_back(ranks: RankPool, tmp_path: Path, writer: str) -> None:
     folder = str(tmp_path / "state")
-    expected = run(ranks, 4, uninterrupted, "mics", FORMS[1], folder, ranks_per_node=2)[0]["saved"]
-    found = run(ranks, 1, loaded_by_ddp, folder)[0]
-    assert_same(found["values"], expected["values"], 0.0)
-    for own, other in zip(found["states"], expected["states"], strict=True):
-        assert_same(own, other, 0.0)
+    expected = run(ranks, 2, of_several, writer, folder, True)[0]
+    for found in run(ranks, 4, of_several, "mics", folder, False, ranks_per_node=2):
+        for own, other in zip(found, expected, strict=True):
+            assert_same(own, other, 0.0)
+
+
+def without_scaler(ctx: RankContext, folder: str) -> None:
+    acc = accelerator()
+    model = acc.prepare(transformer())
+    acc.save_state(folder)
+    acc.scaler, acc.native_amp = GradScaler("cpu"), True
+    assert acc.handle_of(model) is not None
+    acc.load_state(folder)
+
+
+def test_a_state_without_the_scaler_that_the_run_has_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    job = lambda: run(ranks, 2, without_scaler, str(tmp_path / "state"))  # noqa: E731
+    raises_on_every_rank(job, CheckpointError, r"holds no `scaler\.pt`")
