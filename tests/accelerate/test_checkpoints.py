@@ -94,7 +94,8 @@ def uninterrupted(ctx: RankContext, config: str, form: str, folder: str) -> dict
     job.steps(0, 3)
     job.acc.save_state(folder)
     saved = job.end()
-    return {"losses": job.steps(3, 6), "end": job.end(), "saved": saved}
+    losses, done = job.steps(3, 6), job.acc.sharded_of(job.model).steps_done
+    return {"losses": losses, "end": job.end(), "saved": saved, "steps": done}
 
 
 def resumed(ctx: RankContext, config: str, form: str, folder: str) -> dict[str, Any]:
@@ -104,7 +105,8 @@ def resumed(ctx: RankContext, config: str, form: str, folder: str) -> dict[str, 
     job.steps(0, 1)
     job.acc.load_state(folder)
     saved = job.end()
-    return {"losses": job.steps(3, 6), "end": job.end(), "saved": saved}
+    losses, done = job.steps(3, 6), job.acc.sharded_of(job.model).steps_done
+    return {"losses": losses, "end": job.end(), "saved": saved, "steps": done}
 
 
 @pytest.mark.parametrize(
@@ -119,6 +121,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     for own, other in zip(found, expected, strict=True):
         assert_same_end(own["saved"], other["saved"])
         assert own["losses"] == other["losses"]
+        assert own["steps"] == other["steps"] == 6
         assert_same_end(own["end"], other["end"])
 
 
