@@ -287,15 +287,16 @@ def _plugin(given: Any, parallelism: Any) -> MiCSPlugin:
     if framework.is_started() and framework.current_plugin() is not plugin:
         raise ConfigError(
             "This process has an Accelerator that was made without this `MiCSPlugin`, and all Accelerators of a "
-            "process share one state. Give the plugin to the first one, or load `mics_strategy.accelerate` before it is made."
+            "process share one state. Give the plugin to the first one, or load `mics_strategy.accelerate` before it "
+            "is made."
         )
     sizes = {name: getattr(parallelism, name) or 1 for name in launch.PARALLEL_SIZES} if parallelism else {}
     wanted = launch.partition_size_of(sizes) if sizes else launch.partition_size()
     if wanted is not None and plugin.config.partition_size != wanted:
         if plugin.config.partition_size != "auto":
             raise ConfigError(
-                f"`partition_size={plugin.config.partition_size!r}` and `parallelism_config` with dp_shard_size={wanted}"
-                " say different things. Leave `parallelism_config` out."
+                f"`partition_size={plugin.config.partition_size!r}` and `parallelism_config` with dp_shard_size="
+                f"{wanted} say different things. Leave `parallelism_config` out."
             )
         plugin.config = plugin.config.replace(partition_size=wanted)
     return plugin

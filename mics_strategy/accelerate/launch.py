@@ -23,6 +23,11 @@ _PRESET_OF_FSDP = {
     "HYBRID_SHARD": "mics",
     "HYBRID_SHARD_ZERO2": "paro-nii",
 }
+_OTHERS = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
 # Asked for in words that belong to FSDP: the variable, the value that asks for nothing, and what to do.
 _NOT_OFFERED = {
     "FSDP_OFFLOAD_PARAMS": ("false", "Nothing is offloaded. Shard over more ranks (`partition_size`)."),
@@ -35,6 +40,23 @@ _NOT_OFFERED = {
 def is_asked_for() -> bool:
     """Whether the launcher's configuration says ``fsdp_version: mics``."""
     return _is_true("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "").lower() == _VERSION
+
+
+def ask_for() -> None:
+    """Say in the launcher's stead that this process shards, where its configuration says nothing else.
+
+    Raises:
+        ConfigError: It says something else.
+    """
+    if is_asked_for():
+        return
+    for variable, name in _OTHERS.items():
+        if _is_true(variable):
+            raise ConfigError(
+                f"The launcher's configuration asks for {name}, and `mics_strategy.run` is to shard. Write "
+                "`distributed_type: FSDP` and, under `fsdp_config`, `fsdp_version: mics`; or start the script itself."
+            )
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION=_VERSION)
 
 
 def num_processes() -> int:
