@@ -23,6 +23,7 @@ _PRESET_OF_FSDP = {
     "HYBRID_SHARD": "mics",
     "HYBRID_SHARD_ZERO2": "paro-nii",
 }
+_USE = "Use a mapping of plain values, such as `{preset: mics, partition_size: 8}`."
 _OTHERS = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -107,16 +108,15 @@ def _made(name: str, cls: type[Any], fields: Mapping[str, Any]) -> Any:
 
 def _parsed(text: str) -> str | dict[str, Any]:
     """A mapping, which the launcher has written in Python's way; anything else is a preset's name."""
-    if not text.startswith("{"):
+    if text[0].isalpha():
         return text
     try:
         found = ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
-        raise ConfigError(
-            f"`fsdp_sharding_strategy: {text}` cannot be read ({error}). Write a mapping of plain values, such as "
-            "`{preset: mics, partition_size: 8}`."
-        ) from error
-    return dict(found)
+        raise ConfigError(f"`fsdp_sharding_strategy: {text}` cannot be read ({error}). {_USE}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"`fsdp_sharding_strategy: {text}` is neither a preset's name nor a mapping. {_USE}")
+    return found
 
 
 def refuse_what_is_not_offered() -> None:
