@@ -182,6 +182,21 @@ def redirect(choose: Callable[[type[Any], tuple[Any, ...], dict[str, Any]], type
     Accelerator.__new__ = __new__
 
 
+def watch_construction(check: Callable[[Accelerator, Any], None]) -> None:
+    """Call `check` for every Accelerator, of whatever class, with the FSDP plugin that it is given, or None."""
+    stock = Accelerator.__init__
+    if hasattr(stock, "mics_stock"):
+        return
+
+    @functools.wraps(stock)
+    def checked(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+        check(self, arguments(self, args, kwargs).get("fsdp_plugin"))
+        stock(self, *args, **kwargs)
+
+    checked.mics_stock = stock  # type: ignore[attr-defined]
+    Accelerator.__init__ = checked
+
+
 def dispatch(name: str, ours: Callable[..., Any]) -> None:
     """Let a function of Accelerate, wherever it was imported to, be `ours` for jobs with our plugin.
 
