@@ -97,9 +97,11 @@ def _refuse_job(state: Any) -> None:
         )
     if state.mixed_precision == "fp8":
         raise ConfigError("`mixed_precision='fp8'` is not offered. Use 'bf16', 'fp16' or 'no'.")
-    if state.num_processes != launch.num_processes():
+    num_processes = dist.get_world_size() if dist.is_initialized() else launch.num_processes()
+    if state.num_processes != num_processes:
         raise ConfigError(
-            f"A launcher has started {launch.num_processes()} processes, and Accelerate found {state.num_processes}: "
+            f"This job has {num_processes} processes, and Accelerate found {state.num_processes}. It counts those that "
+            "a launcher tells of in the environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and "
             "without a GPU it starts no process group unless it is told to use the CPU. Set ACCELERATE_USE_CPU=true, "
             "or use `Accelerator(cpu=True)` or `TrainingArguments(use_cpu=True)`."
         )

@@ -205,7 +205,31 @@ def test_ranks_that_do_not_know_of_each_other_are_refused(ranks: RankPool, first
     raises_on_every_rank(
         lambda: run(ranks, 2, _made_late, first, env=env, default_group=False),
         ConfigError,
-        "started 2 processes, and Accelerate found 1.*ACCELERATE_USE_CPU=true",
+        "has 2 processes, and Accelerate found 1.*ACCELERATE_USE_CPU=true",
+    )
+
+
+def _with_a_group_of_its_own(ctx: RankContext) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        os.environ.pop(name, None)
+    accelerator()
+
+
+def test_a_group_that_accelerate_does_not_see_is_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(
+        lambda: run(ranks, 2, _with_a_group_of_its_own), ConfigError, "has 2 processes, and Accelerate found 1.*RANK"
+    )
+
+
+def _told_differently(ctx: RankContext) -> None:
+    os.environ["FSDP_SHARDING_STRATEGY"] = str({"partition_size": 2 + 2 * ctx.node})
+    Accelerator().prepare(nn.Linear(4, 4))
+
+
+def test_machines_with_different_files_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    env = sent("--config_file", written(tmp_path))
+    raises_on_every_rank(
+        lambda: run(ranks, 4, _told_differently, env=env, ranks_per_node=2), ConfigError, "partition_size"
     )
 
 
