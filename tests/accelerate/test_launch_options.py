@@ -9,6 +9,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.config.update import update_config
 from accelerate.commands.env import env_command
 from accelerate.utils import DistributedType
+from torch import nn
 
 from mics_strategy import Codec, ConfigError, ShardConfig, Topology
 from mics_strategy.accelerate import MiCSPlugin, launch
@@ -74,6 +75,36 @@ def test_flags_outrank_the_file(arrives: object) -> None:
     assert launch.layer_classes() == ["Layer", "Head"]
     plugin = MiCSPlugin()
     assert plugin.transformer_cls_names_to_wrap == ["Layer", "Head"]
+    assert plugin.state_dict_type.name == "FULL_STATE_DICT"
+
+
+WORDS = {
+    "sizes": ("  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: 500", 500),
+    "layers": (
+        "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_transformer_layer_cls_to_wrap: Block, Head",
+        ("Block", "Head"),
+    ),
+    "layers by the model": ("  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", "auto"),
+    "layers by name alone": ("  fsdp_transformer_layer_cls_to_wrap: Block", ("Block",)),
+    "none": ("  fsdp_auto_wrap_policy: NO_WRAP", "auto"),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_for_units_arrive(arrives: object, name: str) -> None:
+    text, expected = WORDS[name]
+    arrives(text)
+    assert MiCSPlugin().units_for(nn.Linear(2, 2)) == expected
+
+
+def test_words_shared_with_fsdp_arrive(arrives: object) -> None:
+    arrives("  fsdp_activation_checkpointing: true\n  fsdp_cpu_ram_efficient_loading: false")
+    plugin = MiCSPlugin()
+    assert (plugin.activation_checkpointing, plugin.cpu_ram_efficient_loading) == (True, False)
+    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+    arrives("  fsdp_state_dict_type: FULL_STATE_DICT")
+    plugin = MiCSPlugin()
+    assert (plugin.activation_checkpointing, plugin.cpu_ram_efficient_loading) == (False, True)
     assert plugin.state_dict_type.name == "FULL_STATE_DICT"
 
 

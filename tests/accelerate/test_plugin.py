@@ -151,3 +151,25 @@ def test_a_stock_plugin_is_upgraded_with_what_both_share() -> None:
     assert plugin.state_dict_type.name == "FULL_STATE_DICT"
     assert plugin.activation_checkpointing is True
     assert plugin.units_for(Named()) == ("Block",)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reshard_after_forward": False},
+        {"cpu_offload": True},
+        {"ignored_modules": "head"},
+        {"fsdp_version": 1, "reshard_after_forward": "HYBRID_SHARD"},
+        {"fsdp_version": 1, "cpu_offload": True},
+    ],
+    ids=str,
+)
+def test_a_stock_plugin_that_asks_for_more_is_refused(options: dict[str, Any]) -> None:
+    stock = FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **options})
+    with pytest.raises(ConfigError, match="was given where MiCS is asked for"):
+        MiCSPlugin.upgraded(stock)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_stock_plugin_that_asks_for_nothing_is_upgraded(version: int) -> None:
+    assert MiCSPlugin.upgraded(FullyShardedDataParallelPlugin(fsdp_version=version)).config == ShardConfig()
