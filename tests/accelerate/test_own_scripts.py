@@ -8,6 +8,7 @@ scripts download, are small and made up.
 
 import argparse
 import contextlib
+import copy
 import functools
 import importlib
 import importlib.util
@@ -158,6 +159,24 @@ def _synchronising(ctx: RankContext) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_synchronisation_and_accumulation(stock: Callable[..., list[str]], world_size: int) -> None:
     stock(world_size, _synchronising)
+
+
+def _compared(ctx: RankContext) -> None:
+    plain = torch.nn.Linear(3, 5)
+    model = Accelerator().prepare(copy.deepcopy(plain))
+    for one, other in ((model.weight, plain.weight), (plain.bias, model.bias), (model.weight, model.weight)):
+        assert torch.allclose(one, other)
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        plain.weight[4, 2] += 1e-3  # on the last rank's shard alone
+    for one, other in ((model.weight, plain.weight), (plain.weight, model.weight)):
+        assert not torch.allclose(one, other)
+        assert torch.allclose(one, other, atol=1e-2)
+        assert not torch.equal(one, other)
+
+
+def test_sharded_parameters_are_compared_as_wholes(ranks: RankPool, tmp_path: Path) -> None:
+    run(ranks, 4, _compared, env=sent("--config_file", written(tmp_path)), ranks_per_node=2)
 
 
 # -- external_deps: training, resuming, evaluating ----------------------------------------------------------------
