@@ -58,6 +58,7 @@ def main(folder: Path) -> None:
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         torch.save(state, folder / "model.pt")
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

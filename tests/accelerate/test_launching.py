@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig, PartialState, debug_launcher, notebook_launcher
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
 from mics_strategy import ConfigError
@@ -298,6 +299,38 @@ REFUSED = {
 def test_what_does_not_fit_the_job_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path, name: str) -> None:
     more, match = REFUSED[name]
     raises_on_every_rank(launched_on(ranks, tmp_path, more), ConfigError, match)
+
+
+def _of_trainer(ctx: RankContext, fsdp: object, config: dict[str, Any]) -> tuple[Any, ...]:
+    """What becomes of the plugin that `transformers.Trainer` makes of its own arguments."""
+    from transformers import TrainingArguments
+
+    args = TrainingArguments("out", report_to=[], fsdp=fsdp, fsdp_config=config)
+    acc = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**args.fsdp_plugin_args))
+    plugin = acc.state.fsdp_plugin
+    return type(acc).__name__, plugin.config.params, plugin.units_for(nn.Linear(2, 2)), plugin.state_dict_type.name
+
+
+def test_fsdp_arguments_of_the_trainer_keep_what_both_share(ranks: RankPool, tmp_path: Path) -> None:
+    env = sent("--config_file", written(tmp_path, f"{STRATEGY}zero3"))
+    config = {"transformer_layer_cls_to_wrap": ["Block", "Head"], "state_dict_type": "SHARDED_STATE_DICT"}
+    found = run(ranks, 2, _of_trainer, True, config, env=env)
+    assert found == [("MiCSAccelerator", "world", ("Block", "Head"), "SHARDED_STATE_DICT")] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"cpu_offload": True}, "cpu_offload=CPUOffloadPolicy"),
+        ({"reshard_after_forward": False}, "reshard_after_forward=F"),
+    ],
+    ids=["offload", "kept parameters"],
+)
+def test_fsdp_arguments_of_the_trainer_that_mean_more_are_refused(
+    ranks: RankPool, tmp_path: Path, config: dict[str, Any], match: str
+) -> None:
+    env = sent("--config_file", written(tmp_path))
+    raises_on_every_rank(lambda: run(ranks, 2, _of_trainer, True, config, env=env), ConfigError, match)
 
 
 # -- several Accelerators in one process -----------------------------------------------------------------------
