@@ -22,6 +22,7 @@ from torch import nn
 
 from mics_strategy import ConfigError
 from mics_strategy.accelerate import MiCSAccelerator, MiCSPlugin
+from mics_strategy.launch_file import Answers, launch_line, write_launch_file
 from tests.accelerate import script
 from tests.accelerate.launchers import ON_CPU, ended, launched, sent, started, written
 from tests.accelerate.runs import PLAIN, accelerator, assert_same, forget, run
@@ -46,8 +47,12 @@ def seen(folder: Path, world_size: int) -> list[dict[str, Any]]:
 
 
 def test_the_launcher_with_our_file_trains_what_one_process_trains(tmp_path: Path) -> None:
-    file = written(tmp_path, f"{STRATEGY}{{preset: zero3}}")
-    code, text = launched(tmp_path, "accelerate", "launch", "--config_file", file, train_script(tmp_path), tmp_path)
+    answers = Answers(device="cpu", processes_per_machine=2, precision="no", preset="zero3", layer_class="Linear")
+    file, train = tmp_path / "mics.yaml", train_script(tmp_path)
+    write_launch_file(file, answers)
+    setting, *command, _ = launch_line(file, answers).split()
+    name, _, value = setting.partition("=")
+    code, text = launched(tmp_path, *command, train, tmp_path, **{name: value})
     assert code == 0, text
     for each in seen(tmp_path, 2):
         assert each["class"] == ["MiCSAccelerator", "MiCSAccelerator"]
@@ -118,6 +123,7 @@ import transformers.trainer
 import torch
 import mics_strategy.accelerate
 from mics_strategy.accelerate import MiCSAccelerator, MiCSPlugin
+from mics_strategy.launch_file import Answers, launch_line, write_launch_file
 
 for place in (accelerate.utils, accelerate.utils.fsdp_utils, accelerate.accelerator, transformers.trainer):
     for name in ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer"):
