@@ -1,7 +1,7 @@
 """What can be done from a shell?
 
 ``mics inspect PATH`` says what a checkpoint holds and whether it is whole; ``mics export PATH FOLDER`` makes
-safetensors files of it. Both need neither ranks nor a GPU.
+safetensors files of it; ``mics config`` writes what ``accelerate launch`` reads. None needs ranks or a GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mics_strategy.checkpoint import storage
 from mics_strategy.checkpoint.consolidate import Export, export_safetensors
 from mics_strategy.checkpoint.reading import Reader
 from mics_strategy.errors import MiCSError
+from mics_strategy.launch_file import ask, default_answers, launch_line, write_launch_file
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BAR = 30  # characters
@@ -25,7 +26,7 @@ _BAR = 30  # characters
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    made = argparse.ArgumentParser(prog="mics", description="Looks at checkpoints of mics_strategy and exports them.")
+    made = argparse.ArgumentParser(prog="mics", description="Looks at checkpoints of mics_strategy, and starts jobs.")
     commands = made.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="say what a checkpoint holds, and whether it is whole")
     inspect.add_argument("path", type=Path, help="a checkpoint, or a folder that holds some")
@@ -43,6 +44,10 @@ def parser() -> argparse.ArgumentParser:
         "--config", type=Path, default=None, help="a config.json to copy, or a folder with it and the tokenizer"
     )
     export.add_argument("--file-gb", type=float, default=5.0, help="the most that one file holds (1 GB = 1e9 bytes)")
+    config = commands.add_parser("config", help="write the file that accelerate launch reads, after a few questions")
+    config.add_argument("--output", type=Path, default=Path("mics.yaml"), help="of the file; default: mics.yaml")
+    config.add_argument("--defaults", action="store_true", help="ask nothing")
+    config.add_argument("--force", action="store_true", help="write over a file that is there")
     return made
 
 
@@ -52,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "inspect":
             return _inspect(options.path, is_long=options.tensors)
+        if options.command == "config":
+            return _configure(options.output, asks=not options.defaults, overwrites=options.force)
         dtype = None if options.dtype is None else _DTYPES[options.dtype]
         file_bytes = int(options.file_gb * 1e9)
         names = {"folder": options.folder, "prefix": options.prefix, "config": options.config}
@@ -83,6 +90,14 @@ def _inspect(path: Path, *, is_long: bool) -> int:
         storage.check_files(path, manifest, [name])
         _show(number, len(manifest.files))
     print(f"{len(manifest.files)} files are as they were written")
+    return 0
+
+
+def _configure(path: Path, *, asks: bool, overwrites: bool) -> int:
+    answers = ask(input, print) if asks else default_answers()
+    write_launch_file(path, answers, overwrites=overwrites)
+    print(f"{path} is written. Start the training, on every machine, by\n  {launch_line(path, answers)}")
+    print("train.py has the line `import mics_strategy.accelerate`; without it, say `-m mics_strategy.run train.py`.")
     return 0
 
 

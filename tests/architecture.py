@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sharding",),
     ("checkpoint",),
     ("",),
-    ("lightning", "accelerate", "cli", "run"),
+    ("lightning", "accelerate", "cli", "run", "launch_file"),
 )
 PURE_LAYER = 1
 # Beside the engine: what the planner may import, and who may import the planner.

@@ -1,5 +1,6 @@
 """Does the command say and do what it is asked, and end with words where it cannot?"""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -7,10 +8,25 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from mics_strategy.cli import main
+from mics_strategy.cli import main, parser
 from tests.checkpoint.test_consolidate import saved
 from tests.ranks import RankPool
 from tests.sharding.training import assert_identical
+
+OPTIONS = {
+    "inspect": ["path", "--tensors"],
+    "export": ["path", "folder", "--prefix", "--dtype", "--config", "--file-gb"],
+    "config": ["--output", "--defaults", "--force"],
+}
+
+
+def test_commands_and_options_are_those_agreed() -> None:
+    (commands,) = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    found = {
+        name: [(action.option_strings or [action.dest])[0] for action in command._actions if action.dest != "help"]
+        for name, command in commands.choices.items()
+    }
+    assert found == OPTIONS
 
 
 def test_inspect_says_what_is_there(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from mics_strategy import ConfigError, LifecycleError, Sharded, shard
+from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, shard
 from mics_strategy.accelerate import checkpoints, framework, launch
 from mics_strategy.accelerate.agreement import Meeting
 from mics_strategy.accelerate.plugin import MiCSPlugin
@@ -299,7 +299,20 @@ def _plugin(given: Any, parallelism: Any) -> MiCSPlugin:
                 f"dp_shard_size={wanted}. Leave `parallelism_config` out."
             )
         plugin.config = plugin.config.replace(partition_size=wanted)
+    if wanted is not None and not _cuts_into(wanted, plugin.config):
+        raise ConfigError(
+            f"`parallelism_config` with dp_shard_size={wanted} gives the size of a partition, and no scope of "
+            f"{plugin.config} is a partition. Leave `parallelism_config` out, or use the preset 'mics'."
+        )
     return plugin
+
+
+def _cuts_into(size: int, config: ShardConfig) -> bool:
+    """Whether a partition of that size is what the scopes mean."""
+    scopes = {config.params, config.grads, config.optimizer, config.secondary_params}
+    if size in (1, launch.num_processes()) and scopes <= {"none", "world" if size > 1 else "none"}:
+        return True
+    return config.is_auto or "partition" in scopes
 
 
 def _has(handle: Sharded, parameter: torch.Tensor) -> bool:

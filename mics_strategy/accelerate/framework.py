@@ -98,9 +98,11 @@ def _refuse_job(state: Any) -> None:
         )
     if state.mixed_precision == "fp8":
         raise ConfigError("`mixed_precision='fp8'` is not offered. Use 'bf16', 'fp16' or 'no'.")
-    if state.num_processes != launch.num_processes():
+    num_processes = dist.get_world_size() if dist.is_initialized() else launch.num_processes()
+    if state.num_processes != num_processes:
         raise ConfigError(
-            f"A launcher has started {launch.num_processes()} processes, and Accelerate found {state.num_processes}: "
+            f"This job has {num_processes} processes, and Accelerate found {state.num_processes}. It counts those that "
+            "a launcher tells of in the environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), and "
             "without a GPU it starts no process group unless it is told to use the CPU. Set ACCELERATE_USE_CPU=true, "
             "or use `Accelerator(cpu=True)` or `TrainingArguments(use_cpu=True)`."
         )
@@ -201,6 +203,21 @@ def redirect(choose: Callable[[type[Any], tuple[Any, ...], dict[str, Any]], type
         return object.__new__(choose(cls, args, kwargs))
 
     Accelerator.__new__ = __new__
+
+
+def watch_construction(check: Callable[[Accelerator, Any], None]) -> None:
+    """Call `check` for every Accelerator, of whatever class, with the FSDP plugin that it is given, or None."""
+    stock = Accelerator.__init__
+    if hasattr(stock, "mics_stock"):
+        return
+
+    @functools.wraps(stock)
+    def checked(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+        check(self, arguments(self, args, kwargs).get("fsdp_plugin"))
+        stock(self, *args, **kwargs)
+
+    checked.mics_stock = stock  # type: ignore[attr-defined]
+    Accelerator.__init__ = checked
 
 
 def dispatch(name: str, ours: Callable[..., Any]) -> None:

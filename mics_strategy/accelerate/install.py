@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from mics_strategy import ConfigError
 from mics_strategy.accelerate import checkpoints, framework, launch
 from mics_strategy.accelerate.accelerator import MiCSAccelerator
 from mics_strategy.accelerate.plugin import MiCSPlugin
@@ -18,6 +19,7 @@ from mics_strategy.accelerate.plugin import MiCSPlugin
 def install() -> None:
     """Redirect the constructor, and the functions by which Accelerate and `transformers.Trainer` save and load."""
     framework.redirect(_class_for)
+    framework.watch_construction(_refuse_foreign)
     framework.dispatch("save_fsdp_model", checkpoints.save_model)
     framework.dispatch("load_fsdp_model", checkpoints.load_model)
     framework.dispatch("save_fsdp_optimizer", checkpoints.save_optimizer)
@@ -31,3 +33,18 @@ def _class_for(cls: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     plugins = (*args, kwargs.get("fsdp_plugin"), framework.current_plugin())
     is_asked_for = launch.is_asked_for() or any(isinstance(plugin, MiCSPlugin) for plugin in plugins)
     return MiCSAccelerator if is_asked_for else cls
+
+
+def _refuse_foreign(accelerator: Accelerator, plugin: Any) -> None:
+    """Refuse classes that would ignore what is asked for: on CPUs, Accelerate drops an FSDP plugin without a word.
+
+    Raises:
+        ConfigError: The class is derived from the stock one.
+    """
+    if isinstance(accelerator, MiCSAccelerator) or not (isinstance(plugin, MiCSPlugin) or launch.is_asked_for()):
+        return
+    name = type(accelerator).__name__
+    raise ConfigError(
+        f"MiCS is asked for, and `{name}` is derived from `accelerate.Accelerator`, which would not shard. Derive "
+        f"`{name}` from `mics_strategy.accelerate.MiCSAccelerator`."
+    )

@@ -23,6 +23,12 @@ _PRESET_OF_FSDP = {
     "HYBRID_SHARD": "mics",
     "HYBRID_SHARD_ZERO2": "paro-nii",
 }
+_USE = "Use a mapping of plain values, such as `{preset: mics, partition_size: 8}`."
+_OTHERS = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+}
 # Asked for in words that belong to FSDP: the variable, the value that asks for nothing, and what to do.
 _NOT_OFFERED = {
     "FSDP_OFFLOAD_PARAMS": ("false", "Nothing is offloaded. Shard over more ranks (`partition_size`)."),
@@ -35,6 +41,23 @@ _NOT_OFFERED = {
 def is_asked_for() -> bool:
     """Whether the launcher's configuration says ``fsdp_version: mics``."""
     return _is_true("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "").lower() == _VERSION
+
+
+def ask_for() -> None:
+    """Say in the launcher's stead that this process shards, where its configuration says nothing else.
+
+    Raises:
+        ConfigError: It says something else.
+    """
+    if is_asked_for():
+        return
+    for variable, name in _OTHERS.items():
+        if _is_true(variable):
+            raise ConfigError(
+                f"The launcher's configuration asks for {name}, and `mics_strategy.run` is to shard. Write "
+                "`distributed_type: FSDP` and, under `fsdp_config`, `fsdp_version: mics`; or start the script itself."
+            )
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION=_VERSION)
 
 
 def num_processes() -> int:
@@ -85,16 +108,15 @@ def _made(name: str, cls: type[Any], fields: Mapping[str, Any]) -> Any:
 
 def _parsed(text: str) -> str | dict[str, Any]:
     """A mapping, which the launcher has written in Python's way; anything else is a preset's name."""
-    if not text.startswith("{"):
+    if text[0].isalpha():
         return text
     try:
         found = ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
-        raise ConfigError(
-            f"`fsdp_sharding_strategy: {text}` cannot be read ({error}). Write a mapping of plain values, such as "
-            "`{preset: mics, partition_size: 8}`."
-        ) from error
-    return dict(found)
+        raise ConfigError(f"`fsdp_sharding_strategy: {text}` cannot be read ({error}). {_USE}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"`fsdp_sharding_strategy: {text}` is neither a preset's name nor a mapping. {_USE}")
+    return found
 
 
 def refuse_what_is_not_offered() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from typing_extensions import override
 
@@ -22,6 +22,7 @@ from mics_strategy.accelerate import launch
 
 UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
 _FSDP2 = 2
+_LAYER_NAMES = "transformer_cls_names_to_wrap"
 # Words of FSDP's that mean the same here.
 _SHARED = (
     *("state_dict_type", "activation_checkpointing", "cpu_ram_efficient_loading", "auto_wrap_policy"),
@@ -61,8 +62,8 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         fixed = {"fsdp_version": _FSDP2, "reshard_after_forward": True, "cpu_offload": False}
         super().__init__(**fixed, **shared)
         launch.refuse_what_is_not_offered()  # the stock plugin has read it from the environment
-        if is_launched and self.transformer_cls_names_to_wrap is None:
-            self.transformer_cls_names_to_wrap: list[str] | None = launch.layer_classes()
+        named: list[str] | None = getattr(self, _LAYER_NAMES) or (launch.layer_classes() if is_launched else None)
+        setattr(self, _LAYER_NAMES, [name.strip() for name in named] if named else None)
         if self.mixed_precision_policy is not None:
             self.config = _with_dtypes_of(self.mixed_precision_policy, self.config, set(options))
 
@@ -72,7 +73,11 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
 
         Args:
             plugin: Made by somebody who does not know us, such as `transformers.Trainer`.
+
+        Raises:
+            ConfigError: It says something in words of FSDP's that mean nothing here.
         """
+        _refuse_words_of_fsdp(plugin)
         given = {name: getattr(plugin, name) for name in _SHARED}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
@@ -128,6 +133,23 @@ def _refuse_unknown(options: dict[str, Any]) -> None:
         meant = f" Did you mean {near[0]!r}?" if near else ""
         known = ", ".join([*sorted(own), *_SHARED])
         raise ConfigError(f"Unknown option {name!r} of MiCSPlugin.{meant} Known: units, {known}.")
+
+
+def _refuse_words_of_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Refuse what a stock plugin asks of FSDP and would not get."""
+    of_fsdp1 = (plugin.reshard_after_forward or plugin.sharding_strategy) if plugin.fsdp_version == 1 else None
+    offloads = getattr(plugin.cpu_offload, "offload_params", isinstance(plugin.cpu_offload, CPUOffloadPolicy))
+    for name, is_given in (
+        ("sharding_strategy", of_fsdp1 not in (None, ShardingStrategy.FULL_SHARD)),
+        ("reshard_after_forward", plugin.reshard_after_forward is False),
+        ("cpu_offload", offloads),
+        ("ignored_modules", bool(plugin.ignored_modules)),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"`FullyShardedDataParallelPlugin({name}={getattr(plugin, name)!r})` was given where MiCS is asked "
+                "for, which does not offer it. Leave it out, or give a `MiCSPlugin` with a preset."
+            )
 
 
 def _with_dtypes_of(policy: MixedPrecisionPolicy, config: ShardConfig, given: set[str]) -> ShardConfig:

@@ -118,6 +118,8 @@ class ShardedParameter(DTensor):
         """Run the operation as any DTensor does, and count it as a change where it writes: torch misses lists."""
         if func is torch.ops.aten.equal.default:
             return _are_equal(*args)
+        if func is torch.ops.aten.allclose.default:
+            return _are_close(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -154,6 +156,13 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
             counted = DTensor.from_local(differs, one.device_mesh, [Partial()] * one.device_mesh.ndim, run_check=False)
             return not counted.full_tensor().item()
         return torch.equal(*(full_tensor(each) if isinstance(each, DTensor) else each for each in (one, other)))
+
+
+def _are_close(one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    """`torch.allclose`, which DTensor does not offer: it is of the whole tensors. Collective."""
+    with torch.no_grad():
+        a, b = (full_tensor(each) if isinstance(each, DTensor) else each for each in (one, other))
+        return torch.allclose(a, b, *args, **kwargs)
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
