@@ -23,8 +23,11 @@ from typing_extensions import override
 
 from mics_strategy import ConfigError, LifecycleError, Sharded, shard
 from mics_strategy.accelerate import checkpoints, framework, launch
+from mics_strategy.accelerate.generation import prepare_generation
+from mics_strategy.accelerate.loading import give_memory
 from mics_strategy.accelerate.plugin import MiCSPlugin
 from mics_strategy.accelerate.recomputation import checkpoint_activations
+from mics_strategy.accelerate.trainer import save_models_whole
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +58,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             framework.start_state(given, given["fsdp_plugin"])
         super().__init__(**given)
         framework.ensure_group(self.device)
+        save_models_whole()
 
     # -- handles ----------------------------------------------------------------------------------------------
 
@@ -130,10 +134,14 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         if self.mixed_precision != "no":
             _use_fp32_masters(model)
         device = self.device if self.device.type == "cuda" else torch.device(self.device.type)
+        was_lacking = give_memory(model)
         sharded = shard(model, plugin.config, units=plugin.units_for(model), device=device)
+        if was_lacking:
+            sharded.synchronize_buffers()
         self._handles = [*(each for each in self._handles if each() is not None), weakref.ref(sharded)]
         if plugin.activation_checkpointing:
             checkpoint_activations(sharded)
+        prepare_generation(model, ranks_need_each_other=plugin.config.params != "none")
         for optimizer in [*self._waiting]:
             self._adopt(optimizer)
 
@@ -287,15 +295,16 @@ def _plugin(given: Any, parallelism: Any) -> MiCSPlugin:
     if framework.is_started() and framework.current_plugin() is not plugin:
         raise ConfigError(
             "This process has an Accelerator that was made without this `MiCSPlugin`, and all Accelerators of a "
-            "process share one state. Give the plugin to the first one, or load `mics_strategy.accelerate` before it is made."
+            "process share one state. Give the plugin to the first one, or load `mics_strategy.accelerate` before it "
+            "is made."
         )
     sizes = {name: getattr(parallelism, name) or 1 for name in launch.PARALLEL_SIZES} if parallelism else {}
     wanted = launch.partition_size_of(sizes) if sizes else launch.partition_size()
     if wanted is not None and plugin.config.partition_size != wanted:
         if plugin.config.partition_size != "auto":
             raise ConfigError(
-                f"`partition_size={plugin.config.partition_size!r}` and `parallelism_config` with dp_shard_size={wanted}"
-                " say different things. Leave `parallelism_config` out."
+                f"`partition_size={plugin.config.partition_size!r}` and `parallelism_config` with "
+                f"dp_shard_size={wanted} say different things. Leave `parallelism_config` out."
             )
         plugin.config = plugin.config.replace(partition_size=wanted)
     return plugin
