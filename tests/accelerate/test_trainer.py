@@ -131,11 +131,6 @@ def test_a_second_training_goes_on_as_with_ddp(ranks: RankPool) -> None:
     run(ranks, 2, compared, ["zero3"], {"times": 2})
 
 
-def test_a_compiled_model_trains_as_with_ddp(ranks: RankPool) -> None:
-    options = {"torch_compile": True, "torch_compile_backend": "eager", "num_train_epochs": 1}
-    run(ranks, 2, compared, ["zero3"], options)
-
-
 def evaluated_first(ctx: RankContext) -> None:
     """The plain one is trained by another Trainer: after an evaluation, transformers leaves DDP out."""
     with launched(PLAIN):
@@ -171,6 +166,38 @@ def test_a_model_made_for_each_training_equals_ddp(ranks: RankPool) -> None:
     for plain, own in run(ranks, 2, several_models):
         assert_same_logs(own[0], plain[0])
         assert_same(own[1], plain[1], 1e-5)
+
+
+def another_trainer(ctx: RankContext) -> None:
+    """For the model of one that has trained, with more than the first was asked for."""
+    found = {}
+    for config in (PLAIN, "zero3"):
+        with launched(config):
+            first = trainer(llama(), arguments("first", bf16=True, num_train_epochs=1))
+            first.train()
+            second = trainer(first.model, arguments("second", bf16=True, eval_strategy="steps", eval_steps=2))
+            second.train()
+            found[config] = logs(second), values(second.model)
+    assert_same_logs(found["zero3"][0], found[PLAIN][0])
+    assert_same(found["zero3"][1], found[PLAIN][1], 1e-5)
+
+
+def test_another_trainer_goes_on_with_the_model_as_with_ddp(ranks: RankPool) -> None:
+    run(ranks, 2, another_trainer)
+
+
+def sharded_otherwise(ctx: RankContext) -> None:
+    args = {"num_train_epochs": 1}
+    with launched("zero3"):
+        first = trainer(llama(), arguments("first", **args))
+        first.evaluate()
+    with launched("zero1", activation_checkpointing="true"):
+        trainer(first.model, arguments("second", **args)).train()
+
+
+def test_another_trainer_that_would_shard_otherwise_is_refused(ranks: RankPool) -> None:
+    message = "with params=world, grads=world, activation_checkpointing=False, and cannot be sharded with params=none"
+    raises_on_every_rank(lambda: run(ranks, 2, sharded_otherwise), ConfigError, message)
 
 
 # -- in words of others ----------------------------------------------------------------------------------------

@@ -81,10 +81,24 @@ def saved(ctx: RankContext, kind: str, is_tied: bool) -> None:
     assert_same(values(LlamaForCausalLM.from_pretrained("final")), expected, 0.0)
 
 
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "is_tied"), [(SHARDED, True), (FULL, False)], ids=["shards, tied", "whole, untied"])
 def test_save_model_leaves_what_from_pretrained_loads(ranks: RankPool, kind: str, is_tied: bool) -> None:
     run(ranks, 4, saved, kind, is_tied, ranks_per_node=2)
+
+
+def compiled(ctx: RankContext) -> None:
+    """Names of a compiled model have a prefix, which is nowhere in files."""
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "eval_strategy": "no"}
+    plain = trained(PLAIN, FULL, Path("ddp"), **options)
+    expected = trained("zero3", SHARDED, Path("whole"), **options)
+    assert_same_logs(expected[0], plain[0])
+    assert_same(expected[1], plain[1], 1e-5)
+    found = trained("zero3", SHARDED, Path("resumed"), Path("whole/checkpoint-4"), torch_compile=False)
+    assert_same(found[1], expected[1], 1e-6)
+
+
+def test_a_compiled_model_trains_as_with_ddp_and_is_resumed_without_compiling(ranks: RankPool) -> None:
+    run(ranks, 2, compiled)
 
 
 def best(ctx: RankContext) -> None:
