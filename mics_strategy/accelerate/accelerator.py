@@ -24,7 +24,7 @@ from mics_strategy import ConfigError, LifecycleError, Sharded
 from mics_strategy.accelerate import checkpoints, framework, launch
 from mics_strategy.accelerate.plugin import MiCSPlugin
 from mics_strategy.accelerate.preparing import shard_as_asked, sharded_before
-from mics_strategy.accelerate.trainer import save_models_whole
+from mics_strategy.accelerate.trainer import adapt_trainer
 
 
 class MiCSAccelerator(Accelerator):  # type: ignore[misc]
@@ -53,7 +53,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             framework.start_state(given, given["fsdp_plugin"])
         super().__init__(**given)
         framework.ensure_group(self.device)
-        save_models_whole()
+        adapt_trainer()
 
     # -- handles ----------------------------------------------------------------------------------------------
 

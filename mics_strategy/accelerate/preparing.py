@@ -68,10 +68,10 @@ def sharded_before(model: nn.Module, plugin: MiCSPlugin) -> Sharded | None:
     Raises:
         ConfigError: It was sharded in another way.
     """
-    found: Prepared | None = model.__dict__.get(_PREPARED)
-    handle = None if found is None else found.handle()
-    if found is None or handle is None:
+    handle = handle_on(model)
+    if handle is None:
         return None
+    found: Prepared = model.__dict__[_PREPARED]
     then, now = _asked(found.config, found.recomputes), _asked(plugin.config, bool(plugin.activation_checkpointing))
     differing = [name for name, value in then.items() if now[name] != value]
     if differing:
@@ -81,6 +81,12 @@ def sharded_before(model: nn.Module, plugin: MiCSPlugin) -> Sharded | None:
             f"{cannot}. Use the same options, or save the model and load it again."
         )
     return handle
+
+
+def handle_on(model: nn.Module) -> Sharded | None:
+    """The handle of a model that some Accelerator of this process has sharded; None for any other."""
+    found: Prepared | None = model.__dict__.get(_PREPARED)
+    return None if found is None else found.handle()
 
 
 def _asked(config: ShardConfig, recomputes: bool) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Does `transformers.Trainer`, unchanged, train sharded models as it trains plain ones?"""
 
+import math
 from typing import Any
 
 import pytest
@@ -249,3 +250,30 @@ def test_optimizers_that_are_passed_are_refused_by_transformers(ranks: RankPool)
 
 def test_an_optimizer_made_by_a_subclass_trains_as_with_ddp(ranks: RankPool) -> None:
     run(ranks, 4, compared, USUAL, {"cls": "OwnOptimizer"}, ranks_per_node=2)
+
+
+def scaled(config: str, folder: str, resumed: str | None = None) -> Any:
+    """With the scaler that fp16 has on GPUs, whose first steps overflow; Accelerate makes none on CPUs."""
+    with launched(config):
+        made = trainer(llama(), arguments(folder, fp16=True, save_strategy="steps", save_steps=3, num_train_epochs=3))
+        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18, growth_interval=3)
+        made.accelerator.native_amp = True
+        made.train(resume_from_checkpoint=resumed)
+        return logs(made)[:-1], values(made.model), made.accelerator.scaler.state_dict()
+
+
+def fp16(ctx: RankContext) -> None:
+    expected = scaled(PLAIN, "ddp")
+    norms = [entry["grad_norm"] for entry in expected[0]]
+    assert 0 < sum(not math.isfinite(norm) for norm in norms) < len(norms) - 2
+    found = scaled("zero3", "whole")
+    assert_same_logs(found[0], expected[0], 1e-4)
+    assert_same(found[1], expected[1], 1e-3)
+    assert found[2] == expected[2]
+    resumed = scaled("zero3", "resumed", "whole/checkpoint-3")
+    assert_same_logs(resumed[0], found[0], 0.0)
+    assert resumed[2] == found[2]
+
+
+def test_fp16_skips_steps_as_with_ddp_and_resumes_its_scale(ranks: RankPool) -> None:
+    run(ranks, 2, fp16)

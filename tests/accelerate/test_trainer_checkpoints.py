@@ -153,10 +153,20 @@ def only_shards(ctx: RankContext) -> None:
 
 
 def after_ddp(ctx: RankContext) -> None:
+    """Weights in one file, then in several, as those of large models are."""
     expected = trained(PLAIN, FULL, Path("ddp"))
-    found = trained("mics", SHARDED, Path("resumed"), Path("ddp/checkpoint-2"))
-    assert_same_logs(found[0], expected[0])
-    assert_same(found[1], expected[1], 1e-5)
+    checkpoint = Path("ddp/checkpoint-2")
+    for in_parts in (False, True):
+        dist.barrier()
+        if in_parts and ctx.rank == 0:
+            model = LlamaForCausalLM.from_pretrained(checkpoint)
+            (checkpoint / "model.safetensors").unlink()
+            model.save_pretrained(checkpoint, max_shard_size="10KB")
+        dist.barrier()
+        assert (checkpoint / "model.safetensors.index.json").exists() == in_parts
+        found = trained("mics", SHARDED, Path("resumed"), checkpoint)
+        assert_same_logs(found[0], expected[0])
+        assert_same(found[1], expected[1], 1e-5)
 
 
 def test_a_checkpoint_of_ddp_is_continued(ranks: RankPool) -> None:

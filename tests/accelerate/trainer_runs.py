@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -132,4 +133,5 @@ def assert_same_logs(found: list[dict[str, float]], expected: list[dict[str, flo
     for own, plain in zip(found, expected, strict=True):
         assert own.keys() == plain.keys()
         for name, value in plain.items():
-            assert abs(own[name] - value) <= tolerance * max(1.0, abs(value)), f"{name}: {own} against {plain}"
+            approximately = pytest.approx(value, rel=tolerance, abs=tolerance, nan_ok=True)
+            assert own[name] == approximately, f"{name}: {own} against {plain}"
