@@ -277,3 +277,18 @@ def fp16(ctx: RankContext) -> None:
 
 def test_fp16_skips_steps_as_with_ddp_and_resumes_its_scale(ranks: RankPool) -> None:
     run(ranks, 2, fp16)
+
+
+def sent_in_the_last_step(ctx: RankContext) -> Any:
+    """Of two micro-steps, as all are."""
+    with launched("mics"):
+        made = trainer(llama(), arguments("out", max_steps=2))
+        made.train()
+        return made.accelerator.sharded_of(made.model).traffic()
+
+
+def test_gradients_cross_nodes_once_a_step(ranks: RankPool) -> None:
+    for rows in run(ranks, 4, sent_in_the_last_step, ranks_per_node=2):
+        assert [row.sent_bytes for row in rows] == [row.planned_bytes for row in rows]
+        counts = {(row.axis, row.collective): row.count for row in rows}
+        assert counts["intra_node", "reduce_scatter"] == 2 * counts["inter_node", "all_reduce"] > 0
