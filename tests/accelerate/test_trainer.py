@@ -93,7 +93,6 @@ def compared(ctx: RankContext, configs: list[Any], options: dict[str, Any]) -> N
         assert_same_outcome(trained(config, options), expected)
 
 
-USUAL = ["mics", "zero1"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "no clipping": {"max_grad_norm": 0},
     "a loss of one's own": {"cls": "OwnLoss"},
@@ -106,13 +105,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def test_logs_predictions_and_values_equal_those_of_ddp_in_every_layout(ranks: RankPool) -> None:
-    configs = ["mics", "zero3", "zero2", {"preset": "mics", "partition_size": 4}]
+    configs = ["mics", "zero3", "zero1", {"preset": "mics", "partition_size": 4}]
     run(ranks, 4, compared, configs, {}, ranks_per_node=2)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_training_equals_ddp_with(ranks: RankPool, options: dict[str, Any]) -> None:
-    run(ranks, 4, compared, USUAL, options, ranks_per_node=2)
+    run(ranks, 4, compared, ["mics"], options, ranks_per_node=2)
 
 
 LOW_PRECISION: dict[str, dict[str, Any]] = {
@@ -249,7 +248,7 @@ def test_optimizers_that_are_passed_are_refused_by_transformers(ranks: RankPool)
 
 
 def test_an_optimizer_made_by_a_subclass_trains_as_with_ddp(ranks: RankPool) -> None:
-    run(ranks, 4, compared, USUAL, {"cls": "OwnOptimizer"}, ranks_per_node=2)
+    run(ranks, 4, compared, ["mics"], {"cls": "OwnOptimizer"}, ranks_per_node=2)
 
 
 def scaled(config: str, folder: str, resumed: str | None = None) -> Any:

@@ -42,10 +42,9 @@ def interrupted(ctx: RankContext, kind: str, resumed_kind: str) -> None:
     """With dropout, which is drawn from the states that were saved."""
     sizes = {"attention_dropout": 0.2, "attn_implementation": "eager"}
     expected = trained("mics", kind, Path("whole"), sizes=sizes)
-    for step in (2, 4):
-        found = trained("mics", resumed_kind, Path("resumed"), Path(f"whole/checkpoint-{step}"), sizes=sizes)
-        assert found[0] == expected[0]
-        assert_same(found[1], expected[1], 0.0)
+    found = trained("mics", resumed_kind, Path("resumed"), Path("whole/checkpoint-4"), sizes=sizes)
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1], 0.0)
 
 
 @pytest.mark.parametrize(("kind", "resumed_kind"), [(SHARDED, SHARDED), (FULL, FULL), (SHARDED, FULL)])
