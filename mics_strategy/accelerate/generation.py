@@ -18,7 +18,7 @@ from mics_strategy.accelerate import framework
 
 
 def prepare_generation(model: nn.Module, *, ranks_need_each_other: bool) -> None:
-    """Let `model.generate` work on shards, where there is such a method.
+    """Let `model.generate` work on shards, where it is that of transformers, which takes no gradients.
 
     Args:
         model: Sharded.
@@ -27,7 +27,7 @@ def prepare_generation(model: nn.Module, *, ranks_need_each_other: bool) -> None
     """
     if ranks_need_each_other:
         framework.mark_managed(model)
-    if callable(getattr(model, "generate", None)):
+    if hasattr(model, "generation_config") and callable(getattr(model, "generate", None)):
         _count_as_forward(model, model.generate)
 
 
