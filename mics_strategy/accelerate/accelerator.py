@@ -6,7 +6,6 @@ where an optimizer step ends, and clips, saves and loads over all ranks. Everyth
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections.abc import Iterable, Iterator
@@ -21,13 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, shard
+from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded
 from mics_strategy.accelerate import checkpoints, framework, launch
 from mics_strategy.accelerate.agreement import Meeting
 from mics_strategy.accelerate.plugin import MiCSPlugin
-from mics_strategy.accelerate.recomputation import checkpoint_activations
-
-_log = logging.getLogger(__name__)
+from mics_strategy.accelerate.preparing import shard_as_asked, sharded_before
+from mics_strategy.accelerate.trainer import adapt_trainer
 
 
 class MiCSAccelerator(Accelerator):  # type: ignore[misc]
@@ -57,6 +55,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             framework.start_state(given, given["fsdp_plugin"])
         super().__init__(**given)
         framework.ensure_group(self.device)
+        adapt_trainer()
 
     # -- handles ----------------------------------------------------------------------------------------------
 
@@ -125,17 +124,17 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         return prepared
 
     def _shard(self, model: nn.Module) -> None:
-        if self.handle_of(model) is not None or framework.is_prepared(model):
-            return
         model = framework.unwrap_model(model)
+        if self.handle_of(model) is not None:
+            return
         plugin = self.state.fsdp_plugin
-        if self.mixed_precision != "no":
-            _use_fp32_masters(model)
-        device = self.device if self.device.type == "cuda" else torch.device(self.device.type)
-        sharded = shard(model, plugin.config, units=plugin.units_for(model), device=device)
+        sharded = sharded_before(model, plugin)
+        if sharded is None:
+            if framework.is_prepared(model):
+                return
+            device = self.device if self.device.type == "cuda" else torch.device(self.device.type)
+            sharded = shard_as_asked(model, plugin, device, in_low_precision=self.mixed_precision != "no")
         self._handles = [*(each for each in self._handles if each() is not None), weakref.ref(sharded)]
-        if plugin.activation_checkpointing:
-            checkpoint_activations(sharded)
         for optimizer in [*self._waiting]:
             self._adopt(optimizer)
 
@@ -324,15 +323,6 @@ def _local_gradients(by_model: list[tuple[Sharded, list[torch.Tensor]]]) -> Iter
     for parameter in (parameter for _, own in by_model for parameter in own):
         if (grad := parameter.grad) is not None:
             yield grad.to_local() if isinstance(grad, DTensor) else grad
-
-
-def _use_fp32_masters(model: nn.Module) -> None:
-    """Keep what is trained in fp32 where computing is in lower precision, as Accelerate does with FSDP."""
-    low = [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.dtype.itemsize < 4]
-    for parameter in low:
-        parameter.data = parameter.data.float()
-    if low:
-        _log.info("%d parameters of low precision are kept in fp32, as `mixed_precision` is on.", len(low))
 
 
 def _refuse_to_step(optimizer: Optimizer, *_: Any) -> None:

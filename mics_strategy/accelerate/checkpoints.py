@@ -38,6 +38,7 @@ from mics_strategy.accelerate.agreement import of_rank_0, on_every_rank
 from mics_strategy.accelerate.plugin import MiCSPlugin
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
+_OF_DDP = {("optimizer", 0): "optimizer.pt"}  # of `transformers.Trainer` without shards
 _STEPS = "mics_strategy.steps_done"  # beside what torch's optimizers look at in a state dict
 
 
@@ -82,7 +83,7 @@ def load_model(
     source = _found(plugin, input_dir, _MODEL, model_index) or _plain_weights(input_dir, model_index)
     if not (adapter_only and is_peft_model(sharded.model)):
         return load_weights(source, sharded)
-    difference = load_weights(source, sharded, strict=False, rename=lambda name: name)
+    difference = load_weights(source, sharded, strict=False)
     lacking = sorted(_trained(sharded) & set(difference.missing_keys))
     if lacking:
         raise CheckpointError(
@@ -159,7 +160,8 @@ def _file(folder: str, name: str, index: int) -> Path:
 def _found(plugin: MiCSPlugin, folder: str, name: str, index: int) -> Path | None:
     """The folder or file of that name, rather of the kind that is written now; rank 0's counts."""
     sharded, full = Path(folder, f"{name}_{index}"), _file(folder, name, index)
-    in_order: tuple[Path, ...] = (full, sharded) if _is_full(plugin) else (sharded, full)
+    plain = Path(folder, _OF_DDP.get((name, index), full.name))
+    in_order: tuple[Path, ...] = (full, plain, sharded) if _is_full(plugin) else (sharded, full, plain)
     if Path(folder).name == sharded.name:  # some name the part itself
         in_order = (Path(folder),)
     return of_rank_0(next((path for path in in_order if path.exists()), None))

@@ -1,4 +1,4 @@
-"""Which private names of Accelerate do we rely on?
+"""Which private names of Accelerate and transformers do we rely on?
 
 Every one stands in this file, so that a new release is checked against one page: how its process-wide state is made and
 told that the job is sharded, and the functions by which it and `transformers.Trainer` save and load sharded models.
@@ -143,6 +143,12 @@ def mark_prepared(items: tuple[Any, ...]) -> None:
     for item in items:
         if hasattr(item, "__dict__"):
             item._is_accelerate_prepared = True
+
+
+def mark_managed(model: nn.Module) -> None:
+    """Have transformers know of every part of a model that ranks must run it together."""
+    for module in model.modules():
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
 
 
 def deferring_prepare(accelerator: Any, items: tuple[Any, ...], placements: list[bool | None]) -> tuple[Any, ...]:

@@ -29,12 +29,16 @@ _OTHERS = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
 }
+NOTHING_OFFLOADED = "Nothing is offloaded. Shard over more ranks (`partition_size`)."
+TO_KEEP_PARAMETERS = "To keep parameters, use `fsdp_sharding_strategy: {params: none}`."
+ALL_SHARDED = "Every parameter is sharded. Freeze those that shall not be trained."
+ACTIVATIONS_STAY = "Activations stay on the device."
 # Asked for in words that belong to FSDP: the variable, the value that asks for nothing, and what to do.
 _NOT_OFFERED = {
-    "FSDP_OFFLOAD_PARAMS": ("false", "Nothing is offloaded. Shard over more ranks (`partition_size`)."),
-    "FSDP_RESHARD_AFTER_FORWARD": ("true", "To keep parameters, use `fsdp_sharding_strategy: {params: none}`."),
-    "FSDP_IGNORED_MODULES": ("", "Every parameter is sharded. Freeze those that shall not be trained."),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", "Activations stay on the device."),
+    "FSDP_OFFLOAD_PARAMS": ("false", NOTHING_OFFLOADED),
+    "FSDP_RESHARD_AFTER_FORWARD": ("true", TO_KEEP_PARAMETERS),
+    "FSDP_IGNORED_MODULES": ("", ALL_SHARDED),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", ACTIVATIONS_STAY),
 }
 
 

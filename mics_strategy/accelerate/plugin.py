@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from typing_extensions import override
 
@@ -75,9 +75,9 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             plugin: Made by somebody who does not know us, such as `transformers.Trainer`.
 
         Raises:
-            ConfigError: It says something in words of FSDP's that mean nothing here.
+            ConfigError: It asks for what the engine does not do.
         """
-        _refuse_words_of_fsdp(plugin)
+        _refuse_of_fsdp(plugin)
         given = {name: getattr(plugin, name) for name in _SHARED}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
@@ -135,21 +135,20 @@ def _refuse_unknown(options: dict[str, Any]) -> None:
         raise ConfigError(f"Unknown option {name!r} of MiCSPlugin.{meant} Known: units, {known}.")
 
 
-def _refuse_words_of_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Refuse what a stock plugin asks of FSDP and would not get."""
-    of_fsdp1 = (plugin.reshard_after_forward or plugin.sharding_strategy) if plugin.fsdp_version == 1 else None
-    offloads = getattr(plugin.cpu_offload, "offload_params", isinstance(plugin.cpu_offload, CPUOffloadPolicy))
-    for name, is_given in (
-        ("sharding_strategy", of_fsdp1 not in (None, ShardingStrategy.FULL_SHARD)),
-        ("reshard_after_forward", plugin.reshard_after_forward is False),
-        ("cpu_offload", offloads),
-        ("ignored_modules", bool(plugin.ignored_modules)),
-    ):
-        if is_given:
-            raise ConfigError(
-                f"`FullyShardedDataParallelPlugin({name}={getattr(plugin, name)!r})` was given where MiCS is asked "
-                "for, which does not offer it. Leave it out, or give a `MiCSPlugin` with a preset."
-            )
+def _refuse_of_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
+    offload, reshard = plugin.cpu_offload, plugin.reshard_after_forward
+    is_offloading = isinstance(offload, CPUOffloadPolicy) or getattr(offload, "offload_params", False)
+    keeps = reshard is False or getattr(reshard, "name", None) in ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
+    asked = {
+        "cpu_offload": (is_offloading, launch.NOTHING_OFFLOADED),
+        "reshard_after_forward": (keeps, launch.TO_KEEP_PARAMETERS),
+        "ignored_modules": (plugin.ignored_modules, launch.ALL_SHARDED),
+        "activation_checkpointing_offload": (plugin.activation_checkpointing_offload, launch.ACTIVATIONS_STAY),
+    }
+    for name, (is_asked, remedy) in asked.items():
+        if is_asked:
+            value = getattr(plugin, name)
+            raise ConfigError(f"`{name}={value}` of an FSDP plugin, or in `fsdp_config`, is not offered. {remedy}")
 
 
 def _with_dtypes_of(policy: MixedPrecisionPolicy, config: ShardConfig, given: set[str]) -> ShardConfig:

@@ -70,7 +70,7 @@ def shard(
     on_every_rank(lambda: chosen.grad_codec_steps)
     target = on_every_rank(lambda: validate.target_device(device))
     on_every_rank(lambda: validate.model(model, target))
-    require_same({**chosen.describe(), "model": validate.describe(model)})
+    require_same({**chosen.describe(), "model": validate.describe(model), "meta tensors": validate.on_meta(model)})
     topology = on_every_rank(lambda: discover_topology(chosen))
     modules = on_every_rank(lambda: find_units(model, units))
     require_same({"units": ", ".join(module.name for module in modules)})

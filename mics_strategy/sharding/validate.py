@@ -97,6 +97,12 @@ def describe(module: nn.Module) -> str:
     return f"{len(lines)} parameters, digest {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
 
 
+def on_meta(module: nn.Module) -> str:
+    """How much of the model has no values yet."""
+    num = sum(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    return f"{num} parameters and buffers without values"
+
+
 def mark_sharded(module: nn.Module, handle: object) -> None:
     """Remember on the module that it is sharded; keeps `handle` alive as long as the model."""
     object.__setattr__(module, _MARK, handle)

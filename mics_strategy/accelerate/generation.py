@@ -1,0 +1,50 @@
+"""How does a sharded model of transformers generate text?
+
+Ranks that hold shards need each other in every forward, so that all must go on until the last one is done: transformers
+does so for models that say that they are sharded. And `generate` runs parts of a model past its forward, such as the
+encoder of an encoder-decoder or the model inside of an adapter; so it counts as a forward, in which the root unit is
+gathered.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from mics_strategy.accelerate import framework
+
+
+def prepare_generation(model: nn.Module, *, ranks_need_each_other: bool) -> None:
+    """Let `model.generate` work on shards, where it is that of transformers, which takes no gradients.
+
+    Args:
+        model: Sharded.
+        ranks_need_each_other: Whether every forward gathers parameters: then all ranks take as many, and layers that
+            are dropped at random run on all of them.
+    """
+    if ranks_need_each_other:
+        framework.mark_managed(model)
+    if hasattr(model, "generation_config") and callable(getattr(model, "generate", None)):
+        _count_as_forward(model, model.generate)
+
+
+def _count_as_forward(model: nn.Module, generate: Any) -> None:
+    @functools.wraps(generate)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        forward = model.forward
+
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            model.forward = forward  # which `generate` calls
+            return generate(*args, **kwargs)
+
+        model.forward = entered
+        try:
+            with torch.no_grad():
+                return model(*args, **kwargs)
+        finally:
+            model.forward = forward
+
+    model.generate = gathered  # type: ignore[assignment]

@@ -1,0 +1,102 @@
+"""What is done to a model when it is prepared, and what if an earlier Accelerator has done it?
+
+A model stays sharded as long as it lives. Another Accelerator, such as that of a second `transformers.Trainer`, goes on
+with it, if it asks for the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mics_strategy import ConfigError, ShardConfig, Sharded, shard
+from mics_strategy.accelerate.generation import prepare_generation
+from mics_strategy.accelerate.loading import give_memory
+from mics_strategy.accelerate.plugin import MiCSPlugin
+from mics_strategy.accelerate.recomputation import checkpoint_activations
+
+_log = logging.getLogger(__name__)
+_PREPARED = "_mics_prepared"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a model knows of its first Accelerator.
+
+    Attributes:
+        handle: Of the sharded model, which that keeps alive.
+        config: What was asked for.
+        recomputes: Whether units are recomputed in the backward.
+    """
+
+    handle: weakref.ref[Sharded]
+    config: ShardConfig
+    recomputes: bool
+
+
+def shard_as_asked(model: nn.Module, plugin: MiCSPlugin, device: torch.device, *, in_low_precision: bool) -> Sharded:
+    """Shard a plain model in place, ready to be trained, evaluated and to generate. Collective.
+
+    Args:
+        model: With values, at least on rank 0, or on the meta device.
+        plugin: How.
+        device: Where it trains.
+        in_low_precision: Whether computing is in lower precision than what is trained shall have.
+    """
+    if in_low_precision:
+        _use_fp32_masters(model)
+    was_lacking = give_memory(model)
+    sharded = shard(model, plugin.config, units=plugin.units_for(model), device=device)
+    if was_lacking:
+        sharded.synchronize_buffers()
+    if plugin.activation_checkpointing:
+        checkpoint_activations(sharded)
+    prepare_generation(model, ranks_need_each_other=plugin.config.params != "none")
+    recomputes = bool(plugin.activation_checkpointing)
+    prepared = Prepared(handle=weakref.ref(sharded), config=plugin.config, recomputes=recomputes)
+    model.__dict__[_PREPARED] = prepared
+    return sharded
+
+
+def sharded_before(model: nn.Module, plugin: MiCSPlugin) -> Sharded | None:
+    """The handle of a model that an earlier Accelerator has sharded; None for any other.
+
+    Raises:
+        ConfigError: It was sharded in another way.
+    """
+    handle = handle_on(model)
+    if handle is None:
+        return None
+    found: Prepared = model.__dict__[_PREPARED]
+    then, now = _asked(found.config, found.recomputes), _asked(plugin.config, bool(plugin.activation_checkpointing))
+    differing = [name for name, value in then.items() if now[name] != value]
+    if differing:
+        was, cannot = (", ".join(f"{name}={each[name]}" for name in differing) for each in (then, now))
+        raise ConfigError(
+            f"This {type(model).__name__} was sharded by an earlier Accelerator with {was}, and cannot be sharded with "
+            f"{cannot}. Use the same options, or save the model and load it again."
+        )
+    return handle
+
+
+def handle_on(model: nn.Module) -> Sharded | None:
+    """The handle of a model that some Accelerator of this process has sharded; None for any other."""
+    found: Prepared | None = model.__dict__.get(_PREPARED)
+    return None if found is None else found.handle()
+
+
+def _asked(config: ShardConfig, recomputes: bool) -> dict[str, str]:
+    return {**config.describe(), "activation_checkpointing": str(recomputes)}
+
+
+def _use_fp32_masters(model: nn.Module) -> None:
+    """Keep what is trained in fp32 where computing is in lower precision, as Accelerate does with FSDP."""
+    low = [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.dtype.itemsize < 4]
+    for parameter in low:
+        parameter.data = parameter.data.float()
+    if low:
+        _log.info("%d parameters of low precision are kept in fp32, as `mixed_precision` is on.", len(low))

@@ -1,0 +1,67 @@
+"""What does `transformers.Trainer` not do by itself for sharded models?
+
+Its `save_model` writes nothing where checkpoints are written in shards. Here it writes the model as `from_pretrained`
+loads it, whatever kind of checkpoints is written; those that are made on the way stay in shards. And weights in several
+files it puts into plain parameters only.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import StateDictType
+
+from mics_strategy import load_weights
+from mics_strategy.accelerate import framework
+from mics_strategy.accelerate.plugin import MiCSPlugin
+from mics_strategy.accelerate.preparing import handle_on
+
+
+def adapt_trainer() -> None:
+    """Let the Trainer save whole models and read weights in several files, where it is imported. Idempotent."""
+    module = sys.modules.get("transformers.trainer")
+    if module is None or hasattr(module.Trainer.save_model, "mics_stock"):
+        return
+    module.Trainer.save_model = _saving_whole(module.Trainer.save_model)
+    module.load_sharded_checkpoint = _reading_into_shards(module.load_sharded_checkpoint)  # type: ignore[attr-defined]
+
+
+def _saving_whole(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        is_checkpoint = _internal_call and output_dir is not None
+        if not isinstance(plugin, MiCSPlugin) or is_checkpoint:
+            stock(self, output_dir, _internal_call)
+            return
+        with _whole(plugin):
+            stock(self, output_dir, _internal_call)
+
+    save_model.mics_stock = stock  # type: ignore[attr-defined]
+    return save_model
+
+
+def _reading_into_shards(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def load_sharded_checkpoint(model: nn.Module, folder: str, strict: bool = True, **options: Any) -> Any:
+        handle = handle_on(framework.unwrap_model(model))
+        if handle is None:
+            return stock(model, folder, strict=strict, **options)
+        return load_weights(Path(folder), handle, strict=strict)
+
+    return load_sharded_checkpoint
+
+
+@contextmanager
+def _whole(plugin: MiCSPlugin) -> Iterator[None]:
+    before, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+    try:
+        yield
+    finally:
+        plugin.state_dict_type = before
