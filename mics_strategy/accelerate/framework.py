@@ -145,12 +145,6 @@ def mark_prepared(items: tuple[Any, ...]) -> None:
             item._is_accelerate_prepared = True
 
 
-def mark_managed(model: nn.Module) -> None:
-    """Have transformers know of every part of a model that ranks must run it together."""
-    for module in model.modules():
-        module._is_fsdp_managed_module = True  # type: ignore[assignment]
-
-
 def deferring_prepare(accelerator: Any, items: tuple[Any, ...], placements: list[bool | None]) -> tuple[Any, ...]:
     """Prepare objects one by one: schedulers last, as they look for their optimizers."""
     first = tuple(

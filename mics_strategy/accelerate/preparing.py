@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from mics_strategy import ConfigError, ShardConfig, Sharded, shard
-from mics_strategy.accelerate.generation import prepare_generation
 from mics_strategy.accelerate.loading import give_memory
 from mics_strategy.accelerate.plugin import MiCSPlugin
 from mics_strategy.accelerate.recomputation import checkpoint_activations
@@ -39,7 +38,7 @@ class Prepared:
 
 
 def shard_as_asked(model: nn.Module, plugin: MiCSPlugin, device: torch.device, *, in_low_precision: bool) -> Sharded:
-    """Shard a plain model in place, ready to be trained, evaluated and to generate. Collective.
+    """Shard a plain model in place, ready to be trained and evaluated. Collective.
 
     Args:
         model: With values, at least on rank 0, or on the meta device.
@@ -55,7 +54,6 @@ def shard_as_asked(model: nn.Module, plugin: MiCSPlugin, device: torch.device, *
         sharded.synchronize_buffers()
     if plugin.activation_checkpointing:
         checkpoint_activations(sharded)
-    prepare_generation(model, ranks_need_each_other=plugin.config.params != "none")
     recomputes = bool(plugin.activation_checkpointing)
     prepared = Prepared(handle=weakref.ref(sharded), config=plugin.config, recomputes=recomputes)
     model.__dict__[_PREPARED] = prepared

@@ -19,6 +19,7 @@ from mics_strategy.sharding import guard, materialize, validate
 from mics_strategy.sharding.advice import advise, with_scopes_of
 from mics_strategy.sharding.buffers import Memory
 from mics_strategy.sharding.build import Site, add_sharded_parameters, build_engine, build_units
+from mics_strategy.sharding.generation import prepare_generation
 from mics_strategy.sharding.hooks import install
 from mics_strategy.sharding.initialize import Initializer
 from mics_strategy.sharding.sharded import Sharded
@@ -134,5 +135,6 @@ def _build(model: nn.Module, modules: list[UnitModule], site: Site, initializer:
     guard.refuse_saving_shards(model.modules())
     guard.recover_before_reading(model, recover)
     validate.mark_sharded(model, sharded)
+    prepare_generation(model, ranks_need_each_other=sharded.scopes.params > 1)
     site.mesh.ledger.take()
     return sharded

@@ -263,10 +263,11 @@ def _generated(model: Any) -> Tensor:
     return model.generate(input_ids=torch.tensor([[5, 9, 3]]), max_new_tokens=6, do_sample=False, use_cache=True)
 
 
+@pytest.mark.parametrize("units", [(LlamaDecoderLayer,), (LlamaForCausalLM, LlamaDecoderLayer)])
 @pytest.mark.parametrize("preset", ["ddp", "mics"])
-def test_text_is_generated_as_plain_where_the_model_inside_is_a_unit(ranks: RankPool, preset: str) -> None:
+def test_text_is_generated_as_plain_by_the_model_inside(ranks: RankPool, preset: str, units: Any) -> None:
     """`generate` runs the model inside of the adapter's wrapper, past the wrapper's forward."""
-    run = _run(lora_and_a_trained_head, preset).replace(units=(LlamaForCausalLM, LlamaDecoderLayer))
+    run = _run(lora_and_a_trained_head, preset).replace(units=units)
     expected = _generated(_plain(run, 2))
     assert expected.numel() > 4
     assert all(torch.equal(found, expected) for found in ranks(2, generate, run))

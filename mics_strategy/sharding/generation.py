@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mics_strategy.accelerate import framework
+_TOGETHER = "_is_fsdp_managed_module"  # transformers asks for it: must ranks run the module together?
 
 
 def prepare_generation(model: nn.Module, *, ranks_need_each_other: bool) -> None:
@@ -26,7 +26,8 @@ def prepare_generation(model: nn.Module, *, ranks_need_each_other: bool) -> None
             are dropped at random run on all of them.
     """
     if ranks_need_each_other:
-        framework.mark_managed(model)
+        for module in model.modules():
+            setattr(module, _TOGETHER, True)
     if hasattr(model, "generation_config") and callable(getattr(model, "generate", None)):
         _count_as_forward(model, model.generate)
 
