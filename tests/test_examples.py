@@ -4,6 +4,7 @@ import os
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from tests.ranks import RankContext, RankPool
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "integrations.md").read_text()
 SECTIONS = {title: text for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)}
+_kept: list[dict[str, Any]] = []  # on a rank: torch's DDP may hang when it is freed after its process group
 LAUNCHED = {"Accelerate", "transformers.Trainer"}  # configured by the launcher
 
 
@@ -51,10 +53,13 @@ def executed(ctx: RankContext, code: str) -> str:
     printed: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exec(compile(code, "example.py", "exec"), {"__name__": "__main__", "print": printed.append})
-    forget()
+        names = {"__name__": "__main__", "print": printed.append}
+        exec(compile(code, "example.py", "exec"), names)
+    _kept.append(names)
     if dist.is_initialized():
+        dist.barrier()  # gloo may wait for ever for a rank that has left
         dist.destroy_process_group()
+    forget()
     return printed[-1]
 
 

@@ -23,4 +23,3 @@ trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": 
 trainer.train()
 losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
 print(f"rank {arguments.process_index}: loss {float(losses[-1]):.4f}")
-trainer.accelerator.end_training()

@@ -138,10 +138,11 @@ def _refuse_unknown(options: dict[str, Any]) -> None:
 def _refuse_of_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
     offload, reshard = plugin.cpu_offload, plugin.reshard_after_forward
     is_offloading = isinstance(offload, CPUOffloadPolicy) or getattr(offload, "offload_params", False)
-    keeps = reshard is False or getattr(reshard, "name", None) in ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
+    strategy = getattr(reshard or plugin.sharding_strategy, "name", "FULL_SHARD") if plugin.fsdp_version == 1 else None
     asked = {
         "cpu_offload": (is_offloading, launch.NOTHING_OFFLOADED),
-        "reshard_after_forward": (keeps, launch.TO_KEEP_PARAMETERS),
+        "reshard_after_forward": (reshard is False, launch.TO_KEEP_PARAMETERS),
+        "sharding_strategy": (strategy not in (None, "FULL_SHARD"), f"Use a preset in place of {strategy}."),
         "ignored_modules": (plugin.ignored_modules, launch.ALL_SHARDED),
         "activation_checkpointing_offload": (plugin.activation_checkpointing_offload, launch.ACTIVATIONS_STAY),
     }

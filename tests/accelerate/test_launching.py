@@ -290,7 +290,7 @@ REFUSED = {
     "odd partition": (f"{STRATEGY}{{partition_size: 3}}", "partition_size=3.*does not divide the 4 ranks.*1, 2, 4"),
     "two sizes": (
         f"{STRATEGY}{{partition_size: 4}}" + parallel(dp_shard_size=2, dp_replicate_size=2),
-        "partition_size=4.*dp_shard_size=2 say different things",
+        "partition_size=4.*contradicts.*dp_shard_size=2",
     ),
     "no partition": (
         f"{STRATEGY}zero3" + parallel(dp_shard_size=2, dp_replicate_size=2),
