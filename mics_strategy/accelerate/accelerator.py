@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded
-from mics_strategy.accelerate import checkpoints, framework, launch
+from mics_strategy import ConfigError, LifecycleError, Sharded
+from mics_strategy.accelerate import checkpoints, framework
 from mics_strategy.accelerate.agreement import Meeting
-from mics_strategy.accelerate.plugin import MiCSPlugin
+from mics_strategy.accelerate.asked import plugin_for
 from mics_strategy.accelerate.preparing import shard_as_asked, sharded_before
 from mics_strategy.accelerate.trainer import adapt_trainer
 
@@ -49,7 +49,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         self._handles: list[weakref.ref[Sharded]] = []
         self._deferring: list[Sharded] = []  # inside `no_sync`
         self._waiting: dict[Any, Any] = {}  # optimizers whose model is not prepared yet, and how to stop waiting
-        given["fsdp_plugin"] = _plugin(given.get("fsdp_plugin"), given.pop("parallelism_config", None))
+        given["fsdp_plugin"] = plugin_for(given.get("fsdp_plugin"), given.pop("parallelism_config", None))
         if not framework.is_started():
             given["cpu"] = given.get("cpu", False) or framework.lacks_device()
             framework.start_state(given, given["fsdp_plugin"])
@@ -109,7 +109,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         for model in (item for item in args if isinstance(item, nn.Module)):
             self._shard(model)
         result = framework.deferring_prepare(self, args, placements)
-        framework.mark_prepared(result)
+        framework.mark_prepared(self, result)
         return result if len(result) > 1 else result[0]
 
     @override
@@ -161,6 +161,8 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
     @override
     def free_memory(self, *objects: Any) -> Any:
         """Let go of all that was prepared."""
+        for hook in self._waiting.values():
+            hook.remove()
         self._waiting.clear()
         return super().free_memory(*objects)
 
@@ -169,13 +171,17 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
     @contextmanager
     @override
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Say that more micro-steps of this optimizer step follow: gradients stay within their scope until then."""
-        handle = self.sharded_of(model)
-        self._deferring.append(handle)
+        """Say that more micro-steps of this optimizer step follow: gradients stay within their scope until then.
+
+        A model that was not prepared has nothing to defer.
+        """
+        handles = [handle] if (handle := self.handle_of(model)) is not None else []
+        self._deferring += handles
         try:
             yield
         finally:
-            self._deferring.remove(handle)
+            for handle in handles:
+                self._deferring.remove(handle)
 
     @override
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -191,11 +197,21 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Scale gradients so that their norm over all ranks, and over all models together, is at most `max_norm`.
 
+        Args:
+            parameters: Of prepared models, as they were before or after `prepare`.
+            max_norm: The largest norm to leave.
+            norm_type: Of the p-norm.
+
         Returns:
             The norm before, a plain scalar tensor, the same on all ranks.
+
+        Raises:
+            ConfigError: A parameter of no model that was prepared.
         """
         self.unscale_gradients()
         by_model = self._by_model(parameters)
+        if not by_model:
+            return torch.zeros((), device=self.device)
         if len(by_model) == 1:
             ((handle, own),) = by_model
             return handle.clip_grad_norm_(float(max_norm), float(norm_type), only=own)
@@ -217,22 +233,22 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             grad.clamp_(-float(clip_value), float(clip_value))
 
     def _by_model(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[Sharded, list[torch.Tensor]]]:
-        """The parameters of each model.
+        """The sharded parameters of each model.
 
         Raises:
-            ConfigError: There are none, or some that belong to no prepared model.
+            ConfigError: Some belong to no prepared model.
         """
         rest = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         found = []
         for handle in self.handles:
-            own = [parameter for parameter in rest if handle.owns(parameter)]
-            rest = [parameter for parameter in rest if not handle.owns(parameter)]
+            own = [each if handle.owns(each) else handle.replaced(each) for each in rest if _has(handle, each)]
+            rest = [each for each in rest if not _has(handle, each)]
             if own:
-                found.append((handle, own))
-        if rest or not found:
-            what = f"a tensor {list(rest[0].shape)} of no model that was prepared" if rest else "no parameters"
+                found.append((handle, [each for each in own if each is not None]))
+        if rest:
             raise ConfigError(
-                f"Gradients of {what} cannot be clipped. Pass those that `model.parameters()` gives after `prepare`."
+                f"Gradients of a tensor {list(rest[0].shape)} of no model that was prepared cannot be clipped. Pass "
+                "those of models after `prepare`."
             )
         return found
 
@@ -272,46 +288,6 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             super().load_state(str(folder), *args, **kwargs)
         if scaler is not None:
             checkpoints.load_scaler(scaler, folder)
-
-
-def _plugin(given: Any, parallelism: Any) -> MiCSPlugin:
-    """The plugin that was given, made of what was given, or that of this process."""
-    if given is None:
-        given = framework.current_plugin()
-    if given is None:
-        plugin = MiCSPlugin()
-    elif isinstance(given, MiCSPlugin):
-        plugin = given
-    else:
-        plugin = MiCSPlugin.upgraded(given)
-    if framework.is_started() and framework.current_plugin() is not plugin:
-        raise ConfigError(
-            "This process has an Accelerator that was made without this `MiCSPlugin`, and all Accelerators of a "
-            "process share one state. Give the plugin to the first one, or load `mics_strategy.accelerate` before it."
-        )
-    sizes = {name: getattr(parallelism, name) or 1 for name in launch.PARALLEL_SIZES} if parallelism else {}
-    wanted = launch.partition_size_of(sizes) if sizes else launch.partition_size()
-    if wanted is not None and plugin.config.partition_size != wanted:
-        if plugin.config.partition_size != "auto":
-            raise ConfigError(
-                f"`partition_size={plugin.config.partition_size!r}` contradicts `parallelism_config`, which has "
-                f"dp_shard_size={wanted}. Leave `parallelism_config` out."
-            )
-        plugin.config = plugin.config.replace(partition_size=wanted)
-    if wanted is not None and not _cuts_into(wanted, plugin.config):
-        raise ConfigError(
-            f"`parallelism_config` with dp_shard_size={wanted} gives the size of a partition, and no scope of "
-            f"{plugin.config} is a partition. Leave `parallelism_config` out, or use the preset 'mics'."
-        )
-    return plugin
-
-
-def _cuts_into(size: int, config: ShardConfig) -> bool:
-    """Whether a partition of that size is what the scopes mean."""
-    scopes = {config.params, config.grads, config.optimizer, config.secondary_params}
-    if size in (1, launch.num_processes()) and scopes <= {"none", "world" if size > 1 else "none"}:
-        return True
-    return config.is_auto or "partition" in scopes
 
 
 def _has(handle: Sharded, parameter: torch.Tensor) -> bool:

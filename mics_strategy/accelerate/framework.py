@@ -138,10 +138,12 @@ def is_prepared(item: Any) -> bool:
     return getattr(item, "_is_accelerate_prepared", False) is True
 
 
-def mark_prepared(items: tuple[Any, ...]) -> None:
-    """Have Accelerate know what `prepare` returns."""
+def mark_prepared(accelerator: Any, items: tuple[Any, ...]) -> None:
+    """Have Accelerate know what `prepare` returns, of what it prepares."""
+    containers = (accelerator._models, accelerator._optimizers, accelerator._dataloaders, accelerator._schedulers)
+    known = {id(each) for container in containers for each in container}
     for item in items:
-        if hasattr(item, "__dict__"):
+        if id(item) in known:
             item._is_accelerate_prepared = True
 
 

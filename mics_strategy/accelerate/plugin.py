@@ -81,6 +81,11 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         given = {name: getattr(plugin, name) for name in _SHARED}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
+    def asks_for_the_same_as(self, other: MiCSPlugin) -> bool:
+        """Whether a model would be sharded and saved alike."""
+        names = ("config", "units", *_SHARED)
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
     @override
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Called by Accelerate's own FSDP, which must never see this plugin.

@@ -39,6 +39,9 @@ def whole_folder(path: str | Path, models: Sequence[Sharded] = ()) -> Iterator[P
     Raises:
         CheckpointError: On every rank, naming the one that failed, for anything that was raised while the folder was
             filled; that rank raises its own error. What was there is as it was.
+
+    Cost:
+        Rank 0 reads what lies in the folder outside of sharded checkpoints once more, for its digests.
     """
     target = gather_objects(Path(path))[0]
     is_first = dist.get_rank() == 0

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -232,6 +233,38 @@ def test_frozen_parameters_stay_and_the_others_equal_ddp(ranks: RankPool) -> Non
     equal_to_ddp(ranks, frozen)
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What a script might pass through `prepare`."""
+
+    name: str = "mine"
+
+
+def habits(ctx: RankContext, config: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Parameters listed before `prepare`, a model around the prepared one, a cell that is run twice, other objects."""
+    accelerator(config, accelerator_gradient_accumulation_steps=2)
+    acc = accelerator(config, accelerator_gradient_accumulation_steps=2)
+    model = transformer()
+    listed = list(model.parameters())
+    optimizer = acc.prepare(adamw(model))
+    acc.free_memory()
+    model, optimizer, data, settings = acc.prepare(model, optimizer, loader(16), Settings())
+    assert settings == Settings()
+    around, told = nn.Sequential(model), []
+    for (tokens,) in data:
+        with acc.accumulate(around):
+            acc.backward(loss_of(around, tokens))
+            if acc.sync_gradients:
+                told += [acc.clip_grad_norm_(listed, 0.3).item(), acc.clip_grad_norm_([], 0.3).item()]
+            optimizer.step()
+            optimizer.zero_grad()
+    return values(model), told
+
+
+def test_habits_of_scripts_work_as_with_ddp(ranks: RankPool) -> None:
+    equal_to_ddp(ranks, habits)
+
+
 def wrapped(ctx: RankContext, options: dict[str, Any]) -> list[str]:
     """The classes of the units of a model."""
     acc = accelerator("mics", **options)
@@ -282,6 +315,11 @@ def clipping_of_strangers(ctx: RankContext) -> None:
     acc.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
 
 
+def other_plugin(ctx: RankContext) -> None:
+    accelerator("mics")
+    accelerator("zero3")
+
+
 def no_units_to_recompute(ctx: RankContext) -> None:
     accelerator(activation_checkpointing=True).prepare(nn.Linear(4, 4))
 
@@ -300,6 +338,7 @@ REFUSALS = [
     (optimizer_of_two_models, ConfigError, "parameters"),
     (optimizer_without_model, LifecycleError, r"its model was not.*accelerator\.prepare\(model\)"),
     (clipping_of_strangers, ConfigError, r"of no model that was prepared.*after `prepare`"),
+    (other_plugin, ConfigError, "made without this `MiCSPlugin`"),
     (no_units_to_recompute, ConfigError, "this model has none.*LlamaDecoderLayer"),
     (unknown_class, ConfigError, r"no module of class GPTBlock\. It has Block"),
     (stranger, LifecycleError, "Linear belongs to no model that was prepared"),
