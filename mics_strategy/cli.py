@@ -1,7 +1,8 @@
 """What can be done from a shell?
 
 ``mics inspect PATH`` says what a checkpoint holds and whether it is whole; ``mics export PATH FOLDER`` makes
-safetensors files of it; ``mics config`` writes what ``accelerate launch`` reads. None needs ranks or a GPU.
+safetensors files of it; ``mics config`` writes what ``accelerate launch`` reads; ``mics estimate MODEL`` says how much
+memory each rank of a job would need. None needs ranks or a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mics_strategy.checkpoint.consolidate import Export, export_safetensors
 from mics_strategy.checkpoint.reading import Reader
 from mics_strategy.errors import MiCSError
 from mics_strategy.launch_file import ask, default_answers, launch_line, write_launch_file
+from mics_strategy.memory_report import report
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BAR = 30  # characters
@@ -48,7 +50,22 @@ def parser() -> argparse.ArgumentParser:
     config.add_argument("--output", type=Path, default=Path("mics.yaml"), help="of the file; default: mics.yaml")
     config.add_argument("--defaults", action="store_true", help="ask nothing")
     config.add_argument("--force", action="store_true", help="write over a file that is there")
+    estimate = commands.add_parser("estimate", help="say how much memory each rank of a job would need")
+    estimate.add_argument("model", help="a folder with config.json, or a name, as transformers takes it")
+    estimate.add_argument("--nodes", type=int, default=1, help="machines; default: 1")
+    estimate.add_argument("--ranks-per-node", type=int, required=True, help="GPUs of each")
+    estimate.add_argument("--preset", default="mics", help="mics, zero3, paro-iig, ...; default: mics")
+    estimate.add_argument("--partition-size", type=_size, default=None, help="ranks of a partition; default: a node")
+    estimate.add_argument("--param-dtype", choices=sorted(_DTYPES), default=None, help="in which is computed")
+    estimate.add_argument("--units", default=None, help="classes of layers, with commas; default: they are found")
+    estimate.add_argument(
+        "--state-bytes", type=int, default=8, help="that the optimizer keeps for each number; default: Adam's 8"
+    )
     return made
+
+
+def _size(text: str) -> str | int:
+    return int(text) if text.isdigit() else text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _inspect(options.path, is_long=options.tensors)
         if options.command == "config":
             return _configure(options.output, asks=not options.defaults, overwrites=options.force)
+        if options.command == "estimate":
+            print("\n".join(report(options)))
+            return 0
         dtype = None if options.dtype is None else _DTYPES[options.dtype]
         file_bytes = int(options.file_gb * 1e9)
         names = {"folder": options.folder, "prefix": options.prefix, "config": options.config}

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sharding",),
     ("checkpoint",),
     ("",),
-    ("lightning", "accelerate", "cli", "run", "launch_file"),
+    ("lightning", "accelerate", "cli", "run", "launch_file", "memory_report"),
 )
 PURE_LAYER = 1
 # Beside the engine: what the planner may import, and who may import the planner.

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mics_strategy.cli import main, parser
 from tests.checkpoint.test_consolidate import saved
@@ -17,6 +19,10 @@ OPTIONS = {
     "inspect": ["path", "--tensors"],
     "export": ["path", "folder", "--prefix", "--dtype", "--config", "--file-gb"],
     "config": ["--output", "--defaults", "--force"],
+    "estimate": [
+        *("model", "--nodes", "--ranks-per-node", "--preset", "--partition-size", "--param-dtype", "--units"),
+        "--state-bytes",
+    ],
 }
 
 
@@ -59,3 +65,39 @@ def test_export_from_a_shell(ranks: RankPool, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
     assert done.stdout.strip() == str(tmp_path / "hf" / "model.safetensors")
     assert_identical(dict(sorted(load_file(tmp_path / "hf" / "model.safetensors").items())), expected)
+
+
+def test_estimate_says_what_each_rank_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 8}
+    LlamaConfig(vocab_size=32000, **sizes).save_pretrained(tmp_path)
+    command = ["estimate", str(tmp_path), "--nodes", "4", "--ranks-per-node", "8", "--param-dtype", "bfloat16"]
+    assert main(command) == 0
+    first, scopes, *rows = capsys.readouterr().out.splitlines()
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes))
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    assert first == f"LlamaForCausalLM, {numel / 1e9:.3f} B parameters in 5 units, on 32 ranks"
+    assert scopes == "parameters over 8, gradients over 8, optimizer states over 8 ranks"
+    gigabytes = {row[:30].strip(): float(row[30:].split()[0]) for row in rows}
+    assert gigabytes["optimizer shards"] == pytest.approx(4 * numel / 8 / 1e9, rel=0.01)
+    assert gigabytes["optimizer states"] == pytest.approx(8 * numel / 8 / 1e9, rel=0.01)
+    assert gigabytes.pop("each rank, all together") == pytest.approx(sum(gigabytes.values()), abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["nowhere", "--ranks-per-node", "8"], "no model that transformers knows"),
+        ([".", "--ranks-per-node", "8", "--preset", "zero4"], "zero4"),
+        ([".", "--ranks-per-node", "8", "--partition-size", "3"], "does not divide"),
+        ([".", "--ranks-per-node", "8", "--units", "Layer"], "no module of class Layer"),
+    ],
+)
+def test_estimate_refuses_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(".")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["estimate", *options]) == 1
+    assert words in capsys.readouterr().err
