@@ -9,6 +9,8 @@ gathered.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,17 +24,13 @@ def prepare_generation(model: nn.Module, *, ranks_need_each_other: bool) -> None
 
     Args:
         model: Sharded.
-        ranks_need_each_other: Whether every forward gathers parameters: then all ranks take as many, and layers that
-            are dropped at random run on all of them.
+        ranks_need_each_other: Whether every forward gathers parameters: then all ranks take as many.
     """
-    if ranks_need_each_other:
-        for module in model.modules():
-            setattr(module, _TOGETHER, True)
     if hasattr(model, "generation_config") and callable(getattr(model, "generate", None)):
-        _count_as_forward(model, model.generate)
+        _count_as_forward(model, model.generate, ranks_need_each_other)
 
 
-def _count_as_forward(model: nn.Module, generate: Any) -> None:
+def _count_as_forward(model: nn.Module, generate: Any, ranks_need_each_other: bool) -> None:
     @functools.wraps(generate)
     def gathered(*args: Any, **kwargs: Any) -> Any:
         forward = model.forward
@@ -43,9 +41,22 @@ def _count_as_forward(model: nn.Module, generate: Any) -> None:
 
         model.forward = entered
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _together(model) if ranks_need_each_other else nullcontext():
                 return model(*args, **kwargs)
         finally:
             model.forward = forward
 
     model.generate = gathered  # type: ignore[assignment]
+
+
+@contextmanager
+def _together(model: nn.Module) -> Iterator[None]:
+    """Have transformers keep ranks together, meanwhile: torch's compiler asks for the same name to trace differently."""
+    modules = [module for module in model.modules() if _TOGETHER not in module.__dict__]
+    for module in modules:
+        setattr(module, _TOGETHER, True)
+    try:
+        yield
+    finally:
+        for module in modules:
+            delattr(module, _TOGETHER)
