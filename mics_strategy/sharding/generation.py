@@ -51,7 +51,7 @@ def _count_as_forward(model: nn.Module, generate: Any, ranks_need_each_other: bo
 
 @contextmanager
 def _together(model: nn.Module) -> Iterator[None]:
-    """Have transformers keep ranks together, meanwhile: torch's compiler asks for the same name to trace differently."""
+    """Have transformers keep ranks together, meanwhile: the compiler asks for the same name, to trace differently."""
     modules = [module for module in model.modules() if _TOGETHER not in module.__dict__]
     for module in modules:
         setattr(module, _TOGETHER, True)
