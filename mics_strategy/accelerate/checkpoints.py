@@ -39,6 +39,7 @@ from mics_strategy.accelerate.plugin import MiCSPlugin
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 _OF_DDP = {("optimizer", 0): "optimizer.pt"}  # of `transformers.Trainer` without shards
+_UNFINISHED = "mics_strategy.unfinished"
 _STEPS = "mics_strategy.steps_done"  # beside what torch's optimizers look at in a state dict
 
 
@@ -60,9 +61,10 @@ def save_model(
     if _is_full(plugin):
         state = sharded.full_state_dict()
         _write({n: v for n, v in state.items() if names is None or n in names}, _file(output_dir, _MODEL, model_index))
-        return
-    part = None if names is None else {n: v for n, v in sharded.model.state_dict().items() if n in names}
-    save_checkpoint(Path(output_dir, f"{_MODEL}_{model_index}"), sharded, model_state=part)
+    else:
+        part = None if names is None else {n: v for n, v in sharded.model.state_dict().items() if n in names}
+        save_checkpoint(Path(output_dir, f"{_MODEL}_{model_index}"), sharded, model_state=part)
+    on_every_rank(lambda: _remove_other_kind(plugin, output_dir, _MODEL, model_index))
 
 
 def load_model(
@@ -113,6 +115,7 @@ def save_optimizer(
         save_checkpoint(
             Path(output_dir, f"{_OPTIMIZER}_{optimizer_index}"), sharded, {_OPTIMIZER: optimizer}, model_state={}
         )
+    on_every_rank(lambda: _remove_other_kind(plugin, output_dir, _OPTIMIZER, optimizer_index))
 
 
 def load_optimizer(
@@ -151,6 +154,17 @@ def _trained(sharded: Sharded) -> set[str]:
 
 def _is_full(plugin: MiCSPlugin) -> bool:
     return bool(plugin.state_dict_type == StateDictType.FULL_STATE_DICT)
+
+
+def _remove_other_kind(plugin: MiCSPlugin, folder: str, name: str, index: int) -> None:
+    """On rank 0, remove what an earlier save of the other kind left in the same folder: it would be loaded instead."""
+    if dist.get_rank() != 0:
+        return
+    sharded = Path(folder, f"{name}_{index}")
+    if not _is_full(plugin):
+        _file(folder, name, index).unlink(missing_ok=True)
+    elif not remove_checkpoint(sharded) and (sharded / ".metadata").is_file():  # of Accelerate's FSDP2
+        shutil.rmtree(sharded)
 
 
 def _file(folder: str, name: str, index: int) -> Path:
@@ -209,7 +223,7 @@ def _write(value: Any, file: Path) -> None:
 def saving(accelerator: Any, output_dir: str | Path | None) -> Iterator[tuple[Path, Path]]:
     """Where `save_state` writes, and where it will be: under its name when everything is there.
 
-    A folder that holds other things than a checkpoint is written into as it is.
+    A folder that holds other things than a checkpoint is written into as it is, and not loaded until that has ended.
 
     Raises:
         ValueError: No folder is given, and the project does not name checkpoints itself; or that one exists.
@@ -229,7 +243,8 @@ def saving(accelerator: Any, output_dir: str | Path | None) -> Iterator[tuple[Pa
     else:
         target = Path(output_dir).expanduser().absolute()
     if of_rank_0(_holds_other_things(target)):
-        yield target, target
+        with _marked_until_finished(target):
+            yield target, target
         return
     with whole_folder(target, accelerator.handles) as draft:
         yield draft, target
@@ -249,6 +264,11 @@ def to_load(accelerator: Any, input_dir: str | Path | None) -> Path:
         folder = Path(input_dir).expanduser().absolute()
         if not of_rank_0(folder.is_dir()):
             raise ValueError(f"Tried to find {folder} but folder does not exist")
+        if of_rank_0((folder / _UNFINISHED).exists()):
+            raise CheckpointError(
+                f"A save into `{folder}` did not finish, so its parts may be of different steps (`{_UNFINISHED}` is "
+                "there). Use another checkpoint, and a folder of its own for each: that is whole or absent."
+            )
         if of_rank_0(is_checkpoint(folder)):
             check_checkpoint(folder)
         return folder
@@ -273,6 +293,25 @@ def load_scaler(scaler: torch.amp.GradScaler, folder: Path) -> None:
             "it with the `mixed_precision` that it was saved with."
         )
     scaler.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+
+
+@contextmanager
+def _marked_until_finished(target: Path) -> Iterator[None]:
+    """Mark a folder whose parts may be of different saves meanwhile; after a failure or a kill it stays so."""
+    marker, is_first = target / _UNFINISHED, dist.get_rank() == 0
+    on_every_rank(lambda: marker.touch() if is_first else None)
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # told to all ranks
+        failure = error
+
+    def finish() -> None:
+        if failure is not None:
+            raise CheckpointError(f"`{target}` was not saved: {type(failure).__name__}: {failure}") from failure
+
+    on_every_rank(finish)
+    on_every_rank(lambda: marker.unlink() if is_first else None)
 
 
 def _numbered(accelerator: Any) -> Path:

@@ -7,19 +7,17 @@ Accelerate keeps for the whole process is taken away after each job. `test_launc
 import logging
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from mics_strategy.accelerate import MiCSPlugin
-from mics_strategy.collectives.full_tensor import full_tensor
+from tests.lightning.runs import assert_same, full
 from tests.ranks import RankContext, RankPool
 
+__all__ = ["assert_same", "full"]
 logging.getLogger("accelerate").setLevel(logging.ERROR)
 
 
@@ -67,24 +65,3 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     """The plain parameters, on every rank. Collective."""
     named = ((name.removeprefix("module."), p) for name, p in model.named_parameters())
     return {name: full(parameter) for name, parameter in named}
-
-
-def full(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor, or a copy of a plain tensor."""
-    return full_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach().clone()
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
-    """Equal names, order and values."""
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
-def shared_dir(ctx: RankContext, name: str = "checkpoints") -> Path:
-    """A folder that all ranks of the job see."""
-    path = ctx.tmp_path / name
-    path.mkdir(exist_ok=True)
-    return path
