@@ -117,7 +117,7 @@ def _configure(path: Path, *, asks: bool, overwrites: bool) -> int:
     answers = ask(input, print) if asks else default_answers()
     write_launch_file(path, answers, overwrites=overwrites)
     print(f"{path} is written. Start the training, on every machine, by\n  {launch_line(path, answers)}")
-    print("train.py has the line `import mics_strategy.accelerate`; without it, say `-m mics_strategy.run train.py`.")
+    print(f"train.py needs no change. To try two processes: `accelerate test --config_file {path}`.")
     return 0
 
 

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("",),
     ("lightning", "accelerate", "cli", "run", "launch_file", "memory_report"),
+    ("autoload",),
 )
 PURE_LAYER = 1
 # Beside the engine: what the planner may import, and who may import the planner.

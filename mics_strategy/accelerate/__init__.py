@@ -1,10 +1,7 @@
 """Lets ``accelerate launch --config_file mics.yaml``, `Accelerator` and `transformers.Trainer` train sharded models.
 
-Importing this module is the one line that a script adds::
-
-    import mics_strategy.accelerate
-
-Where neither the launcher's configuration (``fsdp_version: mics``) nor a `MiCSPlugin` asks for it, nothing changes.
+Scripts do not import it: the processes that the launcher starts with such a file do, as soon as they import Accelerate
+(`mics_strategy_autoload`). Where neither the launcher's configuration (``fsdp_version: mics``) nor a `MiCSPlugin` asks for it, nothing changes.
 """
 
 from mics_strategy.accelerate.accelerator import MiCSAccelerator

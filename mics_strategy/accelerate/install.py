@@ -1,7 +1,8 @@
 """How do `accelerate.Accelerator` and the functions that save come to be ours?
 
 Once, when `mics_strategy.accelerate` is imported, and before or after anything else was. What they do for jobs that do
-not ask for MiCS stays as it is.
+not ask for MiCS stays as it is. Workers of a launcher whose file asks for it import it when they import Accelerate
+(`mics_strategy_autoload`).
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ from accelerate import Accelerator
 from mics_strategy import ConfigError
 from mics_strategy.accelerate import checkpoints, framework, launch
 from mics_strategy.accelerate.accelerator import MiCSAccelerator
+from mics_strategy.accelerate.comparing import compare_wholes
 from mics_strategy.accelerate.plugin import MiCSPlugin
 
 
 def install() -> None:
-    """Redirect the constructor, and the functions by which Accelerate and `transformers.Trainer` save and load."""
+    """Redirect the constructor, and the functions by which Accelerate and its users save, load and compare."""
     framework.redirect(_class_for)
     framework.watch_construction(_refuse_foreign)
     framework.dispatch("save_fsdp_model", checkpoints.save_model)
     framework.dispatch("load_fsdp_model", checkpoints.load_model)
     framework.dispatch("save_fsdp_optimizer", checkpoints.save_optimizer)
     framework.dispatch("load_fsdp_optimizer", checkpoints.load_optimizer)
+    compare_wholes()
 
 
 def _class_for(cls: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> type[Any]:

@@ -18,22 +18,21 @@ from tests.lightning.runs import assert_same, run
 from tests.ranks import RankContext, RankPool
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = """
+LAUNCHING = 'Fabric(strategy="mics", accelerator="cpu", devices=2); fabric.launch()'
+SCRIPT = f"""
 import torch
 from lightning.fabric import Fabric
-import mics_strategy
 from tests.lightning.modules import Net, loader
 
 if __name__ == "__main__":
-    fabric = Fabric(strategy="mics", accelerator="cpu", devices=2)
-    fabric.launch()
+    fabric = {LAUNCHING}
     net = Net()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
     for x, y in fabric.setup_dataloaders(loader()):
         fabric.backward(torch.nn.functional.mse_loss(model(x), y))
         optimizer.step()
         optimizer.zero_grad()
-    fabric.save("script.ckpt", {"net": model})
+    fabric.save("script.ckpt", dict(net=model))
 """
 
 
@@ -49,13 +48,22 @@ def _with_ddp(ctx: RankContext) -> dict[str, Tensor]:
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+FABRIC_RUN = [str(Path(sys.executable).parent / "fabric"), "run", "--strategy=mics", "--accelerator=cpu", "--devices=2"]
 
 
-@pytest.mark.parametrize("start", [[], pytest.param(TORCHRUN, marks=pytest.mark.slow)], ids=["script", "torchrun"])
-def test_a_script_runs_on_the_ranks_that_it_or_torchrun_starts(
-    ranks: RankPool, tmp_path: Path, start: list[str]
+@pytest.mark.parametrize(
+    ("start", "launching"),
+    [
+        ([], LAUNCHING),
+        pytest.param(TORCHRUN, LAUNCHING, marks=pytest.mark.slow),
+        pytest.param(FABRIC_RUN, "Fabric()", marks=pytest.mark.slow),
+    ],
+    ids=["script", "torchrun", "fabric run"],
+)
+def test_a_script_runs_on_the_ranks_that_it_or_a_launcher_starts(
+    ranks: RankPool, tmp_path: Path, start: list[str], launching: str
 ) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(SCRIPT.replace(LAUNCHING, launching))
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {**{k: v for k, v in os.environ.items() if k not in names}, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *start, "script.py"]

@@ -1,8 +1,5 @@
 """Can `Trainer(strategy="mics")` be written, in both namespaces, with and without importing the package?"""
 
-import os
-import shutil
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -17,7 +14,6 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 
-import mics_strategy.lightning
 from mics_strategy import ShardConfig
 from mics_strategy.errors import ConfigError
 from mics_strategy.lightning import MiCSStrategy, strategy_for
@@ -25,9 +21,6 @@ from mics_strategy.lightning.registration import AfterImport, names, register, r
 from tests.lightning.modules import Plain
 from tests.lightning.runs import trainer
 from tests.ranks import RankContext
-
-ROOT = Path(mics_strategy.lightning.__file__).parents[2]
-AUTOLOAD = ROOT / "mics_strategy" / "lightning" / "autoload"
 
 
 def _resolved(namespace: ModuleType, strategy: Any, tmp_path: Path) -> Any:
@@ -144,97 +137,3 @@ def test_a_config_file_parses_a_whole_shard_config(tmp_path: Path, monkeypatch: 
     cli = LightningCLI(Plain, args=["--config=config.yaml"], run=False, save_config_callback=None)
     expected = ShardConfig(partition_size="world", optimizer=4, reduce_dtype="bfloat16", overlap={"gather"})
     assert cli.trainer.strategy.config == expected
-
-
-def _python(code: str, *path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `code` in a fresh interpreter."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), **environment}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=env,
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
-
-
-def test_importing_the_package_loads_no_lightning() -> None:
-    child = _python(
-        """
-        import sys
-        import mics_strategy, mics_strategy.lightning.registration
-        mics_strategy.lightning.registration.register()
-        print([name for name in sys.modules if "lightning" in name and not name.startswith("mics_strategy")])
-        """,
-        ROOT,
-    )
-    assert child.stdout.strip() == "[]", child.stderr
-
-
-def _installed(tmp_path: Path, entry_point: str) -> Path:
-    """A directory that looks like an installed distribution with one entry point of the group that torch loads."""
-    info = tmp_path / "autoload_test-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: autoload-test\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[torch.backends]\nmics_strategy_test = {entry_point}\n")
-    return tmp_path
-
-
-NAMES = ["MiCSStrategy", "PytorchLightningMiCSStrategy", "MiCSFabricStrategy", "LightningFabricMiCSStrategy"]
-RESOLVE = """
-    import sys
-    import torch
-    print("mics_strategy" in sys.modules)
-    import lightning.pytorch.strategies, pytorch_lightning.strategies
-    import lightning.fabric.strategies, lightning_fabric.strategies
-    trainers = (lightning.pytorch.strategies.StrategyRegistry, pytorch_lightning.strategies.StrategyRegistry)
-    fabrics = (lightning.fabric.strategies.STRATEGY_REGISTRY, lightning_fabric.strategies.STRATEGY_REGISTRY)
-    for registry in trainers + fabrics:
-        print(type(registry.get("mics_zero3")).__name__ if "mics" in registry else "unknown")
-"""
-
-
-def test_the_name_is_known_without_any_import_once_installed(tmp_path: Path) -> None:
-    child = _python(RESOLVE, _installed(tmp_path, "mics_strategy_autoload:install"), AUTOLOAD, ROOT)
-    assert child.stdout.split() == ["False", *NAMES], child.stderr
-
-
-def test_the_autoload_can_be_switched_off(tmp_path: Path) -> None:
-    path = (_installed(tmp_path, "mics_strategy_autoload:install"), AUTOLOAD, ROOT)
-    child = _python(RESOLVE, *path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert child.stdout.split() == ["False", *["unknown"] * 4], child.stderr
-
-
-def test_a_broken_package_breaks_neither_torch_nor_lightning(tmp_path: Path) -> None:
-    broken = tmp_path / "mics_strategy"
-    broken.mkdir()
-    (broken / "__init__.py").write_text("raise RuntimeError('half installed')\n")
-    child = _python(RESOLVE, _installed(tmp_path, "mics_strategy_autoload:install"), AUTOLOAD)
-    assert child.stdout.split() == ["False", *["unknown"] * 4], child.stderr
-    assert child.stderr.count("half installed") == 4
-
-
-def test_the_autoload_and_the_package_share_the_work(tmp_path: Path) -> None:
-    child = _python(
-        "import mics_strategy.lightning.registration as r\nr.register()\n" + textwrap.dedent(RESOLVE), AUTOLOAD, ROOT
-    )
-    assert child.stdout.split() == ["True", *NAMES], child.stderr
-
-
-def test_the_autoload_module_imports_nothing_but_sys() -> None:
-    code = (AUTOLOAD / "mics_strategy_autoload" / "__init__.py").read_text()
-    top_level = [line for line in code.splitlines() if line.startswith(("import", "from"))]
-    assert top_level == ["import sys"]
-
-
-def test_the_entry_point_is_never_found_without_its_module(tmp_path: Path) -> None:
-    """An egg-info in the project's root would break `import torch` there for every other Python."""
-    autoload = AUTOLOAD.relative_to(ROOT)
-    shutil.copytree(AUTOLOAD, tmp_path / autoload, ignore=shutil.ignore_patterns("*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    command = [sys.executable, "-c", "import setuptools; setuptools.setup()", "-q", "egg_info"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=55)
-    assert [path.parent for path in tmp_path.rglob("*.egg-info")] == [tmp_path / autoload]
