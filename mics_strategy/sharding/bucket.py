@@ -84,7 +84,7 @@ class Bucket:
     @property
     def version(self) -> int:
         """Grows whenever a parameter of the bucket may have changed."""
-        return sum(parameter.version for parameter in self.sharded)
+        return sum([parameter.version for parameter in self.sharded])
 
     @property
     def is_aliased(self) -> bool:

@@ -56,6 +56,7 @@ class BucketGradient:
         self._written: set[int] = set()  # the accumulator holds a sum of it
         self._kept: set[int] = set()  # the result holds an earlier mean of it
         self._flat: torch.Tensor | None = None
+        self._places: dict[int, list[torch.Tensor | None]] = {}
         self._result_cast = result_cast
         self._is_one_buffer = accumulator.data_ptr() == result.data_ptr()
         mesh = bucket.mesh
@@ -89,10 +90,24 @@ class BucketGradient:
             self._open()
             target, add = self.accumulator, position in self._written
             self._written.add(position)
-        for piece, part in self.bucket.layout.pieces(target, grad.detach(), position):
-            piece.add_(part) if add else piece.copy_(part)
+        self._write(target, position, grad.detach(), add)
         self._fired.add(position)
         self.used.add(position)
+
+    def _write(self, flat: torch.Tensor, position: int, grad: torch.Tensor, add: bool) -> None:
+        """Put a gradient into its place. Flat forms are few and stay, so the views are made once."""
+        layout = self.bucket.layout
+        places = self._places.get(flat.data_ptr())
+        if places is None:
+            places = [layout.even_view(flat, each) for each in range(len(layout.regions))]
+            self._places[flat.data_ptr()] = places
+        place = places[position]
+        if place is not None and grad.is_contiguous():
+            pairs = [(place, grad.view(place.shape))]
+        else:
+            pairs = list(layout.pieces(flat, grad, position))
+        for piece, part in pairs:
+            piece.add_(part) if add else piece.copy_(part)
 
     def end_backward(self) -> None:
         """The next backward starts with nothing collected."""

@@ -112,6 +112,22 @@ class BucketLayout:
             offset += _aligned(region.numel)
         return views
 
+    def even_view(self, flat: torch.Tensor, position: int) -> torch.Tensor | None:
+        """Where one parameter is in the flat form, as one view, [chunks, elements of each]; None where it takes more.
+
+        One is enough where all chunks along dimension 0 are whole; the parameter itself, if it is contiguous, is in the
+        same order then.
+
+        Args:
+            flat: [full_numel], the flat form.
+            position: Which region.
+        """
+        region = self.regions[position]
+        if region.dim != 0 or not region.chunk or region.shape[0] % region.chunk:
+            return None
+        table = flat.view(self.ranks, self.shard_numel)[: region.shape[0] // region.chunk]
+        return table[:, region.offset : region.offset + region.chunk_numel]
+
     def pieces(
         self, flat: torch.Tensor, full: torch.Tensor, position: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -127,7 +127,7 @@ class LocalStep:
             if grad is not None:
                 self._stepped.append(sharded)
             if sharded not in self._whole:
-                local.grad = grad.to_local() if isinstance(grad, DTensor) else grad
+                local.grad = grad._local_tensor if isinstance(grad, DTensor) else grad  # `to_local` costs more
             if sharded in self._optimizer.state:
                 state = self._optimizer.state.pop(sharded)
                 self._optimizer.state[local] = {key: self._unwrap(value) for key, value in state.items()}
@@ -178,7 +178,7 @@ class LocalStep:
 
     def _unwrap(self, value: Any) -> Any:
         if isinstance(value, DTensor):
-            local = value.to_local()
+            local: torch.Tensor = value._local_tensor
             self._wrapped[id(local)] = local, value
             return local
         return value

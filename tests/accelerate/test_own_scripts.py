@@ -14,6 +14,7 @@ import importlib.util
 import io
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from accelerate import Accelerator, PartialState
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from transformers import BatchEncoding, BertConfig, BertForSequenceClassification
 
 from mics_strategy.collectives.full_tensor import full_tensor
@@ -177,6 +178,26 @@ def _compared(ctx: RankContext) -> None:
 
 def test_sharded_parameters_are_compared_as_wholes(ranks: RankPool, tmp_path: Path) -> None:
     run(ranks, 4, _compared, env=sent("--config_file", written(tmp_path)), ranks_per_node=2)
+
+
+def _looping(ctx: RankContext) -> None:
+    """All but joining of uneven inputs, which waits for ever on CPUs with any strategy, and torchdata's loaders."""
+    script = _script("test_distributed_data_loop")
+    script.test_default_ensures_even_batch_sizes()
+    script.test_can_disable_even_batches()
+    accelerator = script.create_accelerator()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")  # the script counts on it
+        script.test_join_raises_warning_for_non_ddp_distributed(accelerator)
+    script.test_pickle_accelerator()
+    data = script.DummyDataset()
+    sampler = BatchSampler(RandomSampler(data), batch_size=4, drop_last=False)
+    for options in ({"batch_size": 4}, {"shuffle": True, "batch_size": 4}, {"batch_sampler": sampler}):
+        script.test_data_loader(DataLoader(data, **options), accelerator)
+
+
+def test_data_loops(stock: Callable[..., list[str]]) -> None:
+    stock(2, _looping)
 
 
 # -- external_deps: training, resuming, evaluating ----------------------------------------------------------------

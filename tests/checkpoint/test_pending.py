@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mics_strategy.checkpoint import storage
 from mics_strategy.checkpoint.load import load_checkpoint
-from mics_strategy.checkpoint.save import save_checkpoint
+from mics_strategy.checkpoint.save import finish_saves, save_checkpoint
 from mics_strategy.cli import main
 from tests.checkpoint.test_sharded import run_of
 from tests.ranks import RankContext, RankPool
@@ -94,6 +94,7 @@ def train_through(ctx: RankContext, run: Run, path: Path | None) -> dict[str, Te
                 save_checkpoint(path, training.sharded, [training.optimizer], {"step": step}, asynchronous=True)
         training.optimizer.step()
         training.optimizer.zero_grad()
+    finish_saves(training.sharded)
     return training.parameters()
 
 

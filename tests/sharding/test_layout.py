@@ -81,6 +81,25 @@ def test_pieces_bring_back_what_they_took(shape: tuple[int, ...], ranks: int) ->
 
 
 @ranks_
+@shapes
+def test_one_view_is_the_pieces_where_chunks_are_whole(shape: tuple[int, ...], ranks: int) -> None:
+    layout = _plan(ranks, (3, 2), shape)
+    wholes, region = [_numbered((3, 2)), _numbered(shape)], layout.regions[1]
+    flat = torch.full((layout.full_numel,), -1.0, dtype=torch.float64)
+    view = layout.even_view(flat, 1)
+    is_even = region.dim == 0 and region.chunk > 0 and shape[0] % region.chunk == 0
+    assert (view is not None) == is_even
+    if view is not None:
+        view.copy_(wholes[1].view(view.shape))
+        expected = _flat(layout, wholes)
+        for index in range(ranks):
+            assert torch.equal(
+                region.local_view(flat.view(ranks, -1)[index], index),
+                region.local_view(expected.view(ranks, -1)[index], index),
+            )
+
+
+@ranks_
 def test_pieces_cover_every_element_once(ranks: int) -> None:
     layout = _plan(ranks, *SHAPES)
     wholes = [torch.zeros(shape) for shape in SHAPES]
