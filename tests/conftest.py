@@ -9,6 +9,10 @@ from collections.abc import Iterator
 # torch.cuda.is_available() in a test module must not start the CUDA runtime.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+# Before pyarrow is imported, by transformers where `datasets` is installed: no thread that tidies its memory.
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
+# Before huggingface_hub is imported: TRL would tell it of every Trainer.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch

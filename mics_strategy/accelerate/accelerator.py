@@ -24,7 +24,7 @@ from mics_strategy import ConfigError, LifecycleError, Sharded
 from mics_strategy.accelerate import checkpoints, framework
 from mics_strategy.accelerate.agreement import Meeting
 from mics_strategy.accelerate.asked import plugin_for
-from mics_strategy.accelerate.preparing import shard_as_asked, sharded_before
+from mics_strategy.accelerate.preparing import refuse_layer_read_from_outside, shard_as_asked, sharded_before
 from mics_strategy.accelerate.trainer import adapt_trainer
 
 
@@ -134,6 +134,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
                 return
             device = self.device if self.device.type == "cuda" else torch.device(self.device.type)
             sharded = shard_as_asked(model, plugin, device, in_low_precision=self.mixed_precision != "no")
+        refuse_layer_read_from_outside(sharded)
         self._handles = [*(each for each in self._handles if each() is not None), weakref.ref(sharded)]
         for optimizer in [*self._waiting]:
             self._adopt(optimizer)

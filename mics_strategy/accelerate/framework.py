@@ -1,7 +1,8 @@
-"""Which private names of Accelerate and transformers do we rely on?
+"""Which private names of Accelerate, transformers and TRL do we rely on?
 
-Every one stands in this file, so that a new release is checked against one page: how its process-wide state is made and
-told that the job is sharded, and the functions by which it and `transformers.Trainer` save and load sharded models.
+Every one stands in this file, so that a new release is checked against one page: how Accelerate's process-wide state is
+made and told that the job is sharded, the functions by which it and `transformers.Trainer` save and load sharded
+models, and the one by which the Trainers of TRL shard a model that is only asked.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +31,7 @@ from mics_strategy.accelerate.plugin import MiCSPlugin
 
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
 _HOMES = ("accelerate.utils.fsdp_utils", "accelerate.utils", "accelerate.accelerator", "transformers.trainer")
+_OF_TRL = "prepare_fsdp"  # of a model and an Accelerator; calls torch's `fully_shard`
 _signature = inspect.signature(Accelerator.__init__)  # before anybody derives from it
 
 
@@ -242,3 +244,37 @@ def dispatch(name: str, ours: Callable[..., Any]) -> None:
         module = sys.modules.get(home)
         if getattr(module, name, None) is stock:
             setattr(module, name, either)
+
+
+def shard_what_trl_asks(ours: Callable[[nn.Module, Accelerator], nn.Module]) -> None:
+    """Let the Trainers of TRL, where they are imported, shard reference and reward models by `ours` with our plugin.
+
+    Args:
+        ours: Returns a model ready to be evaluated.
+    """
+    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "trl"]:
+        stock = vars(module).get(_OF_TRL)
+        if stock is not None and not hasattr(stock, "mics_stock"):
+            setattr(module, _OF_TRL, _for_our_plugin(stock, ours))
+
+
+def layer_read_from_outside(model: nn.Module) -> nn.Module | None:
+    """The output layer, where a forward that TRL has given the model reads its weight and does not call it."""
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        function = getattr(module.__dict__.get("forward"), "__func__", None)
+        home: str = getattr(function, "__globals__", {}).get("__name__", "")
+        if home.partition(".")[0] == "trl":
+            layer = module.get_output_embeddings()
+            return layer if isinstance(layer, nn.Module) else None
+    return None
+
+
+def _for_our_plugin(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def either(model: nn.Module, accelerator: Accelerator) -> Any:
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        return (ours if isinstance(plugin, MiCSPlugin) else stock)(model, accelerator)
+
+    either.mics_stock = stock  # type: ignore[attr-defined]
+    return either

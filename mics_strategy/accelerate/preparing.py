@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from mics_strategy import ConfigError, ShardConfig, Sharded, shard
+from mics_strategy.accelerate import framework
 from mics_strategy.accelerate.loading import give_memory
 from mics_strategy.accelerate.plugin import MiCSPlugin
 from mics_strategy.accelerate.recomputation import checkpoint_activations
@@ -85,6 +86,23 @@ def handle_on(model: nn.Module) -> Sharded | None:
     """The handle of a model that some Accelerator of this process has sharded; None for any other."""
     found: Prepared | None = model.__dict__.get(_PREPARED)
     return None if found is None else found.handle()
+
+
+def refuse_layer_read_from_outside(sharded: Sharded) -> None:
+    """Refuse units in which TRL would take the gradients of an output layer from a copy that nobody reduces.
+
+    Raises:
+        ConfigError: On every rank; the output layer is in a unit below the root.
+    """
+    layer = framework.layer_read_from_outside(sharded.model)
+    below_root = sharded.units[1:] if layer is not None else []
+    unit = next((unit for unit in below_root if layer in [*unit.module.modules()]), None)
+    if unit is not None:
+        raise ConfigError(
+            f"The output layer is in the unit `{unit.name}`, and this Trainer of TRL reads its weight without calling "
+            "it, while only the root unit is gathered. Let units be layers: leave the wrap policy and its number of "
+            "parameters out, or name the classes of layers in `fsdp_transformer_layer_cls_to_wrap`."
+        )
 
 
 def _asked(config: ShardConfig, recomputes: bool) -> dict[str, str]:

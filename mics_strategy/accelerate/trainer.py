@@ -1,8 +1,11 @@
-"""What does `transformers.Trainer` not do by itself for sharded models?
+"""What do `transformers.Trainer` and the Trainers of TRL not do by themselves for sharded models?
 
 Its `save_model` writes nothing where checkpoints are written in shards. Here it writes the model as `from_pretrained`
 loads it, whatever kind of checkpoints is written; those that are made on the way stay in shards. And weights in several
 files it puts into plain parameters only.
+
+TRL gives models that are only asked, such as a reference, to torch's FSDP2, past the Accelerator. Here the Accelerator
+shards them as it shards the model that is trained.
 """
 
 from __future__ import annotations
@@ -24,12 +27,18 @@ from mics_strategy.accelerate.preparing import handle_on
 
 
 def adapt_trainer() -> None:
-    """Let the Trainer save whole models and read weights in several files, where it is imported. Idempotent."""
+    """Let Trainers, where they are imported, save whole models, read several files and ask shards. Idempotent."""
+    framework.shard_what_trl_asks(_ready_to_be_asked)
     module = sys.modules.get("transformers.trainer")
     if module is None or hasattr(module.Trainer.save_model, "mics_stock"):
         return
     module.Trainer.save_model = _saving_whole(module.Trainer.save_model)
     module.load_sharded_checkpoint = _reading_into_shards(module.load_sharded_checkpoint)  # type: ignore[attr-defined]
+
+
+def _ready_to_be_asked(model: nn.Module, accelerator: Any) -> nn.Module:
+    prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
+    return prepared.eval()
 
 
 def _saving_whole(stock: Callable[..., None]) -> Callable[..., None]:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from mics_strategy.errors import LifecycleError
+
 _TOGETHER = "_is_fsdp_managed_module"  # transformers asks for it: must ranks run the module together?
+_ALONE = ("generate_batch", "init_continuous_batching")  # each rank runs its own number of forwards, in a thread
 
 
 def prepare_generation(model: nn.Module, *, ranks_need_each_other: bool) -> None:
@@ -28,6 +31,17 @@ def prepare_generation(model: nn.Module, *, ranks_need_each_other: bool) -> None
     """
     if hasattr(model, "generation_config") and callable(getattr(model, "generate", None)):
         _count_as_forward(model, model.generate, ranks_need_each_other)
+    for module in model.modules() if ranks_need_each_other else ():
+        for name in _ALONE:
+            if callable(getattr(type(module), name, None)):
+                setattr(module, name, _refuse_alone)
+
+
+def _refuse_alone(*_: Any, **__: Any) -> NoReturn:
+    raise LifecycleError(
+        "Continuous batching (`generate_batch`) lets every rank run as many forwards as its own texts take, and ranks "
+        "that hold parts of the parameters must run all of them together. Use `generate`, or `params='none'`."
+    )
 
 
 def _count_as_forward(model: nn.Module, generate: Any, ranks_need_each_other: bool) -> None:
@@ -53,10 +67,19 @@ def _count_as_forward(model: nn.Module, generate: Any, ranks_need_each_other: bo
 def _together(model: nn.Module) -> Iterator[None]:
     """Have transformers keep ranks together, meanwhile: the compiler asks for the same name, to trace differently."""
     modules = [module for module in model.modules() if _TOGETHER not in module.__dict__]
-    for module in modules:
-        setattr(module, _TOGETHER, True)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for module in modules:
-            delattr(module, _TOGETHER)
+            setattr(module, _TOGETHER, True)
+            stack.callback(delattr, module, _TOGETHER)
+            if callable(getattr(module, "generate", None)):
+                stack.callback(module.register_forward_pre_hook(_with_mask_of_its_text, with_kwargs=True).remove)
+        yield
+
+
+def _with_mask_of_its_text(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Cut the mask of a rank that goes on for the others: without a cache its text has ended and its mask grows."""
+    text, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+    has_cache = kwargs.get("use_cache") or kwargs.get("past_key_values") is not None
+    if text is None or mask is None or mask.ndim != 2 or has_cache:
+        return None
+    return args, {**kwargs, "attention_mask": mask[:, : text.shape[1]]}

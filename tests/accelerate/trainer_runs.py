@@ -20,7 +20,7 @@ from transformers.trainer_callback import PrinterCallback
 from tests.accelerate.runs import PLAIN, forget, full
 
 VOCABULARY = 31
-OF_TIME = ("runtime", "per_second", "epoch", "preparation_time")
+OF_TIME = ("runtime", "per_second", "epoch", "preparation_time", "step_time")
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from mics_strategy import shard
-from tests.ranks import RankContext, RankPool
+from mics_strategy import LifecycleError, shard
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.sharding.adapters import SIZES
 from tests.sharding.training import forget_meshes
 
@@ -47,3 +47,33 @@ def test_text_is_that_of_the_plain_model_on_every_rank(ranks: RankPool, build: A
         expected = text(build(), rank)
         assert torch.equal(found, expected)
         assert found.shape[1] > 4 + 5 * rank
+
+
+def without_cache(ctx: RankContext) -> Tensor:
+    forget_meshes()
+    model = llama()
+    shard(model, "zero3")
+    return with_mask(model, ctx.rank)
+
+
+def with_mask(model: Any, rank: int) -> Tensor:
+    """Of another length on each rank, by whole forwards."""
+    prompt = torch.tensor([[0, 9, 3 + rank], [5, 7, 4]])
+    mask = (prompt != 0).long()
+    options = {"use_cache": False, "do_sample": False, "eos_token_id": None}
+    return model.generate(prompt, attention_mask=mask, max_new_tokens=3 + 2 * rank, **options)
+
+
+def test_ranks_that_are_done_go_on_without_a_cache_too(ranks: RankPool) -> None:
+    for rank, found in enumerate(ranks(2, without_cache)):
+        assert torch.equal(found, with_mask(llama(), rank))
+
+
+def in_batches(ctx: RankContext) -> None:
+    model = llama()
+    shard(model, "zero3")
+    model.generate_batch([[5, 9, 3]], max_new_tokens=2)
+
+
+def test_continuous_batching_is_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(lambda: ranks(2, in_batches), LifecycleError, "Continuous batching")
