@@ -215,7 +215,7 @@ def launch_text(answers: Answers) -> str:
         f"main_process_port: {answers.port}{'' if several else '  # 0: a free one'}",
         *(["same_network: true  # main_process_ip is reached from every machine"] if several else []),
         "fsdp_config:",
-        "  fsdp_version: mics  # a script that does not load mics_strategy stops, and does not train by FSDP instead",
+        "  fsdp_version: mics  # without mics_strategy the script stops, and does not train by FSDP instead",
         *_layer_lines(answers.layer_class),
         "  fsdp_state_dict_type: SHARDED_STATE_DICT  # what save_state writes; FULL_STATE_DICT: one file",
         "  fsdp_activation_checkpointing: false  # true: recompute the layers' activations in the backward",

@@ -1,7 +1,7 @@
 """How does `accelerate test` compare a sharded parameter with a plain tensor?
 
-By `torch.testing.assert_close`, which refuses such pairs before the parameter could answer. As whole tensors they are
-compared here, as by `torch.equal` and `torch.allclose`, in jobs that are ours.
+By `torch.testing.assert_close`, which refuses such pairs before the parameter could answer. In jobs that are ours, they
+are compared here as whole tensors, as `torch.equal` and `torch.allclose` do with parameters and gradients.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mics_strategy.accelerate import framework
@@ -18,7 +17,7 @@ from mics_strategy.accelerate.plugin import MiCSPlugin
 
 
 def compare_wholes() -> None:
-    """Let ``torch.testing.assert_close`` take a sharded parameter and a plain tensor. Collective then. Idempotent."""
+    """Let ``torch.testing.assert_close`` take a sharded tensor and a plain one. Collective then. Idempotent."""
     stock = torch.testing.assert_close
     if hasattr(stock, "mics_stock"):
         return
@@ -35,7 +34,5 @@ def compare_wholes() -> None:
 
 
 def _whole(value: Any) -> Any:
-    if not (isinstance(value, DTensor) and isinstance(value, nn.Parameter)):
-        return value
     with torch.no_grad():
-        return value.full_tensor()
+        return value.full_tensor() if isinstance(value, DTensor) else value

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from mics_strategy.collectives.ops import Handle
 from mics_strategy.sharding.bucket import Bucket
 from mics_strategy.sharding.lifecycle import COLLECTION, GRADIENT, Collection, Gradient, advance
-from mics_strategy.sharding.parameter import label
+from mics_strategy.sharding.parameter import label_gradient
 
 
 class BucketGradient:
@@ -64,7 +64,8 @@ class BucketGradient:
         self._replicas = mesh.second_reduce.size if mesh.second_reduce is not None else 1
         shards = mesh.trained
         self._labels: list[DTensor] = [
-            label(region.local_view(result_cast, shards.index), region, shards) for region in bucket.layout.regions
+            label_gradient(region.local_view(result_cast, shards.index), region, shards)
+            for region in bucket.layout.regions
         ]
 
     @property

@@ -33,7 +33,42 @@ class GradientOwner(Protocol):
         """Forget the gradient of the parameter at `position`, pending parts included."""
 
 
-class ShardedParameter(DTensor):
+class _SeenWhole(DTensor):
+    """A DTensor that our own gather puts together, and that is compared with any tensor as a whole; both collective."""
+
+    @override
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor on every rank. Collective: all ranks of its mesh call it."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return super().full_tensor(grad_placements=grad_placements)
+        return full_tensor(self)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation as any DTensor does, but for comparisons, which DTensor offers for some pairs only."""
+        if func is torch.ops.aten.equal.default:
+            return _are_equal(*args)
+        if func is torch.ops.aten.allclose.default:
+            return _are_close(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+class ShardedGradient(_SeenWhole):
+    """The gradient of a `ShardedParameter`. What is computed from it, a copy too, is a plain DTensor."""
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        copied = memo[id(self)] = self.detach().clone()
+        return cast("DTensor", copied)
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
+class ShardedParameter(_SeenWhole):
     """A parameter of which this rank holds one shard.
 
     Reading `grad` is collective while reductions are due (after a backward, before the first read), as every
@@ -104,23 +139,12 @@ class ShardedParameter(DTensor):
             local, self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride()
         )
 
-    @override
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole parameter on every rank. Collective: all ranks of its mesh call it."""
-        if torch.is_grad_enabled() and self.requires_grad:
-            return super().full_tensor(grad_placements=grad_placements)
-        return full_tensor(self)
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation as any DTensor does, and count it as a change where it writes: torch misses lists."""
-        if func is torch.ops.aten.equal.default:
-            return _are_equal(*args)
-        if func is torch.ops.aten.allclose.default:
-            return _are_close(*args, **(kwargs or {}))
-        result = super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        """As above, and count the operation as a change where it writes: torch misses lists."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
@@ -193,6 +217,13 @@ def make_sharded_parameter(
         placements = sharded.placements
         cast("Any", torch.Tensor).register_hook(sharded, lambda grad: _like_parameter(grad, placements))
     return sharded
+
+
+def label_gradient(local: torch.Tensor, region: Region, shards: Shards) -> ShardedGradient:
+    """See `label`; what a parameter shows as its gradient."""
+    labelled = label(local, region, shards)
+    labelled.__class__ = ShardedGradient
+    return cast("ShardedGradient", labelled)
 
 
 def _like_parameter(grad: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:

@@ -1,14 +1,13 @@
 """Do the scripts with which Accelerate tests itself pass with our file?
 
 They come with Accelerate (`accelerate.test_utils`), and run here as they are, on the environment that the launcher
-makes of ``mics.yaml``. What stands in for something says so: `torch.allclose` of a sharded gradient, which torch does
-not know, compares whole tensors; data, model and metric, which the scripts download, are small and made up.
+makes of ``mics.yaml``. What stands in for something says so: data, model and metric, which the scripts download, are
+small and made up.
 """
 
 import argparse
 import contextlib
 import copy
-import functools
 import importlib
 import importlib.util
 import io
@@ -27,11 +26,9 @@ import torch
 from accelerate import Accelerator, PartialState
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from transformers import BatchEncoding, BertConfig, BertForSequenceClassification
 
-from mics_strategy.collectives.full_tensor import full_tensor
 from tests.accelerate.launchers import sent, written
 from tests.accelerate.runs import forget, run
 from tests.ranks import RankContext, RankPool
@@ -53,28 +50,12 @@ def stock(ranks: RankPool, tmp_path: Any) -> Callable[..., list[Any]]:
 def _in_script(ctx: RankContext, job: Callable[..., Any], *args: object) -> Any:
     refused = AssertionError("the stock Accelerator prepares")
     with (
-        _comparing_whole_tensors(),
         mock.patch.object(PartialState, "destroy_process_group"),
         mock.patch.object(Accelerator, "prepare", side_effect=refused),  # ours overrides it
     ):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             job(ctx, *args)
         return printed.getvalue()
-
-
-@contextmanager
-def _comparing_whole_tensors() -> Iterator[None]:
-    """Collective, on all ranks."""
-
-    def comparing(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def compare(one: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return function(*(full_tensor(t) if isinstance(t, DTensor) else t for t in (one, other)), *args, **kwargs)
-
-        return compare
-
-    with mock.patch("torch.allclose", comparing(torch.allclose)):
-        yield
 
 
 def _script(name: str) -> Any:
