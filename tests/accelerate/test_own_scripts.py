@@ -32,6 +32,7 @@ from transformers import BatchEncoding, BertConfig, BertForSequenceClassificatio
 from tests.accelerate.launchers import sent, written
 from tests.accelerate.runs import forget, run
 from tests.ranks import RankContext, RankPool
+from tests.torch_versions import kinds_of_dtensors
 
 SCRIPTS = "accelerate.test_utils.scripts"
 
@@ -134,6 +135,7 @@ def _synchronising(ctx: RankContext) -> None:
                 stepping.test_gradient_accumulation_with_opt_and_scheduler(split, dispatch, every)
 
 
+@kinds_of_dtensors
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_synchronisation_and_accumulation(stock: Callable[..., list[str]], world_size: int) -> None:
     stock(world_size, _synchronising)
@@ -157,6 +159,7 @@ def _compared(ctx: RankContext) -> None:
         assert not torch.equal(one, other)
 
 
+@kinds_of_dtensors
 def test_sharded_parameters_are_compared_as_wholes(ranks: RankPool, tmp_path: Path) -> None:
     run(ranks, 4, _compared, env=sent("--config_file", written(tmp_path)), ranks_per_node=2)
 

@@ -22,6 +22,7 @@ from tests.sharding.training import (
     train_without_reading,
     whole,
 )
+from tests.torch_versions import kinds_of_dtensors
 
 CONFIGS = {
     "ddp": ShardConfig.preset("ddp"),
@@ -216,11 +217,6 @@ def test_every_write_into_a_parameter_is_seen(ranks: RankPool, preset: str, writ
     torch.testing.assert_close(after, 2 * before)
 
 
-SINCE_2_12 = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 does not tell a kind of DTensor of the operations on it"
-)
-
-
 def write_lists(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]:
     training = start(ctx, run)
     x = training.batch(0)["x"]
@@ -243,7 +239,7 @@ def write_behind_and_say_so(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "mics"])
-@pytest.mark.parametrize("write", [pytest.param("lists", marks=SINCE_2_12), "announced"])
+@pytest.mark.parametrize("write", [pytest.param("lists", marks=kinds_of_dtensors), "announced"])
 def test_write_that_torch_does_not_count_is_seen(ranks: RankPool, preset: str, write: str) -> None:
     job = {"lists": write_lists, "announced": write_behind_and_say_so}[write]
     before, after = ranks(2, job, Run(case=models.mlp, config=ShardConfig.preset(preset)))[1]

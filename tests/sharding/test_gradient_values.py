@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from mics_strategy import ShardConfig, shard
 from mics_strategy.collectives import full_tensor as ours
 from tests.ranks import RankContext, RankPool
+from tests.torch_versions import kinds_of_dtensors
 
 
 def _trained() -> tuple[nn.Module, nn.Module]:
@@ -51,6 +52,7 @@ def _compared(ctx: RankContext) -> None:
     assert torch.allclose(parameter.grad, expected, atol=1e-2)
 
 
+@kinds_of_dtensors
 def test_a_gradient_is_compared_as_a_whole(ranks: RankPool) -> None:
     ranks(4, _compared, ranks_per_node=2)
 
