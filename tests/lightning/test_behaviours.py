@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-LIST = Path(__file__).parents[2] / "docs" / "lightning-behaviours.md"
+TESTS = Path(__file__).parents[1]
+LIST = TESTS.parent / "docs" / "lightning-behaviours.md"
 NUM_BEHAVIOURS = 72
 
 
@@ -13,6 +14,6 @@ def test_every_behaviour_has_a_line() -> None:
 
 
 def test_the_tests_that_are_named_exist() -> None:
-    sources = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    sources = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
     named = re.findall(r"`(test_\w+)`", LIST.read_text())
     assert [name for name in named if f"def {name}(" not in sources] == []
