@@ -2,8 +2,10 @@
 
 ::
 
-    accelerate launch --config_file mics.yaml -m mics_strategy.run train.py --lr 1e-3
-    torchrun --nproc-per-node 8 -m mics_strategy.run -m package.train --lr 1e-3
+    torchrun --nproc-per-node 8 -m mics_strategy.run train.py --lr 1e-3
+    accelerate launch --config_file mics.yaml -m mics_strategy.run -m package.train --lr 1e-3
+
+With the launcher's file that is needed only where torch's autoload is switched off (see `mics_strategy_autoload`).
 
 The script finds everything as if Python had started it, and its Accelerators are sharded: as ``mics.yaml`` says, else
 by the preset "mics".

@@ -152,3 +152,18 @@ def test_without_the_autoload_such_a_script_fails_loudly() -> None:
     child = _python(BY_ACCELERATE + CONSTRUCT, ROOT, TORCH_DEVICE_BACKEND_AUTOLOAD="0", **ASKED)
     assert (child.returncode, child.stdout) == (1, "")
     assert "invalid literal for int() with base 10: 'mics'" in child.stderr
+
+
+def test_an_adapter_that_fails_while_it_installs_itself_shards_nothing() -> None:
+    code = """
+    import os, accelerate
+    del accelerate.utils.load_fsdp_optimizer
+    os.environ["FSDP_VERSION"] = "mics"
+    try:
+        import mics_strategy.accelerate
+    except AttributeError:
+        accelerate.Accelerator()
+    """
+    child = _python(code, ROOT, **ASKED | {"FSDP_VERSION": "2"})
+    assert child.returncode == 1
+    assert "invalid literal for int() with base 10: 'mics'" in child.stderr

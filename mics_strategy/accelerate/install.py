@@ -20,13 +20,13 @@ from mics_strategy.accelerate.plugin import MiCSPlugin
 
 def install() -> None:
     """Redirect the constructor, and the functions by which Accelerate and its users save, load and compare."""
-    framework.redirect(_class_for)
-    framework.watch_construction(_refuse_foreign)
     framework.dispatch("save_fsdp_model", checkpoints.save_model)
     framework.dispatch("load_fsdp_model", checkpoints.load_model)
     framework.dispatch("save_fsdp_optimizer", checkpoints.save_optimizer)
     framework.dispatch("load_fsdp_optimizer", checkpoints.load_optimizer)
     compare_wholes()
+    framework.watch_construction(_refuse_foreign)
+    framework.redirect(_class_for)  # last: what fails above leaves jobs that ask for us to stop, not half installed
 
 
 def _class_for(cls: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> type[Any]:
