@@ -28,13 +28,12 @@ class RefusedError(ValueError):
 
 
 class Engine(Protocol):
-    """A model that can make an optimizer step.
+    """A model that can make an optimizer step."""
 
-    Attributes:
-        facts: Numbers that the engine knows of the last step.
-    """
-
-    facts: dict[str, float]
+    @property
+    def facts(self) -> dict[str, float]:
+        """Numbers that the engine knows of the last step."""
+        ...
 
     def step(self, batches: list[Batch]) -> float:
         """Train on one batch in each micro-step; the mean loss of this rank."""
@@ -48,7 +47,7 @@ class _Plain:
     """
 
     def __init__(self, model: torch.nn.Module, workload: Workload, *, is_cast: bool = False) -> None:
-        self.facts: dict[str, float] = {}
+        self._timed: dict[str, float] = {}
         self._model: Any = model
         self._dtype = workload.torch_dtype if is_cast else torch.float32
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=workload.learning_rate)
@@ -63,10 +62,15 @@ class _Plain:
                     loss = self._model(batch.inputs, batch.targets)
                 (loss / len(batches)).backward()
             losses.append(loss.detach())
-        self.facts["micro_steps_s"] = time.perf_counter() - start
+        self._timed["micro_steps_s"] = time.perf_counter() - start
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(torch.stack(losses).mean())
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """See `Engine.facts`."""
+        return self._timed
 
     def _micro_step(self, index: int, of: int) -> AbstractContextManager[object]:
         return nullcontext()
@@ -130,14 +134,14 @@ class _Ours(_Plain):
             raise RefusedError(str(error)) from error
         super().__init__(model, workload)
 
-    def step(self, batches: list[Batch]) -> float:
-        loss = super().step(batches)
+    @property
+    def facts(self) -> dict[str, float]:
+        """See `Engine.facts`. Asked for after a step, so that planning is no part of it."""
         plan = self._sharded.plan
         leaving = sum(item.sent_bytes for item in plan.collectives if _INSIDE not in item.axis)
         mixed = sum(item.sent_bytes for item in plan.collectives if _INSIDE in item.axis and _BETWEEN in item.axis)
-        if mixed <= _SMALL * leaving:
-            self.facts["planned_bytes"] = float(leaving)
-        return loss
+        planned = {"planned_bytes": float(leaving)} if mixed <= _SMALL * leaving else {}
+        return {**self._timed, **planned}
 
     def _micro_step(self, index: int, of: int) -> AbstractContextManager[object]:
         return self._sharded.micro_step(index, of=of)

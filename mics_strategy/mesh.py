@@ -24,7 +24,8 @@ from mics_strategy import errors
 from mics_strategy.agreement import gather_objects
 from mics_strategy.collectives.by_size import AnyCollective, BySize
 from mics_strategy.collectives.calibration import Finding, Surroundings, calibrate
-from mics_strategy.collectives.collective import Channel, Collective
+from mics_strategy.collectives.channel import Channel
+from mics_strategy.collectives.collective import Collective
 from mics_strategy.collectives.lane import AtOnce, Lane, Runner
 from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import is_anything_under_way

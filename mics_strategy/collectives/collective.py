@@ -16,33 +16,15 @@ from dataclasses import dataclass
 import torch
 
 from mics_strategy.collectives import route as routes
+from mics_strategy.collectives.channel import Channel, stage_of
 from mics_strategy.collectives.coder import Coder
 from mics_strategy.collectives.lane import Runner
 from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import Handle, check_fit
-from mics_strategy.collectives.ring import RingStage
-from mics_strategy.collectives.route import Hop, Route, Way
+from mics_strategy.collectives.process_memory import Stretches
+from mics_strategy.collectives.route import Way
 from mics_strategy.collectives.stages import CodedStage, Finish, PlainStage, Stage
-from mics_strategy.collectives.transport import Transport
-from mics_strategy.collectives.watch import Watch
 from mics_strategy.collectives.workspace import Workspace, aligned_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Channel:
-    """A route in this job.
-
-    Attributes:
-        route: The stages, with their codecs.
-        transports: Of the slow stage, and of the fast one where there is one.
-        ranks: That take part, in all stages.
-        watch: Knows whether ranks have parted.
-    """
-
-    route: Route
-    transports: list[Transport]
-    ranks: frozenset[int]
-    watch: Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +62,8 @@ class Collective:
         self._channel = channel
         self._workspace = workspace
         self._ledger = ledger
-        self._slow = _stage(slow, route.slow, workspace, device)
-        self._fast = _stage(rest[0], route.fast, workspace, device) if rest and route.fast is not None else None
+        self._slow = stage_of(slow, route.slow, workspace, device)
+        self._fast = stage_of(rest[0], route.fast, workspace, device) if rest and route.fast is not None else None
         self._plain = [PlainStage(transport, workspace) for transport in channel.transports]
         codec = route.gather_codec
         self._is_left_to_backend = route.slow.way is Way.DIRECT and not slow.is_point_to_point
@@ -105,6 +87,27 @@ class Collective:
         if coder is None:
             return self._run(asked, lambda: self._gather([self._slow, *self._fasts], out, shard, asked.tag))
         return self._run(asked, lambda: self._gather_coded(coder, out, shard, asked.tag))
+
+    @property
+    def reads_memory(self) -> bool:
+        """Whether ranks read shards where the others have them, so that `gather_apart` is possible."""
+        return self._fast is None and self._gather_coder is None and self.transports[0].reads_memory
+
+    def gather_apart(self, rows: list[Stretches], shard: torch.Tensor, what: str) -> Handle:
+        """Put the elements of every rank's `shard` where they belong, without a flat form in between.
+
+        Args:
+            rows: For each rank, in the order of their index.
+            shard: [n], as many as each row; must stay unchanged until the handle has been waited for.
+            what: Names the caller in errors.
+
+        Cost:
+            That of `gather`.
+        """
+        check_fit(rows[self.index].numel() == shard.numel(), what, shard, shard)
+        asked = self._note("Gather", what, shard.numel() * self.size, shard.dtype)
+        self._write(routes.gather_messages(self.route, shard.numel() * self.size, shard.dtype))
+        return self._run(asked, lambda: self.transports[0].gather_apart(rows, shard, asked.tag).wait())
 
     def reserve_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Announce gathers of shards of `numel` elements."""
@@ -205,7 +208,10 @@ class Collective:
         numel, wire = out.numel(), full.dtype
         pieces = routes.pieces_of(self.route, numel, wire.itemsize)
         if self._fast is None:
-            rows = full.view(self.size, -1)
+            rows = list(full.view(self.size, -1).unbind())
+            if len(pieces) == 1:
+                self._slow.begin_sum(rows, wire, tag)(out, accumulate)
+                return
             begun = [self._slow.begin_sum([row[a:b] for row in rows], wire, tag) for a, b in pieces]
             for finish, (a, b) in zip(begun, pieces, strict=True):
                 finish(out[a:b], accumulate)
@@ -340,11 +346,3 @@ class Collective:
         work = self._runner.run(name, asked.size, self._channel.ranks, in_workspace)
         works = [] if work is None else [work]
         return Handle(name, works, is_queued=self._runner.is_queue, on_failure=self._channel.watch.look_back)
-
-
-def _stage(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> Stage:
-    if hop.codec is not None:
-        return CodedStage(transport, workspace, hop.codec, device)
-    if hop.way is Way.RING and transport.is_point_to_point:
-        return RingStage(transport, workspace)
-    return PlainStage(transport, workspace)

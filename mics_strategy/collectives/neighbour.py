@@ -16,16 +16,18 @@ import select
 import socket
 import struct
 import weakref
-from collections import Counter, deque
+from collections import deque
 from contextlib import suppress
 
 import torch
 from torch.distributed.constants import default_pg_timeout
 
 from mics_strategy.collectives import process_memory
+from mics_strategy.collectives.process_memory import Stretches
 
 _MESSAGE = struct.Struct("=iqq")  # tag, address, bytes
 _IS_READ = -1  # in place of the bytes, in an answer
+_AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _CREDENTIALS = struct.Struct("=iii")  # Linux's struct ucred
 _TIMEVAL = struct.Struct("@ll")
 _PATIENCE_S = int(default_pg_timeout.total_seconds())  # as long as gloo waits
@@ -46,7 +48,7 @@ class Neighbour:
         self._connection = connection
         self._rank = rank
         self._notes: dict[int, deque[tuple[int, int]]] = {}
-        self._answers: Counter[tuple[int, int]] = Counter()
+        self._answers: dict[tuple[int, int], int] = {}  # by tag and address; how many nobody has asked for
         self._finalizer = weakref.finalize(self, connection.close)
         self._finalizer.atexit = False  # a thread may still wait then
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(_PATIENCE_S, 0))
@@ -57,11 +59,11 @@ class Neighbour:
         self._write(tag, piece.data_ptr(), piece.numel() * piece.itemsize)
         return Offer(self, piece, tag)
 
-    def expect(self, out: torch.Tensor, tag: int) -> Reading:
+    def expect(self, out: torch.Tensor | Stretches, tag: int) -> Reading:
         """Read what the neighbour offers, into `out`, when that is waited for."""
         return Reading(self, out, tag)
 
-    def read(self, out: torch.Tensor, tag: int) -> None:
+    def read(self, out: torch.Tensor | Stretches, tag: int) -> None:
         """Block until the neighbour has offered a piece of that tag, and read it into `out`.
 
         Raises:
@@ -72,7 +74,7 @@ class Neighbour:
         address, num_bytes = self._notes[tag].popleft()
         if not self._notes[tag]:
             del self._notes[tag]
-        expected = out.numel() * out.itemsize
+        expected = out.numel() * out.dtype.itemsize
         if num_bytes != expected:
             raise RuntimeError(f"rank {self._rank} offers {num_bytes} bytes where {expected} are expected")
         try:
@@ -89,10 +91,11 @@ class Neighbour:
             RuntimeError: It has ended or left.
         """
         answer = tag, piece.data_ptr()
-        while not self._answers[answer]:
+        while answer not in self._answers:
             self._take_message()
-        self._answers.subtract([answer])
-        self._answers += Counter()  # without those that are used up
+        count = self._answers.pop(answer)
+        if count > 1:
+            self._answers[answer] = count - 1
 
     def _take_message(self) -> None:
         try:
@@ -103,7 +106,7 @@ class Neighbour:
             raise RuntimeError(f"rank {self._rank} has closed the connection")
         tag, address, num_bytes = _MESSAGE.unpack(message)
         if num_bytes == _IS_READ:
-            self._answers[tag, address] += 1
+            self._answers[tag, address] = self._answers.get((tag, address), 0) + 1
         else:
             self._notes.setdefault(tag, deque()).append((address, num_bytes))
 
@@ -112,7 +115,7 @@ class Neighbour:
         message = _MESSAGE.pack(tag, address, num_bytes)
         while True:
             try:
-                self._connection.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                self._connection.send(message, _AT_ONCE)
                 return
             except BlockingIOError:
                 self._wait_for_room()
@@ -164,9 +167,9 @@ class Reading:
 
     __slots__ = ("_neighbour", "_out", "_tag")
 
-    def __init__(self, neighbour: Neighbour, out: torch.Tensor, tag: int) -> None:
+    def __init__(self, neighbour: Neighbour, out: torch.Tensor | Stretches, tag: int) -> None:
         self._neighbour = neighbour
-        self._out: torch.Tensor | None = out
+        self._out: torch.Tensor | Stretches | None = out
         self._tag = tag
 
     def wait(self) -> None:

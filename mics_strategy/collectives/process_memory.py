@@ -11,9 +11,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+
+_MAX_RANGES = 1024  # of one call: IOV_MAX
+_MAX_BYTES = 1 << 30  # of one call; Linux copies less than 2 GiB
 
 
 class _Range(ctypes.Structure):
@@ -22,11 +25,81 @@ class _Range(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
 
 
-def read_into(out: torch.Tensor, process: int, address: int) -> None:
+class Stretches:
+    """Where the elements of a piece belong when that is not one place.
+
+    Args:
+        parts: Where a stretch begins in the piece, in elements, and the tensor for it: contiguous, on the CPU. What is
+            in no stretch is left out.
+        numel: Of the piece.
+        dtype: Of the piece, and of all tensors.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, torch.Tensor]], numel: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._numel = numel
+        self._parts = parts
+        self._targets = [target.view(-1) for _, target in parts]
+        self._sources: tuple[int, list[torch.Tensor]] = -1, []
+        self._calls: tuple[int, list[_Call]] = -1, []
+
+    def numel(self) -> int:
+        """Of the piece, as of a tensor."""
+        return self._numel
+
+    def copy(self, piece: torch.Tensor) -> None:
+        """Fill them from a piece of this process, [numel]."""
+        if self._sources[0] != piece.data_ptr():  # it stays where it is, so the views are made once
+            starts = [start for start, _ in self._parts]
+            sources = [piece[a : a + out.numel()] for a, out in zip(starts, self._targets, strict=True)]
+            self._sources = piece.data_ptr(), sources
+        torch._foreach_copy_(self._targets, self._sources[1])
+
+    def calls(self, address: int) -> list[_Call]:
+        """What the kernel is to do when the piece is at that address of another process."""
+        if self._calls[0] != address:
+            ranges = [
+                (target.data_ptr(), address + start * self.dtype.itemsize, target.numel() * self.dtype.itemsize)
+                for start, target in self._parts
+            ]
+            self._calls = address, [_Call(batch) for batch in _batches(ranges)]
+        return self._calls[1]
+
+
+class _Call:
+    """Ranges that one call copies: their addresses here and there, and their bytes."""
+
+    def __init__(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+        self.count = len(ranges)
+        self.num_bytes = sum(num_bytes for _, _, num_bytes in ranges)
+        self.here = _array([_Range(here, num_bytes) for here, _, num_bytes in ranges])
+        self.there = _array([_Range(there, num_bytes) for _, there, num_bytes in ranges])
+
+
+def _array(ranges: list[_Range]) -> ctypes.Array[_Range]:
+    return (_Range * len(ranges))(*ranges)
+
+
+def _batches(ranges: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    batch: list[tuple[int, int, int]] = []
+    room = _MAX_BYTES
+    for here, there, num_bytes in ranges:
+        for done in range(0, num_bytes, _MAX_BYTES):
+            part = here + done, there + done, min(num_bytes - done, _MAX_BYTES)
+            if len(batch) == _MAX_RANGES or part[2] > room:
+                yield batch
+                batch, room = [], _MAX_BYTES
+            batch.append(part)
+            room -= part[2]
+    if batch:
+        yield batch
+
+
+def read_into(out: torch.Tensor | Stretches, process: int, address: int) -> None:
     """Copy what another process of this machine has in memory; other threads run meanwhile.
 
     Args:
-        out: Contiguous, on the CPU; overwritten.
+        out: A contiguous tensor on the CPU, or several; overwritten.
         process: Its number.
         address: Where its bytes begin, as many as `out` has.
 
@@ -36,13 +109,19 @@ def read_into(out: torch.Tensor, process: int, address: int) -> None:
     Raises:
         OSError: The kernel refuses, or the process has ended, or has nothing there; or this is not Linux.
     """
-    function, done, num_bytes = _function(), 0, out.numel() * out.itemsize
-    while done < num_bytes:  # at most 2 GiB at a time
-        here = _Range(out.data_ptr() + done, num_bytes - done)
-        there = _Range(address + done, num_bytes - done)
-        copied = function(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if copied <= 0:
-            raise OSError(ctypes.get_errno(), f"{os.strerror(ctypes.get_errno())}, after {done} of {num_bytes} bytes")
+    if isinstance(out, Stretches):
+        calls = out.calls(address)
+    else:
+        num_bytes = out.numel() * out.itemsize
+        calls = [_Call(batch) for batch in _batches([(out.data_ptr(), address, num_bytes)])]
+    function, done = _function(), 0
+    for call in calls:
+        copied = function(process, call.here, call.count, call.there, call.count, 0)
+        if copied != call.num_bytes:
+            reason = os.strerror(ctypes.get_errno()) if copied < 0 else "it ends there"
+            done += max(copied, 0)
+            whole = sum(each.num_bytes for each in calls)
+            raise OSError(ctypes.get_errno(), f"{reason}, after {done} of {whole} bytes")
         done += copied
 
 

@@ -98,9 +98,9 @@ class PlainStage:
             pieces = [self._workspace.take(numel, wire).copy_(piece) for piece in pieces]
         if pieces[0].is_cuda:
             return self._begin_reduce_scatter(pieces)
-        arrived = [self._workspace.take(numel, wire) for _ in range(size)]
+        own = self.transport.index
+        arrived = [pieces[own] if index == own else self._workspace.take(numel, wire) for index in range(size)]
         under_way = self.transport.exchange(arrived, pieces, tag)
-        arrived[self.transport.index] = pieces[self.transport.index]
 
         def finish(out: torch.Tensor, accumulate: bool) -> None:
             for index, piece in enumerate(arrived):

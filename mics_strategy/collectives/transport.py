@@ -23,6 +23,7 @@ import torch.distributed.nn  # DTensor imports it later, and then its default ar
 from mics_strategy.collectives import greeting
 from mics_strategy.collectives.neighbour import Neighbour
 from mics_strategy.collectives.ops import Work
+from mics_strategy.collectives.process_memory import Stretches
 from mics_strategy.collectives.trail import Trail
 
 T = TypeVar("T")
@@ -90,6 +91,11 @@ class Transport:
         if self.is_point_to_point:
             self._neighbours = greeting.meet(self.trail.ranks, self.index, self._gather_greetings)
 
+    @property
+    def reads_memory(self) -> bool:
+        """Whether ranks read what they need where the others have it."""
+        return bool(self._neighbours)
+
     def _gather_greetings(self, own: torch.Tensor) -> torch.Tensor:
         rows = own.new_zeros(self.size, own.numel())
         self.gather(list(rows), own, _GREETING_TAG).wait()
@@ -115,6 +121,24 @@ class Transport:
         if out is not None:
             return self._all_from(_all_gather(out, mine, group=self.group, async_op=True))
         return self._all_from(dist.all_to_all(rows, [mine] * self.size, group=self.group, async_op=True))
+
+    def gather_apart(self, rows: list[Stretches], own: torch.Tensor, tag: int) -> Pieces:
+        """Put every rank's `own` where the elements of its row belong. Where ranks read one another's memory.
+
+        Args:
+            rows: For each rank, this one, too.
+            own: [n], as many as each row.
+            tag: Of the transfer, the same on all ranks.
+
+        Cost:
+            (size - 1) * n read.
+        """
+        if not own.numel():
+            return Pieces({}, [])
+        departures = [self.send(own, index, tag) for index in self._others]
+        rows[self.index].copy(own)
+        arrivals: dict[int, Work] = {o: self._neighbours[o].expect(rows[o], tag) for o in reversed(self._others)}
+        return Pieces(arrivals, departures)
 
     def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> Pieces:
         """Send every rank its row of `outgoing`, and put into a row of `incoming` what its rank has sent.

@@ -16,14 +16,20 @@ the last.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import nn
 
+from mics_strategy.collectives.by_size import AnyCollective
 from mics_strategy.collectives.ops import Handle
+from mics_strategy.collectives.process_memory import Stretches
 from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.layout import BucketLayout
 from mics_strategy.sharding.parameter import ShardedParameter
+
+_COUNT_OF_WRITES = attrgetter("_version")
+_COUNT_OF_CHANGES = attrgetter("mics_changes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +82,8 @@ class Bucket:
         self.unsharded = [nn.Parameter(view.data, requires_grad=spec.trainable) for view in views]
         self._whole_views = [parameter.data for parameter in self.unsharded]
         self.sharded: list[ShardedParameter] = []
+        self._watched: list[torch.Tensor] = []
+        self._apart = {across: self._plan_apart(across) for across in self._gathers_whole}
         self._copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.updated_version = -1
         self._secondary_version = -1
@@ -83,8 +91,10 @@ class Bucket:
 
     @property
     def version(self) -> int:
-        """Grows whenever a parameter of the bucket may have changed."""
-        return sum([parameter.version for parameter in self.sharded])
+        """Grows whenever a parameter of the bucket may have changed. Read often, so the loops are C's."""
+        if len(self._watched) != 2 * len(self.sharded):
+            self._watched = [tensor for each in self.sharded for tensor in (each, each.local)]
+        return int(sum(map(_COUNT_OF_WRITES, self._watched)) + sum(map(_COUNT_OF_CHANGES, self.sharded)))
 
     @property
     def is_aliased(self) -> bool:
@@ -99,6 +109,19 @@ class Bucket:
     def cast_size(self) -> tuple[int, torch.dtype]:
         """Elements, and their dtype, of what an update sends when that is not the master itself."""
         return self.layout.shard_numel if self.shards.update is not None else 0, self.spec.param_dtype
+
+    @property
+    def _gathers_whole(self) -> list[AnyCollective]:
+        """What gathers into the parameters themselves, and leaves nothing of the flat form to be kept."""
+        of_shards = self.mesh.gather_params if self.secondary is None else self.mesh.gather_secondary
+        across = self.shards.update if self.params_shard is None else of_shards
+        return [] if across is None else [across]
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether anything that arrives takes the flat form first."""
+        keeps_secondary = self.secondary is not None and self.mesh.gather_params is not None
+        return keeps_secondary or any(apart is None for apart in self._apart.values())
 
     @property
     def needs_cast(self) -> bool:
@@ -126,7 +149,7 @@ class Bucket:
             shard = cast.copy_(self.master)
         if self.params_shard is not None:
             return across.gather(self.params_shard, shard, self.spec.name)
-        return across.gather(staging, shard, self.spec.name).then(lambda: self._copy_out(staging))
+        return self._gather_whole(across, staging, shard)
 
     def _update_in_place(self) -> None:
         if self.params_shard is not None:
@@ -151,6 +174,8 @@ class Bucket:
         gather = self.mesh.gather_params
         if gather is None or self.params_shard is None:
             return None
+        if self.secondary is None:
+            return self._gather_whole(gather, staging, self.params_shard)
         return gather.gather(staging, self.params_shard, self.spec.name).then(lambda: self._arrived(staging))
 
     def _unshard_secondary(self, staging: torch.Tensor, secondary: torch.Tensor) -> Handle | None:
@@ -158,7 +183,25 @@ class Bucket:
         if gather is None:
             self._copy_out(secondary)
             return None
-        return gather.gather(staging, secondary, self.spec.name).then(lambda: self._copy_out(staging))
+        return self._gather_whole(gather, staging, secondary)
+
+    def _gather_whole(self, across: AnyCollective, staging: torch.Tensor, shard: torch.Tensor) -> Handle:
+        """Gather shards into the parameters: at once where ranks read them, else by way of the flat form."""
+        apart = self._apart[across]
+        if apart is not None:
+            return across.gather_apart(apart, shard, self.spec.name)
+        return across.gather(staging, shard, self.spec.name).then(lambda: self._copy_out(staging))
+
+    def _plan_apart(self, across: AnyCollective) -> list[Stretches] | None:
+        """Where the elements of every rank's shard belong; None where they take the flat form first."""
+        rows_each = self.layout.ranks // across.size
+        found = []
+        for index in range(across.size) if across.reads_memory else ():
+            rows = range(index * rows_each, (index + 1) * rows_each)
+            parts = self.layout.stretches(self._whole_views, rows)
+            if parts is not None:
+                found.append(Stretches(parts, rows_each * self.layout.shard_numel, self.spec.param_dtype))
+        return found if len(found) == across.size else None
 
     def _arrived(self, flat: torch.Tensor) -> None:
         if self.secondary is not None:

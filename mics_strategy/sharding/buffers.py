@@ -82,6 +82,28 @@ def cut(buffer: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[
     return views
 
 
+class Views:
+    """The views that `cut` gives of buffers which are lent again and again: made once of each.
+
+    Args:
+        sizes: As for `cut`.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[int, torch.dtype]]) -> None:
+        self._sizes = sizes
+        self._num_bytes = packed_bytes(sizes)
+        self._of: dict[int, list[torch.Tensor]] = {}
+
+    def of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a lent buffer; the empty one, which is lent where nothing travels, as it is for every size."""
+        if buffer.numel() < self._num_bytes:
+            return [buffer] * len(self._sizes)
+        address = buffer.data_ptr()
+        if address not in self._of:
+            self._of[address] = cut(buffer, self._sizes)
+        return self._of[address]
+
+
 class Tenant(Protocol):
     """A unit that lives in a slot."""
 

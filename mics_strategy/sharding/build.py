@@ -176,12 +176,12 @@ def build_engine(units: list[Unit], modules: list[UnitModule], site: Site) -> En
 
 def _gather_buffers(units: list[Unit], site: Site) -> GatherBuffers:
     mesh, memory, count = site.mesh, site.memory, site.config.prefetch
-    flat = [packed_bytes([(b.layout.full_numel, b.spec.param_dtype) for b in unit.buckets]) for unit in units]
+    staged = [unit.buckets if unit.is_staged else [] for unit in units]
+    flat = [packed_bytes([(b.layout.full_numel, b.spec.param_dtype) for b in buckets]) for buckets in staged]
     shard = [packed_bytes([bucket.cast_size for bucket in unit.buckets]) for unit in units]
     update = mesh.trained.update
-    travels = mesh.gather_params is not None or (update is not None and mesh.scopes.params == 1)
     casts = update is not None and any(bucket.needs_cast for unit in units for bucket in unit.buckets)
-    staging = StagingRing(memory, "gather stagings", count, max(flat) if travels else 0, site.device)
+    staging = StagingRing(memory, "gather stagings", count, max(flat), site.device)
     cast = StagingRing(memory, "cast stagings", count, max(shard) if casts else 0, site.device)
     return GatherBuffers(staging=staging, cast=cast)
 

@@ -91,7 +91,7 @@ class BucketGradient:
             self._open()
             target, add = self.accumulator, position in self._written
             self._written.add(position)
-        self._write(target, position, grad.detach(), add)
+        self._write(target, position, grad.detach() if grad.requires_grad else grad, add)
         self._fired.add(position)
         self.used.add(position)
 

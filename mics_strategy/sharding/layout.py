@@ -16,7 +16,7 @@ Pure: shapes and numbers only, plus views of tensors that a caller passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,6 +127,28 @@ class BucketLayout:
             return None
         table = flat.view(self.ranks, self.shard_numel)[: region.shape[0] // region.chunk]
         return table[:, region.offset : region.offset + region.chunk_numel]
+
+    def stretches(self, full: Sequence[torch.Tensor], rows: range) -> list[tuple[int, torch.Tensor]] | None:
+        """Where some rows of the flat form belong in the whole parameters, by contiguous stretches.
+
+        Args:
+            full: The whole parameters, contiguous.
+            rows: Of the flat form, one after the other.
+
+        Returns:
+            Where each stretch begins, in elements from the first row, and the part of a parameter that it is; None
+            where a parameter is cut along another dimension than the first.
+        """
+        found: list[tuple[int, torch.Tensor]] = []
+        for region, parameter in zip(self.regions, full, strict=True):
+            if region.dim is None and 0 in rows:  # a scalar: every row has the same
+                found.append((region.offset, parameter.view(1)))
+            elif region.dim == 0:
+                parts = ((self.shard_numel * place, region.slice_of(parameter, row)) for place, row in enumerate(rows))
+                found += [(start + region.offset, part) for start, part in parts if part.numel()]
+            elif region.dim is not None:
+                return None
+        return found
 
     def pieces(
         self, flat: torch.Tensor, full: torch.Tensor, position: int

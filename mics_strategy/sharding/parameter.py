@@ -128,11 +128,6 @@ class ShardedParameter(_SeenWhole):
         """This rank's shard: a view of the optimizer arena."""
         return self._local_tensor
 
-    @property
-    def version(self) -> int:
-        """Grows whenever the values may have changed."""
-        return self.mics_changes + self._version + self._local_tensor._version
-
     def labelled(self, local: torch.Tensor) -> DTensor:
         """Something of this parameter's shape, cut as it is, of which `local` is this rank's piece."""
         return DTensor.from_local(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mics_strategy.mesh import Mesh
-from mics_strategy.sharding.buffers import StagingRing, cut
+from mics_strategy.sharding.buffers import StagingRing, Views
 from mics_strategy.sharding.gradient import BucketGradient
 from mics_strategy.sharding.lifecycle import Collection, Gradient
 from mics_strategy.sharding.streams import Chain, Streams
@@ -75,6 +75,7 @@ class Reducer:
     way: CommonWay
     is_boundary: bool = False
     is_dirty: bool = False
+    _flats: dict[int, Views] = field(default_factory=dict)
     _order: list[Unit] = field(default_factory=list)
     _expected: dict[int, int] = field(default_factory=dict)  # gradients of a unit in one backward
     _ready: set[int] = field(default_factory=set)
@@ -112,6 +113,7 @@ class Reducer:
         grad, parameter.grad = parameter.grad, None
         if grad is None:
             return
+        self._land_arrived()
         self._settle(gradient)
         if gradient.is_sharded and gradient.collection is not Collection.FILLING:
             self._acquire(unit, self.buffers.collecting[unit.index])
@@ -150,8 +152,9 @@ class Reducer:
         self._land_until(unit)  # its own first hop of an earlier backward
         gradients = self.gradients[unit.index]
         buffer = ring.take(lambda: self._free(unit), lambda: self._is_filling(unit))
-        sizes = [(gradient.bucket.layout.full_numel, gradient.wire_dtype) for gradient in gradients]
-        for gradient, flat in zip(gradients, cut(buffer, sizes), strict=True):
+        if unit.index not in self._flats:
+            self._flats[unit.index] = Views([(each.bucket.layout.full_numel, each.wire_dtype) for each in gradients])
+        for gradient, flat in zip(gradients, self._flats[unit.index].of(buffer), strict=True):
             gradient.begin_collecting(flat)
 
     def _free(self, unit: Unit) -> None:
@@ -178,6 +181,15 @@ class Reducer:
             chains = [self.streams.reduce(gradient.launch) for gradient in gradients]
         self._in_flight.append(FirstHop(unit, chains, self.is_boundary and self.overlap_second_hop))
         while len(self._in_flight) > (1 if self.overlap_reduce else 0):
+            self._land_next()
+
+    def _land_arrived(self) -> None:
+        """Start the second hops of units whose first hop has ended, without waiting for another unit's turn."""
+        while (
+            self._in_flight
+            and self._in_flight[0].is_last
+            and all(each.has_arrived for each in self._in_flight[0].chains)
+        ):
             self._land_next()
 
     def _land_next(self) -> None:

@@ -64,6 +64,14 @@ class Chain:
             self._done = torch.cuda.Event()
             self._done.record(stream)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `wait` would not block, as far as ranks may act on it.
+
+        Never on CUDA: what is launched on a stream, ranks launch in one order, whatever has arrived where.
+        """
+        return self._done is None and all(handle.has_arrived for handle in self._handles)
+
     def wait(self) -> None:
         """Make all results valid on the current stream; on the CPU, now. Calling it again does nothing."""
         if self.is_done:

@@ -15,10 +15,12 @@ from torch import nn
 
 from mics_strategy.errors import LifecycleError
 from mics_strategy.sharding.bucket import Bucket
-from mics_strategy.sharding.buffers import Slot, StagingRing, cut, packed_bytes
+from mics_strategy.sharding.buffers import Slot, StagingRing, Views
 from mics_strategy.sharding.lifecycle import CONTENT, PHASE, Content, Phase, advance
 from mics_strategy.sharding.parameter import ShardedParameter
 from mics_strategy.sharding.streams import Chain, Stage, Streams
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Unit:
@@ -30,6 +32,9 @@ class Unit:
         module: The module.
         buckets: Its parameters by dtype and trainability.
         slot: Where it is unsharded.
+
+    Attributes:
+        is_staged: Whether anything that arrives takes the flat form first.
     """
 
     def __init__(self, name: str, index: int, module: nn.Module, buckets: list[Bucket], slot: Slot) -> None:
@@ -43,6 +48,9 @@ class Unit:
         self.num_live_calls = 0
         self.earliest_enter = -1
         self.backward_enter = -1
+        self._flats = Views([(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in buckets])
+        self._casts = Views([bucket.cast_size for bucket in buckets])
+        self.is_staged = any(bucket.is_staged for bucket in buckets)
         self._forward_depth = 0
         self._arrival: Chain | None = None
         self._lost_weights = False
@@ -100,10 +108,8 @@ class Unit:
 
     def _borrow(self, staging: StagingRing, cast: StagingRing) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views for every bucket: its flat form, and this rank's shard (where it is updated), in the compute dtype."""
-        flat_sizes = [(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in self.buckets]
-        shard_sizes = [bucket.cast_size for bucket in self.buckets]
-        flats = _cut_or_none(staging.take(self.finish_unshard), flat_sizes)
-        return flats, _cut_or_none(cast.take(self.finish_unshard), shard_sizes)
+        flat = staging.take(self.finish_unshard) if self.is_staged else _NOTHING
+        return self._flats.of(flat), self._casts.of(cast.take(self.finish_unshard))
 
     def finish_unshard(self) -> None:
         """Make the gathered parameters usable on the current stream."""
@@ -205,8 +211,3 @@ def refuse_unfrozen(bucket: Bucket, sharded: ShardedParameter) -> None:
             f"`{sharded.mics_name}` was frozen when the model was sharded and requires gradients now, but has no "
             "memory for them. Unfreeze it before `shard()`; freezing it afterwards is allowed."
         )
-
-
-def _cut_or_none(buffer: torch.Tensor, sizes: list[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-    """Views of a lent buffer; the empty buffer as it is for every bucket when nothing is lent."""
-    return cut(buffer, sizes) if buffer.numel() >= packed_bytes(sizes) and sizes else [buffer] * len(sizes)

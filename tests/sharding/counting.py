@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mics_strategy.collectives import process_memory
+from mics_strategy.collectives.process_memory import Stretches
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.sharding.schedule import Plan
 
@@ -52,21 +53,26 @@ class CountC10d(TorchDispatchMode):
             self._add(group, tensors[0].dtype, 2 * num_bytes * (group.size() - 1) // group.size())
             return all_reduce(group, tensors, *args)
 
-        receive, read_into = Transport.receive, process_memory.read_into
-        groups: dict[int, Any] = {}  # by the address of what they are to receive
+        receive, gather_apart, read_into = Transport.receive, Transport.gather_apart, process_memory.read_into
+        groups: dict[int, Any] = {}  # by the place of what they are to receive
 
         def noted(transport: Transport, tensor: torch.Tensor, *args: Any) -> Any:
-            groups[tensor.data_ptr()] = transport.group
+            groups[_place(tensor)] = transport.group
             return receive(transport, tensor, *args)
 
-        def counted_read(out: torch.Tensor, *args: Any) -> None:
+        def noted_apart(transport: Transport, rows: list[Stretches], *args: Any) -> Any:
+            groups.update(dict.fromkeys(map(_place, rows), transport.group))
+            return gather_apart(transport, rows, *args)
+
+        def counted_read(out: torch.Tensor | Stretches, *args: Any) -> None:
             read_into(out, *args)
-            if out.data_ptr() in groups:  # else asked for before
+            if _place(out) in groups:  # else asked for before
                 self.names["read"] += 1
-                self._add(groups.pop(out.data_ptr()), out.dtype, out.numel() * out.itemsize)
+                self._add(groups.pop(_place(out)), out.dtype, out.numel() * out.dtype.itemsize)
 
         self._patches = [
             mock.patch.object(Transport, "receive", noted),
+            mock.patch.object(Transport, "gather_apart", noted_apart),
             mock.patch.object(process_memory, "read_into", counted_read),
             mock.patch.object(dist.ProcessGroup, "send", counted),
             mock.patch.object(dist.ProcessGroup, "allreduce", counted_all_reduce),
@@ -101,6 +107,10 @@ class CountC10d(TorchDispatchMode):
         elif namespace == "_c10d_functional" and name != "wait_tensor":
             self.names[f"functional {name}"] += 1
         return func(*args, **(kwargs or {}))
+
+
+def _place(out: torch.Tensor | Stretches) -> int:
+    return out.data_ptr() if isinstance(out, torch.Tensor) else id(out)
 
 
 def _sent_bytes(name: str, args: tuple, full: torch.Tensor, group: dist.ProcessGroup) -> int:

@@ -20,7 +20,7 @@ def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
     names = {module: name for name, module in model.named_modules() if isinstance(module, units)}
     hooks = [module.register_forward_hook(_forward(events, name)) for module, name in names.items()]
     hooks += [module.register_full_backward_hook(_backward(events, name)) for module, name in names.items()]
-    originals = {name: getattr(Collective, name) for name in ("gather", "reduce", "all_reduce")}
+    originals = {name: getattr(Collective, name) for name in ("gather", "gather_apart", "reduce", "all_reduce")}
     wait = Handle.wait
     labels: dict[int, str] = {}
 
@@ -32,7 +32,7 @@ def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
 
     def spy(kind: str):
         def started(self, *args, **kwargs):
-            label = f"{kind} {args[-1]}"
+            label = f"{kind.removesuffix('_apart')} {args[-1]}"
             events.append(f"start {label}")
             handle = originals[kind](self, *args, **kwargs)
             labels[id(handle)] = label

@@ -1,11 +1,14 @@
 """Communication runs under compute: shown by the order of events, never by time."""
 
+import time
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 
 from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy.sharding.reducer import Reducer
 from tests import models
 from tests.ranks import RankContext, RankPool
 from tests.sharding.events import recorded
@@ -69,7 +72,7 @@ def test_the_next_unit_is_gathered_under_the_backward_of_this_one(ranks: RankPoo
 
 
 def test_a_reduction_runs_under_the_backward_of_the_next_unit(ranks: RankPool) -> None:
-    units, events = rank_zero(ranks, "all")
+    units, events = rank_zero(ranks, "all", micro_steps=2)
     for unit, below in zip(units[:0:-1], units[-2::-1], strict=False):
         assert before(events, f"start reduce {unit}", f"backward {below}"), unit
         assert before(events, f"start reduce {below}", f"wait reduce {unit}"), (
@@ -88,6 +91,29 @@ def test_the_second_hop_starts_before_the_last_backward_has_ended(ranks: RankPoo
     last_backward = len(events) - 1 - events[::-1].index(f"backward {units[0]}")
     assert events.index(f"start all_reduce {units[-1]}") < last_backward
     assert events.count(f"start all_reduce {units[-1]}") == 1
+
+
+def events_where_first_hops_are_fast(ctx: RankContext) -> tuple[list[str], list[str]]:
+    """As above, and every first hop has ended when the next gradient of the last backward arrives."""
+    land_arrived = Reducer._land_arrived
+
+    def land_all_that_will_arrive(reducer: Reducer) -> None:
+        for hop in reducer._in_flight:
+            while not all(chain.has_arrived for chain in hop.chains):
+                time.sleep(0.001)
+        land_arrived(reducer)
+
+    with mock.patch.object(Reducer, "_land_arrived", land_all_that_will_arrive):
+        return events_of_a_step(ctx, "all", micro_steps=2)
+
+
+def test_a_second_hop_starts_when_the_first_has_ended_and_waits_for_no_other_unit(ranks: RankPool) -> None:
+    units, events = ranks(4, events_where_first_hops_are_fast)[0]
+    last = events[len(events) - events[::-1].index(f"start reduce {units[-1]}") - 1 :]
+    for unit, below in pairwise(units[::-1]):
+        assert before(last, f"start all_reduce {unit}", f"start reduce {below}"), unit
+    first = events[: events.index(f"start reduce {units[0]}")]
+    assert not [event for event in first if "all_reduce" in event], "only the last backward's"
 
 
 def test_without_overlap_the_second_hop_waits_for_the_step(ranks: RankPool) -> None:

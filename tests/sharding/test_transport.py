@@ -38,7 +38,7 @@ def count_third_step(ctx: RankContext, preset: str, options: dict[str, str]) -> 
 
     def counted(out: torch.Tensor, process: int, address: int) -> None:
         read_into(out, process, address)
-        read.append(out.numel() * out.itemsize)
+        read.append(out.numel() * out.dtype.itemsize)
 
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
     config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), **options)

@@ -1,0 +1,40 @@
+"""Over which ranks does a collective go in this job, and what carries out each of its stages?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mics_strategy.collectives.ring import RingStage
+from mics_strategy.collectives.route import Hop, Route, Way
+from mics_strategy.collectives.stages import CodedStage, PlainStage, Stage
+from mics_strategy.collectives.transport import Transport
+from mics_strategy.collectives.watch import Watch
+from mics_strategy.collectives.workspace import Workspace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """A route in this job.
+
+    Attributes:
+        route: The stages, with their codecs.
+        transports: Of the slow stage, and of the fast one where there is one.
+        ranks: That take part, in all stages.
+        watch: Knows whether ranks have parted.
+    """
+
+    route: Route
+    transports: list[Transport]
+    ranks: frozenset[int]
+    watch: Watch
+
+
+def stage_of(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> Stage:
+    """What carries out one hop of a route."""
+    if hop.codec is not None:
+        return CodedStage(transport, workspace, hop.codec, device)
+    if hop.way is Way.RING and transport.is_point_to_point:
+        return RingStage(transport, workspace)
+    return PlainStage(transport, workspace)
