@@ -1,11 +1,13 @@
 """Do ranks of one node read the right numbers, and nothing where they may not, or where the other has gone?"""
 
+import ctypes
+import mmap
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from unittest import mock
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor
 from mics_strategy import ShardConfig
 from mics_strategy.collectives import process_memory
 from mics_strategy.collectives.neighbour import Neighbour
+from mics_strategy.collectives.process_memory import Stretches
 from mics_strategy.errors import CommunicationError
 from tests import models
 from tests.collectives.networks import Network
@@ -121,6 +124,51 @@ def test_who_waits_is_woken(ends: Callable[[Neighbour], None], of_other: bool) -
     assert found == ["rank 1 has closed the connection"]
 
 
+@pytest.mark.parametrize("limits", [{}, {"_MAX_RANGES": 2}, {"_MAX_BYTES": 60}], ids=["one-call", "ranges", "bytes"])
+def test_a_piece_is_read_in_stretches_and_what_is_in_none_is_left_out(limits: dict[str, int]) -> None:
+    piece, other_piece = torch.randn(100), torch.randn(100)
+    starts, outs = (0, 40, 30, 90), [torch.full((numel,), torch.nan) for numel in (7, 50, 5, 1)]
+    stretches = Stretches([(start, out.view(1, -1)) for start, out in zip(starts, outs, strict=True)], 100, FP32)
+    fillings = [
+        (piece, lambda: process_memory.read_into(stretches, os.getpid(), piece.data_ptr())),
+        (other_piece, lambda: process_memory.read_into(stretches, os.getpid(), other_piece.data_ptr())),
+        (piece, lambda: stretches.copy(piece)),
+        (other_piece, lambda: stretches.copy(other_piece)),
+    ]
+    with ExitStack() as patched:
+        for name, limit in limits.items():
+            patched.enter_context(mock.patch.object(process_memory, name, limit))
+        for source, fill in fillings:
+            for out in outs:
+                out.fill_(torch.nan)
+            fill()
+            for start, out in zip(starts, outs, strict=True):
+                assert torch.equal(out, source[start : start + out.numel()])
+
+
+def test_a_piece_that_is_read_in_stretches_has_the_size_of_all_of_it() -> None:
+    out = torch.zeros(2)
+    with neighbours() as (one, other):
+        one.offer(torch.arange(5.0), 1)
+        other.expect(Stretches([(3, out)], 5, FP32), 1).wait()
+        assert out.tolist() == [3.0, 4.0]
+        one.offer(torch.zeros(6), 1)
+        with pytest.raises(RuntimeError, match="rank 0 offers 24 bytes where 20 are expected"):
+            other.expect(Stretches([(3, out)], 5, FP32), 1).wait()
+
+
+def test_a_read_beyond_what_is_there_says_how_far_it_came() -> None:
+    with mmap.mmap(-1, 2 * mmap.PAGESIZE) as memory:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        out = torch.zeros(2 * mmap.PAGESIZE, dtype=torch.uint8)
+        process_memory.read_into(out, os.getpid(), address)
+        ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + mmap.PAGESIZE), mmap.PAGESIZE, 0)
+        with pytest.raises(OSError, match=f"it ends there, after {mmap.PAGESIZE} of {2 * mmap.PAGESIZE} bytes"):
+            process_memory.read_into(out, os.getpid(), address)
+        ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + mmap.PAGESIZE), mmap.PAGESIZE, 3)
+        del address
+
+
 def test_a_read_that_the_kernel_refuses_says_why() -> None:
     with pytest.raises(OSError, match="Bad address, after 0 of 4 bytes"):
         process_memory.read_into(torch.zeros(1), os.getpid(), 8)
@@ -207,9 +255,25 @@ def trained(ctx: RankContext, forbidden: str, run: Run) -> dict[str, Tensor]:
     return training.parameters()
 
 
-@pytest.mark.parametrize("preset", ["mics", "zero3"])
-def test_training_ends_with_the_same_bits_whether_ranks_read_or_send(ranks: RankPool, preset: str) -> None:
-    run = Run(case=models.transformer, config=ShardConfig.preset(preset), accumulation=2)
+READERS = {  # in some a gather reads where the parameters are, in some it takes the flat form, in some ranks send
+    "mics": (models.transformer, ShardConfig.preset("mics")),
+    "zero3": (models.transformer, ShardConfig.preset("zero3")),
+    "three-slots": (models.transformer, ShardConfig.preset("mics", prefetch=2)),
+    "tied": (models.tied, ShardConfig.preset("mics")),
+    "frozen": (models.frozen, ShardConfig.preset("mics")),
+    "scalar": (models.scalar, ShardConfig.preset("mics")),
+    "images": (models.conv_bn, ShardConfig.preset("mics")),
+    "bf16": (models.transformer, ShardConfig.preset("mics", param_dtype="bfloat16")),
+    "secondary": (models.transformer, ShardConfig.preset("zeropp")),
+    "whole-parameters": (models.transformer, ShardConfig.preset("paro-nii")),
+    "optimizer-of-all": (models.transformer, ShardConfig.preset("mics", optimizer="world")),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_training_ends_with_the_same_bits_whether_ranks_read_or_send(ranks: RankPool, name: str) -> None:
+    case, config = READERS[name]
+    run = Run(case=case, config=config, accumulation=2)
     reading, sending = (ranks(4, trained, what, run, ranks_per_node=2) for what in ("nothing", "reading"))
     for one, other in zip(reading, sending, strict=True):
         assert one.keys() == other.keys()
