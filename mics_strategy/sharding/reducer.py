@@ -49,6 +49,11 @@ class FirstHop:
     chains: list[Chain]
     is_last: bool
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the second hop may follow at once."""
+        return self.is_last and bool(self.chains) and all(chain.has_arrived for chain in self.chains)
+
 
 @dataclass(slots=True)
 class Reducer:
@@ -185,11 +190,7 @@ class Reducer:
 
     def _land_arrived(self) -> None:
         """Start the second hops of units whose first hop has ended, without waiting for another unit's turn."""
-        while (
-            self._in_flight
-            and self._in_flight[0].is_last
-            and all(each.has_arrived for each in self._in_flight[0].chains)
-        ):
+        while self._in_flight and self._in_flight[0].has_arrived:
             self._land_next()
 
     def _land_next(self) -> None:
