@@ -16,6 +16,7 @@ the last.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 
 import torch
@@ -82,7 +83,6 @@ class Bucket:
         self.unsharded = [nn.Parameter(view.data, requires_grad=spec.trainable) for view in views]
         self._whole_views = [parameter.data for parameter in self.unsharded]
         self.sharded: list[ShardedParameter] = []
-        self._watched: list[torch.Tensor] = []
         self._apart = {across: self._plan_apart(across) for across in self._gathers_whole}
         self._copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.updated_version = -1
@@ -92,9 +92,12 @@ class Bucket:
     @property
     def version(self) -> int:
         """Grows whenever a parameter of the bucket may have changed. Read often, so the loops are C's."""
-        if len(self._watched) != 2 * len(self.sharded):
-            self._watched = [tensor for each in self.sharded for tensor in (each, each.local)]
         return int(sum(map(_COUNT_OF_WRITES, self._watched)) + sum(map(_COUNT_OF_CHANGES, self.sharded)))
+
+    @cached_property
+    def _watched(self) -> list[torch.Tensor]:
+        """The parameters and their shards, each with a count of the writes that torch has seen."""
+        return [tensor for each in self.sharded for tensor in (each, each.local)]
 
     @property
     def is_aliased(self) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from mics_strategy.errors import LifecycleError
 
@@ -113,10 +114,19 @@ class Tenant(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Bytes in which the units bound to it are unsharded, one at a time."""
+    """Bytes in which the units bound to it are unsharded, one at a time. `is_shared` where they are more than one."""
 
     buffer: torch.Tensor
+    is_shared: bool = False
     tenant: Tenant | None = None
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies here."""
+        return (
+            type(tensor) in (torch.Tensor, nn.Parameter)
+            and tensor.layout is torch.strided
+            and tensor.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
+        )
 
     def take(self, tenant: Tenant) -> None:
         """Make `tenant` the one whose parameters are here."""

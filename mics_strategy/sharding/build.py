@@ -128,7 +128,7 @@ def _slots(modules: list[UnitModule], specs: list[list[BucketSpec]], site: Site)
         size = max(
             packed_bytes([(spec.layout.compact_numel, spec.param_dtype) for spec in specs[index]]) for index in indices
         )
-        slot = Slot(site.memory.zeros("slots", size, torch.uint8, site.device))
+        slot = Slot(site.memory.zeros("slots", size, torch.uint8, site.device), is_shared=len(indices) > 1)
         slots.update(dict.fromkeys(indices, slot))
     return [slots[index] for index in range(len(modules))]
 

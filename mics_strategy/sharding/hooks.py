@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mics_strategy.errors import LifecycleError
 from mics_strategy.sharding.engine import Engine
 from mics_strategy.sharding.gradient import BucketGradient
 from mics_strategy.sharding.unit import Unit
@@ -68,13 +69,42 @@ def _watch_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None)
             return None
         return cast_floating(args, compute_dtype), cast_floating(kwargs, compute_dtype)
 
-    def after(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> None:
-        if entered:
-            engine.after_forward(unit, entered.pop(), list(tensors_in(outputs)))
+    def after(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> Any:
+        if not entered:
+            return None
+        tensors = list(tensors_in(outputs))
+        is_lasting = not unit.slot.is_shared or not any(map(unit.slot.holds, tensors))
+        if not is_lasting:
+            outputs = _outlasting(unit, outputs)
+            tensors = list(tensors_in(outputs))
+        engine.after_forward(unit, entered.pop(), tensors)
+        return None if is_lasting else outputs
 
     disable: Any = torch.compiler.disable
     unit.module.register_forward_pre_hook(disable(before), prepend=True, with_kwargs=True)
     unit.module.register_forward_hook(disable(after), always_call=True)
+
+
+def _outlasting(unit: Unit, outputs: T) -> T:
+    """The outputs of a unit with copies of what lies in its slot: parameters, and views of them.
+
+    Other units overwrite the slot, and autograd, which keeps the outputs for their users' backwards, does not see it.
+
+    Raises:
+        LifecycleError: They are in a container that cannot be made anew.
+    """
+    slot = unit.slot
+
+    def copied(leaf: object) -> object:
+        return leaf.clone() if isinstance(leaf, torch.Tensor) and slot.holds(leaf) else leaf
+
+    lasting = cast("T", tree_map(copied, outputs))
+    if any(map(slot.holds, tensors_in(lasting))):
+        raise LifecycleError(
+            f"Unit `{unit.name}` returns a parameter of its own, or a view of one, inside a {type(outputs).__name__}. "
+            "Other units will overwrite it. Return a copy (`.clone()`), or return it in a tuple, list or dict."
+        )
+    return lasting
 
 
 def cast_floating(tree: T, dtype: torch.dtype) -> T:
