@@ -53,7 +53,8 @@ class Stretches:
             starts = [start for start, _ in self._parts]
             sources = [piece[a : a + out.numel()] for a, out in zip(starts, self._targets, strict=True)]
             self._sources = piece.data_ptr(), sources
-        torch._foreach_copy_(self._targets, self._sources[1])
+        if self._targets:  # else a rank behind the last row, whose shard is padding
+            torch._foreach_copy_(self._targets, self._sources[1])
 
     def calls(self, address: int) -> list[_Call]:
         """What the kernel is to do when the piece is at that address of another process."""

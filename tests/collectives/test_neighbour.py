@@ -146,6 +146,15 @@ def test_a_piece_is_read_in_stretches_and_what_is_in_none_is_left_out(limits: di
                 assert torch.equal(out, source[start : start + out.numel()])
 
 
+def test_a_piece_of_padding_goes_nowhere() -> None:
+    nothing = Stretches([], 8, FP32)
+    with neighbours() as (one, other):
+        offer = one.offer(torch.zeros(8), 1)
+        nothing.copy(torch.zeros(8))
+        other.expect(nothing, 1).wait()
+        offer.wait()
+
+
 def test_a_piece_that_is_read_in_stretches_has_the_size_of_all_of_it() -> None:
     out = torch.zeros(2)
     with neighbours() as (one, other):
