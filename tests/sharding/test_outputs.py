@@ -95,8 +95,10 @@ def trained(ctx: RankContext, form: str, preset: str) -> list[tuple[str, Tensor 
     return [(name, one.grad, None if other.grad is None else other.grad.full_tensor()) for (name, one), other in pairs]
 
 
-@pytest.mark.parametrize("preset", ["zero3", "mics", "ddp"])
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "dataclass"])
+@pytest.mark.parametrize(
+    ("form", "preset"),
+    [*((form, "zero3") for form in FORMS if form != "dataclass"), ("view", "mics"), ("parameter", "ddp")],
+)
 def test_what_a_unit_returns_of_its_parameters_is_used_as_in_the_plain_model(
     ranks: RankPool, form: str, preset: str
 ) -> None:
