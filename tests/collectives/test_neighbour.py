@@ -156,9 +156,9 @@ def test_a_piece_of_padding_goes_nowhere() -> None:
 
 
 def test_a_piece_that_is_read_in_stretches_has_the_size_of_all_of_it() -> None:
-    out = torch.zeros(2)
+    out, piece = torch.zeros(2), torch.arange(5.0)
     with neighbours() as (one, other):
-        one.offer(torch.arange(5.0), 1)
+        one.offer(piece, 1)
         other.expect(Stretches([(3, out)], 5, FP32), 1).wait()
         assert out.tolist() == [3.0, 4.0]
         one.offer(torch.zeros(6), 1)
