@@ -6,7 +6,6 @@ import torch
 
 from mics_strategy.collectives.collective import Collective
 from mics_strategy.collectives.ops import Handle
-from mics_strategy.collectives.process_memory import Stretches
 from mics_strategy.collectives.transport import Transport
 
 
@@ -39,15 +38,6 @@ class BySize:
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
         """See `Collective.gather`."""
         return self._of(out.numel() * out.itemsize).gather(out, shard, what)
-
-    @property
-    def reads_memory(self) -> bool:
-        """See `Collective.reads_memory`: what goes over several nodes does not."""
-        return False
-
-    def gather_apart(self, rows: list[Stretches], shard: torch.Tensor, what: str) -> Handle:
-        """See `Collective.gather_apart`."""
-        return self._of(shard.numel() * self.size * shard.itemsize).gather_apart(rows, shard, what)
 
     def reserve_gather(self, numel: int, dtype: torch.dtype) -> None:
         """See `Collective.reserve_gather`."""

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from mics_strategy.collectives.by_size import AnyCollective
+from mics_strategy.collectives.collective import Collective
 from mics_strategy.collectives.ops import Handle
 from mics_strategy.collectives.process_memory import Stretches
 from mics_strategy.mesh import Mesh
@@ -83,7 +84,7 @@ class Bucket:
         self.unsharded = [nn.Parameter(view.data, requires_grad=spec.trainable) for view in views]
         self._whole_views = [parameter.data for parameter in self.unsharded]
         self.sharded: list[ShardedParameter] = []
-        self._apart = {across: self._plan_apart(across) for across in self._gathers_whole}
+        self._apart = self._plan_apart(self._gathers_whole)
         self._copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.updated_version = -1
         self._secondary_version = -1
@@ -114,17 +115,16 @@ class Bucket:
         return self.layout.shard_numel if self.shards.update is not None else 0, self.spec.param_dtype
 
     @property
-    def _gathers_whole(self) -> list[AnyCollective]:
+    def _gathers_whole(self) -> AnyCollective | None:
         """What gathers into the parameters themselves, and leaves nothing of the flat form to be kept."""
         of_shards = self.mesh.gather_params if self.secondary is None else self.mesh.gather_secondary
-        across = self.shards.update if self.params_shard is None else of_shards
-        return [] if across is None else [across]
+        return self.shards.update if self.params_shard is None else of_shards
 
     @property
     def is_staged(self) -> bool:
         """Whether anything that arrives takes the flat form first."""
         keeps_secondary = self.secondary is not None and self.mesh.gather_params is not None
-        return keeps_secondary or any(apart is None for apart in self._apart.values())
+        return keeps_secondary or (self._gathers_whole is not None and self._apart is None)
 
     @property
     def needs_cast(self) -> bool:
@@ -190,21 +190,23 @@ class Bucket:
 
     def _gather_whole(self, across: AnyCollective, staging: torch.Tensor, shard: torch.Tensor) -> Handle:
         """Gather shards into the parameters: at once where ranks read them, else by way of the flat form."""
-        apart = self._apart[across]
-        if apart is not None:
-            return across.gather_apart(apart, shard, self.spec.name)
+        if self._apart is not None:
+            reader, rows = self._apart
+            return reader.gather_apart(rows, shard, self.spec.name)
         return across.gather(staging, shard, self.spec.name).then(lambda: self._copy_out(staging))
 
-    def _plan_apart(self, across: AnyCollective) -> list[Stretches] | None:
-        """Where the elements of every rank's shard belong; None where they take the flat form first."""
+    def _plan_apart(self, across: AnyCollective | None) -> tuple[Collective, list[Stretches]] | None:
+        """Who reads shards, and where the elements of each belong; None where they take the flat form first."""
+        if not isinstance(across, Collective) or not across.reads_memory:
+            return None
         rows_each = self.layout.ranks // across.size
         found = []
-        for index in range(across.size) if across.reads_memory else ():
+        for index in range(across.size):
             rows = range(index * rows_each, (index + 1) * rows_each)
             parts = self.layout.stretches(self._whole_views, rows)
             if parts is not None:
                 found.append(Stretches(parts, rows_each * self.layout.shard_numel, self.spec.param_dtype))
-        return found if len(found) == across.size else None
+        return (across, found) if len(found) == across.size else None
 
     def _arrived(self, flat: torch.Tensor) -> None:
         if self.secondary is not None:
