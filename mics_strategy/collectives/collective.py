@@ -9,31 +9,19 @@ when the call returns. The workspace is that of the lane, so the programs of one
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
 from mics_strategy.collectives import route as routes
+from mics_strategy.collectives.apart import Apart
 from mics_strategy.collectives.channel import Channel, stage_of
 from mics_strategy.collectives.coder import Coder
 from mics_strategy.collectives.lane import Runner
 from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import Handle, check_fit
-from mics_strategy.collectives.process_memory import Stretches
+from mics_strategy.collectives.programs import Programs
 from mics_strategy.collectives.route import Way
 from mics_strategy.collectives.stages import CodedStage, Finish, PlainStage, Stage
 from mics_strategy.collectives.workspace import Workspace, aligned_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A collective as ranks know it; all that ranks share which are asked for the same."""
-
-    name: str
-    size: str
-    tag: int
 
 
 class Collective:
@@ -45,6 +33,9 @@ class Collective:
         workspace: Of the runner's programs.
         ledger: Receives every stage.
         device: Of the tensors.
+
+    Attributes:
+        apart: The same for what has no flat form; None where ranks do not read what they need.
     """
 
     def __init__(
@@ -58,16 +49,17 @@ class Collective:
         self._num_fast = rest[0].size if rest else 1
         self._at_fast = rest[0].index if rest else 0
         self.index = self._at_fast * slow.size + slow.index
-        self._runner = runner
-        self._channel = channel
+        self._programs = Programs(channel, runner, workspace, ledger)
         self._workspace = workspace
-        self._ledger = ledger
         self._slow = stage_of(slow, route.slow, workspace, device)
         self._fast = stage_of(rest[0], route.fast, workspace, device) if rest and route.fast is not None else None
         self._plain = [PlainStage(transport, workspace) for transport in channel.transports]
         codec = route.gather_codec
         self._is_left_to_backend = route.slow.way is Way.DIRECT and not slow.is_point_to_point
         self._gather_coder = Coder(codec, device, workspace.noise_for(codec, self.index)) if codec else None
+        self.apart: Apart | None = None
+        if slow.reads_memory and not rest and not route.is_coded:
+            self.apart = Apart(route, slow, self._programs, workspace)
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
         """Put every rank's `shard` into `out`, in the order of the ranks' index.
@@ -81,33 +73,12 @@ class Collective:
             Sent: `route.gather_messages`.
         """
         check_fit(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, what, out, shard)
-        asked = self._note("Gather", what, out.numel(), shard.dtype)
-        self._write(routes.gather_messages(self.route, out.numel(), out.dtype))
+        asked = self._programs.ask("Gather", what, out.numel(), shard.dtype)
+        self._programs.write(routes.gather_messages(self.route, out.numel(), out.dtype))
         coder = self._gather_coder
         if coder is None:
-            return self._run(asked, lambda: self._gather([self._slow, *self._fasts], out, shard, asked.tag))
-        return self._run(asked, lambda: self._gather_coded(coder, out, shard, asked.tag))
-
-    @property
-    def reads_memory(self) -> bool:
-        """Whether ranks read shards where the others have them, so that `gather_apart` is possible."""
-        return self._fast is None and self._gather_coder is None and self.transports[0].reads_memory
-
-    def gather_apart(self, rows: list[Stretches], shard: torch.Tensor, what: str) -> Handle:
-        """Put the elements of every rank's `shard` where they belong, without a flat form in between.
-
-        Args:
-            rows: For each rank, in the order of their index.
-            shard: [n], as many as each row; must stay unchanged until the handle has been waited for.
-            what: Names the caller in errors.
-
-        Cost:
-            That of `gather`.
-        """
-        check_fit(rows[self.index].numel() == shard.numel(), what, shard, shard)
-        asked = self._note("Gather", what, shard.numel() * self.size, shard.dtype)
-        self._write(routes.gather_messages(self.route, shard.numel() * self.size, shard.dtype))
-        return self._run(asked, lambda: self.transports[0].gather_apart(rows, shard, asked.tag).wait())
+            return self._programs.run(asked, lambda: self._gather([self._slow, *self._fasts], out, shard, asked.tag))
+        return self._programs.run(asked, lambda: self._gather_coded(coder, out, shard, asked.tag))
 
     def reserve_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Announce gathers of shards of `numel` elements."""
@@ -182,9 +153,9 @@ class Collective:
             Sent: `route.reduce_messages`. In two stages a narrow wire rounds once per stage.
         """
         check_fit(full.numel() == out.numel() * self.size, what, out, full)
-        asked = self._note("Reduction", what, full.numel(), full.dtype)
-        self._write(routes.reduce_messages(self.route, full.numel(), full.dtype))
-        return self._run(asked, lambda: self._reduce(out, full, accumulate, asked.tag))
+        asked = self._programs.ask("Reduction", what, full.numel(), full.dtype)
+        self._programs.write(routes.reduce_messages(self.route, full.numel(), full.dtype))
+        return self._programs.run(asked, lambda: self._reduce(out, full, accumulate, asked.tag))
 
     def reserve_reduce(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Announce reductions of `full_numel` elements to sums of `dtype`."""
@@ -248,11 +219,11 @@ class Collective:
         Cost:
             Sent: `route.all_reduce_messages`. A narrow or encoded wire rounds once going, per stage, and once coming.
         """
-        asked = self._note("All-reduce", what, tensor.numel(), wire)
-        self._write(routes.all_reduce_messages(self.route, tensor.numel(), wire, tensor.dtype))
+        asked = self._programs.ask("All-reduce", what, tensor.numel(), wire)
+        self._programs.write(routes.all_reduce_messages(self.route, tensor.numel(), wire, tensor.dtype))
         if routes.is_plain_all_reduce(self.route, wire, tensor.dtype):
-            return self._run(asked, lambda: self._all_reduce_plain(tensor, asked.tag))
-        return self._run(asked, lambda: self._all_reduce(tensor, wire, asked.tag))
+            return self._programs.run(asked, lambda: self._all_reduce_plain(tensor, asked.tag))
+        return self._programs.run(asked, lambda: self._all_reduce(tensor, wire, asked.tag))
 
     def _all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> None:
         """Sum for all with the transport's own."""
@@ -323,26 +294,3 @@ class Collective:
             return lambda: None
         finish = self._fast.begin_sum([each[a:b] for each in slices], wire, tag)
         return lambda: finish(mine[a:b], False)
-
-    def _note(self, kind: str, what: str, numel: int, dtype: torch.dtype) -> _Asked:
-        """Write into the trails what is asked for."""
-        for transport in self.transports:
-            transport.trail.note(what)
-        count = self.transports[0].trail.count
-        tag = zlib.crc32(f"{self._runner.name} {count} {kind} {what} {numel} {dtype}".encode()) % (2**31 - 1)
-        return _Asked(f"{kind} of {what}", f"{numel} {dtype}", tag)
-
-    def _write(self, messages: list[routes.Message]) -> None:
-        for m in messages:
-            self._ledger.write(m.collective, m.axis, m.ranks, m.dtype, m.full_bytes)
-
-    def _run(self, asked: _Asked, program: Callable[[], None]) -> Handle:
-        def in_workspace() -> None:
-            self._workspace.begin()
-            program()
-
-        where = " and ".join(transport.where for transport in self.transports)
-        name = f"{asked.name} over {where}"
-        work = self._runner.run(name, asked.size, self._channel.ranks, in_workspace)
-        works = [] if work is None else [work]
-        return Handle(name, works, is_queued=self._runner.is_queue, on_failure=self._channel.watch.look_back)

@@ -114,7 +114,7 @@ def _accept(connections: dict[int, socket.socket], listener: socket.socket, inde
 def _is_number(neighbour: Neighbour, address: int, number: int) -> bool:
     found = torch.zeros(1, dtype=torch.int64)
     try:
-        process_memory.read_into(found, neighbour.process, address)
+        process_memory.read_into(found, neighbour.process, [address])
     except OSError:
         return False
     return int(found) == number

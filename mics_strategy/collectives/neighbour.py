@@ -2,7 +2,8 @@
 
 The receiver reads them where the sender has them.
 
-1. The sender writes a note: the tag of the transfer, where the piece is, and how many bytes it has.
+1. The sender writes a note: the tag of the transfer, how many bytes the piece has, and where it is, in one place or
+   several.
 2. The receiver waits for the note, reads the piece into the place where it belongs, and writes back that it has.
 3. The sender may overwrite the piece when that answer is there.
 
@@ -16,16 +17,20 @@ import select
 import socket
 import struct
 import weakref
+from array import array
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 from torch.distributed.constants import default_pg_timeout
 
 from mics_strategy.collectives import process_memory
-from mics_strategy.collectives.process_memory import Stretches
+from mics_strategy.collectives.process_memory import MAX_RANGES, Spread, Target
 
-_MESSAGE = struct.Struct("=iqq")  # tag, address, bytes
+_HEAD = struct.Struct("=iq")  # tag, bytes; addresses follow
+_ADDRESS = "q"
+_MAX_MESSAGE_BYTES = _HEAD.size + MAX_RANGES * array(_ADDRESS).itemsize
 _IS_READ = -1  # in place of the bytes, in an answer
 _AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _CREDENTIALS = struct.Struct("=iii")  # Linux's struct ucred
@@ -47,23 +52,27 @@ class Neighbour:
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self._connection = connection
         self._rank = rank
-        self._notes: dict[int, deque[tuple[int, int]]] = {}
-        self._answers: dict[tuple[int, int], int] = {}  # by tag and address; how many nobody has asked for
+        self._notes: dict[int, deque[Spread]] = {}
+        self._answers: dict[tuple[int, int], int] = {}  # by tag and first address; how many nobody has asked for
         self._finalizer = weakref.finalize(self, connection.close)
         self._finalizer.atexit = False  # a thread may still wait then
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(_PATIENCE_S, 0))
         self.process = _process_behind(connection)
 
-    def offer(self, piece: torch.Tensor, tag: int) -> Offer:
+    def offer(self, piece: torch.Tensor | Spread, tag: int) -> Offer:
         """Let the neighbour read `piece`, which must stay unchanged until that is waited for."""
-        self._write(tag, piece.data_ptr(), piece.numel() * piece.itemsize)
-        return Offer(self, piece, tag)
+        if isinstance(piece, torch.Tensor):
+            spread = Spread([piece.data_ptr()], piece.numel() * piece.itemsize)
+        else:
+            spread = piece
+        self._write(tag, spread.num_bytes, spread.addresses)
+        return Offer(self, piece, spread.first, tag)
 
-    def expect(self, out: torch.Tensor | Stretches, tag: int) -> Reading:
+    def expect(self, out: Target, tag: int) -> Reading:
         """Read what the neighbour offers, into `out`, when that is waited for."""
         return Reading(self, out, tag)
 
-    def read(self, out: torch.Tensor | Stretches, tag: int) -> None:
+    def read(self, out: Target, tag: int) -> None:
         """Block until the neighbour has offered a piece of that tag, and read it into `out`.
 
         Raises:
@@ -71,26 +80,30 @@ class Neighbour:
         """
         while tag not in self._notes:
             self._take_message()
-        address, num_bytes = self._notes[tag].popleft()
+        note = self._notes[tag].popleft()
         if not self._notes[tag]:
             del self._notes[tag]
-        expected = out.numel() * out.dtype.itemsize
-        if num_bytes != expected:
-            raise RuntimeError(f"rank {self._rank} offers {num_bytes} bytes where {expected} are expected")
+        num_bytes, num_sources = out.numel() * out.dtype.itemsize, process_memory.num_sources(out)
+        if note.num_bytes != num_bytes:
+            raise RuntimeError(f"rank {self._rank} offers {note.num_bytes} bytes where {num_bytes} are expected")
+        if len(note.addresses) != num_sources:
+            raise RuntimeError(
+                f"rank {self._rank} offers {len(note.addresses)} stretches where {num_sources} are expected"
+            )
         try:
-            process_memory.read_into(out, self.process, address)
+            process_memory.read_into(out, self.process, note.addresses)
         except OSError as error:
             where = f"rank {self._rank} (process {self.process})"
             raise RuntimeError(f"the memory of {where} cannot be read: {error.strerror}") from error
-        self._write(tag, address, _IS_READ)
+        self._write(tag, _IS_READ, [note.first])
 
-    def wait_until_read(self, piece: torch.Tensor, tag: int) -> None:
-        """Block until the neighbour has read a piece.
+    def wait_until_read(self, first: int, tag: int) -> None:
+        """Block until the neighbour has read the piece of which that is the first address.
 
         Raises:
             RuntimeError: It has ended or left.
         """
-        answer = tag, piece.data_ptr()
+        answer = tag, first
         while answer not in self._answers:
             self._take_message()
         count = self._answers.pop(answer)
@@ -99,20 +112,22 @@ class Neighbour:
 
     def _take_message(self) -> None:
         try:
-            message = self._connection.recv(_MESSAGE.size)
+            message = self._connection.recv(_MAX_MESSAGE_BYTES)
         except OSError as error:
             raise RuntimeError(f"no word from rank {self._rank}: {error.strerror}") from error
         if not message:
             raise RuntimeError(f"rank {self._rank} has closed the connection")
-        tag, address, num_bytes = _MESSAGE.unpack(message)
+        tag, num_bytes = _HEAD.unpack_from(message)
+        spread = Spread(array(_ADDRESS, message[_HEAD.size :]), num_bytes)
         if num_bytes == _IS_READ:
-            self._answers[tag, address] = self._answers.get((tag, address), 0) + 1
+            answer = tag, spread.first
+            self._answers[answer] = self._answers.get(answer, 0) + 1
         else:
-            self._notes.setdefault(tag, deque()).append((address, num_bytes))
+            self._notes.setdefault(tag, deque()).append(spread)
 
-    def _write(self, tag: int, address: int, num_bytes: int) -> None:
+    def _write(self, tag: int, num_bytes: int, addresses: Sequence[int]) -> None:
         """Without waiting for a neighbour that writes as much itself: what it has written is taken in meanwhile."""
-        message = _MESSAGE.pack(tag, address, num_bytes)
+        message = _HEAD.pack(tag, num_bytes) + array(_ADDRESS, addresses).tobytes()
         while True:
             try:
                 self._connection.send(message, _AT_ONCE)
@@ -144,18 +159,19 @@ class Neighbour:
 class Offer:
     """A piece that a neighbour is to read."""
 
-    __slots__ = ("_neighbour", "_piece", "_tag")
+    __slots__ = ("_first", "_neighbour", "_piece", "_tag")
 
-    def __init__(self, neighbour: Neighbour, piece: torch.Tensor, tag: int) -> None:
+    def __init__(self, neighbour: Neighbour, piece: torch.Tensor | Spread, first: int, tag: int) -> None:
         self._neighbour = neighbour
-        self._piece: torch.Tensor | None = piece
+        self._piece: torch.Tensor | Spread | None = piece
+        self._first = first
         self._tag = tag
 
     def wait(self) -> None:
         """Block until the piece may be overwritten."""
         piece, self._piece = self._piece, None
         if piece is not None:
-            self._neighbour.wait_until_read(piece, self._tag)
+            self._neighbour.wait_until_read(self._first, self._tag)
 
     def is_completed(self) -> bool:
         """Whether that has been waited for."""
@@ -167,9 +183,9 @@ class Reading:
 
     __slots__ = ("_neighbour", "_out", "_tag")
 
-    def __init__(self, neighbour: Neighbour, out: torch.Tensor | Stretches, tag: int) -> None:
+    def __init__(self, neighbour: Neighbour, out: Target, tag: int) -> None:
         self._neighbour = neighbour
-        self._out: torch.Tensor | Stretches | None = out
+        self._out: Target | None = out
         self._tag = tag
 
     def wait(self) -> None:

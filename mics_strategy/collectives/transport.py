@@ -23,7 +23,7 @@ import torch.distributed.nn  # DTensor imports it later, and then its default ar
 from mics_strategy.collectives import greeting
 from mics_strategy.collectives.neighbour import Neighbour
 from mics_strategy.collectives.ops import Work
-from mics_strategy.collectives.process_memory import Stretches
+from mics_strategy.collectives.process_memory import Assembly, Spread, Stretches
 from mics_strategy.collectives.trail import Trail
 
 T = TypeVar("T")
@@ -138,6 +138,21 @@ class Transport:
         departures = [self.send(own, index, tag) for index in self._others]
         rows[self.index].copy(own)
         arrivals: dict[int, Work] = {o: self._neighbours[o].expect(rows[o], tag) for o in reversed(self._others)}
+        return Pieces(arrivals, departures)
+
+    def exchange_apart(self, incoming: dict[int, Assembly], outgoing: list[Spread], tag: int) -> Pieces:
+        """Let every other rank read its row of `outgoing`, and read what each has for this one.
+
+        Args:
+            incoming: By the index of the rank it comes from.
+            outgoing: For each rank by its index; must stay unchanged until all has been waited for.
+            tag: Of the transfer, the same on all ranks.
+
+        Cost:
+            What `incoming` has is read.
+        """
+        departures: list[Work] = [self._neighbours[o].offer(outgoing[o], tag) for o in self._others]
+        arrivals: dict[int, Work] = {o: self._neighbours[o].expect(incoming[o], tag) for o in reversed(self._others)}
         return Pieces(arrivals, departures)
 
     def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> Pieces:

@@ -22,6 +22,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from mics_strategy.collectives.apart import Apart
 from mics_strategy.collectives.by_size import AnyCollective
 from mics_strategy.collectives.collective import Collective
 from mics_strategy.collectives.ops import Handle
@@ -192,21 +193,25 @@ class Bucket:
         """Gather shards into the parameters: at once where ranks read them, else by way of the flat form."""
         if self._apart is not None:
             reader, rows = self._apart
-            return reader.gather_apart(rows, shard, self.spec.name)
+            return reader.gather(rows, shard, self.spec.name)
         return across.gather(staging, shard, self.spec.name).then(lambda: self._copy_out(staging))
 
-    def _plan_apart(self, across: AnyCollective | None) -> tuple[Collective, list[Stretches]] | None:
+    def _plan_apart(self, across: AnyCollective | None) -> tuple[Apart, list[Stretches]] | None:
         """Who reads shards, and where the elements of each belong; None where they take the flat form first."""
-        if not isinstance(across, Collective) or not across.reads_memory:
+        if not isinstance(across, Collective) or across.apart is None:
             return None
-        rows_each = self.layout.ranks // across.size
+        if any(region.dim for region in self.layout.regions):  # cut along another dimension than the first
+            return None
+        whole = [view.view(-1) for view in self._whole_views]
         found = []
-        for index in range(across.size):
-            rows = range(index * rows_each, (index + 1) * rows_each)
-            parts = self.layout.stretches(self._whole_views, rows)
-            if parts is not None:
-                found.append(Stretches(parts, rows_each * self.layout.shard_numel, self.spec.param_dtype))
-        return (across, found) if len(found) == across.size else None
+        for rows in self.layout.slices(across.size):
+            parts = [
+                (each.offset, whole[each.position].narrow(0, each.start or 0, each.numel))
+                for each in self.layout.stretches(rows)
+                if self.layout.regions[each.position].dim == 0 or each.row == 0  # a scalar: every row has the same
+            ]
+            found.append(Stretches(parts, len(rows) * self.layout.shard_numel, self.spec.param_dtype))
+        return across.apart, found
 
     def _arrived(self, flat: torch.Tensor) -> None:
         if self.secondary is not None:

@@ -1,6 +1,7 @@
 """What happens to one bucket's gradients?
 
-1. `collect`: autograd's gradient of a parameter is copied into the flat form, in the wire dtype, and freed.
+1. `collect`: autograd's gradient of a parameter is copied into the flat form, in the wire dtype, and freed; or it is
+   kept as it is until the first hop has ended, where ranks read it there (see `loose`).
 2. First hop, in every backward: the flat form is summed over the gradient scope and this rank's slice is
    added to the accumulator. (Gradients that are not sharded are added to the accumulator directly.)
 3. Second hop, once per optimizer step: the accumulator is summed over the remaining ranks, scattered over the
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from mics_strategy.collectives.ops import Handle
 from mics_strategy.sharding.bucket import Bucket
 from mics_strategy.sharding.lifecycle import COLLECTION, GRADIENT, Collection, Gradient, advance
+from mics_strategy.sharding.loose import plan_loose
 from mics_strategy.sharding.parameter import label_gradient
 
 
@@ -60,6 +62,7 @@ class BucketGradient:
         self._result_cast = result_cast
         self._is_one_buffer = accumulator.data_ptr() == result.data_ptr()
         mesh = bucket.mesh
+        self._loose = plan_loose(mesh.reduce_grads, bucket.spec, wire_dtype)
         self._divisor = mesh.scopes.world_size
         self._replicas = mesh.second_reduce.size if mesh.second_reduce is not None else 1
         shards = mesh.trained
@@ -86,17 +89,28 @@ class BucketGradient:
     def collect(self, position: int, grad: torch.Tensor) -> None:
         """Take one parameter's gradient; the caller then drops its own reference."""
         if self._flat is not None:
-            target, add = self._flat, position in self._fired
+            self._collect_for_sum(self._flat, position, grad)
         else:
             self._open()
-            target, add = self.accumulator, position in self._written
+            self._write(self.accumulator, position, grad, position in self._written)
             self._written.add(position)
-        self._write(target, position, grad.detach() if grad.requires_grad else grad, add)
         self._fired.add(position)
         self.used.add(position)
 
+    def _collect_for_sum(self, flat: torch.Tensor, position: int, grad: torch.Tensor) -> None:
+        """Keep a gradient until the first hop, in the flat form or where it is."""
+        is_first = position not in self._fired
+        if self._loose is not None:
+            if is_first and self._loose.keep(position, grad):
+                return
+            before = self._loose.pop(position)
+            if before is not None:
+                self._write(flat, position, before, add=False)
+        self._write(flat, position, grad, add=not is_first)
+
     def _write(self, flat: torch.Tensor, position: int, grad: torch.Tensor, add: bool) -> None:
         """Put a gradient into its place. Flat forms are few and stay, so the views are made once."""
+        grad = grad.detach() if grad.requires_grad else grad
         layout = self.bucket.layout
         places = self._places.get(flat.data_ptr())
         if places is None:
@@ -118,6 +132,8 @@ class BucketGradient:
         """Forget what an interrupted backward collected but did not send."""
         self._fired.clear()
         self._flat = None
+        if self._loose is not None:
+            self._loose.clear()
         if self.collection is not Collection.REDUCING:
             self.collection = advance(COLLECTION, self.collection, "abandon", self.name)
 
@@ -135,7 +151,8 @@ class BucketGradient:
             self._zero(self.accumulator, self._all - self._written)
         self._written.update(self._all)
         self._flat = None
-        return across.reduce(self.accumulator, flat, accumulate, self.name).then(self._landed)
+        reduce = across.reduce if self._loose is None else self._loose.reduce
+        return reduce(self.accumulator, flat, accumulate, self.name).then(self._landed)
 
     def _landed(self) -> None:
         self.collection = advance(COLLECTION, self.collection, "land", self.name)

@@ -16,7 +16,7 @@ Pure: shapes and numbers only, plus views of tensors that a caller passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +78,25 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Elements of one parameter that are side by side in the flat form.
+
+    Attributes:
+        position: Which region.
+        row: Of the flat form.
+        numel: How many.
+        offset: Where they begin, counted from the first of the rows that were asked for.
+        start: Where they begin in the parameter; None where they are not side by side there.
+    """
+
+    position: int
+    row: int
+    numel: int
+    offset: int
+    start: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLayout:
     """Where the parameters of one bucket sit, for `ranks` ranks of the optimizer scope."""
 
@@ -128,26 +147,20 @@ class BucketLayout:
         table = flat.view(self.ranks, self.shard_numel)[: region.shape[0] // region.chunk]
         return table[:, region.offset : region.offset + region.chunk_numel]
 
-    def stretches(self, full: Sequence[torch.Tensor], rows: range) -> list[tuple[int, torch.Tensor]] | None:
-        """Where some rows of the flat form belong in the whole parameters, by contiguous stretches.
+    def slices(self, count: int) -> list[range]:
+        """The rows of the flat form that each of `count` ranks has as its slice; `count` divides `ranks`."""
+        each = self.ranks // count
+        return [range(index * each, (index + 1) * each) for index in range(count)]
 
-        Args:
-            full: The whole parameters, contiguous.
-            rows: Of the flat form, one after the other.
-
-        Returns:
-            Where each stretch begins, in elements from the first row, and the part of a parameter that it is; None
-            where a parameter is cut along another dimension than the first.
-        """
-        found: list[tuple[int, torch.Tensor]] = []
-        for region, parameter in zip(self.regions, full, strict=True):
-            if region.dim is None and 0 in rows:  # a scalar: every row has the same
-                found.append((region.offset, parameter.view(1)))
-            elif region.dim == 0:
-                parts = ((self.shard_numel * place, region.slice_of(parameter, row)) for place, row in enumerate(rows))
-                found += [(start + region.offset, part) for start, part in parts if part.numel()]
-            elif region.dim is not None:
-                return None
+    def stretches(self, rows: range) -> list[Stretch]:
+        """What lies side by side in some rows of the flat form, one row after the other; padding is in none."""
+        found = []
+        for place, row in enumerate(rows):
+            for position, region in enumerate(self.regions):
+                numel, offset = region.local_shape(row).numel(), self.shard_numel * place + region.offset
+                if numel:
+                    start = None if region.dim else region.rows(row)[0] * (region.chunk_numel // region.chunk)
+                    found.append(Stretch(position=position, row=row, numel=numel, offset=offset, start=start))
         return found
 
     def pieces(

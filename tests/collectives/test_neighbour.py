@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from unittest import mock
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from mics_strategy import ShardConfig
 from mics_strategy.collectives import process_memory
 from mics_strategy.collectives.neighbour import Neighbour
-from mics_strategy.collectives.process_memory import Stretches
+from mics_strategy.collectives.process_memory import Assembly, Spread, Stretches
 from mics_strategy.errors import CommunicationError
 from tests import models
 from tests.collectives.networks import Network
@@ -124,14 +124,14 @@ def test_who_waits_is_woken(ends: Callable[[Neighbour], None], of_other: bool) -
     assert found == ["rank 1 has closed the connection"]
 
 
-@pytest.mark.parametrize("limits", [{}, {"_MAX_RANGES": 2}, {"_MAX_BYTES": 60}], ids=["one-call", "ranges", "bytes"])
+@pytest.mark.parametrize("limits", [{}, {"MAX_RANGES": 2}, {"_MAX_BYTES": 60}], ids=["one-call", "ranges", "bytes"])
 def test_a_piece_is_read_in_stretches_and_what_is_in_none_is_left_out(limits: dict[str, int]) -> None:
     piece, other_piece = torch.randn(100), torch.randn(100)
     starts, outs = (0, 40, 30, 90), [torch.full((numel,), torch.nan) for numel in (7, 50, 5, 1)]
     stretches = Stretches([(start, out.view(1, -1)) for start, out in zip(starts, outs, strict=True)], 100, FP32)
     fillings = [
-        (piece, lambda: process_memory.read_into(stretches, os.getpid(), piece.data_ptr())),
-        (other_piece, lambda: process_memory.read_into(stretches, os.getpid(), other_piece.data_ptr())),
+        (piece, lambda: process_memory.read_into(stretches, os.getpid(), [piece.data_ptr()])),
+        (other_piece, lambda: process_memory.read_into(stretches, os.getpid(), [other_piece.data_ptr()])),
         (piece, lambda: stretches.copy(piece)),
         (other_piece, lambda: stretches.copy(other_piece)),
     ]
@@ -166,21 +166,54 @@ def test_a_piece_that_is_read_in_stretches_has_the_size_of_all_of_it() -> None:
             other.expect(Stretches([(3, out)], 5, FP32), 1).wait()
 
 
+@pytest.mark.parametrize("limits", [{}, {"MAX_RANGES": 2}, {"_MAX_BYTES": 60}], ids=["one-call", "ranges", "bytes"])
+def test_a_piece_that_is_spread_is_put_together(limits: dict[str, int]) -> None:
+    given = [torch.randn(numel) for numel in (7, 50, 5, 1)]
+    piece = torch.full((100,), torch.nan)
+    parts = [piece[start : start + part.numel()] for start, part in zip((0, 40, 30, 90), given, strict=True)]
+    spread = Spread([part.data_ptr() for part in given], 400)
+    with neighbours() as (one, other), ExitStack() as patched:
+        for name, limit in limits.items():
+            patched.enter_context(mock.patch.object(process_memory, name, limit))
+        offer = one.offer(spread, 1)
+        other.expect(Assembly(parts, 100, FP32), 1).wait()
+        offer.wait()
+    assert all(torch.equal(part, source) for part, source in zip(parts, given, strict=True))
+    assert piece.isnan().sum() == 100 - 63
+
+
+def test_a_piece_that_is_all_padding_is_offered_and_read() -> None:
+    with neighbours() as (one, other):
+        offers = [one.offer(Spread([], 8), 1), one.offer(torch.ones(2), 1)]
+        other.expect(Assembly([], 2, FP32), 1).wait()
+        other.expect(torch.zeros(2), 1).wait()
+        for offer in reversed(offers):
+            offer.wait()
+
+
+def test_a_piece_that_is_spread_otherwise_than_expected_is_not_read() -> None:
+    out = torch.zeros(4)
+    with neighbours() as (one, other):
+        one.offer(Spread([out.data_ptr()], 16), 1)
+        with pytest.raises(RuntimeError, match="rank 0 offers 1 stretches where 2 are expected"):
+            other.expect(Assembly([out[:2], out[2:]], 4, FP32), 1).wait()
+
+
 def test_a_read_beyond_what_is_there_says_how_far_it_came() -> None:
     with mmap.mmap(-1, 2 * mmap.PAGESIZE) as memory:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         out = torch.zeros(2 * mmap.PAGESIZE, dtype=torch.uint8)
-        process_memory.read_into(out, os.getpid(), address)
+        process_memory.read_into(out, os.getpid(), [address])
         ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + mmap.PAGESIZE), mmap.PAGESIZE, 0)
         with pytest.raises(OSError, match=f"it ends there, after {mmap.PAGESIZE} of {2 * mmap.PAGESIZE} bytes"):
-            process_memory.read_into(out, os.getpid(), address)
+            process_memory.read_into(out, os.getpid(), [address])
         ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + mmap.PAGESIZE), mmap.PAGESIZE, 3)
         del address
 
 
 def test_a_read_that_the_kernel_refuses_says_why() -> None:
     with pytest.raises(OSError, match="Bad address, after 0 of 4 bytes"):
-        process_memory.read_into(torch.zeros(1), os.getpid(), 8)
+        process_memory.read_into(torch.zeros(1), os.getpid(), [8])
 
 
 def forbidding(ctx: RankContext, what: str) -> AbstractContextManager[object]:
@@ -231,10 +264,10 @@ def lose_a_rank(ctx: RankContext, dies: str) -> None:
         pid_file.write_text(str(os.getpid()))
     assert network.gather(8)
 
-    def read_into(out: Tensor, process: int, address: int) -> None:
+    def read_into(out: Tensor, process: int, addresses: Sequence[int]) -> None:
         if dies == "before":
             os.kill(int(pid_file.read_text()), signal.SIGKILL)
-        READ(out, process, address)
+        READ(out, process, addresses)
         if dies == "after":
             os.kill(int(pid_file.read_text()), signal.SIGKILL)
 
@@ -271,6 +304,7 @@ READERS = {  # in some a gather reads where the parameters are, in some it takes
     "tied": (models.tied, ShardConfig.preset("mics")),
     "frozen": (models.frozen, ShardConfig.preset("mics")),
     "scalar": (models.scalar, ShardConfig.preset("mics")),
+    "shared": (models.shared, ShardConfig.preset("mics")),
     "images": (models.conv_bn, ShardConfig.preset("mics")),
     "bf16": (models.transformer, ShardConfig.preset("mics", param_dtype="bfloat16")),
     "secondary": (models.transformer, ShardConfig.preset("zeropp")),

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mics_strategy.collectives import process_memory
-from mics_strategy.collectives.process_memory import Stretches
+from mics_strategy.collectives.process_memory import Assembly, Stretches, Target
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.sharding.schedule import Plan
 
@@ -53,7 +53,8 @@ class CountC10d(TorchDispatchMode):
             self._add(group, tensors[0].dtype, 2 * num_bytes * (group.size() - 1) // group.size())
             return all_reduce(group, tensors, *args)
 
-        receive, gather_apart, read_into = Transport.receive, Transport.gather_apart, process_memory.read_into
+        receive, read_into = Transport.receive, process_memory.read_into
+        gather_apart, exchange_apart = Transport.gather_apart, Transport.exchange_apart
         groups: dict[int, Any] = {}  # by the place of what they are to receive
 
         def noted(transport: Transport, tensor: torch.Tensor, *args: Any) -> Any:
@@ -64,7 +65,11 @@ class CountC10d(TorchDispatchMode):
             groups.update(dict.fromkeys(map(_place, rows), transport.group))
             return gather_apart(transport, rows, *args)
 
-        def counted_read(out: torch.Tensor | Stretches, *args: Any) -> None:
+        def noted_exchange(transport: Transport, incoming: dict[int, Assembly], *args: Any) -> Any:
+            groups.update(dict.fromkeys(map(_place, incoming.values()), transport.group))
+            return exchange_apart(transport, incoming, *args)
+
+        def counted_read(out: Target, *args: Any) -> None:
             read_into(out, *args)
             if _place(out) in groups:  # else asked for before
                 self.names["read"] += 1
@@ -73,6 +78,7 @@ class CountC10d(TorchDispatchMode):
         self._patches = [
             mock.patch.object(Transport, "receive", noted),
             mock.patch.object(Transport, "gather_apart", noted_apart),
+            mock.patch.object(Transport, "exchange_apart", noted_exchange),
             mock.patch.object(process_memory, "read_into", counted_read),
             mock.patch.object(dist.ProcessGroup, "send", counted),
             mock.patch.object(dist.ProcessGroup, "allreduce", counted_all_reduce),
@@ -109,7 +115,7 @@ class CountC10d(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _place(out: torch.Tensor | Stretches) -> int:
+def _place(out: Target) -> int:
     return out.data_ptr() if isinstance(out, torch.Tensor) else id(out)
 
 

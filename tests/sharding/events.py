@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from mics_strategy.collectives.apart import Apart
 from mics_strategy.collectives.collective import Collective
 from mics_strategy.collectives.ops import Handle
 
@@ -20,7 +21,11 @@ def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
     names = {module: name for name, module in model.named_modules() if isinstance(module, units)}
     hooks = [module.register_forward_hook(_forward(events, name)) for module, name in names.items()]
     hooks += [module.register_full_backward_hook(_backward(events, name)) for module, name in names.items()]
-    originals = {name: getattr(Collective, name) for name in ("gather", "gather_apart", "reduce", "all_reduce")}
+    originals = {
+        (owner, name): getattr(owner, name)
+        for owner, names in ((Collective, ("gather", "reduce", "all_reduce")), (Apart, ("gather", "reduce")))
+        for name in names
+    }
     wait = Handle.wait
     labels: dict[int, str] = {}
 
@@ -30,25 +35,25 @@ def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
         if label is not None:
             events.append(f"wait {label}")
 
-    def spy(kind: str):
+    def spy(original, kind: str):
         def started(self, *args, **kwargs):
-            label = f"{kind.removesuffix('_apart')} {args[-1]}"
+            label = f"{kind} {args[-1]}"
             events.append(f"start {label}")
-            handle = originals[kind](self, *args, **kwargs)
+            handle = original(self, *args, **kwargs)
             labels[id(handle)] = label
             return handle
 
         return started
 
-    for kind in originals:
-        setattr(Collective, kind, spy(kind))
+    for (owner, kind), original in originals.items():
+        setattr(owner, kind, spy(original, kind))
     Handle.wait = spied_wait
     try:
         yield events
     finally:
         Handle.wait = wait
-        for kind, original in originals.items():
-            setattr(Collective, kind, original)
+        for (owner, kind), original in originals.items():
+            setattr(owner, kind, original)
         for hook in hooks:
             hook.remove()
 

@@ -100,27 +100,24 @@ def test_one_view_is_the_pieces_where_chunks_are_whole(shape: tuple[int, ...], r
 
 
 @ranks_
-def test_stretches_of_all_shards_are_the_whole_parameters(ranks: int) -> None:
-    """Whatever the scope at which the shards are."""
-    layout = _plan(ranks, *[shape for shape in SHAPES if _plan(ranks, shape).regions[0].dim in (None, 0)])
+def test_stretches_of_all_slices_are_the_parameters_without_padding(ranks: int) -> None:
+    """Whatever the scope at which the slices are."""
+    layout = _plan(ranks, *SHAPES)
     wholes = [_numbered(region.shape) for region in layout.regions]
     flat = _flat(layout, wholes)
-    for shards in (each for each in range(1, ranks + 1) if ranks % each == 0):
-        found = [torch.full_like(whole, torch.nan) for whole in wholes]
-        each = ranks // shards
-        for index, shard in enumerate(flat.view(shards, -1)):
-            stretches = layout.stretches(found, range(index * each, (index + 1) * each))
-            assert stretches is not None
-            for start, part in stretches:
-                assert part.is_contiguous()
-                part.view(-1).copy_(shard[start : start + part.numel()])
-        assert all(torch.equal(one, other) for one, other in zip(found, wholes, strict=True))
-
-
-def test_a_parameter_that_is_cut_along_its_columns_has_no_stretches() -> None:
-    layout = _plan(2, (4, 4), (1, 64))
-    assert layout.regions[1].dim == 1
-    assert layout.stretches([torch.zeros(4, 4), torch.zeros(1, 64)], range(1)) is None
+    for count in (each for each in range(1, ranks + 1) if ranks % each == 0):
+        rest = flat.clone()
+        for rows, of_slice, left in zip(layout.slices(count), flat.view(count, -1), rest.view(count, -1), strict=True):
+            for stretch in layout.stretches(rows):
+                region, place = layout.regions[stretch.position], slice(stretch.offset, stretch.offset + stretch.numel)
+                expected = region.slice_of(wholes[stretch.position], stretch.row).reshape(-1)
+                assert torch.equal(of_slice[place], expected)
+                assert (stretch.start is None) == bool(region.dim)
+                if stretch.start is not None:
+                    whole = wholes[stretch.position].view(-1)
+                    assert torch.equal(whole[stretch.start : stretch.start + stretch.numel], expected)
+                left[place] = -1.0
+        assert bool((rest == -1.0).all()), "an element in no stretch"
 
 
 @ranks_

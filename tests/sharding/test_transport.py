@@ -4,6 +4,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -36,8 +37,8 @@ def count_third_step(ctx: RankContext, preset: str, options: dict[str, str]) -> 
     read: list[int] = []
     read_into = process_memory.read_into
 
-    def counted(out: torch.Tensor, process: int, address: int) -> None:
-        read_into(out, process, address)
+    def counted(out: process_memory.Target, process: int, addresses: Sequence[int]) -> None:
+        read_into(out, process, addresses)
         read.append(out.numel() * out.dtype.itemsize)
 
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))

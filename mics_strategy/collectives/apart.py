@@ -1,0 +1,124 @@
+"""How do ranks gather and sum what lies apart: parameters and gradients, each where it is used and where it was made?
+
+Ranks that read one another's memory need no flat form, which is a copy more of everything: a rank reads the stretches
+that it needs, from where its neighbours have them to where they belong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mics_strategy.collectives import route as routes
+from mics_strategy.collectives.ops import Handle, check_fit
+from mics_strategy.collectives.process_memory import Assembly, Spread, Stretches
+from mics_strategy.collectives.programs import Programs
+from mics_strategy.collectives.transport import Transport
+from mics_strategy.collectives.workspace import Workspace
+
+
+class Cut:
+    """The stretches of a slice of the flat form; what is in none is padding.
+
+    Args:
+        stretches: Where each begins, and its length, in elements.
+        dtype: In which they travel.
+    """
+
+    def __init__(self, stretches: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._stretches = stretches
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    def of(self, slice_: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the stretches. Slices are few and stay where they are, so the views are made once."""
+        address = slice_.data_ptr()
+        if address not in self._views:
+            self._views[address] = [slice_[start : start + numel] for start, numel in self._stretches]
+        return self._views[address]
+
+
+@dataclass(frozen=True, slots=True)
+class Summands:
+    """What one rank has for the sums of all: stretches that lie apart, contiguous.
+
+    Attributes:
+        own: For this rank's slice, in the order of its cut.
+        spreads: For the slice of each rank, by its index; the own one is not used.
+        kept: What all of them lie in.
+    """
+
+    own: list[torch.Tensor]
+    spreads: list[Spread]
+    kept: list[torch.Tensor]
+
+
+class Apart:
+    """Collectives of one stage over ranks that read one another's memory, nothing encoded.
+
+    Args:
+        route: For the account.
+        transport: Of the ranks.
+        programs: Runs them.
+        workspace: Of the programs.
+    """
+
+    def __init__(self, route: routes.Route, transport: Transport, programs: Programs, workspace: Workspace) -> None:
+        self._route = route
+        self._transport = transport
+        self._programs = programs
+        self._workspace = workspace
+
+    def gather(self, rows: list[Stretches], shard: torch.Tensor, what: str) -> Handle:
+        """Put the elements of every rank's `shard` where they belong.
+
+        Args:
+            rows: For each rank, in the order of their index.
+            shard: [n], as many as each row; must stay unchanged until the handle has been waited for.
+            what: Names the caller in errors.
+
+        Cost:
+            That of `Collective.gather`.
+        """
+        transport, full_numel = self._transport, shard.numel() * self._transport.size
+        check_fit(rows[transport.index].numel() == shard.numel(), what, shard, shard)
+        asked = self._programs.ask("Gather", what, full_numel, shard.dtype)
+        self._programs.write(routes.gather_messages(self._route, full_numel, shard.dtype))
+        return self._programs.run(asked, lambda: transport.gather_apart(rows, shard, asked.tag).wait())
+
+    def reduce(self, out: torch.Tensor, summands: Summands, cut: Cut, accumulate: bool, what: str) -> Handle:
+        """Sum every rank's summands of this rank's slice, in the order of the ranks.
+
+        Args:
+            out: [n], fp32 or wider: holds the sum, or has it added; padding stays as it is.
+            summands: What this rank has.
+            cut: Of the slice that this rank keeps.
+            accumulate: Add to `out` instead of overwriting it.
+            what: Names the caller in errors.
+
+        Cost:
+            That of `Collective.reduce`, whose workspace it uses; padding is counted, though not read.
+        """
+        full_numel = out.numel() * self._transport.size
+        asked = self._programs.ask("Reduction", what, full_numel, cut.dtype)
+        self._programs.write(routes.reduce_messages(self._route, full_numel, cut.dtype))
+        return self._programs.run(asked, lambda: self._reduce(out, summands, cut, accumulate, asked.tag))
+
+    def _reduce(self, out: torch.Tensor, summands: Summands, cut: Cut, accumulate: bool, tag: int) -> None:
+        transport, sums = self._transport, cut.of(out)
+        others = [index for index in range(transport.size) if index != transport.index]
+        arrived = {index: cut.of(self._workspace.take(out.numel(), cut.dtype)) for index in others}
+        targets = {index: Assembly(parts, out.numel(), cut.dtype) for index, parts in arrived.items()}
+        under_way = transport.exchange_apart(targets, summands.spreads, tag)
+        for index in range(transport.size):
+            under_way.wait_for(index)
+            parts = arrived.get(index, summands.own)
+            if not sums:  # a rank behind the last row, whose slice is padding
+                continue
+            if accumulate or index:
+                torch._foreach_add_(sums, parts)
+            else:
+                torch._foreach_copy_(sums, parts)
+        under_way.wait()

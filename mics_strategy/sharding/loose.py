@@ -1,0 +1,119 @@
+"""Which gradients may stay where autograd has put them until their sums are made?
+
+Where ranks read one another's memory, a gradient need not be copied into the flat form: its stretches are offered as
+they lie. One that is not contiguous, or in another dtype than the wire's, or cut along another dimension than the
+first, takes the flat form, and so does one that arrives twice; both kinds may be in one sum.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mics_strategy.collectives.apart import Apart, Cut, Summands
+from mics_strategy.collectives.by_size import AnyCollective
+from mics_strategy.collectives.collective import Collective
+from mics_strategy.collectives.ops import Handle
+from mics_strategy.collectives.process_memory import MAX_RANGES, Spread
+from mics_strategy.sharding.bucket import BucketSpec
+from mics_strategy.sharding.layout import BucketLayout
+
+
+class LooseGradients:
+    """The gradients of one bucket and one backward that are in no flat form.
+
+    Args:
+        across: What sums them.
+        apart: The same, for what has no flat form.
+        layout: Of the bucket.
+        wire_dtype: Dtype in which gradients travel.
+    """
+
+    def __init__(self, across: Collective, apart: Apart, layout: BucketLayout, wire_dtype: torch.dtype) -> None:
+        self._apart = apart
+        self._index = across.index
+        self._wire_dtype = wire_dtype
+        self._may_stay = [not region.dim for region in layout.regions]
+        self._slices = [_Slice(layout, rows) for rows in layout.slices(across.size)]
+        own = self._slices[across.index].stretches
+        self._cut = Cut([(each.offset, each.numel) for each in own], wire_dtype)
+        self._grads: dict[int, torch.Tensor] = {}
+
+    def keep(self, position: int, grad: torch.Tensor) -> bool:
+        """Keep a gradient as it is; whether that is possible.
+
+        Nobody writes to it meanwhile: autograd gives a parameter a tensor to which nothing else refers, or a copy; but
+        not where the gradient is part of a graph itself.
+        """
+        stays = (
+            self._may_stay[position]
+            and type(grad) is torch.Tensor
+            and grad.dtype is self._wire_dtype
+            and grad.is_contiguous()
+            and not grad.requires_grad
+        )
+        if stays:
+            self._grads[position] = grad
+        return stays
+
+    def pop(self, position: int) -> torch.Tensor | None:
+        """A gradient that has to take the flat form after all; None where it does already."""
+        return self._grads.pop(position, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._grads = {}
+
+    def reduce(self, out: torch.Tensor, flat: torch.Tensor, accumulate: bool, what: str) -> Handle:
+        """Sum what was kept, and of all other parameters what is in the flat form. Nothing is kept afterwards.
+
+        Args:
+            out: See `Apart.reduce`.
+            flat: [full_numel] in the wire dtype.
+            accumulate: See `Apart.reduce`.
+            what: See `Apart.reduce`.
+        """
+        grads, self._grads = self._grads, {}
+        own = self._slices[self._index].views(grads, flat)
+        spreads = [slice_.spread(grads, flat) for slice_ in self._slices]
+        summands = Summands(own, spreads, [flat, *grads.values()])
+        return self._apart.reduce(out, summands, self._cut, accumulate, what)
+
+
+class _Slice:
+    """What one rank is to have of the sums: some rows of the flat form."""
+
+    def __init__(self, layout: BucketLayout, rows: range) -> None:
+        self.stretches = layout.stretches(rows)
+        self._numel = len(rows) * layout.shard_numel
+        self._first = rows.start * layout.shard_numel
+
+    def spread(self, grads: dict[int, torch.Tensor], flat: torch.Tensor) -> Spread:
+        """Where its stretches are."""
+        places = {position: grad.data_ptr() for position, grad in grads.items()}
+        itemsize, beginning = flat.itemsize, flat.data_ptr() + self._first * flat.itemsize
+        addresses = [
+            places[each.position] + (each.start or 0) * itemsize
+            if each.position in places
+            else beginning + each.offset * itemsize
+            for each in self.stretches
+        ]
+        return Spread(addresses, self._numel * itemsize)
+
+    def views(self, grads: dict[int, torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
+        """The same as tensors."""
+        return [
+            grads[each.position].view(-1).narrow(0, each.start or 0, each.numel)
+            if each.position in grads
+            else flat.narrow(0, self._first + each.offset, each.numel)
+            for each in self.stretches
+        ]
+
+
+def plan_loose(across: AnyCollective | None, bucket: BucketSpec, wire_dtype: torch.dtype) -> LooseGradients | None:
+    """Keeps gradients of a bucket as they are; None where they take the flat form anyway."""
+    if not isinstance(across, Collective) or across.apart is None or bucket.param_dtype != wire_dtype:
+        return None
+    slices = bucket.layout.slices(across.size)
+    if max(len(bucket.layout.stretches(rows)) for rows in slices) > MAX_RANGES:
+        return None
+    return LooseGradients(across, across.apart, bucket.layout, wire_dtype)

@@ -1,0 +1,153 @@
+"""Do gradients that stay where autograd has put them make the same sums, bit for bit, as those in the flat form?"""
+
+import gc
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mics_strategy import ShardConfig, Sharded, Topology, shard
+from mics_strategy.collectives import process_memory
+from mics_strategy.collectives.full_tensor import full_tensor
+from mics_strategy.sharding import loose
+from mics_strategy.sharding.gradient import BucketGradient
+from mics_strategy.sharding.loose import LooseGradients
+from tests.ranks import RankContext, RankPool
+from tests.sharding.training import forget_meshes
+
+READ = process_memory.read_into
+STEPS = 3
+WIDTH = 12
+
+
+class Awkward(nn.Module):
+    """Rows that leave no rest, and some that do; fewer rows than ranks; columns that are cut; a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.uneven = nn.Parameter(torch.randn(WIDTH + 7, WIDTH))
+        self.row = nn.Parameter(torch.randn(1, WIDTH))
+        self.few = nn.Parameter(torch.randn(2))
+        self.number = nn.Parameter(torch.randn(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(x @ self.even) @ self.uneven.t()
+        return x + hidden[:, :WIDTH] * self.row * self.number + self.few.sum()
+
+
+class Skipping(Awkward):
+    """Its wide parameter is used by rank 0 alone, and by nobody in the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Parameter(torch.randn(4, WIDTH))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        is_used = torch.distributed.get_rank() == 0 and self.calls not in (3, 4)
+        return super().forward(x) + (self.sometimes.sum(0) if is_used else 0.0)
+
+
+class Twice(Awkward):
+    """Every gradient arrives twice, from two recomputations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(super().forward, x, use_reentrant=True)
+        return x
+
+
+class Graph(Awkward):
+    """Nothing about it is special; its gradients shall be part of a graph."""
+
+
+def flat_only(*_: object) -> None:
+    """In place of `plan_loose`: all gradients take the flat form."""
+
+
+def trained(
+    ctx: RankContext, block: type[nn.Module], preset: str, per_node: int, how: str
+) -> tuple[dict[str, Tensor], Counter[str]]:
+    """Parameters after some steps of two micro-steps, and how many gradients were kept and copied."""
+    forget_meshes()
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block(), block())
+    config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=per_node))
+    counts: Counter[str] = Counter()
+    keep, write = LooseGradients.keep, BucketGradient._write
+
+    def counted_keep(self: LooseGradients, position: int, grad: Tensor) -> bool:
+        kept = keep(self, position, grad)
+        counts["kept"] += kept
+        return kept
+
+    def counted_write(self: BucketGradient, *args: object, **options: object) -> None:
+        counts["copied"] += 1
+        write(self, *args, **options)
+
+    def late(out: process_memory.Target, process: int, addresses: Sequence[int]) -> None:
+        time.sleep(0.01 * (ctx.rank % 2))
+        READ(out, process, addresses)
+
+    with ExitStack() as patched:
+        patched.enter_context(mock.patch.object(LooseGradients, "keep", counted_keep))
+        patched.enter_context(mock.patch.object(BucketGradient, "_write", counted_write))
+        if how == "flat":
+            patched.enter_context(mock.patch("mics_strategy.sharding.gradient.plan_loose", flat_only))
+        if how == "short notes":
+            patched.enter_context(mock.patch.object(loose, "MAX_RANGES", 1))
+        if how == "late":
+            patched.enter_context(mock.patch.object(process_memory, "read_into", late))
+        sharded = shard(model, config, units=[block])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for step in range(STEPS):
+            _backward(ctx, model, sharded, step, is_in_graph=block is Graph)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: full_tensor(p).clone() for name, p in model.named_parameters()}, counts
+
+
+def _backward(ctx: RankContext, model: nn.Module, sharded: Sharded, step: int, *, is_in_graph: bool) -> None:
+    for micro in range(2):
+        torch.manual_seed(100 * step + 10 * micro + ctx.rank)
+        with sharded.micro_step(micro, of=2):
+            loss = model(torch.randn(3, WIDTH, requires_grad=True)).square().mean()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Using backward.. with create_graph", UserWarning)
+                loss.backward(create_graph=is_in_graph)
+            del loss
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("block", "world", "preset", "how"),
+    [
+        (Awkward, 2, "zero3", "loose"),
+        (Awkward, 6, "mics", "late"),
+        (Awkward, 4, "paro-nig", "loose"),
+        (Skipping, 4, "mics", "loose"),
+        (Twice, 4, "mics", "late"),
+        (Graph, 4, "mics", "loose"),
+        (Awkward, 2, "zero3", "short notes"),
+    ],
+)
+def test_sums_are_the_same_bits(ranks: RankPool, block: type[nn.Module], world: int, preset: str, how: str) -> None:
+    per_node = world if preset == "zero3" else world // 2
+    one, other = (
+        ranks(world, trained, block, preset, per_node, each, ranks_per_node=per_node) for each in (how, "flat")
+    )
+    for (found, counts), (expected, flat_counts) in zip(one, other, strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert flat_counts["kept"] == 0
+        assert (counts["kept"] > 0) == (block is not Graph and how != "short notes")
+        if block in (Awkward, Skipping) and counts["kept"]:
+            assert counts["copied"] < flat_counts["copied"] / 3
