@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: venv test test-sharding test-rest demo lint clean
+.PHONY: venv test test-engine test-rest demo lint clean
 
 venv: $(STAMP)
 
@@ -14,13 +14,13 @@ $(STAMP): pyproject.toml constraints.txt
 # Two halves side by side, each with ranks of its own: alone, either leaves half of two cores idle.
 test: venv
 	@echo "Two halves of the tests run side by side; each tells what it found when it ends."
-	@$(MAKE) --jobs=2 --output-sync=target test-sharding test-rest
+	@$(MAKE) --jobs=2 --output-sync=target test-engine test-rest
 
-test-sharding: venv
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/sharding
+test-engine: venv
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/sharding tests/collectives
 
 test-rest: venv
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests --ignore=tests/sharding
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests --ignore=tests/sharding --ignore=tests/collectives
 
 demo: venv
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m recipes.pretrain --config recipes/llama/demo.yaml

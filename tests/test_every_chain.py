@@ -1,4 +1,4 @@
-"""Does every allowed combination of scopes train as plain, and send what was planned?
+"""Does every allowed combination of scopes train as plain, and send what was planned? (Of 16 ranks, many of them.)
 
 One training takes steps of 1, 2 and 1 micro-steps, so both ways of accumulating, and the change between them, are seen.
 """
@@ -114,15 +114,18 @@ def _simulate(ctx: RankContext, nodes: int, per_node: int, configs: list[ShardCo
 
 
 def _portions() -> list[tuple[int, int, list[ShardConfig]]]:
+    """All chains of 8 ranks; of 16, which take long, a third: another one of each topology."""
     portions = []
-    for topology in SIMULATED:
+    for first, topology in enumerate(SIMULATED):
         configs = list(chains(*topology))
+        if topology[0] * topology[1] > 8:
+            configs = configs[first::3]
         portions += [(*topology, configs[start : start + 35]) for start in range(0, len(configs), 35)]
     return portions
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "configs"), _portions())
-def test_every_chain_of_simulated_ranks_trains_as_plain(
+def test_chains_of_simulated_ranks_train_as_plain(
     ranks: RankPool, nodes: int, per_node: int, configs: list[ShardConfig]
 ) -> None:
     done = ranks(2, _simulate, nodes, per_node, configs, default_group=False, timeout_s=58.0)

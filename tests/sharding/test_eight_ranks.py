@@ -32,8 +32,7 @@ def train_and_count(ctx: RankContext, configs: list[ShardConfig], accumulation: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("per_node", [2, 4])
+@pytest.mark.parametrize(("per_node", "accumulation"), [(2, 1), (4, 3)])
 def test_every_preset_on_eight_ranks(ranks: RankPool, per_node: int, accumulation: int) -> None:
     configs = [*map(ShardConfig.preset, PRESETS), *of_amsp(per_node)]
     expected = plain(Run(case=models.scalar, config=configs[0], accumulation=accumulation), 8).parameters

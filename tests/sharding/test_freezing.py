@@ -277,7 +277,7 @@ def count_while_freezing(
 
 
 @pytest.mark.parametrize(
-    "frozen", [("blocks.1.",), ("blocks.1.", "head"), ("embedding", "blocks.0."), ("blocks.0.up", "blocks.2.norm1")]
+    "frozen", [("blocks.1.", "head"), ("embedding", "blocks.0."), ("blocks.0.up", "blocks.2.norm1")]
 )
 def test_what_is_frozen_is_neither_sent_nor_planned(ranks: RankPool, frozen: tuple[str, ...]) -> None:
     names = ("ddp", "zero1", "zero2", "zero3", "mics", "paro-iig")

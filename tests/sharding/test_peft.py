@@ -61,7 +61,7 @@ OTHERS = (
     prompt,
 )
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "mics", "paro-iig", "paro-ini")
-OF_FOUR_RANKS = ("ddp", "zero1", "mics", "paro-iig", "paro-ini")
+OF_FOUR_RANKS = ("ddp", "mics", "paro-ini")
 Make = Callable[[], Case]
 
 
