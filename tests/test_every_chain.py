@@ -1,4 +1,4 @@
-"""Does every allowed combination of scopes train as plain, and send what was planned? (Of 16 ranks, many of them.)
+"""Does every allowed combination of scopes (of 16 ranks, a third of them) train as plain, and send what was planned?
 
 One training takes steps of 1, 2 and 1 micro-steps, so both ways of accumulating, and the change between them, are seen.
 """
