@@ -1,6 +1,8 @@
 """Do gradients that stay where autograd has put them make the same sums, bit for bit, as those in the flat form?"""
 
 import gc
+import os
+import signal
 import time
 import warnings
 from collections import Counter
@@ -15,10 +17,11 @@ from torch import Tensor, nn
 from mics_strategy import ShardConfig, Sharded, Topology, shard
 from mics_strategy.collectives import process_memory
 from mics_strategy.collectives.full_tensor import full_tensor
+from mics_strategy.errors import CommunicationError
 from mics_strategy.sharding import loose
 from mics_strategy.sharding.gradient import BucketGradient
 from mics_strategy.sharding.loose import LooseGradients
-from tests.ranks import RankContext, RankPool
+from tests.ranks import RankContext, RankError, RankPool
 from tests.sharding.training import forget_meshes
 
 READ = process_memory.read_into
@@ -150,3 +153,30 @@ def test_sums_are_the_same_bits(ranks: RankPool, block: type[nn.Module], world: 
         assert (counts["kept"] > 0) == (block is not Graph and how != "short notes")
         if how in ("loose", "late") and block is not Graph:
             assert counts["copied"] < flat_counts["copied"] / 3
+
+
+def lose_a_rank(ctx: RankContext) -> None:
+    """Rank 1 dies when rank 0 is about to read a gradient of it."""
+    pid_file = ctx.tmp_path / "pid"
+    if ctx.rank == 1:
+        pid_file.write_text(str(os.getpid()))
+    model = nn.Sequential(Awkward(), Awkward())
+    shard(model, ShardConfig.preset("zero3", topology=Topology(ranks_per_node=2)), units=[Awkward])
+
+    def read_into(out: process_memory.Target, process: int, addresses: Sequence[int]) -> None:
+        if isinstance(out, process_memory.Assembly):
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
+        READ(out, process, addresses)
+
+    with mock.patch.object(process_memory, "read_into", read_into if ctx.rank == 0 else READ):
+        for _ in range(2):
+            model(torch.ones(3, WIDTH)).sum().backward()
+
+
+def test_when_a_rank_dies_whose_gradient_is_read_the_other_says_in_what(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as failure:
+        ranks(2, lose_a_rank, ranks_per_node=2, timeout_s=20.0)
+    error = failure.value.by_rank[0]
+    assert isinstance(error, CommunicationError)
+    assert "rank 1" in str(error)
+    assert "Reduction of 1" in str(error)
