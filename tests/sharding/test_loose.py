@@ -81,7 +81,8 @@ def trained(
     forget_meshes()
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block(), block())
-    config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=per_node))
+    dtypes = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"} if how.endswith("bf16") else {}
+    config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=per_node), **dtypes)
     counts: Counter[str] = Counter()
     keep, write = LooseGradients.keep, BucketGradient._write
 
@@ -101,7 +102,7 @@ def trained(
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(LooseGradients, "keep", counted_keep))
         patched.enter_context(mock.patch.object(BucketGradient, "_write", counted_write))
-        if how == "flat":
+        if how.startswith("flat"):
             patched.enter_context(mock.patch("mics_strategy.sharding.gradient.plan_loose", flat_only))
         if how == "in halves":
             patched.enter_context(mock.patch.object(BucketGradient, "collect", collect_halves))
@@ -140,13 +141,12 @@ def _backward(ctx: RankContext, model: nn.Module, sharded: Sharded, step: int, *
         (Awkward, 4, "mics", "in halves"),
         (Graph, 4, "mics", "loose"),
         (Awkward, 2, "zero3", "short notes"),
+        (Awkward, 4, "mics", "loose bf16"),
     ],
 )
 def test_sums_are_the_same_bits(ranks: RankPool, block: type[nn.Module], world: int, preset: str, how: str) -> None:
-    per_node = world if preset == "zero3" else world // 2
-    one, other = (
-        ranks(world, trained, block, preset, per_node, each, ranks_per_node=per_node) for each in (how, "flat")
-    )
+    per_node, flat = world if preset == "zero3" else world // 2, "flat bf16" if how.endswith("bf16") else "flat"
+    one, other = (ranks(world, trained, block, preset, per_node, each, ranks_per_node=per_node) for each in (how, flat))
     for (found, counts), (expected, flat_counts) in zip(one, other, strict=True):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert flat_counts["kept"] == 0
