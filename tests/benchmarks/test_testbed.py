@@ -35,8 +35,9 @@ connection.recv(1)
 print(time.perf_counter() - start)
 """
 OWN = f"""
-import sys, time
+import signal, sys, time
 from benchmarks.testbed import make_testbed
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 with make_testbed(nodes=1, rate_mbit={FAST_MBIT}) as bed:
     import subprocess
     subprocess.Popen(bed.nodes[0].command(["sleep", "300"]), start_new_session=True)
