@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare import main, parser
+from benchmarks.entries import parse_ours
 from benchmarks.report import Cluster, make_report, table
 from benchmarks.workload import Workload
 from tests.benchmarks.needs import needs_testbed
 
-PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text().partition("\n# On one GPU\n")[0]
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "benchmarks.md").read_text().partition("\n# On one GPU\n")[0]
 SMALL = "--width 128 --layers 3 --vocabulary 512 --sequence 32 --micro-batch 1 --accumulation 2 --rounds 1 --steps 5"
 
 
@@ -49,11 +52,12 @@ def test_a_peer_without_an_interpreter_is_refused(capsys: pytest.CaptureFixture[
     assert "`/nowhere/python` is no interpreter" in capsys.readouterr().err
 
 
-def test_every_command_of_the_page_is_one() -> None:
-    commands = re.findall(r"^python -m benchmarks.compare(.*)$", PAGE, flags=re.MULTILINE)
-    assert len(commands) >= 2
-    for command in commands:
-        parser().parse_args(command.split())
+def test_every_command_of_the_pages_is_one() -> None:
+    in_blocks = re.findall(r"^python -m benchmarks.compare(.*)$", PAGE, flags=re.MULTILINE)
+    in_text = re.findall(r"`python -m benchmarks.compare([^`]*)`", PAGE + README)
+    assert min(len(in_blocks), len(in_text)) >= 2
+    for command in in_blocks + in_text:
+        parse_ours(parser().parse_args(command.split()).ours or "")
 
 
 def test_every_option_the_page_names_exists() -> None:
