@@ -61,6 +61,11 @@ class ShardConfig:
             gathers, sums and all-reduces of every span, says what it found, and keeps it for later jobs; where
             there is no job, and for all that is encoded, it means two stages. Sums round differently in each way:
             a training that must repeat bit by bit on other nodes, or without the user's cache, gives a number or True.
+        coalesce: Whether parameters are gathered, and gradients summed, each for itself, a unit in one launch,
+            which saves the copies out of and into one flat tensor: where parameters and sums are sharded over the ranks
+            of `optimizer`, nothing is encoded, and the first dimension of all is a multiple of the ranks. True: always;
+            False: never. ``"auto"`` measures both ways when a job starts, and keeps what it found. gloo, whose ranks
+            read one another's memory instead, offers False only.
         topology: ``"auto"`` reads the launcher's environment; `Topology` states it.
         weight_codec: Encodes parameters while they travel: ``"none"``, ``"int8"``, ``"int4"`` or a `Codec` that rounds
             to the nearest. What every rank then computes with is what was decoded, the same bits in forward and
@@ -91,6 +96,7 @@ class ShardConfig:
     optimizer: Scope = "partition"
     secondary_params: Scope = "none"
     hierarchical: str | bool | int = "auto"
+    coalesce: str | bool = "auto"
     topology: str | Topology = "auto"
     weight_codec: str | Codec = "none"
     grad_codec: str | Codec = "none"
@@ -114,6 +120,8 @@ class ShardConfig:
         _check_scope("secondary_params", self.secondary_params, words=("none", "partition", "world"))
         _check_auto({name: getattr(self, name) for name in _CHOSEN_TOGETHER}, self.secondary_params)
         _check_hierarchical(self.hierarchical)
+        if not (isinstance(self.coalesce, bool) or self.coalesce == "auto"):
+            raise ConfigError(f"`coalesce={self.coalesce!r}` is none of 'auto', True and False. Use one of them.")
         for name in ("weight_codec", "grad_codec"):
             if not isinstance(getattr(self, name), Codec):
                 _check_choice(name, getattr(self, name), ("none", *Codec.WORDS))

@@ -153,6 +153,13 @@ class Mesh:
             return large
         return BySize(self._on_route(purpose, routes.small, span, workspace), large, routes.from_bytes)
 
+    def trial(self, purpose: str, workspace: Workspace) -> AnyCollective:
+        """The collective of a purpose once more, which uses that workspace, to be timed. Collective."""
+        made = self._collective(purpose, self.scopes, workspace)
+        if made is None:
+            raise errors.LifecycleError(f"Nothing travels for {purpose}. This is a defect; please report it.")
+        return made
+
     def _on_route(self, purpose: str, route: Route, span: Span, workspace: Workspace | None) -> Collective:
         stages = span.by_link()[::-1] if route.fast is not None else (span,)
         transports = [self._transport(purpose, stage) for stage in stages]

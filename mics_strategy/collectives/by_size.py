@@ -32,32 +32,33 @@ class BySize:
         """Of both."""
         return [*self.large.transports, *self.small.transports]
 
-    def _of(self, full_bytes: int) -> Collective:
+    def of(self, full_bytes: int) -> Collective:
+        """What moves a whole tensor of this size."""
         return self.small if full_bytes < self._from_bytes else self.large
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
         """See `Collective.gather`."""
-        return self._of(out.numel() * out.itemsize).gather(out, shard, what)
+        return self.of(out.numel() * out.itemsize).gather(out, shard, what)
 
     def reserve_gather(self, numel: int, dtype: torch.dtype) -> None:
         """See `Collective.reserve_gather`."""
-        self._of(self.size * numel * dtype.itemsize).reserve_gather(numel, dtype)
+        self.of(self.size * numel * dtype.itemsize).reserve_gather(numel, dtype)
 
     def reduce(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, what: str) -> Handle:
         """See `Collective.reduce`."""
-        return self._of(full.numel() * full.itemsize).reduce(out, full, accumulate, what)
+        return self.of(full.numel() * full.itemsize).reduce(out, full, accumulate, what)
 
     def reserve_reduce(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """See `Collective.reserve_reduce`."""
-        self._of(full_numel * wire.itemsize).reserve_reduce(full_numel, wire, dtype)
+        self.of(full_numel * wire.itemsize).reserve_reduce(full_numel, wire, dtype)
 
     def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, what: str) -> Handle:
         """See `Collective.all_reduce`."""
-        return self._of(tensor.numel() * wire.itemsize).all_reduce(tensor, wire, what)
+        return self.of(tensor.numel() * wire.itemsize).all_reduce(tensor, wire, what)
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """See `Collective.reserve_all_reduce`."""
-        self._of(numel * wire.itemsize).reserve_all_reduce(numel, wire, dtype)
+        self.of(numel * wire.itemsize).reserve_all_reduce(numel, wire, dtype)
 
 
 AnyCollective = Collective | BySize

@@ -85,23 +85,23 @@ def calibrate(scopes: Scopes, site: Surroundings) -> list[Finding]:
         For what this process does not know, a gather and a broadcast of objects. For what is measured, up to
         `SIZES_BYTES` twice `RUNS` times, in about 0.4 s: sizes stop growing before.
     """
-    moved_by = _moved_by(site.control.transport.group, site.device)
+    mover = moved_by(site.control.transport.group, site.device)
     undecided = scopes.undecided()
-    if not undecided or moved_by is None:
+    if not undecided or mover is None:
         return []
     in_process = _found.setdefault(dist.group.WORLD, {})
-    asked = {crossing: purpose for crossing, purpose in undecided.items() if (moved_by, crossing) not in in_process}
+    asked = {crossing: purpose for crossing, purpose in undecided.items() if (mover, crossing) not in in_process}
     if asked:
         hosts = site.gather(socket.gethostname())[:: scopes.ranks_per_node]
-        links = [Links.of(*crossing, hosts, scopes.ranks_per_node, moved_by) for crossing in asked]
+        links = [Links.of(*crossing, hosts, scopes.ranks_per_node, mover) for crossing in asked]
         kept = site.control.share([decisions.recall(each) for each in links] if site.control.index == 0 else [], 0)
         for (crossing, purpose), each, from_bytes in zip(asked.items(), links, kept, strict=True):
-            in_process[moved_by, crossing] = _find(crossing, purpose, each, from_bytes, site)
-    found = {crossing: in_process[moved_by, crossing] for crossing in undecided}
+            in_process[mover, crossing] = _find(crossing, purpose, each, from_bytes, site)
+    found = {crossing: in_process[mover, crossing] for crossing in undecided}
     return [dataclasses.replace(each, is_news=crossing in asked) for crossing, each in found.items()]
 
 
-def _moved_by(group: dist.ProcessGroup, device: torch.device) -> str | None:
+def moved_by(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """What moves tensors, in words; None where times say nothing, as among simulated ranks."""
     backends = dict(each.split(":") for each in dist.get_backend_config(group).split(",") if ":" in each)
     if backends.get(device.type) not in _TIMED_BACKENDS:
@@ -153,7 +153,7 @@ def measure(
         times_s: tuple[list[float], list[float]] = [], []
         for _ in range(RUNS):
             for run, of_way in zip(runs, times_s, strict=True):
-                of_way.append(_slowest_s(run, control, device))
+                of_way.append(slowest_s(run, control, device))
         timings.append(_timing(full_bytes, *(of_way[1:] for of_way in times_s)))  # the first was to warm up
     return tuple(timings)
 
@@ -177,7 +177,7 @@ def _prepared(collective: str, way: Collective, numel: int, device: torch.device
     return lambda: way.all_reduce(full, _DTYPE, _WHAT).wait()
 
 
-def _slowest_s(run: Callable[[], None], control: Peers, device: torch.device) -> float:
+def slowest_s(run: Callable[[], None], control: Peers, device: torch.device) -> float:
     """How long a run takes on the slowest rank. The maximum makes ranks meet, so the next run begins on all at once."""
     _synchronize(device)
     start_s = time.perf_counter()

@@ -14,6 +14,7 @@ import torch
 from mics_strategy.collectives import route as routes
 from mics_strategy.collectives.apart import Apart
 from mics_strategy.collectives.channel import Channel, stage_of
+from mics_strategy.collectives.coalesced import Coalesced
 from mics_strategy.collectives.coder import Coder
 from mics_strategy.collectives.lane import Runner
 from mics_strategy.collectives.ledger import Ledger
@@ -36,6 +37,7 @@ class Collective:
 
     Attributes:
         apart: The same for what has no flat form; None where ranks do not read what they need.
+        coalesced: The same for several tensors in one launch; None where the backend does not take them.
     """
 
     def __init__(
@@ -60,6 +62,9 @@ class Collective:
         self.apart: Apart | None = None
         if slow.reads_memory and not rest and not route.is_coded:
             self.apart = Apart(route, slow, self._programs, workspace)
+        self.coalesced: Coalesced | None = None
+        if not slow.is_point_to_point and not route.is_coded:
+            self.coalesced = Coalesced(route, channel.transports, self._programs, workspace)
 
     def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
         """Put every rank's `shard` into `out`, in the order of the ranks' index.

@@ -1,7 +1,8 @@
-"""What was decided before, on these links, about two stages?
+"""What was decided before, on these links?
 
-A decision is a small JSON file in the user's cache, named by a digest of all that it depends on. Sums made in one stage
-and in two round differently, so what was measured once is kept: the same job on the same nodes then repeats bit by bit.
+A decision is a number in a small JSON file in the user's cache, named by a digest of all that it depends on. Sums made
+in one stage and in two round differently, so what was measured once is kept: the same job on the same nodes then
+repeats bit by bit.
 A cache that cannot be used costs a measurement and a line in the log, never the job.
 """
 
@@ -19,13 +20,12 @@ from typing import Any
 
 import torch
 
-from mics_strategy.collectives.crossover import Timing
 from mics_strategy.topology import Span
 from mics_strategy.version import package_version
 
 _log = logging.getLogger(__name__)
-PLACE = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/two_stages"
-_FORMAT = 1  # grows when collectives change so that what was measured before says nothing any more
+PLACE = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/decisions"
+_FORMAT = 2  # grows when collectives change so that what was measured before says nothing any more
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_NET")
 
 
@@ -77,30 +77,30 @@ class Links:
 
 def cache_folder() -> Path:
     """`PLACE`, for this user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mics_strategy" / "two_stages"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mics_strategy" / "decisions"
 
 
 def recall(links: Links) -> int | None:
-    """The bytes that were decided on for these links; None where nothing usable is known."""
+    """What was decided for these links; None where nothing usable is known."""
     try:
         kept = json.loads((cache_folder() / links.file_name).read_text())
-        from_bytes = kept["from_bytes"]
-        if kept["links"] == links.describe() and type(from_bytes) is int and from_bytes >= 0:
-            return from_bytes
+        decision = kept["decision"]
+        if kept["links"] == links.describe() and type(decision) is int and decision >= 0:
+            return decision
         reason = "it says something else"
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:  # RuntimeError: there is no home
         reason = repr(error)
-    _log.warning("The cache of `hierarchical='auto'` cannot be read, so it is measured anew: %s", reason)
+    _log.warning("The cache of what 'auto' has found cannot be read, so it is measured anew: %s", reason)
     return None
 
 
-def keep(links: Links, from_bytes: int, timings: Sequence[Timing]) -> None:
-    """Keep a decision for later jobs, whole or not at all."""
+def keep(links: Links, decision: int, timings: Sequence[Any]) -> None:
+    """Keep a decision for later jobs, whole or not at all, with the dataclasses that say what was measured."""
     text = json.dumps(
         {
-            "from_bytes": from_bytes,
+            "decision": decision,
             "links": links.describe(),
             "timings": [dataclasses.asdict(each) for each in timings],
         },
@@ -114,7 +114,7 @@ def keep(links: Links, from_bytes: int, timings: Sequence[Timing]) -> None:
         beside.replace(folder / links.file_name)
     except (OSError, RuntimeError) as error:
         _log.warning(
-            "The cache of `hierarchical='auto'` cannot be written, so the next job measures anew and its sums may "
-            "round differently: %r. Pin the number that rank 0 prints, or set XDG_CACHE_HOME.",
+            "The cache of what 'auto' has found cannot be written, so the next job measures anew and its sums may "
+            "round differently: %r. Pin what rank 0 prints, or set XDG_CACHE_HOME.",
             error,
         )

@@ -35,7 +35,7 @@ class Handle:
         on_failure: Called when the transport has given up; may raise what it knows better.
     """
 
-    __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "is_queued", "what")
+    __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "is_queued", "kept", "what")
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Handle:
         self.is_queued = is_queued
         self._works = works
         self._finish: Callable[[], None] | None = None
+        self.kept: list[torch.Tensor] = []
         _started.add(self)
 
     def wait(self) -> None:
@@ -87,6 +88,11 @@ class Handle:
             finish()
 
         self._finish = both
+        return self
+
+    def keep(self, tensors: list[torch.Tensor]) -> Handle:
+        """The same handle, which holds tensors that must not be freed before its work is done on the device."""
+        self.kept = tensors
         return self
 
 

@@ -219,6 +219,16 @@ class Transport:
         work: Work = _reduce_scatter(out, full, group=self.group, async_op=True)
         return work
 
+    def gather_each(self, outs: list[torch.Tensor], owns: list[torch.Tensor]) -> Work:
+        """Gather several tensors in one launch, the ranks' side by side, [size * n] each. Elsewhere than on gloo."""
+        work: Work = self.group.allgather_into_tensor_coalesced(outs, owns)
+        return work
+
+    def reduce_scatter_each(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> Work:
+        """Several reduce-scatters in one launch, see `reduce_scatter`. Elsewhere than on gloo."""
+        work: Work = self.group.reduce_scatter_tensor_coalesced(outs, fulls)
+        return work
+
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Sum `tensor` over the ranks in place, in its dtype; every rank ends with the same bits."""
         work: Work = dist.all_reduce(tensor, group=self.group, async_op=True)

@@ -22,12 +22,10 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from mics_strategy.collectives.apart import Apart
 from mics_strategy.collectives.by_size import AnyCollective
-from mics_strategy.collectives.collective import Collective
 from mics_strategy.collectives.ops import Handle
-from mics_strategy.collectives.process_memory import Stretches
 from mics_strategy.mesh import Mesh
+from mics_strategy.sharding.direct import plan_direct
 from mics_strategy.sharding.layout import BucketLayout
 from mics_strategy.sharding.parameter import ShardedParameter
 
@@ -40,7 +38,7 @@ class BucketSpec:
     """What a bucket is to hold, before anything is allocated.
 
     `homes` lists for each parameter the (module, attribute) pairs that refer to it; more than one when it is
-    tied.
+    tied. `coalesces_gathers` and `coalesces_sums` say what travels as several tensors in one launch.
     """
 
     name: str
@@ -49,6 +47,8 @@ class BucketSpec:
     master_dtype: torch.dtype
     param_dtype: torch.dtype
     trainable: bool
+    coalesces_gathers: bool = False
+    coalesces_sums: bool = False
 
 
 class Bucket:
@@ -85,7 +85,9 @@ class Bucket:
         self.unsharded = [nn.Parameter(view.data, requires_grad=spec.trainable) for view in views]
         self._whole_views = [parameter.data for parameter in self.unsharded]
         self.sharded: list[ShardedParameter] = []
-        self._apart = self._plan_apart(self._gathers_whole)
+        self._direct = plan_direct(
+            self._gathers_whole, spec.layout, self._whole_views, spec.name, coalesces=spec.coalesces_gathers
+        )
         self._copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.updated_version = -1
         self._secondary_version = -1
@@ -125,7 +127,7 @@ class Bucket:
     def is_staged(self) -> bool:
         """Whether anything that arrives takes the flat form first."""
         keeps_secondary = self.secondary is not None and self.mesh.gather_params is not None
-        return keeps_secondary or (self._gathers_whole is not None and self._apart is None)
+        return keeps_secondary or (self._gathers_whole is not None and self._direct is None)
 
     @property
     def needs_cast(self) -> bool:
@@ -190,28 +192,10 @@ class Bucket:
         return self._gather_whole(gather, staging, secondary)
 
     def _gather_whole(self, across: AnyCollective, staging: torch.Tensor, shard: torch.Tensor) -> Handle:
-        """Gather shards into the parameters: at once where ranks read them, else by way of the flat form."""
-        if self._apart is not None:
-            reader, rows = self._apart
-            return reader.gather(rows, shard, self.spec.name)
+        """Gather shards into the parameters: straight, or by way of the flat form."""
+        if self._direct is not None:
+            return self._direct(shard)
         return across.gather(staging, shard, self.spec.name).then(lambda: self._copy_out(staging))
-
-    def _plan_apart(self, across: AnyCollective | None) -> tuple[Apart, list[Stretches]] | None:
-        """Who reads shards, and where the elements of each belong; None where they take the flat form first."""
-        if not isinstance(across, Collective) or across.apart is None:
-            return None
-        if any(region.dim for region in self.layout.regions):  # cut along another dimension than the first
-            return None
-        whole = [view.view(-1) for view in self._whole_views]
-        found = []
-        for rows in self.layout.slices(across.size):
-            parts = [
-                (each.offset, whole[each.position].narrow(0, each.start or 0, each.numel))
-                for each in self.layout.stretches(rows)
-                if self.layout.regions[each.position].dim == 0 or each.row == 0  # a scalar: every row has the same
-            ]
-            found.append(Stretches(parts, len(rows) * self.layout.shard_numel, self.spec.param_dtype))
-        return across.apart, found
 
     def _arrived(self, flat: torch.Tensor) -> None:
         if self.secondary is not None:

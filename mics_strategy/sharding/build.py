@@ -14,8 +14,10 @@ import torch
 
 from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.mesh import Mesh
+from mics_strategy.sharding import coalescing
 from mics_strategy.sharding.bucket import Bucket, BucketSpec
 from mics_strategy.sharding.buffers import Memory, Slot, StagingRing, arena, cut, packed_bytes
+from mics_strategy.sharding.direct import coalesced_of
 from mics_strategy.sharding.engine import Engine, GatherBuffers, Timing
 from mics_strategy.sharding.gradient import BucketGradient
 from mics_strategy.sharding.layout import plan_bucket
@@ -61,6 +63,7 @@ def plan_buckets(unit: UnitModule, site: Site) -> list[BucketSpec]:
 def build_units(modules: list[UnitModule], site: Site) -> list[Unit]:
     """Units with all their parameter memory; values are not filled in yet."""
     specs = [plan_buckets(module, site) for module in modules]
+    specs = coalescing.choose(specs, site.config, site.mesh, site.device)
     flat = [spec for of_unit in specs for spec in of_unit]
     scopes, memory, device = site.mesh.scopes, site.memory, site.device
     masters = arena(memory, "optimizer shards", [(spec.layout.shard_numel, spec.master_dtype) for spec in flat], device)
@@ -260,6 +263,9 @@ def _add_workspaces(units: list[Unit], gradients: dict[int, list[BucketGradient]
         ):
             if collective is not None:
                 collective.reserve_gather(numel, dtype)
+                coalesced = coalesced_of(collective, layout, dtype.itemsize) if bucket.spec.coalesces_gathers else None
+                if coalesced is not None:
+                    coalesced.reserve_gather(numel, dtype)
     variants = [(mesh.reduce_grads, mesh.second_scatter, mesh.second_reduce)]
     if scopes.codecs.first_hop is not None or scopes.codecs.second_hop is not None:
         variants.append(mesh.uncoded)
@@ -268,6 +274,9 @@ def _add_workspaces(units: list[Unit], gradients: dict[int, list[BucketGradient]
         layout, wire, dtype = gradient.bucket.layout, gradient.wire_dtype, gradient.result.dtype
         if first is not None:
             first.reserve_reduce(layout.full_numel, wire, dtype)
+            coalesced = coalesced_of(first, layout, wire.itemsize) if gradient.bucket.spec.coalesces_sums else None
+            if coalesced is not None:
+                coalesced.reserve_reduce(layout.numel_at(scopes.grads), wire)
         if scatter is not None:
             scatter.reserve_reduce(layout.numel_at(scopes.grads), wire, dtype)
         if replicas is not None:

@@ -131,6 +131,11 @@ class BucketLayout:
             offset += _aligned(region.numel)
         return views
 
+    @property
+    def is_even(self) -> bool:
+        """Whether every parameter is its chunks in the order of the ranks, so that none is padded."""
+        return all(region.dim == 0 and 0 < region.chunk * self.ranks == region.shape[0] for region in self.regions)
+
     def even_view(self, flat: torch.Tensor, position: int) -> torch.Tensor | None:
         """Where one parameter is in the flat form, as one view, [chunks, elements of each]; None where it takes more.
 

@@ -1,41 +1,40 @@
 """Which gradients may stay where autograd has put them until their sums are made?
 
 Where ranks read one another's memory, a gradient need not be copied into the flat form: its stretches are offered as
-they lie. One that is not contiguous, or in another dtype than the wire's, or cut along another dimension than the
-first, takes the flat form, and so does one that arrives twice; both kinds may be in one sum.
+they lie. Nor need it where the backend takes several tensors at once and each rank keeps an equal part of it. One that
+is not contiguous, or in another dtype than the wire's, or cut along another dimension than the first, takes the flat
+form, and so does one that arrives twice; both kinds may be in one sum.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
+from typing_extensions import override
 
 from mics_strategy.collectives.apart import Apart, Cut, Summands
 from mics_strategy.collectives.by_size import AnyCollective
+from mics_strategy.collectives.coalesced import Coalesced
 from mics_strategy.collectives.collective import Collective
 from mics_strategy.collectives.ops import Handle
 from mics_strategy.collectives.process_memory import MAX_RANGES, Spread
 from mics_strategy.sharding.bucket import BucketSpec
+from mics_strategy.sharding.direct import coalesced_of, parts_of
 from mics_strategy.sharding.layout import BucketLayout
 
 
-class LooseGradients:
+class KeptGradients(ABC):
     """The gradients of one bucket and one backward that are in no flat form.
 
     Args:
-        across: What sums them.
-        apart: The same, for what has no flat form.
-        layout: Of the bucket.
+        may_stay: Of each parameter, by its layout.
         wire_dtype: Dtype in which gradients travel.
     """
 
-    def __init__(self, across: Collective, apart: Apart, layout: BucketLayout, wire_dtype: torch.dtype) -> None:
-        self._apart = apart
-        self._index = across.index
+    def __init__(self, may_stay: list[bool], wire_dtype: torch.dtype) -> None:
+        self._may_stay = may_stay
         self._wire_dtype = wire_dtype
-        self._may_stay = [not region.dim for region in layout.regions]
-        self._slices = [_Slice(layout, rows) for rows in layout.slices(across.size)]
-        own = self._slices[across.index].stretches
-        self._cut = Cut([(each.offset, each.numel) for each in own], wire_dtype)
         self._grads: dict[int, torch.Tensor] = {}
 
     def keep(self, position: int, grad: torch.Tensor) -> bool:
@@ -67,16 +66,78 @@ class LooseGradients:
         """Sum what was kept, and of all other parameters what is in the flat form. Nothing is kept afterwards.
 
         Args:
-            out: See `Apart.reduce`.
+            out: [n], fp32 or wider: holds the sum of this rank's slice, or has it added; padding stays as it is.
             flat: [full_numel] in the wire dtype.
-            accumulate: See `Apart.reduce`.
-            what: See `Apart.reduce`.
+            accumulate: Add to `out` instead of overwriting it.
+            what: Names the caller in errors.
         """
         grads, self._grads = self._grads, {}
+        return self._sum(out, grads, flat, accumulate, what)
+
+    @abstractmethod
+    def _sum(
+        self, out: torch.Tensor, grads: dict[int, torch.Tensor], flat: torch.Tensor, accumulate: bool, what: str
+    ) -> Handle:
+        """See `reduce`; `grads` were kept."""
+
+
+class ReadGradients(KeptGradients):
+    """The ranks of a node read one another's where they are.
+
+    Args:
+        across: What sums the flat form.
+        apart: The same, for what has none.
+        layout: Of the bucket.
+        wire_dtype: See `KeptGradients`.
+    """
+
+    def __init__(self, across: Collective, apart: Apart, layout: BucketLayout, wire_dtype: torch.dtype) -> None:
+        super().__init__([not region.dim for region in layout.regions], wire_dtype)
+        self._apart = apart
+        self._index = across.index
+        self._slices = [_Slice(layout, rows) for rows in layout.slices(across.size)]
+        own = self._slices[across.index].stretches
+        self._cut = Cut([(each.offset, each.numel) for each in own], wire_dtype)
+
+    @override
+    def _sum(
+        self, out: torch.Tensor, grads: dict[int, torch.Tensor], flat: torch.Tensor, accumulate: bool, what: str
+    ) -> Handle:
         own = self._slices[self._index].views(grads, flat)
         spreads = [slice_.spread(grads, flat) for slice_ in self._slices]
         summands = Summands(own, spreads, [flat, *grads.values()])
         return self._apart.reduce(out, summands, self._cut, accumulate, what)
+
+
+class CoalescedGradients(KeptGradients):
+    """The backend sums all of them in one launch, each whole. What is in the flat form is copied out of it first.
+
+    Args:
+        coalesced: Sums them.
+        layout: Of the bucket.
+        wire_dtype: See `KeptGradients`.
+    """
+
+    def __init__(self, coalesced: Coalesced, layout: BucketLayout, wire_dtype: torch.dtype) -> None:
+        super().__init__([True] * len(layout.regions), wire_dtype)
+        self._coalesced = coalesced
+        self._layout = layout
+        self._parts = parts_of(layout, coalesced.size, wire_dtype)
+
+    @override
+    def _sum(
+        self, out: torch.Tensor, grads: dict[int, torch.Tensor], flat: torch.Tensor, accumulate: bool, what: str
+    ) -> Handle:
+        wholes = [
+            grads[position].view(-1) if position in grads else self._from_flat(flat, position)
+            for position in range(len(self._layout.regions))
+        ]
+        return self._coalesced.reduce(out, wholes, self._parts, accumulate, what)
+
+    def _from_flat(self, flat: torch.Tensor, position: int) -> torch.Tensor:
+        rows = flat.view(self._layout.ranks, self._layout.shard_numel)
+        region = self._layout.regions[position]
+        return rows[:, region.offset : region.offset + region.chunk_numel].reshape(-1)
 
 
 class _Slice:
@@ -109,11 +170,16 @@ class _Slice:
         ]
 
 
-def plan_loose(across: AnyCollective | None, bucket: BucketSpec, wire_dtype: torch.dtype) -> LooseGradients | None:
+def plan_loose(across: AnyCollective | None, bucket: BucketSpec, wire_dtype: torch.dtype) -> KeptGradients | None:
     """Keeps gradients of a bucket as they are; None where they take the flat form anyway."""
-    if not isinstance(across, Collective) or across.apart is None or bucket.param_dtype != wire_dtype:
+    if across is None or bucket.param_dtype != wire_dtype:
         return None
-    slices = bucket.layout.slices(across.size)
-    if max(len(bucket.layout.stretches(rows)) for rows in slices) > MAX_RANGES:
+    layout = bucket.layout
+    coalesced = coalesced_of(across, layout, wire_dtype.itemsize) if bucket.coalesces_sums else None
+    if coalesced is not None:
+        return CoalescedGradients(coalesced, layout, wire_dtype)
+    if not isinstance(across, Collective) or across.apart is None:
         return None
-    return LooseGradients(across, across.apart, bucket.layout, wire_dtype)
+    if max(len(layout.stretches(rows)) for rows in layout.slices(across.size)) > MAX_RANGES:
+        return None
+    return ReadGradients(across, across.apart, layout, wire_dtype)

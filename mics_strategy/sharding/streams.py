@@ -32,6 +32,7 @@ class Chain:
         self._handles: list[Handle] = []
         self._finish = finish
         self._done: torch.cuda.Event | None = None
+        self._kept: list[torch.Tensor] = []  # what the device still reads when the host has gone on
         self.is_done = False
         if stream is None:
             self._start(stages)
@@ -43,6 +44,7 @@ class Chain:
             handle = stage()
             if handle is None:
                 continue
+            self._kept += handle.kept
             if handle.is_queued:
                 self._handles.append(handle)
             else:
@@ -81,6 +83,7 @@ class Chain:
             torch.cuda.current_stream().wait_event(self._done)
         else:
             self._drain()
+        self._kept.clear()  # memory that is used anew now is written behind the event
 
 
 class Streams:

@@ -100,7 +100,7 @@ def test_ranks_measure_agree_and_keep_what_they_found(ranks: RankPool, tmp_path:
 
 def test_a_damaged_cache_costs_a_measurement_and_a_line_of_rank_0(ranks: RankPool, tmp_path: Path) -> None:
     calibrated(ranks, tmp_path, ["ddp"])
-    [kept] = (tmp_path / "mics_strategy" / "two_stages").iterdir()
+    [kept] = (tmp_path / "mics_strategy" / "decisions").iterdir()
     kept.write_text("{")
     found = calibrated(ranks, tmp_path, ["ddp"])
     assert [[seen.measured for seen in by_model] for by_model in found] == [[["all_reduce"]]] * 4

@@ -20,7 +20,7 @@ TIMINGS = (Timing(1024, 1e-3, 2e-3, True), Timing(4096, 3e-3, 2e-3, False))
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    return tmp_path / "mics_strategy" / "two_stages"
+    return tmp_path / "mics_strategy" / "decisions"
 
 
 def links(
@@ -71,7 +71,7 @@ def test_other_interfaces_and_versions_have_another_decision(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"from_bytes": 4096}', '{"from_bytes": "4096", "links": {}}', "\x00"],
+    ["", "{", "[]", "null", '{"decision": 4096}', '{"decision": "4096", "links": {}}', "\x00"],
     ids=repr,
 )
 def test_a_damaged_file_is_measured_anew_and_said_once(
@@ -90,7 +90,7 @@ def test_a_damaged_file_is_measured_anew_and_said_once(
 def test_a_number_that_is_none_is_not_believed(number: object, folder: Path) -> None:
     decisions.keep(links(), 4096, TIMINGS)
     path = folder / links().file_name
-    path.write_text(json.dumps({**json.loads(path.read_text()), "from_bytes": number}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "decision": number}))
     assert decisions.recall(links()) is None
 
 

@@ -20,7 +20,7 @@ from mics_strategy.collectives.full_tensor import full_tensor
 from mics_strategy.errors import CommunicationError
 from mics_strategy.sharding import loose
 from mics_strategy.sharding.gradient import BucketGradient
-from mics_strategy.sharding.loose import LooseGradients
+from mics_strategy.sharding.loose import ReadGradients
 from tests.ranks import RankContext, RankError, RankPool
 from tests.sharding.training import forget_meshes
 
@@ -84,9 +84,9 @@ def trained(
     dtypes = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"} if how.endswith("bf16") else {}
     config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=per_node), **dtypes)
     counts: Counter[str] = Counter()
-    keep, write = LooseGradients.keep, BucketGradient._write
+    keep, write = ReadGradients.keep, BucketGradient._write
 
-    def counted_keep(self: LooseGradients, position: int, grad: Tensor) -> bool:
+    def counted_keep(self: ReadGradients, position: int, grad: Tensor) -> bool:
         kept = keep(self, position, grad)
         counts["kept"] += kept
         return kept
@@ -100,7 +100,7 @@ def trained(
         READ(out, process, addresses)
 
     with ExitStack() as patched:
-        patched.enter_context(mock.patch.object(LooseGradients, "keep", counted_keep))
+        patched.enter_context(mock.patch.object(ReadGradients, "keep", counted_keep))
         patched.enter_context(mock.patch.object(BucketGradient, "_write", counted_write))
         if how.startswith("flat"):
             patched.enter_context(mock.patch("mics_strategy.sharding.gradient.plan_loose", flat_only))

@@ -1,0 +1,235 @@
+"""Is what travels as several tensors in one launch the same as one flat tensor? On simulated ranks, real values."""
+
+import collections
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mics_strategy import ConfigError, ShardConfig, Topology
+from mics_strategy.collectives.transport import Transport
+from mics_strategy.sharding import coalescing
+from tests import models
+from tests.models import Case
+from tests.ranks import RankContext, RankError, RankPool, simulate
+from tests.reference import Batch
+from tests.sharding.training import Outcome, Run, assert_same, forget_meshes, plain, start, train
+
+Counts = collections.Counter[str]
+MOVERS = ("gather_each", "reduce_scatter_each", "gather", "exchange")
+PRESETS = ("mics", "zero1", "zero2", "zero3", "zeropp", "paro-iig", "paro-nii", "paro-ing")
+
+
+@pytest.fixture(autouse=True)
+def _forget_meshes() -> None:
+    forget_meshes()
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """How often each way to move tensors is used, on any rank."""
+    counts: Counts = collections.Counter()
+
+    def counting(name: str) -> Callable[..., Any]:
+        method = getattr(Transport, name)
+
+        def count(*arguments: Any) -> Any:
+            counts[name] += 1
+            return method(*arguments)
+
+        return count
+
+    with mock.patch.multiple(Transport, **{name: counting(name) for name in MOVERS}):
+        yield counts
+
+
+def _train(ctx: RankContext, run: Run) -> Outcome:
+    return train(ctx, run)
+
+
+def run_of(preset: str, case: Case = models.transformer, **options: Any) -> Run:
+    config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), **options)
+    return Run(case=case, config=config, steps=2, accumulation=2)
+
+
+class Even(nn.Module):
+    """First dimensions that 4 and 8 divide. One layer is used by some ranks only, one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(16, 16)
+        self.sometimes = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
+        x = torch.tanh(self.twice(torch.tanh(self.twice(x))))
+        return self.sometimes(x) if uses_all else x
+
+
+class EvenAndUneven(nn.Module):
+    """Two such units, and a root that takes the flat form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Even(), Even(), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
+        return self.head(self.second(self.first(x, uses_all), uses_all))
+
+
+def even() -> Case:
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return EvenAndUneven()
+
+    def batch(step: int, micro: int, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+        x, y = torch.randn(4, 16, generator=generator), torch.randn(4, 3, generator=generator)
+        return {"x": x, "y": y, "uses_all": step != 1 and (micro + rank) % 2 == 0}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.mse_loss(model(batch["x"], batch["uses_all"]), batch["y"])
+
+    return Case(build=build, batch=batch, loss=loss, units=(Even,))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_it_trains_as_plain_does_and_copies_nothing(preset: str) -> None:
+    run = run_of(preset, coalesce=True)
+    trace = plain(run, 4)
+    with counted() as counts:
+        outcomes = simulate(4, _train, run, ranks_per_node=2)
+    for outcome in outcomes:
+        assert outcome.grad_norms == pytest.approx(trace.grad_norms, rel=1e-5)
+        assert_same(outcome.grads[-1], trace.grads[-1])
+        assert_same(outcome.parameters, trace.parameters)
+    assert counts["gather_each"]
+    assert bool(counts["reduce_scatter_each"]) is (run.config.grads != "none")
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero2", "zero3", "paro-iig"])
+@pytest.mark.parametrize("per_node", [2, 4], ids=["2x4", "4x2"])
+def test_units_that_are_not_even_take_the_flat_form_beside_the_others(preset: str, per_node: int) -> None:
+    run = run_of(preset, even, coalesce=True).replace(steps=3)
+    run = run.replace(config=run.config.replace(topology=Topology(ranks_per_node=per_node)))
+    trace = plain(run, 8)
+    with counted() as counts:
+        outcomes = simulate(8, _train, run, ranks_per_node=per_node)
+    for outcome in outcomes[::7]:
+        assert outcome.grad_norms == pytest.approx(trace.grad_norms, rel=1e-5)
+        assert_same(outcome.grads[-1], trace.grads[-1])
+        assert_same(outcome.parameters, trace.parameters)
+    assert min(counts[name] for name in ("gather_each", "gather", "reduce_scatter_each", "exchange")) > 0
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero3"])
+def test_the_same_bytes_are_planned_and_issued_and_the_same_numbers_computed(preset: str) -> None:
+    coalesced, flat = (
+        simulate(4, _account, run_of(preset, coalesce=coalesce), ranks_per_node=2) for coalesce in (True, False)
+    )
+    for (parameters, rows), (flat_parameters, flat_rows) in zip(coalesced, flat, strict=True):
+        assert_same(parameters, flat_parameters)
+        assert rows == flat_rows
+        assert all(row.planned_bytes == row.sent_bytes > 0 for row in rows)
+
+
+def _account(ctx: RankContext, run: Run) -> tuple[dict[str, Tensor], object]:
+    training = start(ctx, run)
+    for step in range(3):
+        training.step(step)
+    return training.parameters(), training.sharded.traffic()
+
+
+def test_narrow_gradients_are_summed_in_one_launch() -> None:
+    options = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+    with counted() as counts:
+        one = simulate(4, _train, run_of("mics", coalesce=True, **options), ranks_per_node=2)
+    assert counts["reduce_scatter_each"]
+    other = simulate(4, _train, run_of("mics", coalesce=False, **options), ranks_per_node=2)
+    for name, value in one[0].parameters.items():
+        assert torch.allclose(value, other[0].parameters[name], atol=2e-3)
+
+
+def test_gradients_of_another_dtype_than_the_wires_are_copied_and_parameters_are_not() -> None:
+    with counted() as counts:
+        simulate(4, _train, run_of("mics", coalesce=True, param_dtype="bfloat16"), ranks_per_node=2)
+    assert counts["gather_each"]
+    assert not counts["reduce_scatter_each"]
+
+
+def test_what_needs_no_flat_form_has_no_memory_for_one() -> None:
+    def stagings(ctx: RankContext, run: Run) -> int:
+        return start(ctx, run).sharded.memory.bytes_by_purpose.get("gather stagings", 0)
+
+    coalesced, flat = (simulate(2, stagings, run_of("mics", coalesce=coalesce)) for coalesce in (True, False))
+    assert max(coalesced) < min(flat)  # the root is not even
+
+
+ALL_ENCODED = {"weight_codec": "int8", "grad_codec": "int8", "codec_links": "all"}
+
+
+@pytest.mark.parametrize("options", [{"case": models.mlp}, ALL_ENCODED], ids=["uneven", "encoded"])
+def test_it_is_refused_where_nothing_can_be_coalesced(options: dict[str, Any]) -> None:
+    run = run_of("mics", coalesce=True, **options)
+    with pytest.raises(RankError, match="no unit can be moved so") as refused:
+        simulate(4, _train, run, ranks_per_node=2)
+    assert {type(error) for error in refused.value.by_rank.values()} == {ConfigError}
+
+
+def _refused(ctx: RankContext) -> str:
+    with pytest.raises(ConfigError, match="another backend than gloo") as refused:
+        start(ctx, run_of("mics", coalesce=True))
+    return str(refused.value)
+
+
+def test_gloo_refuses_it_on_every_rank(ranks: RankPool) -> None:
+    assert len(set(ranks(2, _refused))) == 1
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes", "none"])
+def test_other_words_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="coalesce"):
+        ShardConfig(coalesce=value)
+
+
+def _choose(ctx: RankContext, run: Run) -> list[tuple[bool, bool]]:
+    units = start(ctx, run).sharded._engine.units
+    return [(b.spec.coalesces_gathers, b.spec.coalesces_sums) for unit in units for b in unit.buckets]
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_what_is_faster_is_chosen_said_and_kept(
+    is_faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(coalescing, "moved_by", lambda group, device: "threads")
+    measured: list[str] = []
+
+    def measure(question: coalescing.Question, *arguments: Any) -> coalescing.Answer:
+        answer = real(question, *arguments)
+        assert min(answer.flat_s, answer.coalesced_s) > 0
+        measured.append(question.purpose)
+        return coalescing.Answer(flat_s=2.0, coalesced_s=1.0 if is_faster else 3.0)
+
+    real = coalescing.measure
+    monkeypatch.setattr(coalescing, "measure", measure)
+    run = run_of("mics", even)
+    expected = [(False, False), (is_faster, is_faster), (is_faster, is_faster)]
+    assert simulate(2, _choose, run, ranks_per_node=2) == [expected] * 2
+    assert sorted(measured) == ["gather", "gather", "reduce", "reduce"]  # two ranks; units of equal shapes once
+    said = capsys.readouterr().out
+    chosen = "one launch" if is_faster else "flat"
+    assert said.count(f"of 4 tensors, 2,176 B: {chosen}, measured now") == 2
+    assert simulate(2, _choose, run, ranks_per_node=2) == [expected] * 2  # another job
+    assert len(measured) == 4
+    assert capsys.readouterr().out.count(f"{chosen}, measured by a job before") == 2
+
+
+def test_nothing_is_measured_where_times_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coalescing, "measure", None)
+    assert simulate(2, _choose, run_of("mics", even), ranks_per_node=2) == [[(False, False)] * 3] * 2
