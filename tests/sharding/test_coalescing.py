@@ -1,8 +1,11 @@
 """Is what travels as several tensors in one launch the same as one flat tensor? On simulated ranks, real values."""
 
 import collections
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,8 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mics_strategy import ConfigError, ShardConfig, Topology
+from mics_strategy.collectives.coalesced import Parts
+from mics_strategy.collectives.ops import Handle
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.sharding import coalescing
+from mics_strategy.sharding.layout import plan_bucket
+from mics_strategy.sharding.streams import Chain
 from tests import models
 from tests.models import Case
 from tests.ranks import RankContext, RankError, RankPool, simulate
@@ -233,3 +240,30 @@ def test_what_is_faster_is_chosen_said_and_kept(
 def test_nothing_is_measured_where_times_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coalescing, "measure", None)
     assert simulate(2, _choose, run_of("mics", even), ranks_per_node=2) == [[(False, False)] * 3] * 2
+
+
+def test_gradients_live_until_the_sum_has_been_waited_for() -> None:
+    kept = [torch.zeros(3)]
+    gradient = weakref.ref(kept[0])
+    chain = Chain([partial(Handle("a sum", []).keep, kept)])
+    del kept
+    gc.collect()
+    assert gradient() is not None
+    chain.wait()
+    assert gradient() is None
+
+
+def test_parts_of_several_rows_are_every_row_of_a_tensor() -> None:
+    slice_ = torch.arange(12.0)
+    first, second = Parts(2, [(0, 2), (3, 1)], torch.float32).of(slice_)
+    assert first.tolist() == [[0, 1], [6, 7]]
+    assert second.tolist() == [[3], [9]]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "is_even"),
+    [([(8, 3), (4,)], True), ([(8, 3), (6,)], False), ([(8, 3), ()], False), ([(3, 8)], False), ([(0, 8)], False)],
+    ids=str,
+)
+def test_a_bucket_is_even_where_all_its_parameters_are(shapes: list[tuple[int, ...]], is_even: bool) -> None:
+    assert plan_bucket([(str(shape), torch.Size(shape)) for shape in shapes], 4).is_even is is_even
