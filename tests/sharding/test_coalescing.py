@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mics_strategy import ConfigError, ShardConfig, Topology
-from mics_strategy.collectives.coalesced import Parts
+from mics_strategy.collectives.coalesced import Coalesced, Parts
 from mics_strategy.collectives.ops import Handle
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.sharding import coalescing
+from mics_strategy.sharding.gradient import BucketGradient
 from mics_strategy.sharding.layout import plan_bucket
 from mics_strategy.sharding.streams import Chain
 from tests import models
@@ -240,6 +241,34 @@ def test_what_is_faster_is_chosen_said_and_kept(
 def test_nothing_is_measured_where_times_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coalescing, "measure", None)
     assert simulate(2, _choose, run_of("mics", even), ranks_per_node=2) == [[(False, False)] * 3] * 2
+
+
+def test_gradients_that_arrive_twice_are_added_in_the_flat_form() -> None:
+    collect, run = BucketGradient.collect, run_of("mics", even, coalesce=True)
+    trace = plain(run, 4)
+
+    def in_halves(self: BucketGradient, position: int, grad: Tensor) -> None:
+        for _ in range(2):
+            collect(self, position, grad / 2)
+
+    with counted() as counts, mock.patch.object(BucketGradient, "collect", in_halves):
+        [outcome, *_] = simulate(4, _train, run, ranks_per_node=2)
+    assert counts["reduce_scatter_each"]
+    assert_same(outcome.parameters, trace.parameters)
+
+
+def test_a_sum_holds_its_gradients() -> None:
+    reduce, held = Coalesced.reduce, []
+
+    def watched(self: Coalesced, out: Tensor, fulls: list[Tensor], *arguments: Any) -> Handle:
+        handle = reduce(self, out, fulls, *arguments)
+        held.append(handle.kept is fulls and len(fulls) > 0)
+        return handle
+
+    with mock.patch.object(Coalesced, "reduce", watched):
+        simulate(2, _train, run_of("mics", coalesce=True))
+    assert held
+    assert all(held)
 
 
 def test_gradients_live_until_the_sum_has_been_waited_for() -> None:
