@@ -61,7 +61,8 @@ def shard(
 
     Cost:
         All memory that the engine will ever use (`Sharded.memory`); a broadcast of parameters that differ
-        between ranks; where `hierarchical="auto"` has to be measured, up to about a second.
+        between ranks; where `hierarchical="auto"` has to be measured, up to about a second; on NCCL, where
+        `coalesce="auto"` has to be, twelve gathers and sums of every shape of unit.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
