@@ -64,7 +64,7 @@ def in_one_launch(coalesced: Coalesced, layout: BucketLayout, wholes: list[torch
     return lambda shard: coalesced.gather(wholes, shard, parts, name)
 
 
-def _reads(apart: Apart, size: int, layout: BucketLayout, wholes: list[torch.Tensor], name: str) -> DirectGather | None:
+def _reads(apart: Apart, size: int, layout: BucketLayout, wholes: list[torch.Tensor], name: str) -> DirectGather:
     dtype = wholes[0].dtype if wholes else torch.float32
     found = []
     for rows in layout.slices(size):
