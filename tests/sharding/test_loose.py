@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -155,6 +156,13 @@ def test_sums_are_the_same_bits(ranks: RankPool, block: type[nn.Module], world: 
             assert counts["copied"] < flat_counts["copied"] / 3
 
 
+def has_memory(pid: int) -> bool:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) > 0
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def lose_a_rank(ctx: RankContext) -> None:
     """Rank 1 dies when rank 0 is about to read a gradient of it."""
     pid_file = ctx.tmp_path / "pid"
@@ -165,7 +173,10 @@ def lose_a_rank(ctx: RankContext) -> None:
 
     def read_into(out: process_memory.Target, process: int, addresses: Sequence[int]) -> None:
         if isinstance(out, process_memory.Assembly):
-            os.kill(int(pid_file.read_text()), signal.SIGKILL)
+            dying = int(pid_file.read_text())
+            os.kill(dying, signal.SIGKILL)
+            while has_memory(dying):  # it takes a while, in which it can still be read
+                time.sleep(0.001)
         READ(out, process, addresses)
 
     with mock.patch.object(process_memory, "read_into", read_into if ctx.rank == 0 else READ):
