@@ -53,16 +53,20 @@ class Coalesced:
         transports: Of the slow stage, and of the fast one where there is one.
         programs: Runs them.
         workspace: Of the programs.
+
+    Attributes:
+        num_stages: One or two.
     """
 
     def __init__(
         self, route: routes.Route, transports: list[Transport], programs: Programs, workspace: Workspace
     ) -> None:
         self._route = route
-        self._slow, *self._fast = transports
+        self._slow, self._fast = transports[0], transports[1] if len(transports) > 1 else None
         self._programs = programs
         self._workspace = workspace
         self.size = route.size
+        self.num_stages = len(transports)
 
     def gather(self, wholes: list[torch.Tensor], shard: torch.Tensor, parts: Parts, what: str) -> Handle:
         """Put every rank's parts of `shard` side by side, in the order of the ranks' index.
@@ -90,12 +94,11 @@ class Coalesced:
 
     def _gather(self, wholes: list[torch.Tensor], shard: torch.Tensor, parts: Parts) -> None:
         own = [part.view(-1) for part in parts.of(shard)] if parts.rows == 1 else self._together(shard, parts)
-        for fast in self._fast:
-            mine = [whole.view(fast.size, -1)[fast.index] for whole in wholes]
-            self._slow.gather_each(mine, own).wait()
+        fast = self._fast
+        mine = wholes if fast is None else [whole.view(fast.size, -1)[fast.index] for whole in wholes]
+        self._slow.gather_each(mine, own).wait()
+        if fast is not None:
             fast.gather_each(wholes, mine).wait()
-            return
-        self._slow.gather_each(wholes, own).wait()
 
     def _together(self, shard: torch.Tensor, parts: Parts) -> list[torch.Tensor]:
         """The numbers of each tensor side by side."""
@@ -132,14 +135,14 @@ class Coalesced:
 
     def reserve_reduce(self, numel: int, wire: torch.dtype) -> None:
         """Announce sums of `numel` elements for each rank."""
-        halves = [(numel * self._slow.size, wire) for _ in self._fast]
-        self._workspace.reserve(aligned_bytes((numel, wire), *halves))
+        halves = numel * self._slow.size if self._fast is not None else 0
+        self._workspace.reserve(aligned_bytes((numel, wire), (halves, wire)))
 
     def _reduce(self, out: torch.Tensor, fulls: list[torch.Tensor], parts: Parts, accumulate: bool) -> None:
-        for fast in self._fast:
-            numels = [full.numel() // fast.size for full in fulls]
+        if self._fast is not None:
+            numels = [full.numel() // self._fast.size for full in fulls]
             halves = self._side_by_side(numels, out.numel() * self._slow.size, parts.dtype)
-            fast.reduce_scatter_each(halves, fulls).wait()
+            self._fast.reduce_scatter_each(halves, fulls).wait()
             fulls = halves
         arrived = self._side_by_side(parts.numels, out.numel(), parts.dtype)
         self._slow.reduce_scatter_each(arrived, fulls).wait()

@@ -49,11 +49,13 @@ class Question:
         purpose: Of the collective.
         layout: Of the bucket.
         dtype: In which it travels.
+        num_stages: Of the collective: over the same ranks it may go in one or in two.
     """
 
     purpose: str
     layout: BucketLayout
     dtype: torch.dtype
+    num_stages: int
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
@@ -65,7 +67,8 @@ class Question:
         """Names it among others over the same ranks."""
         shapes = ";".join("x".join(map(str, shape)) for shape in self.shapes)
         digest = hashlib.blake2b(shapes.encode(), digest_size=8).hexdigest()
-        return f"{self.purpose} coalesced, {len(self.shapes)} tensors {digest} {self.dtype} over {self.layout.ranks}"
+        tensors = f"{len(self.shapes)} tensors {digest} {self.dtype} over {self.layout.ranks}"
+        return f"{self.purpose} coalesced, {tensors}, stages {self.num_stages}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +125,10 @@ def _questions(spec: BucketSpec, config: ShardConfig, mesh: Mesh) -> list[Questi
     wire_dtype = config.wire_dtype_of(spec.master_dtype)
     sums = mesh.reduce_grads if spec.trainable and spec.param_dtype == wire_dtype else None
     for across, for_what, dtype in ((gathers, purpose, spec.param_dtype), (sums, _SUM, wire_dtype)):
-        if across is not None and coalesced_of(across, spec.layout, dtype.itemsize) is not None:
-            found.append(Question(purpose=for_what, layout=spec.layout, dtype=dtype))
+        coalesced = coalesced_of(across, spec.layout, dtype.itemsize) if across is not None else None
+        if coalesced is not None:
+            stages = coalesced.num_stages
+            found.append(Question(purpose=for_what, layout=spec.layout, dtype=dtype, num_stages=stages))
     return found
 
 

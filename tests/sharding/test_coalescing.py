@@ -107,7 +107,7 @@ def even() -> Case:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_it_trains_as_plain_does_and_copies_nothing(preset: str) -> None:
+def test_it_trains_as_plain_does_in_one_launch_for_a_unit(preset: str) -> None:
     run = run_of(preset, coalesce=True)
     trace = plain(run, 4)
     with counted() as counts:
@@ -236,6 +236,22 @@ def test_what_is_faster_is_chosen_said_and_kept(
     assert simulate(2, _choose, run, ranks_per_node=2) == [expected] * 2  # another job
     assert len(measured) == 4
     assert capsys.readouterr().out.count(f"{chosen}, measured by a job before") == 2
+
+
+def test_one_and_two_stages_are_measured_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(coalescing, "moved_by", lambda group, device: "threads")
+    measure, asked = coalescing.measure, []
+
+    def watched(question: coalescing.Question, *arguments: Any) -> coalescing.Answer:
+        asked.append((question.purpose, question.num_stages))
+        return measure(question, *arguments)
+
+    monkeypatch.setattr(coalescing, "measure", watched)
+    for hierarchical in (True, False, True):
+        simulate(4, _choose, run_of("zero3", even, hierarchical=hierarchical), ranks_per_node=2)
+    assert sorted(set(asked)) == [("gather", 1), ("gather", 2), ("reduce", 1), ("reduce", 2)]
+    assert len(asked) == 4 * 4  # ranks; the third job asks for nothing
 
 
 def test_nothing_is_measured_where_times_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
