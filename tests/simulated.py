@@ -6,8 +6,8 @@ that copy between threads. Two things are added:
 - *One rank at a time.* A rank runs while it holds the baton and passes it on where it waits for
   others (in a collective, in the creation of a group). What is one per process (random generators,
   `os.environ`) is swapped with the baton, so each rank has its own, as a process would.
-- *No silent hang.* When every rank waits for somebody, the job is stopped at once and says where
-  each rank stands.
+- *No silent hang.* When every rank waits for somebody, the job is stopped at once and says which
+  ranks have failed, or where each rank stands.
 
 What differs from gloo: a collective with `async_op=True` has finished when it returns, so two
 groups used in opposite orders by two ranks stop here and not there. There is no send and receive,
@@ -118,7 +118,11 @@ def _join(collective: Any, group_rank: int, data: object) -> object:
         return has_joined and collective._count < collective._world_size
 
     with _this_thread.rank.waits(others_are_missing):
-        return _blocking_join(collective, group_rank, data)
+        try:
+            return _blocking_join(collective, group_rank, data)
+        except Exception as error:  # of the collective itself: its other ranks would wait for ever
+            _stop_all(error)
+            raise
 
 
 def _barrier(_rank: int, store: dist.Store, _name: str, num_ranks: int, _timeout: object) -> None:
@@ -191,9 +195,9 @@ def simulate(
             hung = _wait(ranks, timeout_s)
         finally:
             job.is_over = True
-    failures = {rank.ctx.rank: rank.failure for rank in ranks if rank.failure}
-    if failures or hung:
-        raise RankError(world_size, failures or hung)
+    failures = hung or {rank.ctx.rank: rank.failure for rank in ranks if rank.failure}
+    if failures:
+        raise RankError(world_size, failures)
     return [rank.value for rank in ranks]
 
 
@@ -211,8 +215,7 @@ def _run(rank: _Rank, store: dist.Store, fn: Callable[..., Any], args: tuple[obj
         dist.destroy_process_group()
     except BaseException as error:  # reported to the test
         if not (isinstance(error, SystemExit) and (_terminate.is_set() or rank.job.is_over)):
-            rank.failure = Failure.of(error)
-            _stop_all(error)
+            rank.failure = Failure.of(error)  # the others go on as far as they can: they may fail, too
     finally:
         _clear_sharding_prop_cache()  # each thread has one, and torch 2.11 frees it without the interpreter's lock
         rank.pass_baton()
@@ -225,7 +228,7 @@ def _stop_all(error: BaseException) -> None:
 
 
 def _wait(ranks: list[_Rank], timeout_s: float) -> dict[int, Failure]:
-    """Wait for the threads; where they hang, stop them and say where each stands."""
+    """Wait for the threads; where they hang, stop them and, unless others have failed, say where each stands."""
     deadline_s = time.monotonic() + timeout_s
     is_stopping = False
     hung: dict[int, Failure] = {}
@@ -238,7 +241,8 @@ def _wait(ranks: list[_Rank], timeout_s: float) -> dict[int, Failure]:
         elif _terminate.is_set():
             is_stopping, deadline_s = True, time.monotonic() + STOP_S
         elif is_late or _is_deadlock(alive):
-            hung = {rank.ctx.rank: _hung(rank, timeout_s) for rank in alive}
+            if not any(rank.failure for rank in ranks):
+                hung = {rank.ctx.rank: _hung(rank, timeout_s) for rank in alive}
             _stop_all(TimeoutError())
             is_stopping, deadline_s = True, time.monotonic() + STOP_S
     return hung

@@ -212,11 +212,26 @@ def test_failure_on_one_rank_stops_the_others_and_names_only_it() -> None:
     assert list(caught.value.by_rank) == [5]
 
 
-def test_failure_on_every_rank_is_seen_on_every_rank() -> None:
+@pytest.mark.parametrize("num_barriers", [0, 1, 2])
+def test_failure_on_every_rank_is_seen_on_every_rank(num_barriers: int) -> None:
     def job(ctx: RankContext) -> None:
+        for _ in range(num_barriers):
+            dist.barrier()
         raise ValueError("no rank likes this")
 
-    raises_on_every_rank(lambda: simulate(8, job), ValueError, "likes")
+    for _ in range(5):
+        raises_on_every_rank(lambda: simulate(8, job), ValueError, "likes")
+
+
+def test_a_collective_that_fails_stops_the_others_at_once() -> None:
+    def job(ctx: RankContext) -> None:
+        all_gather(torch.empty(3), torch.ones(1))  # for 4 ranks
+
+    start_s = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        simulate(4, job)
+    assert time.monotonic() - start_s < 3
+    assert caught.value.by_rank
 
 
 def test_collective_missing_on_one_rank_is_found_at_once() -> None:

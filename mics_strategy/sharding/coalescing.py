@@ -8,12 +8,8 @@ of the model's own shapes, and what was found is kept for later jobs.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import socket
-import statistics
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,66 +18,15 @@ import torch.distributed as dist
 from mics_strategy.agreement import gather_objects
 from mics_strategy.collectives import decisions
 from mics_strategy.collectives.by_size import AnyCollective
-from mics_strategy.collectives.calibration import moved_by, slowest_s
-from mics_strategy.collectives.coalesced import Coalesced
-from mics_strategy.collectives.crossover import RUNS
+from mics_strategy.collectives.calibration import moved_by
 from mics_strategy.collectives.decisions import Links
-from mics_strategy.collectives.peers import Peers
-from mics_strategy.collectives.workspace import Workspace
-from mics_strategy.config import ShardConfig, sum_dtype_of
-from mics_strategy.errors import ConfigError, LifecycleError
+from mics_strategy.config import ShardConfig
+from mics_strategy.errors import ConfigError
 from mics_strategy.mesh import Mesh
+from mics_strategy.sharding import trial
 from mics_strategy.sharding.bucket import BucketSpec
-from mics_strategy.sharding.direct import coalesced_of, in_one_launch
-from mics_strategy.sharding.layout import BucketLayout
-from mics_strategy.sharding.loose import CoalescedGradients
-
-_WHAT = "a trial"
-_SUM = "reduce"  # the purpose of sums in a backward
-Run = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What is gathered, or summed.
-
-    Attributes:
-        purpose: Of the collective.
-        layout: Of the bucket.
-        dtype: In which it travels.
-        num_stages: Of the collective: over the same ranks it may go in one or in two.
-    """
-
-    purpose: str
-    layout: BucketLayout
-    dtype: torch.dtype
-    num_stages: int
-
-    @property
-    def shapes(self) -> tuple[torch.Size, ...]:
-        """Of the tensors; what matters of the layout."""
-        return tuple(region.shape for region in self.layout.regions)
-
-    @property
-    def text(self) -> str:
-        """Names it among others over the same ranks."""
-        shapes = ";".join("x".join(map(str, shape)) for shape in self.shapes)
-        digest = hashlib.blake2b(shapes.encode(), digest_size=8).hexdigest()
-        tensors = f"{len(self.shapes)} tensors {digest} {self.dtype} over {self.layout.ranks}"
-        return f"{self.purpose} coalesced, {tensors}, stages {self.num_stages}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """Both ways, by the median of some runs of the slowest rank."""
-
-    flat_s: float
-    coalesced_s: float
-
-    @property
-    def coalesces(self) -> bool:
-        """Whether one launch is no slower."""
-        return self.coalesced_s <= self.flat_s
+from mics_strategy.sharding.direct import coalesced_of
+from mics_strategy.sharding.trial import SUM, Answer, Question
 
 
 def choose(
@@ -113,7 +58,7 @@ def choose(
 
     def decided(spec: BucketSpec) -> BucketSpec:
         purposes = {question.purpose for question in asked[id(spec)] if question.text in yes}
-        return dataclasses.replace(spec, coalesces_gathers=bool(purposes - {_SUM}), coalesces_sums=_SUM in purposes)
+        return dataclasses.replace(spec, coalesces_gathers=bool(purposes - {SUM}), coalesces_sums=SUM in purposes)
 
     return [[decided(spec) for spec in of_unit] for of_unit in specs]
 
@@ -124,7 +69,7 @@ def _questions(spec: BucketSpec, config: ShardConfig, mesh: Mesh) -> list[Questi
     gathers, purpose = _gather_of(spec, mesh)
     wire_dtype = config.wire_dtype_of(spec.master_dtype)
     sums = mesh.reduce_grads if spec.trainable and spec.param_dtype == wire_dtype else None
-    for across, for_what, dtype in ((gathers, purpose, spec.param_dtype), (sums, _SUM, wire_dtype)):
+    for across, for_what, dtype in ((gathers, purpose, spec.param_dtype), (sums, SUM, wire_dtype)):
         coalesced = coalesced_of(across, spec.layout, dtype.itemsize) if across is not None else None
         if coalesced is not None:
             stages = coalesced.num_stages
@@ -152,7 +97,9 @@ def _measured(questions: dict[str, Question], mesh: Mesh, device: torch.device) 
         links = {text: Links.of(text, spans[text], hosts, mesh.scopes.ranks_per_node, mover) for text in new}
         recalled = [decisions.recall(links[text]) for text in new] if mesh.rank == 0 else []
         kept = dict(zip(new, mesh.control.share(recalled, 0), strict=True))
-        answers = {text: measure(questions[text], mesh, mesh.control, device) for text in new if kept[text] is None}
+        answers = {
+            text: trial.measure(questions[text], mesh, mesh.control, device) for text in new if kept[text] is None
+        }
         mesh.ledger.take()
         if mesh.rank == 0:
             for text, answer in answers.items():
@@ -166,83 +113,11 @@ def _measured(questions: dict[str, Question], mesh: Mesh, device: torch.device) 
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], bool]] = weakref.WeakKeyDictionary()
 
 
-def measure(question: Question, mesh: Mesh, control: Peers, device: torch.device) -> Answer:
-    """Move tensors of these shapes in both ways by turns. Collective over all ranks; the same answer on all."""
-    workspace = Workspace()
-    across = mesh.trial(question.purpose, workspace)
-    coalesced = coalesced_of(across, question.layout, question.dtype.itemsize)
-    if coalesced is None:
-        raise LifecycleError(f"{question.text}: no other way. This is a defect; please report it.")
-    ways = _ways_to_sum if question.purpose == _SUM else _ways_to_gather
-    runs = ways(question, across, coalesced, device)
-    workspace.use(torch.empty(workspace.needed_bytes, dtype=torch.uint8, device=device))
-    times_s: list[list[float]] = [[], []]
-    for _ in range(RUNS):
-        for run, of_way in zip(runs, times_s, strict=True):
-            of_way.append(slowest_s(run, control, device))
-    flat_s, coalesced_s = (statistics.median(of_way[1:]) for of_way in times_s)  # the first was to warm up
-    return Answer(flat_s=flat_s, coalesced_s=coalesced_s)
-
-
-def _ways_to_gather(
-    question: Question, across: AnyCollective, coalesced: Coalesced, device: torch.device
-) -> tuple[Run, Run]:
-    layout, dtype = question.layout, question.dtype
-    shard, flat = _zeros(layout.full_numel // across.size, dtype, device), _zeros(layout.full_numel, dtype, device)
-    wholes = layout.compact_views(_zeros(layout.compact_numel, dtype, device))
-    pieces, parts = _pairs(layout, flat, wholes)
-    direct = in_one_launch(coalesced, layout, [whole.view(-1) for whole in wholes], _WHAT)
-    across.reserve_gather(shard.numel(), dtype)
-    coalesced.reserve_gather(shard.numel(), dtype)
-
-    def by_flat() -> None:
-        across.gather(flat, shard, _WHAT).wait()
-        torch._foreach_copy_(parts, pieces)
-
-    return by_flat, lambda: direct(shard).wait()
-
-
-def _ways_to_sum(
-    question: Question, across: AnyCollective, coalesced: Coalesced, device: torch.device
-) -> tuple[Run, Run]:
-    layout, wire = question.layout, question.dtype
-    out = _zeros(layout.full_numel // across.size, sum_dtype_of(wire), device)
-    flat = _zeros(layout.full_numel, wire, device)
-    grads = [_zeros(shape.numel(), wire, device).view(shape) for shape in question.shapes]
-    pieces, parts = _pairs(layout, flat, grads)
-    kept = CoalescedGradients(coalesced, layout, wire)
-    across.reserve_reduce(flat.numel(), wire, out.dtype)
-    coalesced.reserve_reduce(out.numel(), wire)
-
-    def by_flat() -> None:
-        torch._foreach_copy_(pieces, parts)
-        across.reduce(out, flat, False, _WHAT).wait()
-
-    def in_one() -> None:
-        for position, grad in enumerate(grads):
-            kept.keep(position, grad)
-        kept.reduce(out, flat, False, _WHAT).wait()
-
-    return by_flat, in_one
-
-
-def _pairs(
-    layout: BucketLayout, flat: torch.Tensor, wholes: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Places in the flat form, and in the tensors themselves."""
-    pairs = [pair for position, whole in enumerate(wholes) for pair in layout.pieces(flat, whole, position)]
-    return [piece for piece, _ in pairs], [part for _, part in pairs]
-
-
-def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros(numel, dtype=dtype, device=device)
-
-
 def report(found: dict[str, tuple[Question, Answer | None, int | None]]) -> str:
     """What was decided, and how to pin it, as text."""
     lines = ["mics_strategy decided by `coalesce='auto'` which tensors travel in one launch, without a flat form:"]
     for question, answer, kept in found.values():
-        what = "sum" if question.purpose == _SUM else "gather"
+        what = "sum" if question.purpose == SUM else "gather"
         size = f"{len(question.shapes)} tensors, {question.layout.full_numel * question.dtype.itemsize:,} B"
         if answer is None:
             lines.append(f"  {what} of {size}: {'one launch' if kept else 'flat'}, measured by a job before")
