@@ -62,7 +62,7 @@ PRIMITIVES = (
 PRIMITIVE_MODULES = ("torch.distributed._functional_collectives", "torch.distributed.nn")
 GROUP_MAKERS = ("new_group", "new_subgroups*", "split_group", "init_device_mesh")
 GROUPS_MADE_IN = "mesh.py"
-ONE_DOCSTRING = ("collectives", "sharding", "checkpoint")  # folders whose __init__.py holds no more
+ONE_DOCSTRING = ("collectives", "sharding", "sharding.gradients", "sharding.optimizer", "checkpoint")  # in __init__.py
 VAGUE_NAMES = ("util", "utils", "helpers", "misc", "common")
 # What a user may import: the promise, and all there is.
 PROMISED_NAMES = {"Codec", "ShardConfig", "Sharded", "shard"}

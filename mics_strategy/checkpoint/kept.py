@@ -22,8 +22,8 @@ from torch.serialization import get_safe_globals
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mics_strategy.errors import CheckpointError
+from mics_strategy.sharding.optimizer.quantized import is_quantized, local_of, quantized_like
 from mics_strategy.sharding.parameter import ShardedParameter, is_cut
-from mics_strategy.sharding.quantized import is_quantized, local_of, quantized_like
 
 KEY = "kept"
 

@@ -22,7 +22,7 @@ from mics_strategy.checkpoint.kept import Kept
 from mics_strategy.checkpoint.state import Held
 from mics_strategy.checkpoint.writers import Piece, written_here
 from mics_strategy.errors import CheckpointError
-from mics_strategy.sharding.quantized import dequantized, is_quantized
+from mics_strategy.sharding.optimizer.quantized import dequantized, is_quantized
 
 _SHOWN = 3  # names in an error
 

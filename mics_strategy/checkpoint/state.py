@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from mics_strategy.checkpoint import kept
 from mics_strategy.checkpoint.writers import Copy
 from mics_strategy.errors import CheckpointError
+from mics_strategy.sharding.optimizer.quantized import is_quantized, local_of
 from mics_strategy.sharding.parameter import ShardedParameter
-from mics_strategy.sharding.quantized import is_quantized, local_of
 from mics_strategy.sharding.sharded import Sharded
 
 StateDict = dict[str, Any]

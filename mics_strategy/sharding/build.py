@@ -19,13 +19,13 @@ from mics_strategy.sharding.bucket import Bucket, BucketSpec
 from mics_strategy.sharding.buffers import Memory, Slot, StagingRing, arena, cut, packed_bytes
 from mics_strategy.sharding.direct import coalesced_of
 from mics_strategy.sharding.engine import Engine, GatherBuffers, Timing
-from mics_strategy.sharding.gradient import BucketGradient
+from mics_strategy.sharding.gradients.gradient import BucketGradient
+from mics_strategy.sharding.gradients.reducer import Reducer, ReducerBuffers, second_hop_bytes
+from mics_strategy.sharding.gradients.usage import CommonWay, usage_numel
 from mics_strategy.sharding.layout import plan_bucket
 from mics_strategy.sharding.parameter import make_sharded_parameter
-from mics_strategy.sharding.reducer import Reducer, ReducerBuffers, second_hop_bytes
 from mics_strategy.sharding.streams import Streams
 from mics_strategy.sharding.unit import Unit
-from mics_strategy.sharding.usage import CommonWay, usage_numel
 from mics_strategy.sharding.wrap import OwnedParameter, UnitModule
 
 

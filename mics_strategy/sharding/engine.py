@@ -18,10 +18,10 @@ from torch import nn
 from mics_strategy.agreement import gather_objects
 from mics_strategy.errors import LifecycleError
 from mics_strategy.sharding.buffers import StagingRing
-from mics_strategy.sharding.gradient import BucketGradient
+from mics_strategy.sharding.gradients.gradient import BucketGradient
+from mics_strategy.sharding.gradients.reducer import Reducer
 from mics_strategy.sharding.lifecycle import Phase
 from mics_strategy.sharding.order import Call, CommonOrder, LiveCalls, RecordedOrder
-from mics_strategy.sharding.reducer import Reducer
 from mics_strategy.sharding.streams import Streams
 from mics_strategy.sharding.unit import Unit
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mics_strategy.errors import LifecycleError
 from mics_strategy.sharding.engine import Engine
-from mics_strategy.sharding.gradient import BucketGradient
+from mics_strategy.sharding.gradients.gradient import BucketGradient
 from mics_strategy.sharding.unit import Unit
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mics_strategy.collectives.ledger import Sent
-from mics_strategy.sharding.gradient import BucketGradient
+from mics_strategy.sharding.gradients.gradient import BucketGradient
 from mics_strategy.sharding.schedule import BucketPlan, Plan, UnitPlan
 from mics_strategy.sharding.unit import Unit
 

@@ -17,17 +17,18 @@ from mics_strategy.agreement import on_every_rank
 from mics_strategy.collectives.ledger import Sent
 from mics_strategy.errors import ConfigError, LifecycleError
 from mics_strategy.scopes import Scopes
-from mics_strategy.sharding import guard, norm, state
+from mics_strategy.sharding import guard, state
 from mics_strategy.sharding.build import Site
 from mics_strategy.sharding.engine import Engine
-from mics_strategy.sharding.gradient import BucketGradient
-from mics_strategy.sharding.optimizer import StepHooks, adopt
+from mics_strategy.sharding.gradients.gradient import BucketGradient
+from mics_strategy.sharding.optimizer import norm
+from mics_strategy.sharding.optimizer.step import StepHooks, adopt
+from mics_strategy.sharding.optimizer.whole import WholeTensors, deal_by_bucket
 from mics_strategy.sharding.parameter import ShardedParameter
 from mics_strategy.sharding.replicated import ReplicatedBuffers
 from mics_strategy.sharding.report import TrafficRow, compare, plan_unit
 from mics_strategy.sharding.schedule import Plan, StepShape, WholePlan, plan_step
 from mics_strategy.sharding.unit import Unit
-from mics_strategy.sharding.whole import WholeTensors, deal_by_bucket
 from mics_strategy.sharding.wrap import UnitModule
 
 

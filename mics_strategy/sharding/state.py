@@ -21,8 +21,8 @@ from mics_strategy.agreement import gather_objects, on_every_rank
 from mics_strategy.collectives.full_tensor import full_tensor
 from mics_strategy.errors import CheckpointError
 from mics_strategy.mesh import Mesh
+from mics_strategy.sharding.optimizer.quantized import is_quantized, local_of, piece_of, put_together
 from mics_strategy.sharding.parameter import ShardedParameter, is_cut
-from mics_strategy.sharding.quantized import is_quantized, local_of, piece_of, put_together
 
 StateDict = dict[str, Any]
 OwnerOf = Callable[[torch.Tensor], int | None]

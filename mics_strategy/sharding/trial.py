@@ -22,8 +22,8 @@ from mics_strategy.config import sum_dtype_of
 from mics_strategy.errors import LifecycleError
 from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.direct import coalesced_of, in_one_launch
+from mics_strategy.sharding.gradients.loose import CoalescedGradients
 from mics_strategy.sharding.layout import BucketLayout
-from mics_strategy.sharding.loose import CoalescedGradients
 
 SUM = "reduce"  # the purpose of sums in a backward; every other is of a gather
 _WHAT = "a trial"

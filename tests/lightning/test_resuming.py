@@ -16,7 +16,7 @@ from tests.checkpoint.test_pending import listening
 from tests.lightning.modules import Regression
 from tests.lightning.runs import assert_same, mics, run, trainer, whole
 from tests.ranks import RankContext, RankPool
-from tests.sharding.test_quantized_states import eagerly
+from tests.sharding.optimizer.test_quantized_states import eagerly
 
 
 class Resumable:

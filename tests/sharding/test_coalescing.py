@@ -20,7 +20,7 @@ from mics_strategy.collectives.coalesced import Coalesced, Parts
 from mics_strategy.collectives.ops import Handle
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.sharding import coalescing, trial
-from mics_strategy.sharding.gradient import BucketGradient
+from mics_strategy.sharding.gradients.gradient import BucketGradient
 from mics_strategy.sharding.layout import plan_bucket
 from mics_strategy.sharding.streams import Chain
 from tests import models

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.sharding.reducer import Reducer
+from mics_strategy.sharding.gradients.reducer import Reducer
 from tests import models
 from tests.ranks import RankContext, RankPool
 from tests.sharding.events import recorded

@@ -19,9 +19,9 @@ from mics_strategy import ShardConfig, Sharded, Topology, shard
 from mics_strategy.collectives import process_memory
 from mics_strategy.collectives.full_tensor import full_tensor
 from mics_strategy.errors import CommunicationError
-from mics_strategy.sharding import loose
-from mics_strategy.sharding.gradient import BucketGradient
-from mics_strategy.sharding.loose import ReadGradients
+from mics_strategy.sharding.gradients import loose
+from mics_strategy.sharding.gradients.gradient import BucketGradient
+from mics_strategy.sharding.gradients.loose import ReadGradients
 from tests.ranks import RankContext, RankError, RankPool
 from tests.sharding.training import forget_meshes
 
@@ -104,7 +104,7 @@ def trained(
         patched.enter_context(mock.patch.object(ReadGradients, "keep", counted_keep))
         patched.enter_context(mock.patch.object(BucketGradient, "_write", counted_write))
         if how.startswith("flat"):
-            patched.enter_context(mock.patch("mics_strategy.sharding.gradient.plan_loose", flat_only))
+            patched.enter_context(mock.patch("mics_strategy.sharding.gradients.gradient.plan_loose", flat_only))
         if how == "in halves":
             patched.enter_context(mock.patch.object(BucketGradient, "collect", collect_halves))
         if how == "short notes":

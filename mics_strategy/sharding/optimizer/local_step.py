@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mics_strategy.errors import LifecycleError
+from mics_strategy.sharding.optimizer.reach import Reach, reach_by_group
+from mics_strategy.sharding.optimizer.refusals import refuse_other_lists, refuse_reach
+from mics_strategy.sharding.optimizer.whole import WholeTensors
 from mics_strategy.sharding.parameter import ShardedParameter
-from mics_strategy.sharding.reach import Reach, reach_by_group
-from mics_strategy.sharding.refusals import refuse_other_lists, refuse_reach
-from mics_strategy.sharding.whole import WholeTensors
 
 T = TypeVar("T")
 

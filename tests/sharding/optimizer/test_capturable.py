@@ -53,6 +53,6 @@ dist.destroy_process_group()
 def test_capturable_optimizers_step_as_on_the_plain_model(tmp_path: Path, preset: str) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), preset, *NAMES]
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=55, check=False
+        command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=55, check=False
     )
     assert done.returncode == 0, done.stderr

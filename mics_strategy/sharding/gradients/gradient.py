@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from mics_strategy.collectives.ops import Handle
 from mics_strategy.sharding.bucket import Bucket
+from mics_strategy.sharding.gradients.loose import plan_loose
 from mics_strategy.sharding.lifecycle import COLLECTION, GRADIENT, Collection, Gradient, advance
-from mics_strategy.sharding.loose import plan_loose
 from mics_strategy.sharding.parameter import label_gradient
 
 

@@ -11,7 +11,7 @@ import torch
 from mics_strategy.collectives.ops import Handle
 from mics_strategy.errors import LifecycleError
 from mics_strategy.mesh import Mesh
-from mics_strategy.sharding.gradient import BucketGradient
+from mics_strategy.sharding.gradients.gradient import BucketGradient
 from mics_strategy.sharding.lifecycle import Gradient
 
 _DUE = 1 << 16  # above the count of users: the number of ranks on which the bucket is still to be reduced

@@ -11,8 +11,8 @@ from torch.optim import SGD, Optimizer
 from mics_strategy.errors import LifecycleError
 from tests import models
 from tests.ranks import RankContext, RankPool
-from tests.sharding.far_looking import Simple
 from tests.sharding.loops import Body, Loop, Seen, assert_same_loop
+from tests.sharding.optimizer.far_looking import Simple
 from tests.sharding.training import Run, assert_same, presets, start, whole
 
 NAMES = ("ddp", "zero1", "mics", "paro-iig")

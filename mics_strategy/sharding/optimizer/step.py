@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mics_strategy.errors import ConfigError
-from mics_strategy.sharding.local_step import LocalStep, StepObserver, alive
+from mics_strategy.sharding.optimizer.local_step import LocalStep, StepObserver, alive
+from mics_strategy.sharding.optimizer.refusals import refuse_mixture, refuse_stale
 from mics_strategy.sharding.parameter import ShardedParameter
-from mics_strategy.sharding.refusals import refuse_mixture, refuse_stale
 
 
 class StepHooks:

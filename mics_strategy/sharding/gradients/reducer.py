@@ -18,11 +18,11 @@ from torch import nn
 
 from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.buffers import StagingRing, Views
-from mics_strategy.sharding.gradient import BucketGradient
+from mics_strategy.sharding.gradients.gradient import BucketGradient
+from mics_strategy.sharding.gradients.usage import CommonWay, Usage
 from mics_strategy.sharding.lifecycle import Collection, Gradient
 from mics_strategy.sharding.streams import Chain, Streams
 from mics_strategy.sharding.unit import Unit
-from mics_strategy.sharding.usage import CommonWay, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

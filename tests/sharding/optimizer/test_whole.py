@@ -17,7 +17,7 @@ from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.reference import train_reference
 from tests.sharding.chains import REAL, chains
 from tests.sharding.counting import CountC10d, planned_kinds
-from tests.sharding.far_looking import Clipping, Lamb
+from tests.sharding.optimizer.far_looking import Clipping, Lamb
 from tests.sharding.training import (
     Run,
     Training,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from mics_strategy.sharding.reach import Reach, reach_by_group
-from tests.sharding.far_looking import ByRow, Clipping, CountingAll, Lamb, Late, Simple
+from mics_strategy.sharding.optimizer.reach import Reach, reach_by_group
+from tests.sharding.optimizer.far_looking import ByRow, Clipping, CountingAll, Lamb, Late, Simple
 from tests.sharding.training import OPTIMIZERS
 
 CPU = torch.device("cpu")

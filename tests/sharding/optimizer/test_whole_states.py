@@ -10,7 +10,7 @@ from torch import Tensor
 from mics_strategy import ShardConfig, shard
 from tests import models
 from tests.ranks import RankContext, RankPool
-from tests.sharding.test_whole import Make, adafactor, begin, layout, plain_with
+from tests.sharding.optimizer.test_whole import Make, adafactor, begin, layout, plain_with
 from tests.sharding.training import Run, assert_same, forget_meshes, whole
 
 

@@ -8,8 +8,8 @@ import torch
 from torch.optim import Optimizer
 
 from mics_strategy.errors import ConfigError
+from mics_strategy.sharding.optimizer.reach import Reach
 from mics_strategy.sharding.parameter import ShardedParameter
-from mics_strategy.sharding.reach import Reach
 
 _KEEPS_PARAMETERS = ("LBFGS",)  # a list of its own, from which shards cannot be hidden in a step
 _ELEMENTWISE = "an optimizer that updates each element by itself (AdamW, SGD, ...)"

@@ -1,0 +1,1 @@
+"""How do gradients get from autograd into the shards?"""

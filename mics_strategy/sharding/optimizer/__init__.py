@@ -1,0 +1,1 @@
+"""How does any optimizer step on shards, as it would on the whole model?"""
