@@ -245,7 +245,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's options."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
     add = made.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="the CPU shows that the command works, no more")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="on the CPU only the codecs' figures mean something")
     add("--smoke", action="store_true", help="everything tiny and once: to see in seconds whether it runs")
     add("--parts", default=",".join(PARTS), help="any of %(default)s")
     add("--size", choices=tuple(SIZES), default="1b", help="of the model")
