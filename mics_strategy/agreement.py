@@ -13,11 +13,21 @@ T = TypeVar("T")
 
 
 def gather_objects(value: T) -> list[T]:
-    """Every rank's `value`, in rank order."""
+    """Every rank's `value`, in rank order.
+
+    Raises:
+        CommunicationError: A rank died or did not take part in time.
+    """
     if dist.get_world_size() == 1:
         return [value]
     values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    try:
+        dist.all_gather_object(values, value)
+    except RuntimeError as error:
+        raise errors.CommunicationError(
+            f"What all ranks must agree on could not be gathered from all {len(values)} of them: {error}. A rank died "
+            "or is somewhere else; look for the first error of the other ranks."
+        ) from error
     return values
 
 

@@ -11,7 +11,7 @@ import torch
 
 from mics_strategy.collectives import traffic
 from mics_strategy.collectives.ledger import Ledger
-from mics_strategy.collectives.ops import Handle, Work, check_fit
+from mics_strategy.collectives.ops import Handle, Work, check_fit, failed
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.collectives.watch import Watch
 
@@ -67,8 +67,15 @@ class Peers:
         self._handle(f"Broadcast of {what}", self.transport.broadcast(tensor, source)).wait()
 
     def share(self, value: T, source: int) -> T:
-        """The object of one rank, on all. For states; no plan has it."""
-        return self.transport.share(value, source)
+        """The object of one rank, on all. For states; no plan has it.
+
+        Raises:
+            CommunicationError: A rank died or did not take part in time.
+        """
+        try:
+            return self.transport.share(value, source)
+        except RuntimeError as error:
+            raise failed(f"Broadcast of an object over {self.transport.where}", error) from error
 
     def combine(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or the maximum of a small tensor over the ranks, in place. For norms; not part of a step's plan."""

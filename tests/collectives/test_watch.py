@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mics_strategy.agreement import gather_objects
 from mics_strategy.collectives import lane
 from mics_strategy.collectives.codecs import Codec
 from mics_strategy.collectives.ops import Handle
@@ -20,7 +21,7 @@ from mics_strategy.errors import CommunicationError, LifecycleError
 from mics_strategy.mesh import Mesh
 from mics_strategy.scopes import Scopes
 from mics_strategy.topology import Axis
-from tests.collectives.networks import Network
+from tests.collectives.networks import DIRECT, Network, Stages
 from tests.ranks import RankContext, RankError, RankPool, raises_on_every_rank
 
 FP32 = torch.float32
@@ -188,7 +189,7 @@ def test_ranks_of_different_groups_may_have_been_asked_for_different_things(rank
 DYING = 2
 
 
-def lose_a_rank(ctx: RankContext, kind: str, codec: Codec | None, num_stages: int) -> None:
+def lose_a_rank(ctx: RankContext, kind: str, codec: Codec | None, num_stages: Stages) -> None:
     """Rank 2 dies when it hands its second piece, or all of it, to the transport."""
     network = Network(ctx, codec, "slow", num_stages)
     assert codec is not None or network.gather(8)
@@ -229,12 +230,12 @@ def dying(after: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("codec", [None, INT8], ids=["plain", "int8"])
-@pytest.mark.parametrize("stages", [1, 2], ids=["one-stage", "two-stages"])
+@pytest.mark.parametrize("stages", [1, 2, DIRECT], ids=["one-stage", "two-stages", "direct"])
 @pytest.mark.parametrize(
     ("kind", "name"), [("gather", "Gather"), ("reduce", "Reduction"), ("all_reduce", "All-reduce")]
 )
 def test_when_a_rank_dies_the_others_say_what_failed_and_among_whom(
-    ranks: RankPool, kind: str, name: str, stages: int, codec: Codec | None
+    ranks: RankPool, kind: str, name: str, stages: Stages, codec: Codec | None
 ) -> None:
     with pytest.raises(RankError) as failure:
         ranks(4, lose_a_rank, kind, codec, stages, ranks_per_node=2, timeout_s=TIMEOUT_S)
@@ -247,3 +248,43 @@ def test_when_a_rank_dies_the_others_say_what_failed_and_among_whom(
         assert "A rank died" in str(error)
         named = str(error).split("(ranks ")[1].split(")")[0].split(", ")
         assert str(rank) in named
+
+
+def lose_a_peer(ctx: RankContext, kind: str) -> None:
+    """Rank 2 dies when the others begin; it is the source of what is broadcast."""
+    peers = Network(ctx).mesh.control
+    assert peers is not None
+    dist.barrier()
+    if ctx.rank == DYING:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tensor, source = torch.ones(4), [0, 2, 1, 3].index(DYING)  # nodes are the slower axis
+    if kind == "Exchange":
+        peers.exchange(torch.empty(4), [1] * 4, tensor, [1] * 4, "layers.3").wait()
+    elif kind == "All-reduce":
+        peers.all_reduce(tensor, "layers.3").wait()
+    elif kind == "Broadcast":
+        peers.broadcast(tensor, "layers.3", source)
+    elif kind == "share":
+        peers.share(None, source)
+    else:
+        gather_objects(ctx.rank)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        *((kind, f"{kind} of layers.3 over .*ranks 0, 2, 1, 3") for kind in ("Exchange", "All-reduce", "Broadcast")),
+        ("share", "Broadcast of an object over .*ranks 0, 2, 1, 3"),
+        ("gather_objects", "gathered from all 4 of them"),
+    ],
+)
+def test_when_a_peer_dies_all_who_need_it_say_so(ranks: RankPool, kind: str, said: str) -> None:
+    with pytest.raises(RankError) as failure:
+        ranks(4, lose_a_peer, kind, ranks_per_node=2, timeout_s=TIMEOUT_S)
+    errors = failure.value.by_rank
+    assert isinstance(errors.pop(DYING), ChildProcessError)
+    assert sorted(errors) == [0, 1, 3]
+    for error in errors.values():
+        assert isinstance(error, CommunicationError), repr(error)
+        assert re.search(said, str(error))
+        assert "A rank died" in str(error)
