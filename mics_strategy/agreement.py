@@ -23,6 +23,8 @@ def gather_objects(value: T) -> list[T]:
     values: list[T] = [value] * dist.get_world_size()
     try:
         dist.all_gather_object(values, value)
+    except errors.MiCSError:  # of a value that refuses to be pickled
+        raise
     except RuntimeError as error:
         raise errors.CommunicationError(
             f"What all ranks must agree on could not be gathered from all {len(values)} of them: {error}. A rank died "

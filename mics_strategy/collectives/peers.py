@@ -14,6 +14,7 @@ from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import Handle, Work, check_fit, failed
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.collectives.watch import Watch
+from mics_strategy.errors import MiCSError
 
 T = TypeVar("T")
 
@@ -74,6 +75,8 @@ class Peers:
         """
         try:
             return self.transport.share(value, source)
+        except MiCSError:  # of a value that refuses to be pickled
+            raise
         except RuntimeError as error:
             raise failed(f"Broadcast of an object over {self.transport.where}", error) from error
 

@@ -288,3 +288,24 @@ def test_when_a_peer_dies_all_who_need_it_say_so(ranks: RankPool, kind: str, sai
         assert isinstance(error, CommunicationError), repr(error)
         assert re.search(said, str(error))
         assert "A rank died" in str(error)
+
+
+class Refused:
+    """Cannot be pickled, like a sharded model."""
+
+    def __reduce__(self) -> str:
+        """Says so."""
+        raise LifecycleError("this cannot be pickled")
+
+
+def send_what_is_refused(ctx: RankContext) -> bool:
+    peers = Network(ctx).mesh.control
+    assert peers is not None
+    for send in (lambda: gather_objects(Refused()), lambda: peers.share(Refused(), peers.index)):
+        with pytest.raises(LifecycleError, match=r"^this cannot be pickled$"):
+            send()
+    return True
+
+
+def test_what_refuses_to_be_pickled_is_not_taken_for_a_dead_rank(ranks: RankPool) -> None:
+    assert ranks(2, send_what_is_refused) == [True] * 2
