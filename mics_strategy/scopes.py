@@ -88,6 +88,12 @@ class Scopes:
         """The same, with gradients sent as they are."""
         return dataclasses.replace(self, codecs=dataclasses.replace(self.codecs, first_hop=None, second_hop=None))
 
+    @property
+    def has_coded_params(self) -> bool:
+        """Whether what ranks compute with was encoded on its way, so that it differs from the shards."""
+        routes = [self.routes(purpose) for purpose in ("gather", "update")]
+        return any(each is not None and each.large.is_coded for each in routes)
+
     def span_of(self, purpose: str) -> Span:
         """The ranks that exchange for one of `PURPOSES`."""
         inner, outer = {

@@ -17,6 +17,7 @@ from mics_strategy.places import discover_topology
 from mics_strategy.scopes import Scopes, idle_codecs, resolve_scopes
 from mics_strategy.sharding import guard, materialize, validate
 from mics_strategy.sharding.advice import advise, with_scopes_of
+from mics_strategy.sharding.autograd_entry import wrap_autograd
 from mics_strategy.sharding.buffers import Memory
 from mics_strategy.sharding.build import Site, add_sharded_parameters, build_engine, build_units
 from mics_strategy.sharding.generation import prepare_generation
@@ -131,6 +132,7 @@ def _build(model: nn.Module, modules: list[UnitModule], site: Site, initializer:
             alive.recover()
 
     install(engine, before_root_forward)
+    wrap_autograd()
     guard.refuse_conversions(unit.module for unit in built)
     guard.refuse_copies({unit.module for unit in built} | {model})
     guard.refuse_saving_shards(model.modules())

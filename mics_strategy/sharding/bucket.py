@@ -24,10 +24,12 @@ from torch import nn
 
 from mics_strategy.collectives.by_size import AnyCollective
 from mics_strategy.collectives.ops import Handle
+from mics_strategy.errors import LifecycleError
 from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.direct import plan_direct
 from mics_strategy.sharding.layout import BucketLayout
 from mics_strategy.sharding.parameter import ShardedParameter
+from mics_strategy.sharding.saved_versions import SavedVersions
 
 _COUNT_OF_WRITES = attrgetter("_version")
 _COUNT_OF_CHANGES = attrgetter("mics_changes")
@@ -84,6 +86,7 @@ class Bucket:
         # Each with a version counter of its own: a write to one in a forward is no modification of the others.
         self.unsharded = [nn.Parameter(view.data, requires_grad=spec.trainable) for view in views]
         self._whole_views = [parameter.data for parameter in self.unsharded]
+        self.saved = SavedVersions(spec.name, self.unsharded)
         self.sharded: list[ShardedParameter] = []
         self._direct = plan_direct(
             self._gathers_whole, spec.layout, self._whole_views, spec.name, coalesces=spec.coalesces_gathers
@@ -221,6 +224,34 @@ class Bucket:
                 targets.append(view if is_scalar else part)
                 sources.append(piece[0] if is_scalar else piece)
         return targets, sources
+
+    def keep_writes(self) -> bool:
+        """Bring what a forward has written into the unsharded parameters to this rank's shard; whether there is any.
+
+        Every rank must have written the same: each keeps its own rows. Of a shard in another dtype only the elements
+        change that were written.
+
+        Raises:
+            LifecycleError: The written parameter holds decoded numbers, not those of the shards.
+        """
+        written = self.saved.written()
+        if not written:
+            return False
+        if self.mesh.scopes.has_coded_params:
+            raise LifecycleError(
+                f"A forward wrote into parameter `{self.layout.regions[written[0]].name}`, whose gathered values were "
+                "encoded (`weight_codec`) and would replace the exact ones. Write into it after `optimizer.step()`, "
+                "under `torch.no_grad()`, or use weight_codec='none'."
+            )
+        master = self.master.data  # not a write that the version counter of all other parameters should see
+        for position in written:
+            region, index = self.layout.regions[position], self.shards.index
+            shard = region.local_view(master, index)
+            own = region.slice_of(self._whole_views[position], index)
+            shard.copy_(torch.where(own == shard.to(own.dtype), shard, own.to(shard.dtype)))
+            self.sharded[position].mics_changes += 1
+        self.saved.accept_writes(self.version)
+        return True
 
     def load(self, position: int, value: torch.Tensor) -> None:
         """Keep this rank's piece of the whole parameter `value`."""

@@ -144,7 +144,7 @@ def add_sharded_parameters(units: list[Unit], modules: list[UnitModule], site: S
             for region in bucket.layout.regions:
                 sharded = make_sharded_parameter(bucket.master, region, bucket.shards, requires_grad[region.name])
                 bucket.sharded.append(sharded)
-        unit.abandon()
+        unit.place_sharded()
 
 
 def build_engine(units: list[Unit], modules: list[UnitModule], site: Site) -> Engine:

@@ -18,14 +18,16 @@ from torch import nn
 from mics_strategy.agreement import gather_objects
 from mics_strategy.errors import LifecycleError
 from mics_strategy.sharding.buffers import StagingRing
+from mics_strategy.sharding.double_backward import DoubleBackward
 from mics_strategy.sharding.gradients.gradient import BucketGradient
 from mics_strategy.sharding.gradients.reducer import Reducer
-from mics_strategy.sharding.lifecycle import Phase
+from mics_strategy.sharding.lifecycle import Content, Phase
 from mics_strategy.sharding.order import Call, CommonOrder, LiveCalls, RecordedOrder
 from mics_strategy.sharding.streams import Streams
 from mics_strategy.sharding.unit import Unit
 
 _log = logging.getLogger(__name__)
+_next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +84,15 @@ class Engine:
         self._in_backward = False
         self._hidden: set[int] = set()  # units that ran without gradients in a forward with them: to be recomputed
         self._training_forward: Unit | None = None  # the outermost unit of a forward with gradients
+        self._double_backward = DoubleBackward(self._before_backward, self._before_second_order)
 
     @property
     def is_recomputing(self) -> bool:
         """Whether autograd is at work, so that a forward now is a recomputation."""
         return self._in_backward and torch._C._current_graph_task_id() != -1
 
-    def before_forward(self, unit: Unit) -> int:
-        """Make the unit's parameters usable. Returns the time of the call, for `after_forward`."""
+    def before_forward(self, unit: Unit) -> Call:
+        """Make the unit's parameters usable. Returns the call, for `after_forward`."""
         self._clock += 1
         self.recover()
         unit.refuse_unfrozen()
@@ -105,36 +108,40 @@ class Engine:
                 if not torch.is_grad_enabled():
                     self._hidden.add(unit.index)
             self._start_ahead(unit, (self.units[index] for index in self.recorded.ahead(self._timing.prefetch)))
-        return self._clock
+        return Call(
+            unit,
+            self._clock,
+            first_node=_next_sequence_number(),
+            is_recomputed=self.is_recomputing,
+            is_evaluation=not self.units[0].module.training,
+        )
 
-    def after_forward(self, unit: Unit, entered: int, outputs: list[torch.Tensor]) -> None:
+    def after_forward(self, call: Call, outputs: list[torch.Tensor]) -> None:
         """Release the unit's parameters and watch its outputs for the backward.
 
         Args:
-            unit: Whose forward has ended (or raised).
-            entered: What `before_forward` returned.
+            call: What `before_forward` returned; the forward has ended, or raised.
             outputs: Tensors that the forward returned; empty when it raised.
         """
+        unit = call.unit
         unit.exit_forward()
         if self._training_forward is unit:
             self._training_forward = None
         if unit.index == 0 and self._has_whole_parameters:
             self._bring(self._common.rest())  # what other ranks may have needed
-        watched = [tensor for tensor in outputs if tensor.requires_grad]
-        if not watched or not torch.is_grad_enabled():
-            return
         self._clock += 1
-        call = Call(
-            unit,
-            entered,
-            self._clock,
-            versions=tuple(bucket.version for bucket in unit.buckets),
-            is_recomputed=self.is_recomputing,
-            is_evaluation=not self.units[0].module.training,
-        )
-        if not call.is_recomputed:
+        call.leave, call.versions = self._clock, tuple(bucket.version for bucket in unit.buckets)
+        if self.watch(call, outputs) and not call.is_recomputed:
             self._live.push(call)
-        _before_gradient(watched, lambda: self._before_backward(call))
+
+    def watch(self, call: Call, tensors: Iterable[torch.Tensor]) -> bool:
+        """See when a backward enters a forward through one of the tensors that it has made; whether there are any."""
+        made = [each for each in tensors if each.requires_grad and call.has_made(each)]
+        if not made or not torch.is_grad_enabled():
+            return False
+        for tensor in made:
+            tensor.register_hook(lambda _: self._before_backward(call))
+        return True
 
     def _unshard(self, unit: Unit) -> None:
         if self._in_backward:
@@ -176,21 +183,23 @@ class Engine:
         _at_end_of_backward(self._end_backward)
 
     def _before_backward(self, call: Call) -> None:
-        """The gradient of a unit's output has arrived: its backward is next."""
+        """The gradient of something that a forward made has arrived: its unit's backward is next, or under way."""
         self._enter_pass()
-        unit = call.unit
+        unit, backward = call.unit, torch._C._current_graph_task_id()
+        if torch.is_grad_enabled():  # `create_graph=True`
+            self._double_backward.follow(call, torch._C._current_autograd_node())
+        if call.backward == backward:
+            if unit.content is not Content.UNSHARDED:
+                self._unshard(unit)
+            return
+        call.backward = backward
         skipped = list(self._live.pop_until(call))
         self._complete_before(call)
         for other in skipped:
             self._unshard(other.unit)
             if other.enter < call.enter:  # around this call: autograd goes through it without having met its outputs
                 other.unit.enter_backward(other.enter)
-        if call.versions != tuple(bucket.version for bucket in unit.buckets):
-            raise LifecycleError(
-                f"The parameters of unit `{unit.name}` changed between its forward and its backward (an optimizer "
-                "step, a load, or a write "
-                "into a parameter). Run the backward before changing parameters, or run the forward again."
-            )
+        _refuse_changes(call)
         self._unshard(unit)
         unit.enter_backward(call.enter)
         if call.is_recomputed:
@@ -199,6 +208,13 @@ class Engine:
         following = self._live.next
         if following is not None:
             self._start_ahead(unit, [following])
+
+    def _before_second_order(self, call: Call) -> None:
+        """A backward differentiates the backward of `call`, and reads the parameters in any order."""
+        self._enter_pass()
+        _refuse_changes(call)
+        if call.unit.content is not Content.UNSHARDED:
+            self._unshard(call.unit)
 
     def _complete_before(self, call: Call) -> None:
         """Release the units that were entered after `call` had left: autograd is done with them."""
@@ -232,6 +248,7 @@ class Engine:
         left = list(self._live.drain())
         for call in left:
             self._unshard(call.unit)
+        self._double_backward.end()
         self.reducer.end_backward()
         self.recorded.complete(followed_all=not left)
         self._hidden.clear()
@@ -244,6 +261,7 @@ class Engine:
         self._in_backward = False
         self._hidden.clear()
         self._training_forward = None
+        self._double_backward.end()
         for _ in self._live.drain():
             pass
         for unit in self.units:
@@ -293,12 +311,13 @@ class Engine:
                 unit.update(self._streams, self._buffers.staging, self._buffers.cast)
 
 
-def _before_gradient(outputs: list[torch.Tensor], callback: Callable[[], None]) -> None:
-    """Have `callback` called once in a backward, before the first gradient of any of `outputs` goes further."""
-    if len(outputs) > 1:
-        torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: callback(), mode="any")
-    else:  # the same, at a quarter of the cost
-        outputs[0].register_hook(lambda _: callback())
+def _refuse_changes(call: Call) -> None:
+    if call.versions != tuple(bucket.version for bucket in call.unit.buckets):
+        raise LifecycleError(
+            f"The parameters of unit `{call.unit.name}` changed between its forward and its backward (an optimizer "
+            "step, a load, or a write into a parameter). Run the backward before changing parameters, or run the "
+            "forward again."
+        )
 
 
 def _at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -122,24 +122,31 @@ def recover_before_reading(model: nn.Module, recover: Callable[[], None]) -> Non
     model.register_state_dict_pre_hook(lambda *_: recover())
 
 
-def refuse_other_parameters(model: nn.Module, known: dict[int, str]) -> None:
+def refuse_other_parameters(model: nn.Module, known: dict[int, str]) -> bool:
     """Refuse parameters that were added, swapped or removed after `shard()`.
 
     Args:
         model: The sharded model, outside of any forward.
         known: The names of its sharded parameters by their identity.
 
+    Returns:
+        Whether the model could be checked: not while `torch.func.functional_call` lends it plain tensors.
+
     Raises:
         LifecycleError: Naming the first one.
     """
     found = dict(model.named_parameters())
+    if any(not isinstance(parameter, nn.Parameter) for parameter in found.values()):
+        return False  # a module refuses to be assigned a plain tensor in the place of a parameter
     for name, parameter in found.items():
         if id(parameter) not in known or not isinstance(parameter, ShardedParameter):
             raise LifecycleError(
                 f"Parameter `{name}` was added, replaced or converted after `shard()`, so no rank would share its "
-                "gradient. Change the model first, then shard it; to change values, write into the existing parameter."
+                "gradient. Change the model first, then shard it; to change values, write into the existing parameter; "
+                "to lend values to `torch.func.functional_call`, pass plain tensors (`.detach()`)."
             )
     removed = set(known) - {id(parameter) for parameter in found.values()}
     if removed:
         names = ", ".join(sorted(known[identity] for identity in removed))
         raise LifecycleError(f"Parameter `{names}` was removed after `shard()`. Change the model first, then shard it.")
+    return True

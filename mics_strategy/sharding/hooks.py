@@ -6,9 +6,9 @@ anew in every forward. A hook may not be traced: `torch.compile` sees a unit's f
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,9 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mics_strategy.errors import LifecycleError
 from mics_strategy.sharding.engine import Engine
 from mics_strategy.sharding.gradients.gradient import BucketGradient
+from mics_strategy.sharding.order import Call
 from mics_strategy.sharding.unit import Unit
 
 T = TypeVar("T")
+_MAX_DEPTH = 3  # of objects in attributes of objects
+_NO_OUTPUT = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, MethodType, nn.Module)
 
 
 def install(engine: Engine, before_root_forward: Callable[[], None]) -> None:
@@ -30,8 +33,11 @@ def install(engine: Engine, before_root_forward: Callable[[], None]) -> None:
         engine: Is told of every event.
         before_root_forward: Called first when the root's forward begins.
     """
+    modules = {unit.module for unit in engine.units}
     for unit in engine.units:
-        _watch_forward(engine, unit, before_root_forward if unit.index == 0 else None)
+        entered = _watch_forward(engine, unit, before_root_forward if unit.index == 0 else None)
+        if unit.slot.is_shared and not unit.trainable:
+            _watch_inside(engine, unit.module, entered, modules)
         for gradient in engine.reducer.gradients.get(unit.index, []):
             for position, parameter in enumerate(gradient.bucket.unsharded):
                 parameter.register_post_accumulate_grad_hook(_gradient_hook(engine, unit, gradient, position))
@@ -55,8 +61,32 @@ def _gradient_hook(
     return hook
 
 
-def _watch_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) -> None:
-    entered: list[int] = []
+def _watch_inside(engine: Engine, module: nn.Module, entered: list[Call], units: set[nn.Module]) -> None:
+    """Watch the outputs of the modules inside a frozen unit, up to those inside other units.
+
+    A backward may enter there (features that a hook has taken) and arrives at no parameter whose gradient would show
+    that the parameters were never unsharded.
+
+    Args:
+        engine: Is told.
+        module: Of the unit.
+        entered: Calls of the unit that have not ended.
+        units: Modules of all units.
+    """
+
+    def after(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> None:
+        if entered and torch.is_grad_enabled():
+            engine.watch(entered[-1], tensors_in(outputs))
+
+    for child in module.children():
+        if child not in units:
+            child.register_forward_hook(cast("Any", torch.compiler.disable)(after))
+            _watch_inside(engine, child, entered, units)
+
+
+def _watch_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) -> list[Call]:
+    """Put hooks around the forward of a unit. Returns the list of its calls that have not ended."""
+    entered: list[Call] = []
     compute_dtype = next((b.spec.param_dtype for b in unit.buckets if b.needs_cast), None)
 
     def before(
@@ -77,12 +107,13 @@ def _watch_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None)
         if not is_lasting:
             outputs = _outlasting(unit, outputs)
             tensors = list(tensors_in(outputs))
-        engine.after_forward(unit, entered.pop(), tensors)
+        engine.after_forward(entered.pop(), tensors)
         return None if is_lasting else outputs
 
     disable: Any = torch.compiler.disable
     unit.module.register_forward_pre_hook(disable(before), prepend=True, with_kwargs=True)
     unit.module.register_forward_hook(disable(after), always_call=True)
+    return entered
 
 
 def _outlasting(unit: Unit, outputs: T) -> T:
@@ -117,10 +148,19 @@ def cast_floating(tree: T, dtype: torch.dtype) -> T:
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists, dicts, registered containers and dataclasses."""
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from tensors_in(getattr(leaf, field.name))
+    """The tensors in nested tuples, lists, dicts, registered containers, and attributes of other objects."""
+    pending, seen = [(tree, 0)], set[int]()
+    while pending:
+        each, depth = pending.pop()
+        for leaf in tree_leaves(each):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+            elif depth < _MAX_DEPTH and id(leaf) not in seen and not isinstance(leaf, _NO_OUTPUT):
+                seen.add(id(leaf))
+                pending.append((_attributes(leaf), depth + 1))
+
+
+def _attributes(thing: object) -> list[object]:
+    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+    values = [getattr(thing, name, None) for name in slots if name not in ("__dict__", "__weakref__")]
+    return [*values, *getattr(thing, "__dict__", {}).values()]

@@ -12,22 +12,43 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
+from torch.autograd.graph import Node
+
 from mics_strategy.sharding.unit import Unit
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One forward of a unit whose outputs need gradients. `enter` and `leave` count events of all units.
+    """One forward of a unit.
 
     A recomputed one belongs to a backward of its own, inside the backward that asked for it (reentrant checkpoints).
+
+    Attributes:
+        unit: Whose forward.
+        enter: When it began; counts events of all units, as `leave` does.
+        leave: When it ended; -1 before.
+        first_node: Sequence number of the first node that it added to autograd's graph.
+        versions: Of the unit's buckets when it ended.
+        backward: Number of autograd's graph task that has entered it last; -1 for none.
     """
 
     unit: Unit
     enter: int
-    leave: int
-    versions: tuple[int, ...]
+    first_node: int
     is_recomputed: bool
     is_evaluation: bool = False
+    leave: int = -1
+    versions: tuple[int, ...] = ()
+    backward: int = -1
+
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is of this forward, or of a later one, and not just passed through it."""
+        return tensor.grad_fn is None or self.has_added(tensor.grad_fn)
+
+    def has_added(self, node: Node) -> bool:
+        """Whether a node of autograd's graph is of this forward, or of a later one."""
+        return node._sequence_nr() >= self.first_node
 
 
 @dataclass(slots=True)

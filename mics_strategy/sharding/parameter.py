@@ -32,6 +32,9 @@ class GradientOwner(Protocol):
     def clear_gradient(self, position: int) -> None:
         """Forget the gradient of the parameter at `position`, pending parts included."""
 
+    def unsharded(self, position: int) -> nn.Parameter | None:
+        """The parameter at `position` as a forward uses it; None when the model is gone."""
+
 
 class _SeenWhole(DTensor):
     """A DTensor that our own gather puts together, and that is compared with any tensor as a whole; both collective."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from mics_strategy.scopes import Scopes
 from mics_strategy.sharding import guard, state
 from mics_strategy.sharding.build import Site
 from mics_strategy.sharding.engine import Engine
-from mics_strategy.sharding.gradients.gradient import BucketGradient
+from mics_strategy.sharding.engine_link import EngineLink
 from mics_strategy.sharding.optimizer import norm
 from mics_strategy.sharding.optimizer.step import StepHooks, adopt
 from mics_strategy.sharding.optimizer.whole import WholeTensors, deal_by_bucket
@@ -30,27 +29,6 @@ from mics_strategy.sharding.report import TrafficRow, compare, plan_unit
 from mics_strategy.sharding.schedule import Plan, StepShape, WholePlan, plan_step
 from mics_strategy.sharding.unit import Unit
 from mics_strategy.sharding.wrap import UnitModule
-
-
-class _Link:
-    """What a sharded parameter knows of its gradient; weakly, as `hooks` explains."""
-
-    def __init__(self, engine: Engine, gradient: BucketGradient | None) -> None:
-        self._engine = weakref.ref(engine)
-        self._gradient = None if gradient is None else weakref.ref(gradient)
-
-    def finish_gradients(self) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.finish_gradients()
-
-    def clear_gradient(self, position: int) -> None:
-        engine, gradient = self._engine(), None if self._gradient is None else self._gradient()
-        if engine is not None and gradient is not None:
-            engine.reducer.clear(gradient, position)
-
-    def belongs_to(self, engine: Engine) -> bool:
-        return self._engine() is engine
 
 
 class Sharded:
@@ -90,7 +68,7 @@ class Sharded:
             plain = {entry.name: entry.parameter for entry in module.parameters}
             gradients = iter(self._engine.reducer.gradients.get(unit.index, []))
             for bucket in unit.buckets:
-                link = _Link(self._engine, next(gradients) if bucket.spec.trainable else None)
+                link = EngineLink(self._engine, bucket, next(gradients) if bucket.spec.trainable else None)
                 for position, sharded in enumerate(bucket.sharded):
                     sharded.__dict__.update(plain[sharded.mics_name].__dict__)  # marks that users put on parameters
                     sharded.mics_owner, sharded.mics_position = link, position
@@ -112,8 +90,8 @@ class Sharded:
         if self._is_check_due:
             buckets = [bucket for unit in self._units for bucket in unit.buckets]
             pairs = [pair for bucket in buckets for pair in zip(bucket.sharded, bucket.layout.regions, strict=True)]
-            guard.refuse_other_parameters(self.model, {id(sharded): region.name for sharded, region in pairs})
-            self._is_check_due = False
+            known = {id(sharded): region.name for sharded, region in pairs}
+            self._is_check_due = not guard.refuse_other_parameters(self.model, known)
         if self._is_step_over and self.model.training and torch.is_grad_enabled():
             self._begin_step()
         self._buffers.before_forward()
@@ -311,7 +289,7 @@ class Sharded:
         """Whether `parameter` is a sharded parameter of this model."""
         return (
             isinstance(parameter, ShardedParameter)
-            and isinstance(parameter.mics_owner, _Link)
+            and isinstance(parameter.mics_owner, EngineLink)
             and parameter.mics_owner.belongs_to(self._engine)
         )
 

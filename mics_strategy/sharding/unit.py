@@ -53,7 +53,7 @@ class Unit:
         self.is_staged = any(bucket.is_staged for bucket in buckets)
         self._forward_depth = 0
         self._arrival: Chain | None = None
-        self._lost_weights = False
+        self._homes: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
 
     @property
     def trainable(self) -> list[Bucket]:
@@ -117,10 +117,11 @@ class Unit:
         if arrival is not None:
             arrival.wait()
             self.content = advance(CONTENT, self.content, "arrive", self.name)
-            self._lost_weights = False
+            for bucket in self.buckets:
+                bucket.saved.unshard(bucket.unsharded_version)
 
     def evict(self) -> None:
-        """Give the slot up. A recomputation may take it from a unit in its backward, which is then gathered again."""
+        """Give the slot up; autograd refuses a backward that still needs the parameters (see `saved_versions`)."""
         self.finish_unshard()
         if self.phase is Phase.FORWARD:
             raise LifecycleError(
@@ -130,7 +131,8 @@ class Unit:
             )
         if self.content is Content.UNSHARDED:
             self.content = advance(CONTENT, self.content, "evict", self.name)
-        self._lost_weights = self.phase is Phase.BACKWARD
+        for bucket in self.buckets:
+            bucket.saved.reshard()
 
     def refuse_unfrozen(self) -> None:
         """See, before anything moves, that no parameter requires gradients for which there is no memory."""
@@ -151,6 +153,8 @@ class Unit:
         self._forward_depth -= 1
         if self._forward_depth == 0:
             self.phase = advance(PHASE, self.phase, "exit_forward", self.name)
+            for bucket in self.buckets:
+                bucket.keep_writes()
             if self.phase is Phase.IDLE:
                 self._put_sharded()
 
@@ -161,43 +165,44 @@ class Unit:
         self._put_unsharded()
 
     def exit_backward(self) -> None:
-        """No backward of this unit can follow in this pass.
-
-        Raises:
-            LifecycleError: A recomputation took the slot and nobody gathered this unit again before its
-                backward ended.
-        """
+        """No backward of this unit can follow in this pass."""
         self.phase = advance(PHASE, self.phase, "exit_backward", self.name)
         self._put_sharded()
-        if self._lost_weights:
-            self._lost_weights = False
-            raise LifecycleError(
-                f"The slot of unit `{self.name}` was taken during its backward: its gradients are not valid. "
-                "Checkpoint one unit at a time, "
-                f"or raise `prefetch` so that the units recomputed together have slots of their own."
-            )
 
     def abandon(self) -> None:
         """Forget a pass that an exception ended."""
         self._forward_depth = 0
         self.num_live_calls = 0
-        self._lost_weights = False
         self.phase = Phase.IDLE
         self._put_sharded()
 
+    def place_sharded(self) -> None:
+        """Put the sharded parameters into the modules, whatever is there."""
+        for module, attribute, _, sharded in self._places():
+            module._parameters[attribute] = sharded
+
     def _put_unsharded(self) -> None:
-        for bucket in self.buckets:
-            for homes, parameter, sharded in zip(bucket.spec.homes, bucket.unsharded, bucket.sharded, strict=True):
-                if parameter.requires_grad != sharded.requires_grad:
-                    parameter.requires_grad_(sharded.requires_grad)
-                for module, attribute in homes:
-                    module._parameters[attribute] = parameter
+        for module, attribute, unsharded, sharded in self._places():
+            if module._parameters[attribute] is sharded:  # not what `torch.func.functional_call` has put there
+                module._parameters[attribute] = unsharded
+                if unsharded.requires_grad != sharded.requires_grad:
+                    unsharded.requires_grad_(sharded.requires_grad)
 
     def _put_sharded(self) -> None:
-        for bucket in self.buckets:
-            for homes, sharded in zip(bucket.spec.homes, bucket.sharded, strict=True):
-                for module, attribute in homes:
-                    module._parameters[attribute] = cast("nn.Parameter", sharded)
+        for module, attribute, unsharded, sharded in self._places():
+            if module._parameters[attribute] is unsharded:
+                module._parameters[attribute] = sharded
+
+    def _places(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
+        """Every attribute that refers to a parameter, with its two forms. Made once, as parameters stay the same."""
+        if self._homes is None:
+            self._homes = [
+                (module, attribute, unsharded, cast("nn.Parameter", sharded))
+                for bucket in self.buckets
+                for homes, unsharded, sharded in zip(bucket.spec.homes, bucket.unsharded, bucket.sharded, strict=True)
+                for module, attribute in homes
+            ]
+        return self._homes
 
 
 def refuse_unfrozen(bucket: Bucket, sharded: ShardedParameter) -> None:
