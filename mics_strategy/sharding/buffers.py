@@ -20,6 +20,8 @@ from torch import nn
 from mics_strategy.errors import LifecycleError
 
 _ALIGN_BYTES = 64
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_unwrapped = torch._C._functorch.get_unwrapped
 
 
 @dataclass(slots=True)
@@ -105,6 +107,14 @@ class Views:
         return self._of[address]
 
 
+def levels_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor and, where `torch.func` has wrapped it, what is inside, down to the one that has memory."""
+    levels = [tensor]
+    while _is_wrapped(levels[-1]):
+        levels.append(_unwrapped(levels[-1]))
+    return levels
+
+
 class Tenant(Protocol):
     """A unit that lives in a slot."""
 
@@ -121,7 +131,8 @@ class Slot:
     tenant: Tenant | None = None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies here."""
+        """Whether a tensor is stored here."""
+        *_, tensor = levels_of(tensor)
         return (
             type(tensor) in (torch.Tensor, nn.Parameter)
             and tensor.layout is torch.strided
@@ -135,16 +146,29 @@ class Slot:
         self.tenant = tenant
 
 
+def _always() -> bool:
+    return True
+
+
 @dataclass(slots=True, eq=False)
 class Staging:
-    """A buffer that one transfer after another borrows."""
+    """A buffer that one transfer after another borrows.
+
+    Attributes:
+        land: Called when the next borrower comes.
+        is_needed: Whether the borrower still fills the buffer.
+        may_land: Whether the borrower may be asked to land what it has filled so far.
+    """
 
     buffer: torch.Tensor
     land: Callable[[], None] | None = None
     is_needed: Callable[[], bool] = bool
+    may_land: Callable[[], bool] = _always
 
-    def take(self, land: Callable[[], None], is_needed: Callable[[], bool]) -> torch.Tensor:
-        """Borrow the buffer; `land` is called when the next borrower comes."""
+    def take(
+        self, land: Callable[[], None], is_needed: Callable[[], bool], may_land: Callable[[], bool]
+    ) -> torch.Tensor:
+        """Borrow the buffer from whoever had it."""
         before, self.land = self.land, None
         if before is not None:
             before()
@@ -153,12 +177,15 @@ class Staging:
                 "A buffer is asked for while its borrower still fills it: gradients would be lost. This is a defect of "
                 "the schedule; please report it."
             )
-        self.land, self.is_needed = land, is_needed
+        self.land, self.is_needed, self.may_land = land, is_needed, may_land
         return self.buffer
 
 
 class StagingRing:
     """Stagings handed out in turn.
+
+    One more is allocated, for good, when each is still being filled and none may be sent before another: where
+    gradients come in another order than the one in which ranks have agreed to send them.
 
     Args:
         memory: Accounts for the bytes.
@@ -169,20 +196,30 @@ class StagingRing:
     """
 
     def __init__(self, memory: Memory, purpose: str, count: int, num_bytes: int, device: torch.device) -> None:
-        buffers = [memory.zeros(purpose, num_bytes, torch.uint8, device) for _ in range(count if num_bytes else 0)]
-        self._stagings = [Staging(buffer) for buffer in buffers]
+        self._allocate: Callable[[], Staging] = lambda: Staging(memory.zeros(purpose, num_bytes, torch.uint8, device))
+        self._stagings = [self._allocate() for _ in range(count if num_bytes else 0)]
         self._next = 0
 
-    def take(self, land: Callable[[], None], is_needed: Callable[[], bool] = bool) -> torch.Tensor:
+    def take(
+        self,
+        land: Callable[[], None],
+        is_needed: Callable[[], bool] = bool,
+        may_land: Callable[[], bool] = _always,
+    ) -> torch.Tensor:
         """The next buffer in turn, after whoever had it has landed. Empty when nothing of this kind travels.
 
         Args:
             land: Called when the next borrower comes.
             is_needed: Whether the borrower still fills the buffer, so that another one is to be lent, if there is one.
+            may_land: Whether the borrower may be asked to land although it still fills the buffer.
         """
         if not self._stagings:
             return torch.empty(0, dtype=torch.uint8)
         in_turn = self._stagings[self._next :] + self._stagings[: self._next]
-        staging = next((each for each in in_turn if not each.is_needed()), in_turn[0])
+        free = (each for each in in_turn if not each.is_needed())
+        staging = next(free, None) or next((each for each in in_turn if each.may_land()), None)
+        if staging is None:
+            staging = self._allocate()
+            self._stagings.append(staging)
         self._next = (self._stagings.index(staging) + 1) % len(self._stagings)
-        return staging.take(land, is_needed)
+        return staging.take(land, is_needed, may_land)

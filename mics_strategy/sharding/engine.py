@@ -17,13 +17,13 @@ from torch import nn
 
 from mics_strategy.agreement import gather_objects
 from mics_strategy.errors import LifecycleError
-from mics_strategy.sharding.buffers import StagingRing
+from mics_strategy.sharding.buffers import StagingRing, levels_of
 from mics_strategy.sharding.double_backward import DoubleBackward
 from mics_strategy.sharding.gradients.gradient import BucketGradient
 from mics_strategy.sharding.gradients.reducer import Reducer
 from mics_strategy.sharding.lifecycle import Content, Phase
 from mics_strategy.sharding.order import Call, CommonOrder, LiveCalls, RecordedOrder
-from mics_strategy.sharding.streams import Streams
+from mics_strategy.sharding.streams import Streams, outside_transforms
 from mics_strategy.sharding.unit import Unit
 
 _log = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Engine:
 
     def watch(self, call: Call, tensors: Iterable[torch.Tensor]) -> bool:
         """See when a backward enters a forward through one of the tensors that it has made; whether there are any."""
-        made = [each for each in tensors if each.requires_grad and call.has_made(each)]
+        made = [level for each in tensors for level in levels_of(each) if level.requires_grad and call.has_made(level)]
         if not made or not torch.is_grad_enabled():
             return False
         for tensor in made:
@@ -182,6 +182,7 @@ class Engine:
             self.recorded.forget_needed()
         _at_end_of_backward(self._end_backward)
 
+    @outside_transforms
     def _before_backward(self, call: Call) -> None:
         """The gradient of something that a forward made has arrived: its unit's backward is next, or under way."""
         self._enter_pass()
@@ -209,6 +210,7 @@ class Engine:
         if following is not None:
             self._start_ahead(unit, [following])
 
+    @outside_transforms
     def _before_second_order(self, call: Call) -> None:
         """A backward differentiates the backward of `call`, and reads the parameters in any order."""
         self._enter_pass()
@@ -230,6 +232,7 @@ class Engine:
         if unit.phase is Phase.BACKWARD:
             unit.exit_backward()
 
+    @outside_transforms
     def on_gradient(self, unit: Unit, gradient: BucketGradient, position: int, parameter: nn.Parameter) -> None:
         """Autograd has accumulated the gradient of an unsharded parameter."""
         self._enter_pass()
@@ -241,6 +244,7 @@ class Engine:
             )
         self.reducer.collect(unit, gradient, position, parameter)
 
+    @outside_transforms
     def _end_backward(self) -> None:
         """Autograd is done: follow what other ranks may have run, send what is left, release everything."""
         for unit in self.units:

@@ -7,14 +7,18 @@ stream, ordered by events, and the host never blocks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from typing import ParamSpec, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from mics_strategy.collectives.ops import Handle
 
 Stage = Callable[[], Handle | None]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Chain:
@@ -107,6 +111,14 @@ class Streams:
         return Chain(list(stages), finish, self._reduce)
 
 
-def outside_inference_mode() -> AbstractContextManager[object]:
-    """Engine tensors must stay ordinary tensors, also when they are written during inference."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
+    """What `function` does with the engine's tensors is no part of what `torch.func` transforms."""
+
+    @functools.wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return function(*args, **kwargs)
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return outside

@@ -18,7 +18,7 @@ from mics_strategy.sharding.bucket import Bucket
 from mics_strategy.sharding.buffers import Slot, StagingRing, Views
 from mics_strategy.sharding.lifecycle import CONTENT, PHASE, Content, Phase, advance
 from mics_strategy.sharding.parameter import ShardedParameter
-from mics_strategy.sharding.streams import Chain, Stage, Streams
+from mics_strategy.sharding.streams import Chain, Stage, Streams, outside_transforms
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -76,8 +76,11 @@ class Unit:
             cast: Lends a buffer for this rank's shards in the compute dtype.
             again: For a backward, after the forward of the same step.
         """
-        if self.is_fresh:
-            return
+        if not self.is_fresh:
+            self._start_unshard(streams, staging, cast, again=again)
+
+    @outside_transforms
+    def _start_unshard(self, streams: Streams, staging: StagingRing, cast: StagingRing, *, again: bool) -> None:
         self.finish_unshard()
         self.slot.take(self)
         if self.content is Content.UNSHARDED:
@@ -115,10 +118,14 @@ class Unit:
         """Make the gathered parameters usable on the current stream."""
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
-            arrival.wait()
-            self.content = advance(CONTENT, self.content, "arrive", self.name)
-            for bucket in self.buckets:
-                bucket.saved.unshard(bucket.unsharded_version)
+            self._finish(arrival)
+
+    @outside_transforms
+    def _finish(self, arrival: Chain) -> None:
+        arrival.wait()
+        self.content = advance(CONTENT, self.content, "arrive", self.name)
+        for bucket in self.buckets:
+            bucket.saved.unshard(bucket.unsharded_version)
 
     def evict(self) -> None:
         """Give the slot up; autograd refuses a backward that still needs the parameters (see `saved_versions`)."""

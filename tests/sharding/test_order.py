@@ -12,7 +12,7 @@ def _units(count: int) -> list[SimpleNamespace]:
 
 
 def _call(unit: SimpleNamespace, enter: int, leave: int) -> Call:
-    return Call(unit, enter, leave, (0,), False)
+    return Call(unit, enter, first_node=0, is_recomputed=False, leave=leave, versions=(0,))
 
 
 def _forward(live: LiveCalls, root: SimpleNamespace, layers: list[SimpleNamespace], clock: int = 0) -> list[Call]:

@@ -156,7 +156,7 @@ class Reducer:
         """Borrow the buffer in which this backward's gradients of `unit` are collected."""
         self._land_until(unit)  # its own first hop of an earlier backward
         gradients = self.gradients[unit.index]
-        buffer = ring.take(lambda: self._free(unit), lambda: self._is_filling(unit))
+        buffer = ring.take(lambda: self._free(unit), lambda: self._is_filling(unit), lambda: self._may_send(unit))
         if unit.index not in self._flats:
             self._flats[unit.index] = Views([(each.bucket.layout.full_numel, each.wire_dtype) for each in gradients])
         for gradient, flat in zip(gradients, self._flats[unit.index].of(buffer), strict=True):
@@ -170,6 +170,11 @@ class Reducer:
             if self._is_filling(unit):
                 self._launch(unit)
         self._land_until(unit)
+
+    def _may_send(self, unit: Unit) -> bool:
+        """Whether the turn of `unit` may come now: nothing is still expected of the units before it."""
+        before = self._order[: self._order.index(unit)] if unit in self._order else []
+        return all(other.index in self._ready or self._is_filling(other) for other in before)
 
     def _is_filling(self, unit: Unit) -> bool:
         """Whether gradients of `unit` have arrived that no first hop has taken."""
