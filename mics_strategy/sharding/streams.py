@@ -31,7 +31,9 @@ class Chain:
     ) -> None:
         self._handles: list[Handle] = []
         self._finish = finish
+        self._device = stream.device if stream is not None else None
         self._done: torch.cuda.Event | None = None
+        self._ordered: set[torch.cuda.Stream] = set()  # streams that have waited for the event
         self._kept: list[torch.Tensor] = []  # what the device still reads when the host has gone on
         self.is_done = False
         if stream is None:
@@ -75,13 +77,18 @@ class Chain:
         return self._done is None and all(handle.has_arrived for handle in self._handles)
 
     def wait(self) -> None:
-        """Make all results valid on the current stream; on the CPU, now. Calling it again does nothing."""
-        if self.is_done:
-            return
-        self.is_done = True
+        """Make all results valid on the current stream of the chain's device; on the CPU, now.
+
+        Calling it again does nothing, except on CUDA where another stream is current than before.
+        """
         if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
-        else:
+            stream = torch.cuda.current_stream(self._device)
+            if stream not in self._ordered:
+                stream.wait_event(self._done)
+                self._ordered.add(stream)
+            self.is_done = True
+        elif not self.is_done:
+            self.is_done = True
             self._drain()
         self._kept.clear()  # memory that is used anew now is written behind the event
 

@@ -112,12 +112,14 @@ class Unit:
         return self._flats.of(flat), self._casts.of(cast.take(self.finish_unshard))
 
     def finish_unshard(self) -> None:
-        """Make the gathered parameters usable on the current stream."""
+        """Make the gathered parameters usable on the current stream, which may be another one at the next use."""
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
             arrival.wait()
-            self.content = advance(CONTENT, self.content, "arrive", self.name)
-            self._lost_weights = False
+            self._arrival = arrival
+            if self.content is Content.UNSHARDING:
+                self.content = advance(CONTENT, self.content, "arrive", self.name)
+                self._lost_weights = False
 
     def evict(self) -> None:
         """Give the slot up. A recomputation may take it from a unit in its backward, which is then gathered again."""
