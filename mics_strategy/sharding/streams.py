@@ -104,6 +104,7 @@ class Streams:
         is_cuda = device.type == "cuda"
         self._gather = torch.cuda.Stream(device) if is_cuda else None
         self._reduce = torch.cuda.Stream(device, priority=-1) if is_cuda else None
+        self._second_hop = torch.cuda.Stream(device) if is_cuda else None
 
     def gather(self, *stages: Stage) -> Chain:
         """Start a chain that brings parameters."""
@@ -112,6 +113,13 @@ class Streams:
     def reduce(self, *stages: Stage, finish: Callable[[], None] | None = None) -> Chain:
         """Start a chain that takes gradients away, on a stream of higher priority: no gather delays it."""
         return Chain(list(stages), finish, self._reduce)
+
+    def second_hop(self, *stages: Stage, finish: Callable[[], None]) -> Chain:
+        """Start the second hop of a gradient, on a stream of its own: ranks may start first hops meanwhile.
+
+        On one stream for both hops, ranks that order them differently would wait for one another forever.
+        """
+        return Chain(list(stages), finish, self._second_hop)
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:

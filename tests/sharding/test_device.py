@@ -78,6 +78,24 @@ def test_every_stream_that_uses_a_result_waits_for_it_once(cuda: Cuda) -> None:
     assert (len(first.waited), len(second.waited)) == (1, 1)
 
 
+def test_gathers_and_both_hops_of_gradients_have_streams_of_their_own() -> None:
+    made: list[Stream] = []
+
+    def make(device: torch.device, priority: int = 0) -> Stream:
+        made.append(Stream(device))
+        return made[-1]
+
+    with mock.patch.object(torch.cuda, "Stream", make):
+        streams = Streams(torch.device("cuda", 1))
+    used: list[object] = []
+    with mock.patch("mics_strategy.sharding.streams.Chain", lambda *args, **kwargs: used.append((args, kwargs))):
+        streams.gather()
+        streams.reduce()
+        streams.second_hop(finish=lambda: None)
+    assert len(made) == len({id(stream) for stream in made}) == 3
+    assert [sum(stream in (*args, *kwargs.values()) for args, kwargs in used) for stream in made] == [1, 1, 1]
+
+
 def use_a_gathered_unit_twice(ctx: RankContext) -> list[int]:
     """How often chains of one unit were waited for at each of two uses of the same gathered parameters."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

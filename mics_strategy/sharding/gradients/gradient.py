@@ -58,6 +58,7 @@ class BucketGradient:
         self._written: set[int] = set()  # the accumulator holds a sum of it
         self._kept: set[int] = set()  # the result holds an earlier mean of it
         self._flat: torch.Tensor | None = None
+        self._is_zero = False
         self._places: dict[int, list[torch.Tensor | None]] = {}
         self._result_cast = result_cast
         self._is_one_buffer = accumulator.data_ptr() == result.data_ptr()
@@ -81,9 +82,14 @@ class BucketGradient:
         """Parameters whose gradient has arrived in this backward."""
         return len(self._fired)
 
-    def begin_collecting(self, flat: torch.Tensor) -> None:
-        """Use `flat`, [full_numel] in the wire dtype, until this backward's first hop has landed."""
-        self._flat = flat
+    def begin_collecting(self, flat: torch.Tensor, *, is_zero: bool) -> None:
+        """Use `flat`, [full_numel] in the wire dtype, until this backward's first hop has landed.
+
+        Args:
+            flat: The flat form.
+            is_zero: It holds zeros, others read it too, and nothing will be collected.
+        """
+        self._flat, self._is_zero = flat, is_zero
         self.collection = advance(COLLECTION, self.collection, "collect", self.name)
 
     def collect(self, position: int, grad: torch.Tensor) -> None:
@@ -142,7 +148,8 @@ class BucketGradient:
         across, flat = self.bucket.mesh.reduce_grads, self._flat
         if across is None or flat is None:
             return None
-        self._zero(flat, self._all - self._fired)
+        if not self._is_zero:
+            self._zero(flat, self._all - self._fired)
         self._fired.clear()
         self.collection = advance(COLLECTION, self.collection, "launch", self.name)
         self._open()
