@@ -13,7 +13,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from mics_strategy.collectives.ops import is_anything_under_way
 from mics_strategy.collectives.peers import Peers
 from mics_strategy.collectives.route import Route
 from mics_strategy.collectives.trail import Trail, first_difference
-from mics_strategy.collectives.transport import Transport, is_gloo
+from mics_strategy.collectives.transport import Transport, is_gloo, moves, timeout_of
 from mics_strategy.collectives.watch import Watch
 from mics_strategy.collectives.workspace import Workspace
 from mics_strategy.scopes import Scopes
@@ -202,7 +202,7 @@ class Mesh:
         key = purpose if purpose != "second_reduce" else f"{purpose} {self._number}"
         if (key, span) not in shared:
             for members in span.groups(self.scopes.world_size):
-                group = new_group(members, f"mics.{purpose}.{span.name}")
+                group = new_group(members, f"mics.{purpose}.{span.name}", self.device.type, urgent=purpose == "reduce")
                 if self.rank in members:
                     shared[key, span] = group
         return shared[key, span]
@@ -228,7 +228,10 @@ class Mesh:
         if replicate is not None:
             ranks = torch.tensor(replicate_span.members(self.rank))
             return DeviceMesh.from_group(replicate, self.device.type, mesh=ranks, mesh_dim_names=("replicate",))
-        group = shard if shard is not None else dist.new_group([self.rank], use_local_synchronization=True)
+        group = shard
+        if group is None:
+            timeout = timeout_of(dist.group.WORLD, self.device.type)
+            group = dist.new_group([self.rank], timeout=timeout, use_local_synchronization=True)
         return DeviceMesh.from_group(group, self.device.type, mesh=torch.tensor(shard_ranks), mesh_dim_names=("shard",))
 
     def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
@@ -278,10 +281,24 @@ class _Placed(int):
         return self.place < other.place if isinstance(other, _Placed) else int(self) < other
 
 
-def new_group(members: list[int], description: str) -> dist.ProcessGroup:
-    """A group of `members` in their order."""
-    make: Callable[..., dist.ProcessGroup] = dist.new_group
-    if "sort_ranks" in inspect.signature(make).parameters:
+def new_group(
+    members: list[int], description: str, device_type: str = "cpu", *, urgent: bool = False
+) -> dist.ProcessGroup:
+    """A group of `members` in their order, with the timeout that the user gave for the default group.
+
+    Args:
+        members: Ranks of the job.
+        description: Name of the group in torch's logs.
+        device_type: Device of what the group will send.
+        urgent: Give NCCL's own stream of the group, on which its kernels run, a high priority.
+    """
+    timeout = timeout_of(dist.group.WORLD, device_type)
+    make: Callable[..., dist.ProcessGroup] = functools.partial(dist.new_group, timeout=timeout)
+    if urgent and moves(dist.group.WORLD, device_type) == "nccl":
+        options: Any = cast("Any", dist).ProcessGroupNCCL.Options()
+        options.is_high_priority_stream, options._timeout = True, timeout
+        make = functools.partial(make, pg_options=options)
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
         return make(members, sort_ranks=False, group_desc=description)
     ranks = [_Placed(member) for member in members]
     for place, rank in enumerate(ranks):
