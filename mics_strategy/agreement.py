@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from mics_strategy import errors
+from mics_strategy.collectives.bounded_store import BoundedStore
 
 T = TypeVar("T")
+_LONG_S = 2.0  # after which ranks that are not there are named
+_num_gathers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def gather_objects(value: T) -> list[T]:
@@ -21,16 +26,31 @@ def gather_objects(value: T) -> list[T]:
     if dist.get_world_size() == 1:
         return [value]
     values: list[T] = [value] * dist.get_world_size()
+    number = _num_gathers[dist.group.WORLD] = _num_gathers.get(dist.group.WORLD, 0) + 1
+    asked, start_s = BoundedStore(), time.monotonic()
+    asked.store.set(_key(dist.get_rank()), str(number))
     try:
         dist.all_gather_object(values, value)
     except errors.MiCSError:  # of a value that refuses to be pickled
         raise
     except RuntimeError as error:
+        missing = asked.ask(lambda: _missing(asked.store, number)) if time.monotonic() - start_s > _LONG_S else None
+        found = f"No answer from rank {', '.join(map(str, missing))}. " if missing else ""
         raise errors.CommunicationError(
-            f"What all ranks must agree on could not be gathered from all {len(values)} of them: {error}. A rank died "
-            "or is somewhere else; look for the first error of the other ranks."
+            f"What all ranks must agree on could not be gathered from all {len(values)} of them: {error}. {found}"
+            "A rank died or is somewhere else; look for the first error of the other ranks."
         ) from error
     return values
+
+
+def _key(rank: int) -> str:
+    return f"mics/agreements/{rank}"
+
+
+def _missing(store: Any, number: int) -> list[int]:
+    """Ranks that have not come to the gather of that number."""
+    keys = {rank: _key(rank) for rank in range(dist.get_world_size())}
+    return [rank for rank, key in keys.items() if not store.check([key]) or int(store.get(key)) < number]
 
 
 def on_every_rank(check: Callable[[], T]) -> T:

@@ -77,7 +77,9 @@ class ShardConfig:
         grad_codec_until: Share of the training after which `grad_codec` is off. Below 1 it needs `training_steps`.
         training_steps: Optimizer steps of the whole training, or ``"unknown"``. Lightning's Trainer fills it in.
         param_dtype: Dtype in which parameters are gathered and used; ``"auto"`` keeps each parameter's own.
-        reduce_dtype: Dtype in which gradients travel; ``"auto"`` is fp32. Sums are always kept in fp32.
+        reduce_dtype: Dtype in which gradients travel; ``"auto"`` is fp32. Sums are always kept in fp32, but NCCL adds
+            in this dtype: bf16 rounds at every rank, fp16 would overflow, so gradients in fp16 are divided by about
+            the square root of the number of ranks before they are summed, and by the rest afterwards.
         optimizer_layout: ``"rows"`` shards every tensor. ``"tensors"`` gives each tensor of an optimizer that needs it
             whole (Muon, Adafactor, ...) to one rank of the optimizer scope, which updates it; others stay in rows.
         second_hop: When gradients meet beyond their scope: ``"boundary"`` (once per optimizer step) or

@@ -13,7 +13,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from mics_strategy.collectives.ops import is_anything_under_way
 from mics_strategy.collectives.peers import Peers
 from mics_strategy.collectives.route import Route
 from mics_strategy.collectives.trail import Trail, first_difference
-from mics_strategy.collectives.transport import Transport, is_gloo
+from mics_strategy.collectives.transport import Transport, is_gloo, moves, timeout_of
 from mics_strategy.collectives.watch import Watch
 from mics_strategy.collectives.workspace import Workspace
 from mics_strategy.scopes import Scopes
@@ -73,14 +73,14 @@ class Mesh:
 
     Args:
         scopes: Ranks and axes of each model state.
-        device_type: ``"cpu"`` or ``"cuda"``.
+        device: Device of the model, with its index where there are several.
     """
 
-    def __init__(self, scopes: Scopes, device_type: str) -> None:
+    def __init__(self, scopes: Scopes, device: torch.device | str) -> None:
         self.scopes = scopes
         self.rank = dist.get_rank()
         self.ledger = Ledger()
-        self.device_type = device_type
+        self.device = torch.device(device)
         self._number = _count_meshes()
         self._watch = Watch(str(self._number), self.rank)
         self.workspaces = {family: Workspace() for family in _FAMILIES}
@@ -102,18 +102,20 @@ class Mesh:
         )
         index = scopes.span(1, scopes.optimizer).index(self.rank)
         self.trained = Shards(degree=scopes.optimizer, index=index, device_mesh=self._device_mesh, update=update)
-        if device_type == "cpu":
+        if self.device.type == "cpu":
             _gloo_meshes.add(self)
 
     def _calibrate(self, scopes: Scopes) -> list[Finding]:
         if self.control is None:
             return []
-        in_both_ways, device = scopes.in_both_ways(), torch.device(self.device_type)
+        in_both_ways = scopes.in_both_ways()
 
         def make(purpose: str, workspace: Workspace) -> AnyCollective | None:
             return self._collective(purpose, in_both_ways, workspace)
 
-        found = calibrate(scopes, Surroundings(control=self.control, device=device, make=make, gather=gather_objects))
+        found = calibrate(
+            scopes, Surroundings(control=self.control, device=self.device, make=make, gather=gather_objects)
+        )
         self.ledger.take()
         return found
 
@@ -170,12 +172,12 @@ class Mesh:
         channel = Channel(
             route=route, transports=transports, ranks=frozenset(span.members(self.rank)), watch=self._watch
         )
-        device, runner = torch.device(self.device_type), self._runner(family, transports)
-        return Collective(channel, runner, workspace or self.workspaces[family], self.ledger, device)
+        runner = self._runner(family, transports)
+        return Collective(channel, runner, workspace or self.workspaces[family], self.ledger, self.device)
 
     def _runner(self, family: str, transports: list[Transport]) -> Runner:
         """The lane of a family of collectives, whose order among one another is kept; or none where none is needed."""
-        if not is_gloo(transports[0].group, self.device_type):
+        if not is_gloo(transports[0].group, self.device.type):
             return AtOnce()
         if family not in self._lanes:
             self._lanes[family] = Lane(f"{family} {self._number}", self._watch)
@@ -188,7 +190,7 @@ class Mesh:
         group = self._group(purpose, span)
         if group is None:
             raise errors.LifecycleError(f"No group for {purpose} over one rank. This is a defect; please report it.")
-        transport = Transport(group, span.name, self.device_type)
+        transport = Transport(group, span.name, self.device.type)
         self._transports.append(transport)
         return transport
 
@@ -200,7 +202,7 @@ class Mesh:
         key = purpose if purpose != "second_reduce" else f"{purpose} {self._number}"
         if (key, span) not in shared:
             for members in span.groups(self.scopes.world_size):
-                group = new_group(members, f"mics.{purpose}.{span.name}")
+                group = new_group(members, f"mics.{purpose}.{span.name}", self.device.type, urgent=purpose == "reduce")
                 if self.rank in members:
                     shared[key, span] = group
         return shared[key, span]
@@ -221,13 +223,16 @@ class Mesh:
         if shard is not None and replicate is not None:
             ranks = torch.tensor([shard_span.members(member) for member in replicate_span.members(shard_ranks[0])])
             return DeviceMesh.from_group(
-                [replicate, shard], self.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
+                [replicate, shard], self.device.type, mesh=ranks, mesh_dim_names=("replicate", "shard")
             )
         if replicate is not None:
             ranks = torch.tensor(replicate_span.members(self.rank))
-            return DeviceMesh.from_group(replicate, self.device_type, mesh=ranks, mesh_dim_names=("replicate",))
-        group = shard if shard is not None else dist.new_group([self.rank], use_local_synchronization=True)
-        return DeviceMesh.from_group(group, self.device_type, mesh=torch.tensor(shard_ranks), mesh_dim_names=("shard",))
+            return DeviceMesh.from_group(replicate, self.device.type, mesh=ranks, mesh_dim_names=("replicate",))
+        group = shard
+        if group is None:
+            timeout = timeout_of(dist.group.WORLD, self.device.type)
+            group = dist.new_group([self.rank], timeout=timeout, use_local_synchronization=True)
+        return DeviceMesh.from_group(group, self.device.type, mesh=torch.tensor(shard_ranks), mesh_dim_names=("shard",))
 
     def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or maximum of a scalar over the ranks that hold different shards, in place. No plan has it."""
@@ -276,10 +281,24 @@ class _Placed(int):
         return self.place < other.place if isinstance(other, _Placed) else int(self) < other
 
 
-def new_group(members: list[int], description: str) -> dist.ProcessGroup:
-    """A group of `members` in their order."""
-    make: Callable[..., dist.ProcessGroup] = dist.new_group
-    if "sort_ranks" in inspect.signature(make).parameters:
+def new_group(
+    members: list[int], description: str, device_type: str = "cpu", *, urgent: bool = False
+) -> dist.ProcessGroup:
+    """A group of `members` in their order, with the timeout that the user gave for the default group.
+
+    Args:
+        members: Ranks of the job.
+        description: Name of the group in torch's logs.
+        device_type: Device of what the group will send.
+        urgent: Give NCCL's own stream of the group, on which its kernels run, a high priority.
+    """
+    timeout = timeout_of(dist.group.WORLD, device_type)
+    make: Callable[..., dist.ProcessGroup] = functools.partial(dist.new_group, timeout=timeout)
+    if urgent and moves(dist.group.WORLD, device_type) == "nccl":
+        options: Any = cast("Any", dist).ProcessGroupNCCL.Options()
+        options.is_high_priority_stream, options._timeout = True, timeout
+        make = functools.partial(make, pg_options=options)
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
         return make(members, sort_ranks=False, group_desc=description)
     ranks = [_Placed(member) for member in members]
     for place, rank in enumerate(ranks):

@@ -57,6 +57,12 @@ def run_twice(ctx: RankContext, code: str, folder: Path) -> list[int]:
     return left
 
 
+def test_what_the_training_examples_make_is_on_the_models_device() -> None:
+    made = [call for block in PYTHON_BLOCKS for call in re.findall(r"torch\.randn\((.*)\)\)\.square", block)]
+    assert len(made) == 2
+    assert all(re.search(r"device=(sharded|fabric)\.device", arguments) for arguments in made)
+
+
 def test_the_checkpoint_example_resumes(ranks: RankPool, tmp_path: Path) -> None:
     (example,) = [block for block in PYTHON_BLOCKS if "save_checkpoint(" in block]
     assert ranks(2, run_twice, example, tmp_path) == [[10, 0], [10, 0]]

@@ -25,6 +25,7 @@ from mics_strategy.collectives.crossover import RUNS, SIZES_BYTES, Crossing, Tim
 from mics_strategy.collectives.decisions import Links
 from mics_strategy.collectives.peers import Peers
 from mics_strategy.collectives.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER
+from mics_strategy.collectives.transport import moves
 from mics_strategy.collectives.workspace import Workspace
 from mics_strategy.scopes import Scopes
 from mics_strategy.topology import Span
@@ -103,10 +104,10 @@ def calibrate(scopes: Scopes, site: Surroundings) -> list[Finding]:
 
 def moved_by(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """What moves tensors, in words; None where times say nothing, as among simulated ranks."""
-    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(",") if ":" in each)
-    if backends.get(device.type) not in _TIMED_BACKENDS:
+    backend = moves(group, device.type)
+    if backend not in _TIMED_BACKENDS:
         return None
-    return f"{backends[device.type]} on {torch.cuda.get_device_name() if device.type == 'cuda' else device.type}"
+    return f"{backend} on {torch.cuda.get_device_name() if device.type == 'cuda' else device.type}"
 
 
 def _find(crossing: Crossing, purpose: str, links: Links, kept: int | None, site: Surroundings) -> Finding:

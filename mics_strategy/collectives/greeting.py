@@ -13,6 +13,7 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 
@@ -23,7 +24,7 @@ Gather = Callable[[torch.Tensor], torch.Tensor]  # [n] int64 of this rank to [ra
 _INDEX = struct.Struct("=i")
 
 
-def meet(ranks: Sequence[int], index: int, gather: Gather) -> dict[int, Neighbour]:
+def meet(ranks: Sequence[int], index: int, gather: Gather, patience: timedelta) -> dict[int, Neighbour]:
     """Connect all ranks of a group, if each can read the others' memory. Collective.
 
     1. Every rank listens, and tells where, and a number that nobody can guess, and the address of it.
@@ -34,6 +35,7 @@ def meet(ranks: Sequence[int], index: int, gather: Gather) -> dict[int, Neighbou
         ranks: Of the group.
         index: Which of them this is.
         gather: Tells the others something.
+        patience: How long a rank waits for another one in any transfer.
 
     Returns:
         The others by index; none on any rank where one of them cannot read another's memory.
@@ -50,7 +52,9 @@ def meet(ranks: Sequence[int], index: int, gather: Gather) -> dict[int, Neighbou
         others = range(index + 1, len(ranks))
         if _all_agree(gather, all(_connect(connections, index, other, told[other][0]) for other in others)):
             is_complete = listener is not None and _accept(connections, listener, index)
-            neighbours = {o: Neighbour(each, ranks[o]) for o, each in connections.items()} if is_complete else {}
+            neighbours = {}
+            if is_complete:
+                neighbours = {o: Neighbour(each, ranks[o], patience) for o, each in connections.items()}
             can_read = all(_is_number(each, *told[other][1:]) for other, each in neighbours.items())
             if _all_agree(gather, is_complete and can_read):
                 return neighbours

@@ -14,8 +14,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -118,6 +119,46 @@ class Lane:
         thread.join()
 
 
+class Watched:
+    """Work of gloo's own collectives, of which a rank that waits long looks for the reason.
+
+    Args:
+        work: May be waited for again after a wait that took too long.
+        watch: Looks.
+        asked: What it is.
+    """
+
+    def __init__(self, work: Any, watch: Watch, asked: Asked) -> None:
+        self._work = work
+        self._watch = watch
+        self._asked = asked
+
+    def wait(self) -> None:
+        """Block until the work is done.
+
+        Raises:
+            LifecycleError: It never will: ranks wait for different things.
+        """
+        patience_s = PATIENCE_S
+        while not self._is_done(patience_s):
+            self._watch.look(self._asked)
+            patience_s = min(2 * patience_s, MAX_PATIENCE_S)
+        self._watch.forget()
+
+    def _is_done(self, within_s: float) -> bool:
+        try:
+            self._work.wait(timedelta(seconds=within_s))
+        except RuntimeError:
+            if self._work.is_completed():  # with that error
+                raise
+            return False
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the work is done, well or not."""
+        return bool(self._work.is_completed())
+
+
 def _work_off(queue: SimpleQueue[_Task | None]) -> None:
     """Run what comes. Nothing stays here between two programs, so a lane that nobody knows any more can be freed."""
     with torch.inference_mode():  # nothing is for autograd; tensors made in anybody's inference mode may be written
@@ -173,6 +214,7 @@ class _Task:
             patience_s = min(2 * patience_s, MAX_PATIENCE_S)
         if self._failure is not None:
             raise self._failure
+        self._watch.forget()
 
     def _first_under_way(self) -> _Task:
         """What this waits for: itself, or one before it in the queue."""

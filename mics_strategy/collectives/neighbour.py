@@ -21,6 +21,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import timedelta
 
 import torch
 from torch.distributed.constants import default_pg_timeout
@@ -35,7 +36,6 @@ _IS_READ = -1  # in place of the bytes, in an answer
 _AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _CREDENTIALS = struct.Struct("=iii")  # Linux's struct ucred
 _TIMEVAL = struct.Struct("@ll")
-_PATIENCE_S = int(default_pg_timeout.total_seconds())  # as long as gloo waits
 
 
 class Neighbour:
@@ -44,19 +44,23 @@ class Neighbour:
     Args:
         connection: To that rank, keeping the bounds of messages; closed with this object.
         rank: Its number.
+        patience: How long to wait for it; the timeout of the group.
 
     Attributes:
         process: Its process, as this one knows it.
     """
 
-    def __init__(self, connection: socket.socket, rank: int) -> None:
+    def __init__(self, connection: socket.socket, rank: int, patience: timedelta = default_pg_timeout) -> None:
         self._connection = connection
         self._rank = rank
         self._notes: dict[int, deque[Spread]] = {}
         self._answers: dict[tuple[int, int], int] = {}  # by tag and first address; how many nobody has asked for
         self._finalizer = weakref.finalize(self, connection.close)
         self._finalizer.atexit = False  # a thread may still wait then
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(_PATIENCE_S, 0))
+        self._patience_s = patience.total_seconds()
+        seconds, rest = divmod(patience, timedelta(seconds=1))
+        limit = _TIMEVAL.pack(seconds, rest // timedelta(microseconds=1))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.process = _process_behind(connection)
 
     def offer(self, piece: torch.Tensor | Spread, tag: int) -> Offer:
@@ -113,6 +117,8 @@ class Neighbour:
     def _take_message(self) -> None:
         try:
             message = self._connection.recv(_MAX_MESSAGE_BYTES)
+        except BlockingIOError as error:
+            raise RuntimeError(f"no word from rank {self._rank} within {self._patience_s:g} s") from error
         except OSError as error:
             raise RuntimeError(f"no word from rank {self._rank}: {error.strerror}") from error
         if not message:
@@ -140,9 +146,9 @@ class Neighbour:
     def _wait_for_room(self) -> None:
         poll = select.poll()
         poll.register(self._connection, select.POLLIN | select.POLLOUT)
-        events = poll.poll(1000 * _PATIENCE_S)
+        events = poll.poll(1000 * self._patience_s)
         if not events:
-            raise RuntimeError(f"rank {self._rank} takes nothing in")
+            raise RuntimeError(f"rank {self._rank} has taken nothing in for {self._patience_s:g} s")
         if events[0][1] != select.POLLOUT:
             self._take_message()
 

@@ -32,7 +32,7 @@ class Handle:
         what: Names the collective, the unit and the axis in an error.
         works: Started transport work; empty when nothing had to be sent.
         is_queued: Whether what is asked for next, of the same lane, waits for this by itself.
-        on_failure: Called when the transport has given up; may raise what it knows better.
+        on_failure: Called when the transport has given up: says why, or raises what it knows better.
     """
 
     __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "is_queued", "kept", "what")
@@ -43,7 +43,7 @@ class Handle:
         works: list[Work],
         *,
         is_queued: bool = False,
-        on_failure: Callable[[], None] = lambda: None,
+        on_failure: Callable[[], str] = str,
     ) -> None:
         self.what = what
         self._on_failure = on_failure
@@ -68,8 +68,7 @@ class Handle:
             except LifecycleError:
                 raise
             except RuntimeError as error:
-                self._on_failure()
-                raise failed(self.what, error) from error
+                raise failed(self.what, error, self._on_failure()) from error
         if finish is not None:
             finish()
 
@@ -96,11 +95,17 @@ class Handle:
         return self
 
 
-def failed(what: str, error: RuntimeError) -> CommunicationError:
-    """The error of a collective that the transport has given up."""
+def failed(what: str, error: RuntimeError, found: str = "") -> CommunicationError:
+    """The error of a collective that the transport has given up.
+
+    Args:
+        what: Names the collective.
+        error: Of the transport.
+        found: What is known of the ranks beside, as sentences.
+    """
     return CommunicationError(
-        f"{what} failed: {error}. A rank died or left the common schedule; look for the first error of the other "
-        "ranks. All ranks must run the same units in the same order while anything is sharded."
+        f"{what} failed: {error}. {found}A rank died, stands still or left the common schedule; look for the first "
+        "error of the other ranks. All ranks must run the same units in the same order while anything is sharded."
     )
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from mics_strategy.collectives import traffic
+from mics_strategy.collectives.lane import Watched
 from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import Handle, Work, check_fit, failed
 from mics_strategy.collectives.transport import Transport
@@ -78,7 +79,8 @@ class Peers:
         except MiCSError:  # of a value that refuses to be pickled
             raise
         except RuntimeError as error:
-            raise failed(f"Broadcast of an object over {self.transport.where}", error) from error
+            what = f"Broadcast of an object over {self.transport.where}"
+            raise failed(what, error, self._watch.explain()) from error
 
     def combine(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or the maximum of a small tensor over the ranks, in place. For norms; not part of a step's plan."""
@@ -86,4 +88,7 @@ class Peers:
         return value
 
     def _handle(self, what: str, work: Work) -> Handle:
-        return Handle(f"{what} over {self.transport.where}", [work], on_failure=self._watch.look_back)
+        if self.transport.is_point_to_point:
+            ranks = frozenset(self.transport.trail.ranks)
+            work = Watched(work, self._watch, self._watch.ask("peers", what, "", ranks))
+        return Handle(f"{what} over {self.transport.where}", [work], on_failure=self._watch.explain)

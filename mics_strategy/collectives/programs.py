@@ -65,4 +65,4 @@ class Programs:
         name = f"{asked.name} over {self._where}"
         work = self._runner.run(name, asked.size, self._channel.ranks, in_workspace)
         works = [] if work is None else [work]
-        return Handle(name, works, is_queued=self._runner.is_queue, on_failure=self._channel.watch.look_back)
+        return Handle(name, works, is_queued=self._runner.is_queue, on_failure=self._channel.watch.explain)

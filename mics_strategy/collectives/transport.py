@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # DTensor imports it later, and then its default arguments keep the default group alive
+from torch.distributed.constants import default_pg_timeout
 
 from mics_strategy.collectives import greeting
 from mics_strategy.collectives.neighbour import Neighbour
@@ -89,7 +90,8 @@ class Transport:
             See `greeting.meet`. None where gloo is not in use.
         """
         if self.is_point_to_point:
-            self._neighbours = greeting.meet(self.trail.ranks, self.index, self._gather_greetings)
+            patience = timeout_of(self.group, "cpu")
+            self._neighbours = greeting.meet(self.trail.ranks, self.index, self._gather_greetings, patience)
 
     @property
     def reads_memory(self) -> bool:
@@ -280,8 +282,24 @@ class Transport:
 
 def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether gloo moves the tensors of this device."""
+    return device_type == "cpu" and moves(group, device_type) == "gloo"
+
+
+def moves(group: dist.ProcessGroup | None, device_type: str) -> str | None:
+    """The backend that moves the tensors of this device."""
     backends = dict(each.split(":") for each in dist.get_backend_config(group).split(",") if ":" in each)
-    return device_type == "cpu" and backends.get("cpu") == "gloo"
+    return backends.get(device_type)
+
+
+def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta:
+    """How long ranks of a group wait for one another; torch's default where its backend does not say."""
+    try:
+        group = dist.distributed_c10d._get_default_group() if group is None else group
+        options = group._get_backend(torch.device(device_type)).options
+    except RuntimeError:  # no backend of that device, or one that has no options
+        return default_pg_timeout
+    timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
+    return timeout
 
 
 def joined(rows: list[torch.Tensor]) -> torch.Tensor | None:

@@ -4,20 +4,22 @@ Ranks that were asked for different transfers wait for each other in vain. A ran
 leaves a note in the store of the job, of what it waits for and what it was asked for so far, and reads the notes of the
 ranks that it waits for. Two that wait for different things in the same place, or each for something that the other has
 not been asked for, can never go on. Both say so, long before the timeout of the process group; a rank whose connections
-break meanwhile says it, too.
+break meanwhile says it, too. When the timeout is over, ranks without a note are those that do not answer.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
+from mics_strategy.collectives.bounded_store import BoundedStore
 from mics_strategy.errors import LifecycleError
 
 Place = tuple[str, frozenset[int]]
+GRACE_S = 2.5  # for the notes of ranks that have begun to wait later
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Asked:
 
 
 class Watch:
-    """The notes of one model's lanes.
+    """The notes of one model's transfers.
 
     Args:
         name: Of the model, the same on all ranks.
@@ -54,8 +56,11 @@ class Watch:
     def __init__(self, name: str, rank: int) -> None:
         self._name = name
         self._rank = rank
-        self._store = dist.distributed_c10d._get_default_store()
+        self._bounded = BoundedStore()
+        self._store = self._bounded.store
         self._counts: Counter[Place] = Counter()
+        self._noted: Asked | None = None
+        self._silent: set[int] = set()  # ranks that did not wait for anything when the notes were read last
 
     def ask(self, lane: str, what: str, size: str, ranks: frozenset[int]) -> Asked:
         """A lane is asked for a transfer."""
@@ -72,23 +77,26 @@ class Watch:
         Raises:
             LifecycleError: It will never come.
         """
-        try:
-            self._compare(own)
-        except dist.DistError:
-            return
-        self.look_back()
+        self._noted = own
+        found = self._bounded.ask(lambda: self._compare(own))
+        if found:
+            raise LifecycleError(found)
 
-    def _compare(self, own: Asked) -> None:
-        counts = [(lane, sorted(ranks), count) for (lane, ranks), count in self._counts.items()]
-        note = [own.lane, own.number, own.what, own.size, sorted(own.ranks), counts]
-        self._store.set(self._key(self._rank), json.dumps(note))
+    def forget(self) -> None:
+        """What this rank waited for has come."""
+        if self._noted is not None:
+            self._noted = None
+            self._bounded.ask(lambda: self._store.set(self._key(self._rank), ""))
+
+    def _compare(self, own: Asked) -> str:
+        self._leave_note(own)
         for rank in sorted(own.ranks - {self._rank}):
-            if not self._store.check([self._key(rank)]):
+            note = self._note_of(rank)
+            if note is None:
                 continue
-            lane, number, what, size, ranks, counts = json.loads(self._store.get(self._key(rank)))
-            other = Asked(lane, number, what, size, frozenset(ranks))
-            its_counts = {(lane, frozenset(ranks)): count for lane, ranks, count in counts}
-            is_another = (own.place, own.number) == (other.place, number) and (own.what, own.size) != (what, size)
+            other, its_counts = note
+            is_same_place = (own.place, own.number) == (other.place, other.number)
+            is_another = is_same_place and (own.what, own.size) != (other.what, other.size)
             is_deadlock = (
                 self._rank in other.ranks
                 and its_counts.get(own.place, 0) <= own.number
@@ -104,19 +112,69 @@ class Watch:
                     "Let all ranks run the same units in the same order while parameters are sharded (seed what "
                     "chooses them, as LayerDrop does, alike), or keep parameters whole with `params='none'`.",
                 )
+        self._silent = self._silent_now(own)
+        return self._parted()
 
-    def look_back(self) -> None:
-        """Say what another rank has found.
+    def _leave_note(self, own: Asked) -> None:
+        counts = [(lane, sorted(ranks), count) for (lane, ranks), count in self._counts.items()]
+        note = [own.lane, own.number, own.what, own.size, sorted(own.ranks), counts]
+        self._store.set(self._key(self._rank), json.dumps(note))
+
+    def _note_of(self, rank: int) -> tuple[Asked, dict[Place, int]] | None:
+        """What a rank waits for and what it was asked for so far; None where it does not wait."""
+        text = self._store.get(self._key(rank)) if self._store.check([self._key(rank)]) else b""
+        if not text:
+            return None
+        lane, number, what, size, ranks, counts = json.loads(text)
+        return Asked(lane, number, what, size, frozenset(ranks)), {
+            (lane, frozenset(ranks)): count for lane, ranks, count in counts
+        }
+
+    def _parted(self) -> str:
+        return self._store.get(self._key("parted")).decode() if self._store.check([self._key("parted")]) else ""
+
+    def explain(self) -> str:
+        """Why a transfer has failed, in words; empty where nobody knows more than the transport.
+
+        Cost:
+            Some seconds where this rank has waited long: others may have begun to wait later.
 
         Raises:
-            LifecycleError: Ranks have parted.
+            LifecycleError: Ranks have parted, as this or another one has found.
         """
-        try:
-            found = self._store.get(self._key("parted")) if self._store.check([self._key("parted")]) else None
-        except dist.DistError:  # the rank that held the store has left; nobody knows more
-            return
-        if found is not None:
-            raise LifecycleError(found.decode())
+        found = self._bounded.ask(self._parted)
+        if found:
+            raise LifecycleError(found)
+        own = self._noted
+        if own is None:
+            return ""
+        self._bounded.ask(lambda: self._read_until_all_wait(own), within_s=GRACE_S)
+        if self._bounded.is_silent:
+            return f"No answer from the store of the job either, which {self._bounded.holder} holds. "
+        names = " and ".join(f"rank {rank}" for rank in sorted(self._silent))
+        return f"No answer from {names}. " if names else ""
+
+    def _read_until_all_wait(self, own: Asked) -> None:
+        deadline_s = time.monotonic() + GRACE_S
+        while True:
+            self._silent = self._silent_now(own)
+            if not self._silent or time.monotonic() > deadline_s:
+                return
+            time.sleep(_POLL_S)
+
+    def _silent_now(self, own: Asked) -> set[int]:
+        """Ranks for which this one waits, and those for which they wait, that wait for nothing themselves."""
+        silent: set[int] = set()
+        seen, ahead = {self._rank}, [own]
+        while ahead:
+            for rank in ahead.pop().ranks - seen:
+                seen.add(rank)
+                note = self._note_of(rank)
+                if note is None:
+                    silent.add(rank)
+                else:
+                    ahead.append(note[0])
+        return silent
 
     def _key(self, of: int | str) -> str:
         return f"mics/waits/{self._name}/{of}"

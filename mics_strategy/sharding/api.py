@@ -48,7 +48,9 @@ def shard(
         units: Modules whose parameters travel together: ``"auto"`` (the layer classes that the model
             repeats), module classes or their names, a predicate of a module, or the least number of parameters of a
             unit.
-        device: Where to train; ``"auto"`` is this rank's GPU when the process group is NCCL's, else the CPU.
+        device: Where to train; ``"auto"`` is this rank's GPU when the process group is NCCL's (the `device_id` of
+            `init_process_group`, else the device of `torch.cuda.set_device`, else number ``LOCAL_RANK``), else the
+            CPU. A GPU becomes the current device of the process.
         initializer: For a meta model, called with each module that owns parameters or buffers, inner ones
             first; ``"auto"`` uses the model's `_init_weights` (transformers) or each module's
             `reset_parameters`.
@@ -72,6 +74,8 @@ def shard(
     chosen = on_every_rank(lambda: ShardConfig.preset(config) if isinstance(config, str) else config)
     on_every_rank(lambda: chosen.grad_codec_steps)
     target = on_every_rank(lambda: validate.target_device(device))
+    if target.type == "cuda":
+        torch.cuda.set_device(target)  # streams, contexts and new tensors of the process belong there
     on_every_rank(lambda: validate.model(model, target))
     require_same({**chosen.describe(), "model": validate.describe(model), "meta tensors": validate.on_meta(model)})
     topology = on_every_rank(lambda: discover_topology(chosen))
@@ -105,7 +109,7 @@ def _say_what_is_idle(config: ShardConfig, scopes: Scopes) -> None:
 
 def _mesh(scopes: Scopes, device: torch.device) -> Mesh:
     """The groups of this job; what was measured for them, printed by rank 0."""
-    mesh = Mesh(scopes, device.type)
+    mesh = Mesh(scopes, device)
     news = report(mesh.findings)
     if mesh.rank == 0 and news:
         print(news, flush=True)

@@ -28,6 +28,8 @@ from mics_strategy.sharding.streams import Streams
 from mics_strategy.sharding.unit import Unit
 from mics_strategy.sharding.wrap import OwnedParameter, UnitModule
 
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
@@ -120,7 +122,7 @@ def _whole_for_good(specs: list[BucketSpec], masters: list[torch.Tensor], site: 
 def _slots(modules: list[UnitModule], specs: list[list[BucketSpec]], site: Site) -> list[Slot]:
     """Bind every unit to a slot: units of one nesting depth take turns on one more slot than are gathered ahead."""
     if site.mesh.scopes.params == 1:
-        return [Slot(torch.empty(0, dtype=torch.uint8)) for _ in modules]
+        return [Slot(_NO_BYTES) for _ in modules]
     bound: dict[tuple[int, int], list[int]] = defaultdict(list)
     seen: dict[int, int] = defaultdict(int)
     for index, module in enumerate(modules):
@@ -241,11 +243,12 @@ def _reducer_buffers(
         count = min(len(indices), 2 if "reduce" in site.config.overlap else 1)
         ring = StagingRing(memory, "gradient stagings", count, max(flat[index] for index in indices), device)
         collecting.update(dict.fromkeys(indices, ring))
+    largest = max(flat.values(), default=0)
     wires = [second_hop_bytes(g, mesh) for gs in gradients.values() for g in gs]
     count = sum(len(g.bucket.layout.regions) for gs in gradients.values() for g in gs)
     return ReducerBuffers(
         collecting=collecting,
-        zeros=StagingRing(memory, "zero gradients", 1, max(flat.values(), default=0), device),
+        zeros=memory.zeros("zero gradients", largest, torch.uint8, device) if largest else _NO_BYTES,
         second_hop=StagingRing(memory, "second hop stagings", 2, max(wires, default=0), device),
         usage=memory.zeros("parameter usage", usage_numel(count), torch.int32, device),
     )

@@ -50,11 +50,13 @@ class _SeenWhole(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation as any DTensor does, but for comparisons, which DTensor offers for some pairs only."""
+        """Run the operation as any DTensor does, but for those that DTensor offers for some tensors only."""
         if func is torch.ops.aten.equal.default:
             return _are_equal(*args)
         if func is torch.ops.aten.allclose.default:
             return _are_close(*args, **(kwargs or {}))
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return _unscale(*args)
         return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
@@ -185,6 +187,19 @@ def _are_close(one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any
     with torch.no_grad():
         a, b = (full_tensor(each) if isinstance(each, DTensor) else each for each in (one, other))
         return torch.allclose(a, b, *args, **kwargs)
+
+
+def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Unscale gradients for a `GradScaler`; all ranks find the overflow of one. Collective.
+
+    DTensor asks the ranks that hold different parts of the first gradient, which are none where it is a scalar's.
+    """
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    unscale([each._local_tensor if isinstance(each, DTensor) else each for each in grads], found_inf, inv_scale)
+    mesh = next(each.device_mesh for each in grads if isinstance(each, DTensor))
+    names = mesh.mesh_dim_names or ()
+    placements = [Partial("max") if name == "shard" else Replicate() for name in names]
+    found_inf.copy_(DTensor.from_local(found_inf, mesh, placements, run_check=False).full_tensor())
 
 
 def is_cut(parameter: torch.Tensor) -> bool:

@@ -35,7 +35,9 @@ class Chain:
     ) -> None:
         self._handles: list[Handle] = []
         self._finish = finish
+        self._device = stream.device if stream is not None else None
         self._done: torch.cuda.Event | None = None
+        self._ordered: set[torch.cuda.Stream] = set()  # streams that have waited for the event
         self._kept: list[torch.Tensor] = []  # what the device still reads when the host has gone on
         self.is_done = False
         if stream is None:
@@ -79,13 +81,18 @@ class Chain:
         return self._done is None and all(handle.has_arrived for handle in self._handles)
 
     def wait(self) -> None:
-        """Make all results valid on the current stream; on the CPU, now. Calling it again does nothing."""
-        if self.is_done:
-            return
-        self.is_done = True
+        """Make all results valid on the current stream of the chain's device; on the CPU, now.
+
+        Calling it again does nothing, except on CUDA where another stream is current than before.
+        """
         if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
-        else:
+            stream = torch.cuda.current_stream(self._device)
+            if stream not in self._ordered:
+                stream.wait_event(self._done)
+                self._ordered.add(stream)
+            self.is_done = True
+        elif not self.is_done:
+            self.is_done = True
             self._drain()
         self._kept.clear()  # memory that is used anew now is written behind the event
 
@@ -101,6 +108,7 @@ class Streams:
         is_cuda = device.type == "cuda"
         self._gather = torch.cuda.Stream(device) if is_cuda else None
         self._reduce = torch.cuda.Stream(device, priority=-1) if is_cuda else None
+        self._second_hop = torch.cuda.Stream(device) if is_cuda else None
 
     def gather(self, *stages: Stage) -> Chain:
         """Start a chain that brings parameters."""
@@ -109,6 +117,13 @@ class Streams:
     def reduce(self, *stages: Stage, finish: Callable[[], None] | None = None) -> Chain:
         """Start a chain that takes gradients away, on a stream of higher priority: no gather delays it."""
         return Chain(list(stages), finish, self._reduce)
+
+    def second_hop(self, *stages: Stage, finish: Callable[[], None]) -> Chain:
+        """Start the second hop of a gradient, on a stream of its own: ranks may start first hops meanwhile.
+
+        On one stream for both hops, ranks that order them differently would wait for one another forever.
+        """
+        return Chain(list(stages), finish, self._second_hop)
 
 
 def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:

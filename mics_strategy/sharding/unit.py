@@ -115,10 +115,13 @@ class Unit:
         return self._flats.of(flat), self._casts.of(cast.take(self.finish_unshard))
 
     def finish_unshard(self) -> None:
-        """Make the gathered parameters usable on the current stream."""
-        arrival, self._arrival = self._arrival, None
-        if arrival is not None:
-            self._finish(arrival)
+        """Make the gathered parameters usable on the current stream, which may be another one at the next use."""
+        if self._arrival is None:
+            return
+        if self.content is Content.UNSHARDING:
+            self._finish(self._arrival)
+        else:
+            self._arrival.wait()
 
     @outside_transforms
     def _finish(self, arrival: Chain) -> None:

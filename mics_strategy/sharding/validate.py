@@ -31,13 +31,27 @@ def target_device(device: torch.device | str) -> torch.device:
     else:
         found = torch.device(device)
     if found.type == "cuda" and serves_cuda and found.index is None:
-        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+        found = _own_gpu()
     if found.type != "cpu" and not (found.type == "cuda" and serves_cuda):
         raise ConfigError(
             f"`device={found}` cannot be used with the process group backend {backend!r} on this machine. Use NCCL for "
             "CUDA and gloo for the CPU."
         )
     return found
+
+
+def _own_gpu() -> torch.device:
+    """The GPU of this rank: of the process group, else what was made current, else by the number on the node.
+
+    A current device 0 is taken for the default: `LOCAL_RANK` decides, among the devices that the process can see.
+    """
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None and bound.type == "cuda":
+        return torch.device("cuda", bound.index)
+    current = torch.cuda.current_device()
+    if current == 0 and "LOCAL_RANK" in os.environ:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    return torch.device("cuda", current)
 
 
 def model(module: nn.Module, target: torch.device) -> None:

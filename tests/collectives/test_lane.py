@@ -32,6 +32,9 @@ class NothingToSee:
     def look(self, own: Asked) -> None:
         pass
 
+    def forget(self) -> None:
+        pass
+
 
 @contextmanager
 def opened(name: str = "test") -> Iterator[Lane]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.func import functional_call
 
-from mics_strategy import ShardConfig
+from mics_strategy import ShardConfig, Topology, shard
 from tests import models
 from tests.models import Batch
 from tests.ranks import RankContext, RankPool
@@ -128,6 +128,39 @@ def test_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, preset: str
     for parameters, scales in ranks(4, scaled, run, 3, ranks_per_node=2):
         assert scales == [SCALE, SCALE / 2]
         assert_same(parameters, after_one)
+
+
+class ScalarFirst(nn.Module):
+    """Its first parameter has no dimension, as the `logit_scale` of CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(2.0))
+        self.head = nn.Linear(1, 4, bias=False)
+
+    def forward(self, factors: Tensor) -> Tensor:
+        return self.logit_scale.clone() + (self.head(torch.ones(1, 1)) * factors).sum()
+
+
+def overflow_in_one_row(ctx: RankContext, preset: str) -> tuple[float, float, float]:
+    """The scale, the scalar, and the first row after a step in which the last row's gradient was infinite."""
+    torch.manual_seed(0)
+    model = ScalarFirst()
+    shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2)), units="auto")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    nn.init.zeros_(model.head.weight)
+    scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=100)
+    for last in (1.0, math.inf):
+        scaler.scale(model(torch.tensor([1.0, 1.0, 1.0, last]))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return scaler.get_scale(), model.logit_scale.full_tensor().item(), model.head.weight.full_tensor()[0].item()
+
+
+@scalers
+def test_all_ranks_see_an_overflow_on_one_where_the_first_parameter_is_a_scalar(ranks: RankPool, preset: str) -> None:
+    assert ranks(4, overflow_in_one_row, preset, ranks_per_node=2) == [(SCALE / 2, 1.0, -1.0)] * 4
 
 
 def torch_norms(ctx: RankContext, run: Run, max_norm: float, norm_type: float) -> list[tuple[float, float, dict]]:

@@ -9,7 +9,7 @@
 
 The accumulator holds a *sum* while the gradient is PARTIAL, the result its *mean* once it is SHARDED. A
 finished gradient that receives more is turned back into a sum, so finishing early costs traffic and never
-correctness.
+correctness. Of a wire in fp16 the sum is that of gradients divided beforehand (see `predivisor_of`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,21 @@ from mics_strategy.sharding.bucket import Bucket
 from mics_strategy.sharding.gradients.loose import plan_loose
 from mics_strategy.sharding.lifecycle import COLLECTION, GRADIENT, Collection, Gradient, advance
 from mics_strategy.sharding.parameter import label_gradient
+
+
+def predivisor_of(wire_dtype: torch.dtype, num_ranks: int) -> int:
+    """What gradients are divided by before they are summed: 1, but for fp16, of which sums would overflow.
+
+    A power of two near the square root of the number of ranks: about half of the division comes before the sum,
+    the rest behind it, so that neither large gradients overflow nor small ones vanish.
+
+    Source:
+        FSDP2 (torch 2.13, `_get_gradient_divide_factors`), whose numbers these are.
+    """
+    factor = 1
+    while wire_dtype == torch.float16 and num_ranks % factor == 0 and num_ranks / factor > factor:
+        factor *= 2
+    return factor
 
 
 class BucketGradient:
@@ -58,12 +73,14 @@ class BucketGradient:
         self._written: set[int] = set()  # the accumulator holds a sum of it
         self._kept: set[int] = set()  # the result holds an earlier mean of it
         self._flat: torch.Tensor | None = None
+        self._is_zero = False
         self._places: dict[int, list[torch.Tensor | None]] = {}
         self._result_cast = result_cast
         self._is_one_buffer = accumulator.data_ptr() == result.data_ptr()
         mesh = bucket.mesh
-        self._loose = plan_loose(mesh.reduce_grads, bucket.spec, wire_dtype)
-        self._divisor = mesh.scopes.world_size
+        self._predivisor = predivisor_of(wire_dtype, mesh.scopes.world_size)
+        self._divisor = mesh.scopes.world_size / self._predivisor
+        self._loose = plan_loose(mesh.reduce_grads, bucket.spec, wire_dtype) if self._predivisor == 1 else None
         self._replicas = mesh.second_reduce.size if mesh.second_reduce is not None else 1
         shards = mesh.trained
         self._labels: list[DTensor] = [
@@ -81,9 +98,14 @@ class BucketGradient:
         """Parameters whose gradient has arrived in this backward."""
         return len(self._fired)
 
-    def begin_collecting(self, flat: torch.Tensor) -> None:
-        """Use `flat`, [full_numel] in the wire dtype, until this backward's first hop has landed."""
-        self._flat = flat
+    def begin_collecting(self, flat: torch.Tensor, *, is_zero: bool) -> None:
+        """Use `flat`, [full_numel] in the wire dtype, until this backward's first hop has landed.
+
+        Args:
+            flat: The flat form.
+            is_zero: It holds zeros, others read it too, and nothing will be collected.
+        """
+        self._flat, self._is_zero = flat, is_zero
         self.collection = advance(COLLECTION, self.collection, "collect", self.name)
 
     def collect(self, position: int, grad: torch.Tensor) -> None:
@@ -92,6 +114,8 @@ class BucketGradient:
             self._collect_for_sum(self._flat, position, grad)
         else:
             self._open()
+            if self._predivisor > 1:
+                grad = grad.to(self.accumulator.dtype) / self._predivisor
             self._write(self.accumulator, position, grad, position in self._written)
             self._written.add(position)
         self._fired.add(position)
@@ -142,7 +166,10 @@ class BucketGradient:
         across, flat = self.bucket.mesh.reduce_grads, self._flat
         if across is None or flat is None:
             return None
-        self._zero(flat, self._all - self._fired)
+        if not self._is_zero:
+            self._zero(flat, self._all - self._fired)
+            if self._predivisor > 1:
+                flat.div_(self._predivisor)
         self._fired.clear()
         self.collection = advance(COLLECTION, self.collection, "launch", self.name)
         self._open()

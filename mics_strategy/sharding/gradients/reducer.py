@@ -30,13 +30,13 @@ class ReducerBuffers:
     """Where gradients wait and travel.
 
     `collecting` lends, by unit index, the flat form of the unit's trainable buckets; `zeros` as much for any unit whose
-    turn comes without a gradient, so that it never takes the buffer of one that waits; `second_hop` lends the wire form
-    of one bucket for its second hop, where that is not the dtype of the sum; `usage` counts the users of every
-    trainable parameter.
+    turn comes without a gradient, so that it never takes the buffer of one that waits (nobody writes to it, so any
+    number of transfers may read it); `second_hop` lends the wire form of one bucket for its second hop, where that is
+    not the dtype of the sum; `usage` counts the users of every trainable parameter.
     """
 
     collecting: dict[int, StagingRing]
-    zeros: StagingRing
+    zeros: torch.Tensor
     second_hop: StagingRing
     usage: torch.Tensor
 
@@ -121,7 +121,7 @@ class Reducer:
         self._land_arrived()
         self._settle(gradient)
         if gradient.is_sharded and gradient.collection is not Collection.FILLING:
-            self._acquire(unit, self.buffers.collecting[unit.index])
+            self._acquire(unit)
         gradient.collect(position, grad)
         if sum(other.num_fired for other in self.gradients[unit.index]) >= self._expected[unit.index]:
             self.complete(unit)
@@ -152,15 +152,19 @@ class Reducer:
         if self.is_boundary:
             self._land_all()
 
-    def _acquire(self, unit: Unit, ring: StagingRing) -> None:
+    def _acquire(self, unit: Unit) -> None:
         """Borrow the buffer in which this backward's gradients of `unit` are collected."""
-        self._land_until(unit)  # its own first hop of an earlier backward
-        gradients = self.gradients[unit.index]
+        self._wait_for(unit)  # its own first hop of an earlier backward
+        ring = self.buffers.collecting[unit.index]
         buffer = ring.take(lambda: self._free(unit), lambda: self._is_filling(unit), lambda: self._may_send(unit))
+        self._collect_in(unit, buffer, is_zero=False)
+
+    def _collect_in(self, unit: Unit, buffer: torch.Tensor, *, is_zero: bool) -> None:
+        gradients = self.gradients[unit.index]
         if unit.index not in self._flats:
             self._flats[unit.index] = Views([(each.bucket.layout.full_numel, each.wire_dtype) for each in gradients])
         for gradient, flat in zip(gradients, self._flats[unit.index].of(buffer), strict=True):
-            gradient.begin_collecting(flat)
+            gradient.begin_collecting(flat, is_zero=is_zero)
 
     def _free(self, unit: Unit) -> None:
         """Another unit needs the buffer of `unit`: send what it holds, and everything whose turn is before."""
@@ -169,7 +173,7 @@ class Reducer:
                 self._launch(self._order.pop(0))
             if self._is_filling(unit):
                 self._launch(unit)
-        self._land_until(unit)
+        self._wait_for(unit)
 
     def _may_send(self, unit: Unit) -> bool:
         """Whether the turn of `unit` may come now: nothing is still expected of the units before it."""
@@ -181,13 +185,19 @@ class Reducer:
         return any(gradient.collection is Collection.FILLING for gradient in self.gradients.get(unit.index, []))
 
     def _launch(self, unit: Unit) -> None:
+        """Start the first hop of a unit.
+
+        Second hops start here only, or behind all first hops, as far as ranks could differ: in an order that follows
+        from that of the launches, whatever gradients a rank has.
+        """
+        self._land_until(unit)  # its own first hop of an earlier backward
         chains: list[Chain] = []
         if self.mesh.reduce_grads is not None:
             gradients = self.gradients[unit.index]
             for gradient in gradients:
                 self._settle(gradient)
             if gradients[0].collection is not Collection.FILLING:
-                self._acquire(unit, self.buffers.zeros)
+                self._collect_in(unit, self.buffers.zeros, is_zero=True)
             chains = [self.streams.reduce(gradient.launch) for gradient in gradients]
         self._in_flight.append(FirstHop(unit, chains, self.is_boundary and self.overlap_second_hop))
         while len(self._in_flight) > (1 if self.overlap_reduce else 0):
@@ -207,6 +217,11 @@ class Reducer:
                 self._settle(gradient)  # one of an earlier backward that was called the last, too
                 self._start_second_hop(gradient)
 
+    def _wait_for(self, unit: Unit) -> None:
+        """Make the buffer of a unit's first hop free. Its second hop starts when it is its turn."""
+        for chain in (chain for hop in self._in_flight if hop.unit is unit for chain in hop.chains):
+            chain.wait()
+
     def _land_until(self, unit: Unit) -> None:
         while any(hop.unit is unit for hop in self._in_flight):
             self._land_next()
@@ -220,7 +235,7 @@ class Reducer:
             return
         buffer = self.buffers.second_hop.take(lambda: self._settle(gradient))
         wire = buffer[: second_hop_bytes(gradient, self.mesh)].view(gradient.wire_dtype)
-        self._second[gradient] = self.streams.reduce(
+        self._second[gradient] = self.streams.second_hop(
             lambda: gradient.scatter(wire), gradient.all_reduce, finish=gradient.finish
         )
 
@@ -255,9 +270,8 @@ class Reducer:
 
     def clear(self, gradient: BucketGradient, position: int) -> None:
         """Forget one parameter's gradient, parts under way included."""
+        self._land_all()
         self._settle(gradient)
-        if gradient.collection is Collection.REDUCING:
-            self._land_all()
         gradient.clear(position)
 
     def abandon(self) -> None:

@@ -25,7 +25,6 @@ def total_norm(parameters: list[ShardedParameter], mesh: Mesh, norm_type: float)
     """
     if not norm_type > 0:
         raise ConfigError(f"`norm_type={norm_type}` is not a norm. Use a positive number or `math.inf`.")
-    device = mesh.device_type
     held = []
     for parameter in parameters:
         grad = parameter.stored_grad
@@ -34,7 +33,7 @@ def total_norm(parameters: list[ShardedParameter], mesh: Mesh, norm_type: float)
             held.append(getattr(grad, "_local_tensor", grad))
     held = [grad for grad in held if grad.numel()]
     norms = torch._foreach_norm(held, norm_type) if held else []
-    stacked = torch.stack([norm.float() for norm in norms]) if norms else torch.zeros(1, device=device)
+    stacked = torch.stack([norm.float() for norm in norms]) if norms else torch.zeros(1, device=mesh.device)
     if math.isinf(norm_type):
         total = stacked.max()
         return mesh.reduce_over_shards(total, is_max=True)

@@ -1,11 +1,16 @@
 """May ranks, and micro-steps, use different parameters?"""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mics_strategy import ShardConfig
+from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy.collectives.ops import Handle
+from mics_strategy.sharding.gradients.gradient import BucketGradient
+from mics_strategy.sharding.streams import Chain
 from tests import models
 from tests.models import Batch, Case, Residual
 from tests.ranks import RankContext, RankPool
@@ -208,3 +213,53 @@ def test_weight_decay_leaves_parameters_without_gradient_alone(ranks: RankPool) 
     run = Run(case=unused_alike, config=ShardConfig(), optimizer="adamw", steps=1)
     found = ranks(2, train_without_reading, run)[0]["branch.0.up.weight"]
     assert torch.equal(found, dict(models.unused().build().named_parameters())["branch.0.up.weight"])
+
+
+class Chained(nn.Module):
+    """Layers one after the other, of which some are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(6))
+
+    def forward(self, x: Tensor, left_out: tuple[int, ...]) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index not in left_out:
+                x = x + layer(x).tanh()
+        return x
+
+
+def hops_of_a_step(ctx: RankContext) -> list[str]:
+    """What this rank starts, in the order of the host, where nothing has ended before it is waited for, as on CUDA."""
+    torch.manual_seed(5)
+    model = Chained()
+    config = ShardConfig.preset("paro-nii", topology=Topology(ranks_per_node=2))
+    sharded = shard(model, config, units=(nn.Linear,))
+    first, second, hops = BucketGradient.launch, BucketGradient.scatter, []
+
+    def launch(gradient: BucketGradient) -> Handle | None:
+        hops.append(f"first hop of {gradient.name}")
+        return first(gradient)
+
+    def scatter(gradient: BucketGradient, wire: Tensor) -> Handle | None:
+        hops.append(f"second hop of {gradient.name}")
+        return second(gradient, wire)
+
+    with (
+        mock.patch.object(BucketGradient, "launch", launch),
+        mock.patch.object(BucketGradient, "scatter", scatter),
+        mock.patch.object(Chain, "has_arrived", False),
+    ):
+        for left_out in ((), ((4, 3) if ctx.rank in (0, 3) else (2,)) if ctx.rank != 1 else ()):
+            hops.clear()
+            with sharded.micro_step(0, of=1):
+                model(torch.ones(2, 5), left_out).square().mean().backward()
+            sharded.clip_grad_norm_(1.0)
+    return hops
+
+
+def test_ranks_with_different_gradients_start_first_and_second_hops_in_one_order(ranks: RankPool) -> None:
+    first, *others = ranks(4, hops_of_a_step, ranks_per_node=2)
+    assert first.index("second hop of layers.5") > first.index("first hop of layers.4")
+    assert sorted(first) == sorted(f"{which} hop of layers.{i}" for which in ("first", "second") for i in range(6))
+    assert others == [first] * 3

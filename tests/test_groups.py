@@ -1,0 +1,47 @@
+"""Do process groups have what the user gave for the default group, and what their purpose asks for?"""
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import nn
+
+from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy.collectives.transport import timeout_of
+from mics_strategy.mesh import new_group
+from tests.ranks import RankContext, RankPool
+
+
+def timeouts_of_all_groups(ctx: RankContext) -> set[float]:
+    timeout = timedelta(seconds=23)
+    dist.init_process_group("gloo", rank=ctx.rank, world_size=ctx.world_size, timeout=timeout)
+    sharded = shard(nn.Linear(4, 4), ShardConfig.preset("mics", topology=Topology(ranks_per_node=ctx.ranks_per_node)))
+    mesh = sharded._mesh
+    groups = [transport.group for transport in mesh._transports] + mesh.trained.device_mesh.get_all_groups()
+    assert len(groups) > 5
+    found = {timeout_of(group, "cpu").total_seconds() for group in groups}
+    del sharded, mesh, groups
+    dist.destroy_process_group()
+    return found
+
+
+def test_every_group_has_the_timeout_that_the_user_gave(ranks: RankPool) -> None:
+    assert ranks(4, timeouts_of_all_groups, ranks_per_node=2, default_group=False) == [{23.0}] * 4
+
+
+def test_nccl_gives_reductions_a_stream_of_high_priority() -> None:
+    made: list[dict[str, Any]] = []
+    with (
+        mock.patch.object(dist, "new_group", lambda *_, **options: made.append(options)),
+        mock.patch.object(dist, "group", SimpleNamespace(WORLD=None)),
+        mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), create=True),
+        mock.patch("mics_strategy.mesh.timeout_of", return_value=timedelta(seconds=7)),
+        mock.patch("mics_strategy.mesh.moves", return_value="nccl"),
+    ):
+        for urgent in (True, False):
+            new_group([0, 1], "test", "cuda", urgent=urgent)
+    assert made[0]["pg_options"].is_high_priority_stream
+    assert made[0]["pg_options"]._timeout == made[0]["timeout"] == made[1]["timeout"] == timedelta(seconds=7)
+    assert "pg_options" not in made[1]
