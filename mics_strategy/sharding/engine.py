@@ -156,7 +156,7 @@ class Engine:
         for unit in following:
             tenant = unit.slot.tenant
             is_free = tenant is None or tenant is unit or (isinstance(tenant, Unit) and tenant.phase is Phase.IDLE)
-            if unit is not current and is_free and self._timing.prefetch:
+            if unit is not current and tenant is not current and is_free and self._timing.prefetch:
                 self._start(unit)
 
     def _enter_pass(self) -> None:
@@ -179,12 +179,11 @@ class Engine:
         """The gradient of a unit's output has arrived: its backward is next."""
         self._enter_pass()
         unit = call.unit
-        skipped = list(self._live.pop_until(call))
-        self._complete_before(call)
-        for other in skipped:
-            self._unshard(other.unit)
+        for other in self._live.pop_until(call):
+            self._follow(other)
             if other.enter < call.enter:  # around this call: autograd goes through it without having met its outputs
                 other.unit.enter_backward(other.enter)
+        self._complete_before(call)
         if call.versions != tuple(bucket.version for bucket in unit.buckets):
             raise LifecycleError(
                 f"The parameters of unit `{unit.name}` changed between its forward and its backward (an optimizer "
@@ -196,6 +195,19 @@ class Engine:
         if call.is_recomputed:
             unit.earliest_enter = call.enter
             _at_end_of_backward(lambda: self._release(unit))
+        self._start_next(unit)
+
+    def _follow(self, call: Call) -> None:
+        """Gather and reduce in the order of ranks whose backward goes through `call`, which this rank's skips.
+
+        In another order each rank waits for a collective that the other one starts only later.
+        """
+        self._complete_before(call)
+        self._unshard(call.unit)
+        self._start_next(call.unit)
+
+    def _start_next(self, unit: Unit) -> None:
+        """Gather ahead for the call that is before `unit`'s in the forward."""
         following = self._live.next
         if following is not None:
             self._start_ahead(unit, [following])
@@ -227,13 +239,14 @@ class Engine:
 
     def _end_backward(self) -> None:
         """Autograd is done: follow what other ranks may have run, send what is left, release everything."""
+        num_left = 0
+        for call in self._live.drain():
+            self._follow(call)
+            num_left += 1
         for unit in self.units:
             self._release(unit)
-        left = list(self._live.drain())
-        for call in left:
-            self._unshard(call.unit)
         self.reducer.end_backward()
-        self.recorded.complete(followed_all=not left)
+        self.recorded.complete(followed_all=not num_left)
         self._hidden.clear()
         self._in_backward = False
         if self._timing.second_hop_every_backward:
@@ -265,6 +278,8 @@ class Engine:
         if not self._common.is_agreed:
             self._common.agree(gather_objects(self.recorded.entered))
         self.reducer.finish()
+        for unit in self.units:  # what was gathered for other ranks, too: the optimizer is about to write what is read
+            unit.finish_unshard()
 
     @property
     def num_pending(self) -> int:

@@ -208,6 +208,16 @@ def unused(training: Training) -> None:
         training.step()
 
 
+def left_out(training: Training) -> None:
+    """Layers that do not run on this rank, where others may run them; others in every step. All weights decay."""
+    for layers in ((0, 1, 2, 3), (1, 2), (3,), ()):
+        training.options = {"left_out" if training.sharded.scopes.params == 1 else "unused": layers}
+        training.step()
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                parameter.mul_(0.99)
+
+
 def two_forwards(training: Training) -> None:
     """Two graphs at once, and one graph twice."""
     for _ in range(2):
@@ -219,4 +229,4 @@ def two_forwards(training: Training) -> None:
             training.update()
 
 
-LOOPS: tuple[Loop, ...] = (told, untold, evaluating, raising, two_optimizers, reading, unused, two_forwards)
+LOOPS: tuple[Loop, ...] = (told, untold, evaluating, raising, two_optimizers, reading, unused, left_out, two_forwards)
