@@ -163,7 +163,7 @@ class Engine:
         for unit in following:
             tenant = unit.slot.tenant
             is_free = tenant is None or tenant is unit or (isinstance(tenant, Unit) and tenant.phase is Phase.IDLE)
-            if unit is not current and is_free and self._timing.prefetch:
+            if unit is not current and tenant is not current and is_free and self._timing.prefetch:
                 self._start(unit)
 
     def _enter_pass(self) -> None:
@@ -194,18 +194,30 @@ class Engine:
                 self._unshard(unit)
             return
         call.backward = backward
-        skipped = list(self._live.pop_until(call))
-        self._complete_before(call)
-        for other in skipped:
-            self._unshard(other.unit)
+        for other in self._live.pop_until(call):
+            self._follow(other)
             if other.enter < call.enter:  # around this call: autograd goes through it without having met its outputs
                 other.unit.enter_backward(other.enter)
+        self._complete_before(call)
         _refuse_changes(call)
         self._unshard(unit)
         unit.enter_backward(call.enter)
         if call.is_recomputed:
             unit.earliest_enter = call.enter
             _at_end_of_backward(lambda: self._release(unit))
+        self._start_next(unit)
+
+    def _follow(self, call: Call) -> None:
+        """Gather and reduce in the order of ranks whose backward goes through `call`, which this rank's skips.
+
+        In another order each rank waits for a collective that the other one starts only later.
+        """
+        self._complete_before(call)
+        self._unshard(call.unit)
+        self._start_next(call.unit)
+
+    def _start_next(self, unit: Unit) -> None:
+        """Gather ahead for the call that is before `unit`'s in the forward."""
         following = self._live.next
         if following is not None:
             self._start_ahead(unit, [following])
@@ -247,14 +259,15 @@ class Engine:
     @outside_transforms
     def _end_backward(self) -> None:
         """Autograd is done: follow what other ranks may have run, send what is left, release everything."""
+        num_left = 0
+        for call in self._live.drain():
+            self._follow(call)
+            num_left += 1
         for unit in self.units:
             self._release(unit)
-        left = list(self._live.drain())
-        for call in left:
-            self._unshard(call.unit)
         self._double_backward.end()
         self.reducer.end_backward()
-        self.recorded.complete(followed_all=not left)
+        self.recorded.complete(followed_all=not num_left)
         self._hidden.clear()
         self._in_backward = False
         if self._timing.second_hop_every_backward:
@@ -287,6 +300,8 @@ class Engine:
         if not self._common.is_agreed:
             self._common.agree(gather_objects(self.recorded.entered))
         self.reducer.finish()
+        for unit in self.units:  # what was gathered for other ranks, too: the optimizer is about to write what is read
+            unit.finish_unshard()
 
     @property
     def num_pending(self) -> int:

@@ -82,6 +82,7 @@ class Unit:
     @outside_transforms
     def _start_unshard(self, streams: Streams, staging: StagingRing, cast: StagingRing, *, again: bool) -> None:
         self.finish_unshard()
+        self._arrival = None
         self.slot.take(self)
         if self.content is Content.UNSHARDED:
             self.content = advance(CONTENT, self.content, "evict", self.name)

@@ -20,9 +20,11 @@ from tests.sharding.training import (
     assert_same,
     assert_same_training,
     plain,
+    presets,
     root_only,
     start,
     train,
+    train_each,
     train_without_reading,
     unused_alike,
 )
@@ -125,6 +127,47 @@ def detached_on_some_ranks() -> Case:
         return F.mse_loss(outputs[batch["reaches"]], batch["y"])
 
     return Case(build=case.build, batch=batch, loss=loss, units=(Residual,))
+
+
+class Ladder(nn.Module):
+    """Layers that all run; the loss sees what some of them give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Residual(5, 7) for _ in range(5))
+
+    def forward(self, x: Tensor, unseen: tuple[int, ...]) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            out = layer(x)
+            x = x if index in unseen else out
+        return x
+
+
+UNSEEN = ((), (1, 2), (0, 1, 2, 3), (4,), (2, 3, 4))
+
+
+def unseen_on_some_ranks() -> Case:
+    vectors = models.unused()
+
+    def build() -> nn.Module:
+        torch.manual_seed(5)
+        return Ladder()
+
+    def batch(step: int, micro: int, rank: int) -> Batch:
+        return {"x": vectors.batch(step, micro, rank)["x"], "unseen": UNSEEN[(step + micro + 3 * rank) % len(UNSEEN)]}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch["x"], batch["unseen"]).square().mean()
+
+    return Case(build=build, batch=batch, loss=loss, units=(Residual,))
+
+
+@pytest.mark.parametrize("overlap", ["all", "none"])
+def test_ranks_whose_losses_see_different_units_gather_and_reduce_in_one_order(ranks: RankPool, overlap: str) -> None:
+    configs = presets(("zero3", "zeropp", "mics", "paro-iig"), overlap=overlap)
+    runs = [Run(case=unseen_on_some_ranks, config=each, accumulation=2, steps=3, signal=True) for each in configs]
+    for outcomes in zip(*ranks(4, train_each, runs, ranks_per_node=2, timeout_s=25.0), strict=True):
+        assert_same_training(list(outcomes), plain(runs[0], 4))
 
 
 def read_then_leave_units_out(play: Play) -> None:

@@ -1,0 +1,39 @@
+"""The codecs' kernels: the same values from the CPU's code, noted as one launch."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mics_strategy.collectives.codec_tiles import Tiles
+from mics_strategy.collectives.codecs import Codec
+from tests.cuda_harness.streams import alone, here, machine
+
+
+class Kernels:
+    """In the place of `codec_kernels.Kernels`."""
+
+    def __init__(self, codec: Codec, generator: torch.Generator | None) -> None:
+        self._tiles = Tiles(codec, torch.device("cpu"), generator)
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        with alone():
+            self._tiles.encode(values, out)
+        machine().kernel("encode", [values], [out])
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+        with alone():
+            self._tiles.decode(encoded, out, accumulate)
+        machine().kernel("decode", [encoded, *([out] if accumulate else [])], [out])
+
+    def encode_sum(
+        self, source: Codec, pieces: torch.Tensor, addend: torch.Tensor | None, numel: int, out: torch.Tensor
+    ) -> None:
+        with alone():
+            self._tiles.encode_sum(source, pieces, addend, numel, out)
+        machine().kernel("encode_sum", [pieces, *([] if addend is None else [addend])], [out])
+
+
+def loader(original: Any) -> Any:
+    """In the place of `coder.load_kernels`."""
+    return lambda: original() if here().machine is None else SimpleNamespace(Kernels=Kernels)

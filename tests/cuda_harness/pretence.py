@@ -1,0 +1,239 @@
+"""In the place of `torch.cuda`, of tensors' devices and of autograd's device thread: what a `Machine` says.
+
+Only threads with a machine see it, so ranks that are threads have one each, and others none.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from mics_strategy.collectives import coder
+from tests.cuda_harness import kernels
+from tests.cuda_harness.allocations import DEVICE, HOST_MEMORY, PINNED, allocation_of, kind_of, real_device
+from tests.cuda_harness.machine import Mode
+from tests.cuda_harness.streams import Event, Stream, as_thread, current_stream, here, index_of, machine
+from tests.cuda_harness.works import Works, watched
+
+NUM_DEVICES = 2
+_CPU = torch.device("cpu")
+
+
+@contextmanager
+def pretended_cuda() -> Iterator[None]:
+    """Pretend a CUDA build of torch, to threads that are in a `Machine`."""
+    with ExitStack() as stack:
+        for owner, fakes in ((torch.cuda, _cuda()), (torch.Tensor, _tensor()), (torch, _factories())):
+            for name, fake in fakes.items():
+                stack.enter_context(mock.patch.object(owner, name, _or_original(fake, getattr(owner, name))))
+        for name, fake in (("device", _device), ("is_cuda", _is_cuda), ("is_cpu", _is_cpu)):
+            stack.enter_context(mock.patch.object(torch.Tensor, name, property(fake)))
+        stack.enter_context(mock.patch.object(torch.cuda, "Stream", Stream))
+        stack.enter_context(mock.patch.object(torch.cuda, "Event", Event))
+        stack.enter_context(mock.patch.object(torch.cuda, "device", _use_device))
+        stack.enter_context(mock.patch.object(torch.autograd, "backward", _backward(torch.autograd.backward)))
+        stack.enter_context(mock.patch.object(dist, "get_backend", _backend(dist.get_backend)))
+        stack.enter_context(mock.patch.object(coder, "load_kernels", kernels.loader(coder.load_kernels)))
+        stack.enter_context(watched(_works_here))
+        yield
+
+
+def _works_here() -> Works | None:
+    of_thread = here().machine
+    return None if of_thread is None else of_thread.works
+
+
+def _or_original(fake: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    @functools.wraps(fake)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if here().machine is None else fake(*args, **kwargs)
+
+    return either
+
+
+# -- torch.cuda ---------------------------------------------------------------------------------------------
+
+
+def _cuda() -> dict[str, Callable[..., Any]]:
+    return {
+        "_lazy_init": lambda: None,
+        "current_device": lambda: here().device_index,
+        "current_stream": current_stream,
+        "default_stream": lambda device=None: machine().default_stream(index_of(device)),
+        "device_count": lambda: NUM_DEVICES,
+        "get_device_name": lambda device=None: "pretended",
+        "get_device_properties": lambda device=None: SimpleNamespace(total_memory=80 * 10**9, name="pretended"),
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "is_available": lambda: True,
+        "manual_seed_all": lambda seed: None,
+        "set_device": _set_device,
+        "set_rng_state": lambda state, device=None: None,
+        "set_stream": lambda stream: here().streams.__setitem__(stream.device_index, stream),
+        "stream": _use_stream,
+        "synchronize": lambda device=None: machine().synchronize(),
+    }
+
+
+def _set_device(device: Any) -> None:
+    here().device_index = index_of(device)
+
+
+@contextmanager
+def _use_device(device: Any) -> Iterator[None]:
+    now = here()
+    before, now.device_index = now.device_index, index_of(device)
+    try:
+        yield
+    finally:
+        now.device_index = before
+
+
+@contextmanager
+def _use_stream(stream: Stream | None) -> Iterator[None]:
+    if stream is None:
+        yield
+        return
+    now, index = here(), stream.device_index
+    before = now.streams.get(index)
+    now.streams[index] = stream
+    try:
+        with _use_device(index):
+            yield
+    finally:
+        now.streams.pop(index)
+        if before is not None:
+            now.streams[index] = before
+
+
+# -- tensors ------------------------------------------------------------------------------------------------
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    found = real_device.__get__(tensor)
+    if found.type != "cpu" or here().machine is None:
+        return found
+    allocation = allocation_of(tensor)
+    return allocation.machine.device if allocation is not None and allocation.kind == DEVICE else found
+
+
+def _is_cuda(tensor: torch.Tensor) -> bool:
+    return _device(tensor).type == "cuda"
+
+
+def _is_cpu(tensor: torch.Tensor) -> bool:
+    return _device(tensor).type == "cpu"
+
+
+def _tensor() -> dict[str, Callable[..., Any]]:
+    to, numpy, tolist, deepcopy = torch.Tensor.to, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__deepcopy__
+
+    def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        target, args, kwargs = _asked(args, kwargs)
+        if target is None or real_device.__get__(tensor).type != "cpu":
+            return to(tensor, *args, **(kwargs if target is None else {**kwargs, "device": target}))
+        if target.type not in ("cuda", "cpu"):
+            return to(tensor, target, *args, **kwargs)
+        kind = DEVICE if target.type == "cuda" else HOST_MEMORY
+        is_there = (kind_of(tensor) == DEVICE) == (kind == DEVICE)
+        if not is_there:
+            tensor = _copied(tensor, kind, is_non_blocking=bool(kwargs.get("non_blocking")))
+            kwargs = {**kwargs, "copy": False}
+        return to(tensor, *args, **kwargs)
+
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        return _copied(tensor, HOST_MEMORY) if kind_of(tensor) == DEVICE else tensor
+
+    return {
+        "to": moved,
+        "cpu": lambda tensor, **_: moved(tensor, _CPU),
+        "cuda": lambda tensor, device=None, non_blocking=False, **_: moved(
+            tensor, torch.device("cuda", index_of(device)), non_blocking=non_blocking
+        ),
+        "is_pinned": lambda tensor, *_: kind_of(tensor) == PINNED,
+        "numpy": lambda tensor, **kwargs: numpy(tensor, **kwargs),
+        "pin_memory": lambda tensor, *_: _copied(tensor, PINNED),
+        "tolist": lambda tensor: tolist(on_host(tensor.detach())),
+        "__deepcopy__": deepcopy,
+        "record_stream": lambda tensor, stream: None,
+    }
+
+
+def _asked(args: tuple, kwargs: dict[str, Any]) -> tuple[torch.device | None, tuple, dict[str, Any]]:
+    """The device that the arguments of `to` name, and the arguments without it."""
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0].device, (args[0].dtype, *args[1:]), kwargs
+    if args and isinstance(args[0], (str, torch.device, int)):
+        device = torch.device("cuda", args[0]) if isinstance(args[0], int) else torch.device(args[0])
+        return device, args[1:], kwargs
+    rest = {name: value for name, value in kwargs.items() if name != "device"}
+    device = kwargs.get("device")
+    return None if device is None else torch.device(device), args, rest
+
+
+def _copied(tensor: torch.Tensor, kind: str, *, is_non_blocking: bool = False) -> torch.Tensor:
+    now = here()
+    before = now.kind, now.is_non_blocking
+    now.kind, now.is_non_blocking = kind, is_non_blocking
+    try:
+        return tensor.clone()
+    finally:
+        now.kind, now.is_non_blocking = before
+
+
+def _factories() -> dict[str, Callable[..., Any]]:
+    return {name: _then_moved(getattr(torch, name)) for name in ("tensor", "as_tensor")}
+
+
+def _then_moved(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        made = factory(*args, **kwargs)
+        if pin_memory:
+            return _copied(made, PINNED)
+        return made if device is None else made.to(device)
+
+    return make
+
+
+# -- autograd and groups ------------------------------------------------------------------------------------
+
+
+def _backward(original: Callable[..., None]) -> Callable[..., None]:
+    """Autograd works off a GPU's nodes in a thread of its own, and the caller waits for it."""
+
+    def backward(*args: Any, **kwargs: Any) -> None:
+        caller = here()
+        if caller.machine is None or caller.is_in_backward or not caller.machine.runs_hooks_apart:
+            original(*args, **kwargs)
+            return
+        failures: list[BaseException] = []
+        mine = replace(caller, streams=dict(caller.streams), is_in_backward=True, device_index=caller.machine.index)
+
+        def work_off() -> None:
+            try:
+                with as_thread(mine), Mode(mine.machine):
+                    original(*args, **kwargs)
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=work_off, name="autograd's thread of a pretended GPU")
+        thread.start()
+        thread.join()
+        if failures:
+            raise failures[0]
+
+    return backward
+
+
+def _backend(original: Callable[..., str]) -> Callable[..., str]:
+    def get_backend(*args: Any, **kwargs: Any) -> str:
+        found = original(*args, **kwargs)
+        return "nccl" if here().machine is not None and found == "threaded" else found
+
+    return get_backend

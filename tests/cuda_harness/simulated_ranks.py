@@ -1,0 +1,93 @@
+"""Ranks that are threads, each with a pretended GPU: what do all of them launch?
+
+A collective between threads blocks, which on a GPU it does not. Where the order of launches is the question, gathers
+and sums are therefore noted and not carried out; only what the hosts decide by is exchanged.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+from tests.cuda_harness.allocations import DEVICE, kind_of
+from tests.cuda_harness.machine import Machine
+from tests.cuda_harness.operators import tensors_in
+from tests.cuda_harness.pretence import pretended_cuda
+from tests.cuda_harness.streams import alone, here
+from tests.rank_report import RankContext
+from tests.simulated import simulate
+
+# By the names of torch 2.13 and of those before: c10d's operator, and which argument is written, which is read.
+_METHODS: dict[str, tuple[str, int, int]] = {
+    "_allgather_base": ("_allgather_base_", 0, 1),
+    "_reduce_scatter_base": ("_reduce_scatter_base_", 0, 1),
+    "all_gather_single": ("_allgather_base_", 0, 1),
+    "all_gather_single_coalesced": ("allgather_into_tensor_coalesced_", 0, 1),
+    "all_to_all_single": ("alltoall_base_", 0, 1),
+    "allgather_into_tensor_coalesced": ("allgather_into_tensor_coalesced_", 0, 1),
+    "allreduce": ("allreduce_", 0, 0),
+    "alltoall": ("alltoall_", 0, 1),
+    "alltoall_base": ("alltoall_base_", 0, 1),
+    "broadcast": ("broadcast_", 0, 0),
+    "reduce_scatter_single": ("_reduce_scatter_base_", 0, 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced_", 0, 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced_", 0, 1),
+}
+
+_DECIDED_BY = "mics.control."  # groups whose values hosts look at
+
+
+def simulate_gpus(
+    world_size: int, job: Callable[..., Any], *args: object, ranks_per_node: int, moves_data: bool = True
+) -> tuple[list[Machine], list[Any]]:
+    """Run `job(ctx, machine, *args)` on every rank. Returns the machines and the results, by rank.
+
+    Args:
+        world_size: Number of ranks.
+        job: What each does.
+        args: Given to every rank.
+        ranks_per_node: In pretended nodes of so many.
+        moves_data: Whether gathers and sums are carried out, one blocking the next.
+    """
+
+    def with_gpu(ctx: RankContext) -> tuple[Machine, Any]:
+        with Machine(runs_hooks_apart=False) as machine:  # a simulated rank is one thread
+            return machine, job(ctx, machine, *args)
+
+    with pretended_cuda(), _noted(moves_data):
+        done = simulate(world_size, with_gpu, ranks_per_node=ranks_per_node)
+    return [machine for machine, _ in done], [result for _, result in done]
+
+
+@contextmanager
+def _noted(moves_data: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, how in _METHODS.items():
+            original = vars(threaded.ProcessLocalGroup).get(name)
+            if original is not None:
+                noting = _noting(original, how, moves_data)
+                stack.enter_context(mock.patch.object(threaded.ProcessLocalGroup, name, noting))
+        yield
+
+
+def _noting(original: Callable[..., Any], how: tuple[str, int, int], moves_data: bool) -> Callable[..., Any]:
+    name, written, read = how
+
+    def method(group: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        outs, ins = tensors_in(given[written]), tensors_in(given[read])
+        machine = here().machine
+        if machine is None or not any(kind_of(tensor) == DEVICE for tensor in (*outs, *ins)):
+            return original(group, *args, **kwargs)
+        options = given[-1]
+        if moves_data or group.group_desc.startswith(_DECIDED_BY):
+            with alone():  # one rank's thread copies for all
+                work = original(group, *args, **kwargs)
+        else:
+            work = threaded.ret_work(None)
+        machine.follow(work, name, group, outs, ins, bool(getattr(options, "asyncOp", True)))
+        return work
+
+    return method

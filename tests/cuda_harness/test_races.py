@@ -1,0 +1,50 @@
+"""Does anything in a training use memory that no stream, event or reference has made its own?
+
+Every preset meets every option, and each time another loop.
+"""
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from tests.cuda_harness.runs import LOOPS, PRESETS, Loop, config_of, run
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "prefetch": {"prefetch": 2},
+    "no overlap": {"overlap": "none"},
+    "bf16": {"param_dtype": "bfloat16"},
+    "bf16 wires": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
+    "coalesced": {"coalesce": True},
+    "two stages": {"hierarchical": True},
+    "one stage": {"hierarchical": False},
+    "int8": {"weight_codec": "int8", "grad_codec": "int8", "codec_links": "all"},
+    "int4": {"grad_codec": "int4"},
+    "every backward": {"second_hop": "micro_step"},
+}
+WAYS: list[tuple[Loop, str]] = [(loop, "") for loop in LOOPS]
+WAYS += [(LOOPS[0], "reentrant"), (LOOPS[1], "non_reentrant"), (LOOPS[6], "reentrant")]
+
+
+def _cells() -> list[Any]:
+    cells = []
+    for (row, preset), (column, option) in product(enumerate(PRESETS), enumerate(OPTIONS)):
+        if preset == "ddp" and option in ("coalesced", "int8"):  # nothing of it travels so
+            continue
+        loop, recomputes = WAYS[(3 * row + column) % len(WAYS)]
+        name = f"{preset}-{option}-{loop.__name__}{'-' if recomputes else ''}{recomputes}".replace(" ", "_")
+        cells.append(pytest.param(preset, option, loop, recomputes, id=name))
+    return cells
+
+
+@pytest.mark.parametrize(("preset", "option", "loop", "recomputes"), _cells())
+def test_every_access_is_ordered(preset: str, option: str, loop: Loop, recomputes: str) -> None:
+    assert run(config_of(preset, **OPTIONS[option]), loop, recomputes=recomputes).races == []
+
+
+def test_every_preset_and_every_option_meets_most_loops() -> None:
+    cells = [cell.values for cell in _cells()]
+    for place, names in ((0, PRESETS), (1, OPTIONS)):
+        for name in names:
+            assert len({(loop, recomputes) for *at, loop, recomputes in cells if at[place] == name}) >= 7

@@ -1,0 +1,81 @@
+"""What does it mean to wait for a collective of NCCL?
+
+The current stream waits for the end, the host does not; until then NCCL's stash keeps the tensors from being freed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.cuda_harness.operators import COLLECTIVES, signature_of, tensors_in
+
+
+class Works:
+    """Works of one machine's collectives, by the objects that torch gives for them; ranks that are threads share some.
+
+    Args:
+        wait: Called with the end of a collective by who waits for it.
+    """
+
+    def __init__(self, wait: Callable[[Any], None]) -> None:
+        self._wait = wait
+        self._known: dict[int, tuple[Any, Any, list[torch.Tensor]]] = {}
+
+    def add(self, work: Any, end: Any, stash: list[torch.Tensor]) -> None:
+        """A collective is under way; NCCL's stash keeps its tensors until somebody has waited."""
+        self._known[id(work)] = work, end, stash
+
+    def waited_for(self, work: Any) -> None:
+        """Somebody waits."""
+        _, end, stash = self._known.get(id(work), (None, None, []))
+        if end is not None:
+            self._wait(end)
+        stash.clear()
+
+
+@contextmanager
+def watched(works_here: Callable[[], Works | None]) -> Iterator[None]:
+    """Tell the works of the thread's machine when somebody waits."""
+    with ExitStack() as stack:
+        for kind in (dist.Work, *dist.Work.__subclasses__()):
+            if "wait" in vars(kind):
+                original = vars(kind)["wait"]
+                stack.enter_context(mock.patch.object(kind, "wait", _waiting(original, works_here)))
+        yield
+
+
+def _waiting(original: Any, works_here: Callable[[], Works | None]) -> Callable[..., Any]:
+    def wait(work: Any, *args: Any) -> Any:
+        works = works_here()
+        if works is not None:
+            works.waited_for(work)
+        return original.__get__(work)(*args)
+
+    return wait
+
+
+def group_of(args: tuple) -> Any:
+    """The process group of an operator of c10d."""
+    return next(dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject))
+
+
+def work_of(result: Any) -> Any:
+    """The work that an operator of c10d has given."""
+    leaves = result if isinstance(result, (tuple, list)) else [result]
+    return next(dist.Work.unbox(each) for each in leaves if isinstance(each, torch.ScriptObject))
+
+
+def is_async(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a collective runs on a stream of its communicator: else on the current one."""
+    given = dict(zip(signature_of(operator).names, args, strict=False)) | kwargs
+    return bool(given.get("async_op", given.get("asyncOp", True)))
+
+
+def written_and_read(name: str, args: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors of a collective."""
+    out, own = COLLECTIVES[name]
+    return tensors_in(args[out]), tensors_in(args[own])
