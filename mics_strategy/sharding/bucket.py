@@ -29,7 +29,7 @@ from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.direct import plan_direct
 from mics_strategy.sharding.layout import BucketLayout
 from mics_strategy.sharding.parameter import ShardedParameter
-from mics_strategy.sharding.saved_versions import SavedVersions
+from mics_strategy.sharding.saved_versions import SavedVersions, UnshardedParameter
 
 _COUNT_OF_WRITES = attrgetter("_version")
 _COUNT_OF_CHANGES = attrgetter("mics_changes")
@@ -84,8 +84,10 @@ class Bucket:
         self.whole = whole
         views = self.layout.compact_views(whole)
         # Each with a version counter of its own: a write to one in a forward is no modification of the others.
-        self.unsharded = [nn.Parameter(view.data, requires_grad=spec.trainable) for view in views]
-        self._whole_views = [parameter.data for parameter in self.unsharded]
+        self.unsharded: list[nn.Parameter] = [
+            UnshardedParameter(view.data, requires_grad=spec.trainable) for view in views
+        ]
+        self._whole_views = [view.data for view in views]
         self.saved = SavedVersions(spec.name, self.unsharded)
         self.sharded: list[ShardedParameter] = []
         self._direct = plan_direct(

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from mics_strategy.errors import LifecycleError
+from mics_strategy.sharding.saved_versions import UnshardedParameter
 
 _ALIGN_BYTES = 64
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -134,7 +135,7 @@ class Slot:
         """Whether a tensor is stored here."""
         *_, tensor = levels_of(tensor)
         return (
-            type(tensor) in (torch.Tensor, nn.Parameter)
+            type(tensor) in (torch.Tensor, nn.Parameter, UnshardedParameter)
             and tensor.layout is torch.strided
             and tensor.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
         )

@@ -16,10 +16,32 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from mics_strategy.errors import LifecycleError
+
 _RESHARDED = 2**31  # above every count of writes; torch's counters have 32 bits
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 _numbers = itertools.count(_RESHARDED)
 _owners: weakref.WeakValueDictionary[int, SavedVersions] = weakref.WeakValueDictionary()
+
+
+class UnshardedParameter(nn.Parameter):
+    """A parameter as a forward uses it; every way of writing into it is counted."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """An alias that shares the version counter, so that writing through it is noticed."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise LifecycleError(
+                f"A forward gave a parameter of shape {tuple(self.shape)} and {self.dtype} new `.data` of shape "
+                f"{tuple(value.shape)} and {value.dtype}, for which there is no memory. Change the model before "
+                "`shard()`; to change values, write into the parameter."
+            )
+        with torch.no_grad():
+            self.copy_(value)
 
 
 class SavedVersions:

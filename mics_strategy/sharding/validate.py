@@ -69,6 +69,13 @@ def model(module: nn.Module, target: torch.device) -> None:
             raise ConfigError(
                 f"`{name}` makes sparse gradients, which cannot be reduced into shards. Build it with `sparse=False`."
             )
+        if getattr(child, "max_norm", None) is not None and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
+            raise ConfigError(
+                f"`{name}` renormalizes the rows that a batch looks up (`max_norm={child.max_norm}`): other ones on "
+                "each rank, so that ranks would no longer have the same parameters. Build it without `max_norm` and "
+                "renormalize after `optimizer.step()`, under `torch.no_grad()`: `weight.mul_((max_norm / "
+                "weight.norm(dim=1, keepdim=True).clamp(min=1e-7)).clamp(max=1))`."
+            )
     for name, parameter in module.named_parameters():
         _refuse_parameter(name, parameter, target)
 

@@ -4,11 +4,13 @@ from functools import lru_cache
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mics_strategy import ShardConfig
-from tests.ranks import RankPool
+from mics_strategy import ShardConfig, shard
+from mics_strategy.errors import LifecycleError
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.sharding import unusual
+from tests.sharding.training import forget_meshes
 
 SETTINGS = {
     "mics": ShardConfig.preset("mics"),
@@ -42,3 +44,69 @@ def test_unusual_loops_train_as_a_plain_process_does(ranks: RankPool, setting: s
             assert not of_rank[name].error, name
             for key, value in of_rank[name].parameters.items():
                 torch.testing.assert_close(value, expected(name)[key], rtol=1e-9, atol=1e-11, msg=f"{name}: {key}")
+
+
+class Gain(nn.Module):
+    """Keeps something that it computes from a parameter of its own, which is frozen."""
+
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(unusual.WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x * self.gain
+        return x + 1
+
+
+def left_by_an_attribute(ctx: RankContext) -> None:
+    forget_meshes()
+    model = nn.Sequential(nn.Linear(unusual.WIDTH, unusual.WIDTH), *[Gain() for _ in range(5)])
+    shard(model, "zero3", units=[Gain])
+    model(torch.ones(2, unusual.WIDTH))
+    model[1].kept.sum().backward()
+
+
+def test_a_backward_that_enters_past_all_modules_is_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(
+        lambda: ranks(2, left_by_an_attribute),
+        LifecycleError,
+        match="needed the parameters of unit `1 .frozen.` when they were not",
+    )
+
+
+def asked_for_a_gradient(ctx: RankContext, **options: bool) -> None:
+    forget_meshes()
+    model = unusual.Stack()
+    shard(model, "mics", units=[unusual.Block])
+    torch.autograd.grad(model(torch.ones(2, unusual.WIDTH)).sum(), list(model.parameters()), **options)
+
+
+def asked_for_an_unused_gradient(ctx: RankContext) -> None:
+    asked_for_a_gradient(ctx, allow_unused=True)
+
+
+def asked_for_zeros(ctx: RankContext) -> None:
+    asked_for_a_gradient(ctx, materialize_grads=True)
+
+
+@pytest.mark.parametrize("job", [asked_for_a_gradient, asked_for_an_unused_gradient, asked_for_zeros])
+def test_local_gradients_of_sharded_parameters_are_refused(ranks: RankPool, job: object) -> None:
+    raises_on_every_rank(
+        lambda: ranks(2, job), LifecycleError, match="gradient of the sharded parameter `inner.weight`.*backward"
+    )
+
+
+def gradient_of_a_penalty(ctx: RankContext) -> Tensor:
+    forget_meshes()
+    model = unusual.Stack()
+    shard(model, "mics", units=[unusual.Block])
+    weight = model.head.weight
+    (gradient,) = torch.autograd.grad(weight.square().sum(), [weight])
+    return (gradient - 2 * weight).abs().max().full_tensor().detach()
+
+
+def test_gradients_of_what_is_computed_from_sharded_parameters_are_given(ranks: RankPool) -> None:
+    for difference in ranks(2, gradient_of_a_penalty):
+        assert difference == 0
