@@ -31,7 +31,7 @@ from mics_strategy.collectives.ledger import Ledger
 from mics_strategy.collectives.ops import is_anything_under_way
 from mics_strategy.collectives.peers import Peers
 from mics_strategy.collectives.route import Route
-from mics_strategy.collectives.trail import Trail, first_difference
+from mics_strategy.collectives.trail import STEPS, Trail, first_difference
 from mics_strategy.collectives.transport import Transport, is_gloo, moves, timeout_of
 from mics_strategy.collectives.watch import Watch
 from mics_strategy.collectives.workspace import Workspace
@@ -88,6 +88,10 @@ class Mesh:
         self._lanes: dict[str, Lane] = {}
         world = scopes.world_size
         self.control = self._peers("control", scopes.span(1, world))
+        self._steps: Trail | None = None
+        if self.control is not None:
+            peers = self.control.transport.trail
+            self._steps = Trail(ranks=peers.ranks, index=peers.index)
         self.findings = self._calibrate(scopes)
         self.scopes = scopes = scopes.decided({(each.collective, each.span): each.from_bytes for each in self.findings})
         self.has_secondary = scopes.secondary < scopes.params
@@ -234,6 +238,15 @@ class Mesh:
             group = dist.new_group([self.rank], timeout=timeout, use_local_synchronization=True)
         return DeviceMesh.from_group(group, self.device.type, mesh=torch.tensor(shard_ranks), mesh_dim_names=("shard",))
 
+    def note_backward(self) -> None:
+        """A backward begins; ranks that wait in vain compare how many each has begun."""
+        self._watch.num_backwards += 1
+
+    def note_step(self) -> None:
+        """An optimizer has stepped. All ranks step alike, or gradients of different steps would be added."""
+        if self._steps is not None:
+            self._steps.note(f"step {self._steps.count + 1}")
+
     def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or maximum of a scalar over the ranks that hold different shards, in place. No plan has it."""
         return value if self.among_shards is None else self.among_shards.combine(value, is_max=is_max)
@@ -252,6 +265,8 @@ class Mesh:
             if collective is not None
             for transport in collective.transports
         }
+        if self._steps is not None:
+            trails[STEPS] = self._steps
         if self.among_shards is not None:
             trails[f"whole tensors over {self.among_shards.axis}"] = self.among_shards.transport.trail
         return trails

@@ -13,6 +13,7 @@ import zlib
 from collections import deque
 from dataclasses import dataclass, field
 
+STEPS = "optimizer steps"  # name of the trail that counts them
 _MODULUS = (1 << 18) - 5  # the balances of a thousand ranks fit into 32 bits
 
 
@@ -59,6 +60,14 @@ def first_difference(trails: list[dict[str, Trail]]) -> str:
     Args:
         trails: By rank, then by name.
     """
+    counts = [of_rank[STEPS].count if STEPS in of_rank else 0 for of_rank in trails]
+    fewest, most = counts.index(min(counts)), counts.index(max(counts))
+    if fewest != most:
+        return (
+            f"rank {fewest} has run {counts[fewest]} optimizer steps and rank {most} {counts[most]}. A rank without a "
+            "loss, as of an empty batch, must run a backward, too: of a loss that is zero, as by `(outputs.sum() * "
+            "0).backward()`"
+        )
     for rank, own in enumerate(trails):
         for name, trail in own.items():
             first = trails[trail.ranks[0]][name]

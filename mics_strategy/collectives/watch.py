@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 from mics_strategy.collectives.bounded_store import BoundedStore
@@ -20,6 +20,7 @@ from mics_strategy.errors import LifecycleError
 Place = tuple[str, frozenset[int]]
 GRACE_S = 2.5  # for the notes of ranks that have begun to wait later
 _POLL_S = 0.1
+_NUM_KEPT = 256  # transfers of one place that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,24 @@ class Asked:
         return f" of {self.size}" if self.what == other.what else ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What a rank waits for, how many transfers it was asked for so far, and how many backwards it has begun."""
+
+    asked: Asked
+    counts: dict[Place, int]
+    num_backwards: int
+
+
 class Watch:
     """The notes of one model's transfers.
 
     Args:
         name: Of the model, the same on all ranks.
         rank: Of this process.
+
+    Attributes:
+        num_backwards: That have begun on this rank.
     """
 
     def __init__(self, name: str, rank: int) -> None:
@@ -59,6 +72,8 @@ class Watch:
         self._bounded = BoundedStore()
         self._store = self._bounded.store
         self._counts: Counter[Place] = Counter()
+        self._asked: defaultdict[Place, deque[Asked]] = defaultdict(lambda: deque(maxlen=_NUM_KEPT))
+        self.num_backwards = 0
         self._noted: Asked | None = None
         self._silent: set[int] = set()  # ranks that did not wait for anything when the notes were read last
 
@@ -66,6 +81,7 @@ class Watch:
         """A lane is asked for a transfer."""
         asked = Asked(lane, self._counts[lane, ranks], what.split(" over ")[0], size, ranks)
         self._counts[asked.place] += 1
+        self._asked[asked.place].append(asked)
         return asked
 
     def look(self, own: Asked) -> None:
@@ -94,41 +110,56 @@ class Watch:
             note = self._note_of(rank)
             if note is None:
                 continue
-            other, its_counts = note
-            is_same_place = (own.place, own.number) == (other.place, other.number)
-            is_another = is_same_place and (own.what, own.size) != (other.what, other.size)
+            other, mine = note.asked, self._number(note.asked.place, note.asked.number)
             is_deadlock = (
                 self._rank in other.ranks
-                and its_counts.get(own.place, 0) <= own.number
+                and note.counts.get(own.place, 0) <= own.number
                 and self._counts[other.place] <= other.number
             )
-            if is_another or is_deadlock:
-                first, second = sorted([(self._rank, own), (rank, other)], key=lambda pair: pair[0])
-                self._store.set(
-                    self._key("parted"),
-                    f"Ranks have parted, and wait for each other in vain: rank {first[0]} for {first[1]}"
-                    f"{first[1].size_beside(second[1])} (transfer {first[1].number} of its lane), rank {second[0]} for "
-                    f"{second[1]}{second[1].size_beside(first[1])} (transfer {second[1].number}). "
-                    "Let all ranks run the same units in the same order while parameters are sharded (seed what "
-                    "chooses them, as LayerDrop does, alike), or keep parameters whole with `params='none'`.",
-                )
+            if mine is not None and (mine.what, mine.size) != (other.what, other.size):
+                self._store.set(self._key("parted"), self._difference(mine, rank, note))
+            elif is_deadlock:
+                self._store.set(self._key("parted"), self._difference(own, rank, note))
         self._silent = self._silent_now(own)
         return self._parted()
 
+    def _number(self, place: Place, number: int) -> Asked | None:
+        """What this rank was asked for as the transfer of that number; None where it was not, or long ago."""
+        return next((asked for asked in self._asked[place] if asked.number == number), None)
+
+    def _difference(self, own: Asked, rank: int, note: _Note) -> str:
+        """For what this rank and another one wait in vain, and what to do."""
+        own_waits, its_waits = (self._rank, own, self.num_backwards), (rank, note.asked, note.num_backwards)
+        first, second = sorted([own_waits, its_waits], key=lambda each: each[0])
+        found = (
+            f"Ranks have parted, and wait for each other in vain: rank {first[0]} for {first[1]}"
+            f"{first[1].size_beside(second[1])} (transfer {first[1].number} of its lane), rank {second[0]} for "
+            f"{second[1]}{second[1].size_beside(first[1])} (transfer {second[1].number}). "
+        )
+        if first[2] != second[2]:
+            return (
+                f"{found}Rank {first[0]} has begun {first[2]} backward passes, rank {second[0]} {second[2]}. A rank "
+                "without a loss, as of an empty batch, must run the backward of its forward, too: of a loss that is "
+                "zero, as by `(outputs.sum() * 0).backward()`."
+            )
+        return (
+            f"{found}Let all ranks run the same units in the same order while parameters are sharded (seed what "
+            "chooses them, as LayerDrop does, alike), or keep parameters whole with `params='none'`."
+        )
+
     def _leave_note(self, own: Asked) -> None:
         counts = [(lane, sorted(ranks), count) for (lane, ranks), count in self._counts.items()]
-        note = [own.lane, own.number, own.what, own.size, sorted(own.ranks), counts]
+        note = [own.lane, own.number, own.what, own.size, sorted(own.ranks), counts, self.num_backwards]
         self._store.set(self._key(self._rank), json.dumps(note))
 
-    def _note_of(self, rank: int) -> tuple[Asked, dict[Place, int]] | None:
-        """What a rank waits for and what it was asked for so far; None where it does not wait."""
+    def _note_of(self, rank: int) -> _Note | None:
+        """The note of a rank; None where it does not wait."""
         text = self._store.get(self._key(rank)) if self._store.check([self._key(rank)]) else b""
         if not text:
             return None
-        lane, number, what, size, ranks, counts = json.loads(text)
-        return Asked(lane, number, what, size, frozenset(ranks)), {
-            (lane, frozenset(ranks)): count for lane, ranks, count in counts
-        }
+        lane, number, what, size, ranks, counts, num_backwards = json.loads(text)
+        by_place = {(lane, frozenset(ranks)): count for lane, ranks, count in counts}
+        return _Note(Asked(lane, number, what, size, frozenset(ranks)), by_place, num_backwards)
 
     def _parted(self) -> str:
         return self._store.get(self._key("parted")).decode() if self._store.check([self._key("parted")]) else ""
@@ -173,7 +204,7 @@ class Watch:
                 if note is None:
                     silent.add(rank)
                 else:
-                    ahead.append(note[0])
+                    ahead.append(note.asked)
         return silent
 
     def _key(self, of: int | str) -> str:

@@ -172,6 +172,7 @@ class Engine:
             return
         self._in_backward = True
         self.num_backwards += 1
+        self.reducer.mesh.note_backward()
         self._num_unused = self._num_unused + 1 if self.reducer.holds_gradients else 1
         self.recorded.freeze()
         order = self._live.reduction_order()
@@ -321,6 +322,7 @@ class Engine:
 
     def after_step(self) -> None:
         """Parameters have changed: graphs from before cannot be backpropagated any more."""
+        self.reducer.mesh.note_step()
         self._num_unused = 0
         for _ in self._live.drain():
             pass

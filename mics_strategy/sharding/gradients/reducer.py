@@ -86,6 +86,7 @@ class Reducer:
     _ready: set[int] = field(default_factory=set)
     _in_flight: deque[FirstHop] = field(default_factory=deque)
     _second: dict[BucketGradient, Chain] = field(default_factory=dict)
+    _sent_last: set[BucketGradient] = field(default_factory=set)  # by the last backward, on all ranks
     _unpublished: list[BucketGradient] = field(default_factory=list)  # finished, not yet shown on the parameters
 
     @property
@@ -101,6 +102,7 @@ class Reducer:
             idle: Indices of those among them that this rank has not run.
         """
         self.is_dirty = True
+        self._sent_last.clear()
         before, self._expected = (
             self._expected,
             {
@@ -216,6 +218,7 @@ class Reducer:
             for gradient in self.gradients[hop.unit.index]:
                 self._settle(gradient)  # one of an earlier backward that was called the last, too
                 self._start_second_hop(gradient)
+                self._sent_last.add(gradient)
 
     def _wait_for(self, unit: Unit) -> None:
         """Make the buffer of a unit's first hop free. Its second hop starts when it is its turn."""
@@ -254,8 +257,10 @@ class Reducer:
         usage = Usage(self.buffers.usage, [g for gs in self.gradients.values() for g in gs], self.mesh)
         for index in sorted(self.gradients, reverse=True):
             for gradient in self.gradients[index]:
-                if gradient.state is Gradient.PARTIAL or usage.is_due_elsewhere(gradient):
+                is_sent = gradient in self._sent_last
+                if gradient.state is Gradient.PARTIAL or (not is_sent and usage.is_due_elsewhere(gradient)):
                     self._start_second_hop(gradient)
+        self._sent_last.clear()
         for gradient in list(self._second):
             self._settle(gradient)
         usage.wait()

@@ -1,7 +1,8 @@
 """Which parameters has any rank used, and have all ranks gone the same way?
 
 One small all-reduce per optimizer step answers both. The counts of users are read only where this rank must know. The
-answer to the second question is read at once on the CPU; on a GPU, where reading stops the host, one step later.
+answer to the second question is read at once on the CPU; on a GPU, where reading stops the host, one step later, but in
+the first steps, in which ranks that differ at all mostly begin to.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.gradients.gradient import BucketGradient
 from mics_strategy.sharding.lifecycle import Gradient
 
+READ_AT_ONCE = 3  # optimizer steps
 _DUE = 1 << 16  # above the count of users: the number of ranks on which the bucket is still to be reduced
 
 
@@ -42,7 +44,8 @@ class Usage:
         self._counts = counts
         self._everyone: list[int] | None = None
         self._handle: Handle | None = None
-        counts.copy_(torch.tensor(own, dtype=counts.dtype))
+        # Pinned memory, which torch's allocator lends to nobody else before the copy has ended: the host goes on.
+        counts.copy_(torch.tensor(own, dtype=counts.dtype, pin_memory=counts.is_cuda), non_blocking=True)
         if mesh.control is not None and gradients:
             self._handle = mesh.control.all_reduce(counts, "parameter usage")
 
@@ -84,6 +87,7 @@ class CommonWay:
         self._mesh = mesh
         self._on_host = torch.zeros(1, dtype=counts.dtype, pin_memory=counts.is_cuda)
         self._copied: torch.cuda.Event | None = None
+        self._num_noted = 0
 
     def check(self) -> None:
         """Look at the last balance that has reached the host. On every rank alike.
@@ -103,9 +107,10 @@ class CommonWay:
 
     def note(self) -> None:
         """An exchange is complete: bring its balance to the host."""
+        self._num_noted += 1
         self._on_host.copy_(self._balance, non_blocking=True)
         if self._balance.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
-        else:
+        if not self._balance.is_cuda or self._num_noted <= READ_AT_ONCE:
             self.check()
