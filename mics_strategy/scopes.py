@@ -6,6 +6,7 @@ Pure.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from mics_strategy.collectives.codecs import Codec
@@ -125,6 +126,13 @@ class Scopes:
         """The stages in which a tensor of so many bytes goes, as it travels unencoded; None where nothing is sent."""
         routes = self.routes(purpose)
         return None if routes is None else routes.of(full_bytes)
+
+    def block_numel(self, *, is_trainable: bool) -> int:
+        """What parameters start at multiples of, so that whatever encodes them or their gradients never mixes two."""
+        purposes = PURPOSES if is_trainable else ("gather", "update")
+        routes = {purpose: self.routes(purpose) for purpose in purposes}
+        codecs = [self.codecs.of(purpose) for purpose, found in routes.items() if found and found.large.is_coded]
+        return math.lcm(*(codec.bound_numel for codec in codecs if codec is not None))
 
     def undecided(self) -> dict[Crossing, str]:
         """What a calibration would measure, each with the first purpose that it serves."""

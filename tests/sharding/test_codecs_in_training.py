@@ -212,7 +212,7 @@ def test_zeropp_sends_a_quarter_of_zero3_between_nodes(ranks: RankPool) -> None:
         for preset, more in (("zero3", {}), ("zeropp", codecs))
     ]
     zero3, zeropp = (_between_nodes(ranks(4, plan_of, run)[0]) for run in runs)
-    assert 0.25 < zeropp / zero3 < 0.27
+    assert 0.25 < zeropp / zero3 < 0.275
 
 
 def wide_layers() -> models.Case:
