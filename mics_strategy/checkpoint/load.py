@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mics_strategy.agreement import gather_objects, on_every_rank
 from mics_strategy.checkpoint import random_state, storage
 from mics_strategy.checkpoint.manifest import Manifest
-from mics_strategy.checkpoint.reading import Reader, read
+from mics_strategy.checkpoint.reading import Reader, read, require_known
 from mics_strategy.checkpoint.save import EXTRA, finish_saves
 from mics_strategy.checkpoint.state import MODEL, OPTIMIZER, Optimizers, Saved, Template, room_for_model
 from mics_strategy.errors import CheckpointError
@@ -122,8 +122,10 @@ class OpenCheckpoint:
 
     def _read_extra(self) -> dict[str, Any]:
         file = self.path / EXTRA
-        if not file.is_file():
+        if not file.exists():
             return {}
+        if self._manifest is not None:
+            require_known(self.path, EXTRA, self._manifest.files)
         try:
             found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=self._weights_only)
         except pickle.UnpicklingError as error:

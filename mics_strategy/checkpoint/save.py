@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import pickle
 import threading
 import time
@@ -122,7 +123,7 @@ def save_checkpoint(
     pieces = on_every_rank(lambda: _guarded(lambda: _pieces(sharded, optimizers, model_state, asynchronous)))
     kept = on_every_rank(lambda: _guarded(lambda: _copied(extra or {}, asynchronous)))
     require_same_copies(pieces, sharded.index)
-    draft, target = _begin(Path(path))
+    draft, target = _begin(path)
     job = _Job(
         draft=draft,
         path=target,
@@ -167,11 +168,11 @@ def remove_checkpoint(path: str | Path) -> bool:
     return storage.remove(Path(path))
 
 
-def _begin(path: Path) -> tuple[Path, Path]:
+def _begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     """The draft, which every rank sees, and the final place."""
-    rank = dist.get_rank()
-    made = on_every_rank(lambda: _guarded(lambda: storage.begin(path)) if rank == 0 else None)
-    draft, target = gather_objects((made, path))[0]
+    rank, place = dist.get_rank(), storage.real(path)
+    made = on_every_rank(lambda: _guarded(lambda: storage.begin(place)) if rank == 0 else None)
+    draft, target = gather_objects((made, place))[0]
     if draft is None:
         raise CheckpointError("Rank 0 made no draft. This is a defect; please report it.")
 
@@ -185,7 +186,12 @@ def _begin(path: Path) -> tuple[Path, Path]:
                 )
             time.sleep(0.05)
 
-    on_every_rank(see)
+    try:
+        on_every_rank(see)
+    except BaseException:
+        if rank == 0:
+            storage.discard(draft)
+        raise
     return draft, target
 
 
@@ -242,6 +248,16 @@ class _Job:
 
     def write(self) -> None:
         """Write this rank's share; on rank 0, publish the whole. Ends when it is whole, or never will be."""
+        try:
+            outcome = self._written()
+        finally:
+            if self.rank == 0:
+                storage.discard(self.draft)  # where it was not published
+        if outcome:
+            raise CheckpointError(outcome)
+
+    def _written(self) -> str:
+        """Write; what went wrong, in words."""
         telling, rank = self.telling, self.rank
         with telling.alive():
             try:
@@ -251,9 +267,7 @@ class _Job:
             telling.tell(f"share {rank}", pickle.dumps(told))
             if rank == 0:
                 telling.tell("outcome", self._conclude().encode())
-            outcome = telling.hear("outcome", 0).decode()
-        if outcome:
-            raise CheckpointError(outcome)
+            return telling.hear("outcome", 0).decode()
 
     def _write_share(self, rank: int) -> Any:
         if not self.pieces.plan.items:
@@ -279,7 +293,6 @@ class _Job:
             self._describe(plans, results, files)
             storage.publish(self.draft, self.path)
         except BaseException as error:
-            storage.discard(self.draft)
             is_told = isinstance(error, MiCSError)
             return str(error) if is_told else f"Rank 0 could not finish `{self.path}`: {error!r}"
         return ""
