@@ -83,7 +83,7 @@ class Manifest:
             for name in ("package_version", "torch_version"):
                 _text(name, own[name])
             own["scopes"] = {name: _count(f"scopes: {name}", ranks, 1) for name, ranks in own["scopes"].items()}
-            own["files"] = {_inside(name): _file_entry(name, entry) for name, entry in own["files"].items()}
+            own["files"] = {inside(name): file_entry(name, entry) for name, entry in own["files"].items()}
             classes = own.get("optimizer_classes", ())
             own["optimizer_classes"] = tuple(_text("optimizer_classes", name) for name in classes)
             return cls(**own)
@@ -103,7 +103,12 @@ def is_inside(name: str) -> bool:
     return "\0" not in name and not any(part in ("", ".", "..") for part in parts)
 
 
-def _inside(name: str) -> str:
+def inside(name: str) -> str:
+    """The path itself.
+
+    Raises:
+        ValueError: It leaves the folder.
+    """
     if not is_inside(name):
         raise ValueError(f"`files` names {name!r}, which is not in the folder")
     return name
@@ -121,6 +126,15 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _file_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
+def file_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
+    """An entry from JSON.
+
+    Args:
+        name: Of the file, for errors.
+        entry: As `FileEntry`.
+
+    Raises:
+        ValueError: Or TypeError, or KeyError: it is none.
+    """
     where = f"files: {name}"
     return FileEntry(num_bytes=_count(where, entry["num_bytes"], 0), sha256=_text(where, entry["sha256"]))

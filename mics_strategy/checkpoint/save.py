@@ -14,7 +14,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from mics_strategy.agreement import gather_objects, on_every_rank, require_same_names
-from mics_strategy.checkpoint import random_state, storage
+from mics_strategy.checkpoint import random_state, shares, storage
 from mics_strategy.checkpoint.kept import class_name
-from mics_strategy.checkpoint.manifest import FileEntry, Manifest
+from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.pieces import HostMemory, Pieces, require_same_copies
+from mics_strategy.checkpoint.shares import Share
 from mics_strategy.checkpoint.state import Optimizers, by_key, held
 from mics_strategy.checkpoint.telling import Telling
 from mics_strategy.errors import CheckpointError, MiCSError
@@ -261,46 +262,43 @@ class _Job:
         telling, rank = self.telling, self.rank
         with telling.alive():
             try:
-                told: Any = self._write_share(rank)
+                told = self._write_share(rank).to_json()
             except BaseException as error:
-                told = f"Rank {rank} could not write `{self.path}`: {error}"
-            telling.tell(f"share {rank}", pickle.dumps(told))
+                told = shares.failed(f"Rank {rank} could not write `{self.path}`: {error}")
+            telling.tell(f"share {rank}", told.encode())
             if rank == 0:
                 telling.tell("outcome", self._conclude().encode())
             return telling.hear("outcome", 0).decode()
 
-    def _write_share(self, rank: int) -> Any:
+    def _write_share(self, rank: int) -> Share:
         if not self.pieces.plan.items:
-            return self.pieces.plan, [], {}
+            return Share(self.pieces.plan, [], {})
         writer = FileSystemWriter(self.draft)
         writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
         results = writer.write_data(writer.prepare_local_plan(self.pieces.plan), self.pieces).value()
         names = sorted({result.storage_data.relative_path for result in results})
-        return self.pieces.plan, results, {name: storage.entry_of(self.draft / name) for name in names}
+        return Share(self.pieces.plan, results, {name: storage.entry_of(self.draft / name) for name in names})
 
     def _conclude(self) -> str:
         """Publish when all ranks have written; what went wrong, in words, else."""
         try:
-            plans, results, files = [], [], {}
+            found = []
             for rank in range(self.manifest.world_size):
-                told = pickle.loads(self.telling.hear(f"share {rank}", rank))
+                told = self.telling.hear(f"share {rank}", rank)
                 self.telling.forget(f"share {rank}")
-                if isinstance(told, str):
-                    raise CheckpointError(told)
-                plans.append(told[0])
-                results.append(told[1])
-                files.update(told[2])
-            self._describe(plans, results, files)
+                found.append(shares.share_of(told.decode(errors="replace"), rank))
+            self._describe(found)
             storage.publish(self.draft, self.path)
         except BaseException as error:
             is_told = isinstance(error, MiCSError)
             return str(error) if is_told else f"Rank 0 could not finish `{self.path}`: {error!r}"
         return ""
 
-    def _describe(self, plans: list[Any], results: list[Any], files: dict[str, FileEntry]) -> None:
+    def _describe(self, found: Sequence[Share]) -> None:
         """Write what describes the whole: torch's metadata, everything else, the manifest."""
-        _, metadata = self.pieces.create_global_plan(plans)
-        FileSystemWriter(self.draft).finish(metadata, results)
+        files = {name: entry for share in found for name, entry in share.files.items()}
+        _, metadata = self.pieces.create_global_plan([share.plan for share in found])
+        FileSystemWriter(self.draft).finish(metadata, [list(share.results) for share in found])
         torch.save(dict(self.extra), self.draft / EXTRA)
         storage.sync(self.draft / EXTRA)
         for name in (".metadata", EXTRA):
