@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from mics_strategy.version import package_version
 
 
 @contextmanager
-def whole_folder(path: str | Path, models: Sequence[Sharded] = ()) -> Iterator[Path]:
+def whole_folder(path: str | os.PathLike[str], models: Sequence[Sharded] = ()) -> Iterator[Path]:
     """Let all ranks fill a folder that appears under its name when all is in it, and never otherwise. Collective.
 
     What an older checkpoint of that name holds beside what it was saved with (notes, say) is kept.

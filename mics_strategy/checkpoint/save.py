@@ -84,7 +84,7 @@ _host_memory: weakref.WeakKeyDictionary[Sharded, HostMemory] = weakref.WeakKeyDi
 
 
 def save_checkpoint(
-    path: str | Path,
+    path: str | os.PathLike[str],
     sharded: Sharded,
     optimizers: Optimizers = (),
     extra: Mapping[str, Any] | None = None,
@@ -155,7 +155,7 @@ def finish_saves(sharded: Sharded) -> None:
         pending.wait()
 
 
-def remove_checkpoint(path: str | Path) -> bool:
+def remove_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Delete a sharded checkpoint, on one rank. Under its name it is whole or gone, whenever the process is killed.
 
     An older one is safe to remove when the save of the newer one is done: `PendingSave.wait`.
