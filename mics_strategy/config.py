@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from mics_strategy.topology import Topology
 Scope = str | int
 OVERLAPS = frozenset({"gather", "reduce", "second_hop", "update"})
 
+_LARGEST_COMMON = 8192  # values that are a multiple of both codecs' blocks
 _CHOSEN_TOGETHER = ("params", "grads", "optimizer")
 _LETTER_SCOPES = {"n": "none", "i": "partition", "g": "world"}
 _PRESET_LETTERS = {
@@ -71,6 +73,7 @@ class ShardConfig:
             to the nearest. What every rank then computes with is what was decoded, the same bits in forward and
             backward; the optimizer's own stay exact.
         grad_codec: Encodes gradients while they travel, the same words. Sums are made of decoded numbers, in fp32.
+            With either, every parameter starts with a block of its own: each rank pads its part of one to whole blocks.
         codec_links: Which links carry encoded numbers: ``"slow"`` (those between nodes) or ``"all"``.
         grad_codec_hops: Which hops of gradients are encoded: ``"first"`` (of every backward), ``"second"`` (of the
             optimizer step) or ``"all"``.
@@ -127,7 +130,7 @@ class ShardConfig:
         for name in ("weight_codec", "grad_codec"):
             if not isinstance(getattr(self, name), Codec):
                 _check_choice(name, getattr(self, name), ("none", *Codec.WORDS))
-        _check_weight_codec(self.codec_of("weight_codec"))
+        _check_codecs(self.codec_of("weight_codec"), self.codec_of("grad_codec"))
         _check_choice("codec_links", self.codec_links, ("slow", "all"))
         _check_choice("grad_codec_hops", self.grad_codec_hops, ("all", "first", "second"))
         _check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
@@ -272,7 +275,14 @@ def _check_auto(scopes: dict[str, Scope], secondary_params: Scope) -> None:
         )
 
 
-def _check_weight_codec(codec: Codec | None) -> None:
+def _check_codecs(codec: Codec | None, of_grads: Codec | None) -> None:
+    bound = [each.bound_numel for each in (codec, of_grads) if each is not None]
+    if codec is not None and of_grads is not None and math.lcm(*bound) > _LARGEST_COMMON:
+        raise ConfigError(
+            f"Blocks of {codec.block_size} values (`weight_codec`) and of {of_grads.block_size} (`grad_codec`): every "
+            f"parameter starts with a block of both and would be padded to {math.lcm(*bound)} values on every rank. "
+            "Use block sizes of which one divides the other."
+        )
     if codec is not None and codec.rounding != "nearest":
         raise ConfigError(
             f"`weight_codec={codec!r}` rounds at random: every gather would bring other parameters, the backward's "

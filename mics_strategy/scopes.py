@@ -6,6 +6,7 @@ Pure.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from mics_strategy.collectives.codecs import Codec
@@ -132,6 +133,13 @@ class Scopes:
         routes = self.routes(purpose)
         return None if routes is None else routes.of(full_bytes)
 
+    def block_numel(self, *, is_trainable: bool) -> int:
+        """What parameters start at multiples of, so that whatever encodes them or their gradients never mixes two."""
+        purposes = PURPOSES if is_trainable else ("gather", "update")
+        routes = {purpose: self.routes(purpose) for purpose in purposes}
+        codecs = [self.codecs.of(purpose) for purpose, found in routes.items() if found and found.large.is_coded]
+        return math.lcm(*(codec.bound_numel for codec in codecs if codec is not None))
+
     def undecided(self) -> dict[Crossing, str]:
         """What a calibration would measure, each with the first purpose that it serves."""
         found: dict[Crossing, str] = {}
@@ -234,8 +242,22 @@ def _check_codecs(config: ShardConfig, scopes: Scopes) -> None:
         raise ConfigError(
             f"`{name}={getattr(config, name)!r}` has nothing to encode: {what.lower()} of these scopes never "
             f"travel where `codec_links={config.codec_links!r}` and `grad_codec_hops={config.grad_codec_hops!r}` "
-            f"encode. Use `codec_links='all'`, wider scopes, or `{name}='none'`."
+            f"encode. Use {', '.join(_remedies(name, config, scopes))} or `{name}='none'`."
         )
+
+
+def _remedies(name: str, config: ShardConfig, scopes: Scopes) -> list[str]:
+    """The changes with which an idle codec would encode something: of one field, or of both where it takes both."""
+    fields = [field for field in ("codec_links", "grad_codec_hops") if getattr(config, field) != "all"]
+    found: list[str] = []
+    for changed in (*([field] for field in fields), fields):
+        other = config.replace(**dict.fromkeys(changed, "all"))
+        is_idle = name in idle_codecs(other, dataclasses.replace(scopes, codecs=_codecs_of(other)))
+        if changed and not is_idle and not (len(changed) > 1 and found):
+            found.append(" with ".join(f"`{field}='all'`" for field in changed))
+    if name == "weight_codec":
+        found.append("a wider scope of `params` or `optimizer`")
+    return list(dict.fromkeys(found)) or ["another `grad_codec_hops`"]
 
 
 def _ranks_of(scope: str | int, words: dict[str, int]) -> int:

@@ -7,10 +7,10 @@ where an optimizer step ends, and clips, saves and loads over all ranks. Everyth
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -266,7 +266,10 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
 
     @override
     def save_state(
-        self, output_dir: str | Path | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
     ) -> str:
         """Save models, optimizers and all else as a folder that is whole or absent. Collective, on all ranks.
 
@@ -278,7 +281,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         return str(target)
 
     @override
-    def load_state(self, input_dir: str | Path | None = None, *args: Any, **kwargs: Any) -> None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
         """Restore what `save_state` wrote, by any number of ranks, or what Accelerate saved with DDP or FSDP2.
 
         Raises:

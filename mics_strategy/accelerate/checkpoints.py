@@ -220,7 +220,7 @@ def _write(value: Any, file: Path) -> None:
 
 
 @contextmanager
-def saving(accelerator: Any, output_dir: str | Path | None) -> Iterator[tuple[Path, Path]]:
+def saving(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Iterator[tuple[Path, Path]]:
     """Where `save_state` writes, and where it will be: under its name when everything is there.
 
     A folder that holds other things than a checkpoint is written into as it is, and not loaded until that has ended.
@@ -252,7 +252,7 @@ def saving(accelerator: Any, output_dir: str | Path | None) -> Iterator[tuple[Pa
         on_every_rank(lambda: _remove_oldest(target.parent, project.total_limit) if dist.get_rank() == 0 else None)
 
 
-def to_load(accelerator: Any, input_dir: str | Path | None) -> Path:
+def to_load(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> Path:
     """The folder to load; where none is named, the newest whole one of those that the project names itself.
 
     Raises:

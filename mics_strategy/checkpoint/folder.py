@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from mics_strategy.agreement import gather_objects, on_every_rank
 from mics_strategy.checkpoint import storage
+from mics_strategy.checkpoint.claims import NAME as OWNER
 from mics_strategy.checkpoint.manifest import NAME, FileEntry, Manifest
 from mics_strategy.errors import CheckpointError
 from mics_strategy.sharding.sharded import Sharded
@@ -24,7 +26,7 @@ from mics_strategy.version import package_version
 
 
 @contextmanager
-def whole_folder(path: str | Path, models: Sequence[Sharded] = ()) -> Iterator[Path]:
+def whole_folder(path: str | os.PathLike[str], models: Sequence[Sharded] = ()) -> Iterator[Path]:
     """Let all ranks fill a folder that appears under its name when all is in it, and never otherwise. Collective.
 
     What an older checkpoint of that name holds beside what it was saved with (notes, say) is kept.
@@ -43,7 +45,7 @@ def whole_folder(path: str | Path, models: Sequence[Sharded] = ()) -> Iterator[P
     Cost:
         Rank 0 reads what lies in the folder outside of sharded checkpoints once more, for its digests.
     """
-    target = gather_objects(Path(path))[0]
+    target = gather_objects(storage.real(path))[0]
     is_first = dist.get_rank() == 0
     draft = gather_objects(on_every_rank(lambda: storage.begin(target) if is_first else None))[0]
     if draft is None:
@@ -78,7 +80,7 @@ def _keep_what_others_added(draft: Path, target: Path) -> None:
     """Copy what lies in an older checkpoint of that name without belonging to it."""
     if not storage.is_checkpoint(target):
         return
-    own = {name.partition("/")[0] for name in storage.read_manifest(target).files} | {NAME}
+    own = {name.partition("/")[0] for name in storage.read_manifest(target).files} | {NAME, OWNER}
     for entry in target.iterdir():
         if entry.name not in own and not (draft / entry.name).exists():
             shutil.copytree(entry, draft / entry.name) if entry.is_dir() else shutil.copy2(entry, draft / entry.name)
@@ -105,7 +107,7 @@ def _entries(draft: Path) -> dict[str, FileEntry]:
     found = {}
     for file in sorted(draft.rglob("*")):
         is_known = any(folder in file.parents for folder in inside) and file.name != NAME
-        if file.is_file() and not is_known:
+        if file.is_file() and not is_known and file.name != OWNER:
             storage.sync(file)
             found[file.relative_to(draft).as_posix()] = storage.entry_of(file)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from mics_strategy.agreement import gather_objects, on_every_rank
 from mics_strategy.checkpoint import random_state, storage
 from mics_strategy.checkpoint.manifest import Manifest
-from mics_strategy.checkpoint.reading import Reader, read
+from mics_strategy.checkpoint.reading import Reader, read, require_known
 from mics_strategy.checkpoint.save import EXTRA, finish_saves
 from mics_strategy.checkpoint.state import MODEL, OPTIMIZER, Optimizers, Saved, Template, room_for_model
 from mics_strategy.errors import CheckpointError
@@ -39,7 +40,7 @@ class OpenCheckpoint:
         CheckpointError: On every rank, for one that is damaged or mixed.
     """
 
-    def __init__(self, path: str | Path, *, weights_only: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> None:
         self.path = gather_objects(Path(path))[0]
         self._weights_only = weights_only
         self._manifest = None if _is_foreign(self.path) else check_checkpoint(self.path)
@@ -122,8 +123,10 @@ class OpenCheckpoint:
 
     def _read_extra(self) -> dict[str, Any]:
         file = self.path / EXTRA
-        if not file.is_file():
+        if not file.exists():
             return {}
+        if self._manifest is not None:
+            require_known(self.path, EXTRA, self._manifest.files)
         try:
             found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=self._weights_only)
         except pickle.UnpicklingError as error:
@@ -135,7 +138,7 @@ class OpenCheckpoint:
 
 
 def load_checkpoint(
-    path: str | Path,
+    path: str | os.PathLike[str],
     sharded: Sharded,
     optimizers: Optimizers = (),
     *,
@@ -172,7 +175,7 @@ def load_checkpoint(
 
 
 def load_newest_checkpoint(
-    folder: str | Path, sharded: Sharded, optimizers: Optimizers = (), **options: Any
+    folder: str | os.PathLike[str], sharded: Sharded, optimizers: Optimizers = (), **options: Any
 ) -> dict[str, Any] | None:
     """Load the newest whole checkpoint in a folder, as `load_checkpoint` does. Collective.
 
@@ -195,7 +198,7 @@ def load_newest_checkpoint(
     return None if path is None else load_checkpoint(path, sharded, optimizers, **options)
 
 
-def newest_checkpoint(folder: str | Path) -> Path | None:
+def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The newest sharded checkpoint in a folder that is whole. Collective: ranks share the reading of all its files.
 
     Rank 0 says which it passes over and why.
@@ -227,7 +230,7 @@ def newest_checkpoint(folder: str | Path) -> Path | None:
     return None
 
 
-def is_checkpoint(path: str | Path) -> bool:
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether a folder is a checkpoint that was finished, or one that its successor has put aside and never replaced.
 
     Not while another process may be writing it.
@@ -235,7 +238,7 @@ def is_checkpoint(path: str | Path) -> bool:
     return storage.find(Path(path))
 
 
-def check_checkpoint(path: Path) -> Manifest:
+def check_checkpoint(path: str | os.PathLike[str]) -> Manifest:
     """Hold every file of a checkpoint against the manifest. Collective: ranks share the reading.
 
     Args:
@@ -244,13 +247,13 @@ def check_checkpoint(path: Path) -> Manifest:
     Raises:
         CheckpointError: On every rank, naming a file that is missing or not what was written.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size, folder = dist.get_rank(), dist.get_world_size(), Path(path)
 
     def check() -> Manifest:
-        manifest = storage.read_manifest(path)
+        manifest = storage.read_manifest(folder)
         names = sorted(manifest.files)
-        storage.check_files(path, manifest, names, digests=False)
-        storage.check_files(path, manifest, names[rank::world_size])
+        storage.check_files(folder, manifest, names, digests=False)
+        storage.check_files(folder, manifest, names[rank::world_size])
         return manifest
 
     return on_every_rank(check)

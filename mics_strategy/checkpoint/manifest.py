@@ -72,22 +72,69 @@ class Manifest:
         """
         try:
             found = json.loads(text)
-            if found["format"] > FORMAT:
+            if _count("format", found["format"], 1) > FORMAT:
                 raise CheckpointError(
                     f"`{where}` has format {found['format']}, written by mics_strategy {found['package_version']}; "
                     f"this version reads formats up to {FORMAT}. Upgrade mics_strategy."
                 )
             own = {field.name: found[field.name] for field in dataclasses.fields(cls) if field.name in found}
-            own["files"] = {name: _file_entry(entry) for name, entry in found["files"].items()}
-            own["optimizer_classes"] = tuple(own.get("optimizer_classes", ()))
+            for name, least in _COUNTS.items():
+                _count(name, own.get(name, least), least)
+            for name in ("package_version", "torch_version"):
+                _text(name, own[name])
+            own["scopes"] = {name: _count(f"scopes: {name}", ranks, 1) for name, ranks in own["scopes"].items()}
+            own["files"] = {inside(name): file_entry(name, entry) for name, entry in own["files"].items()}
+            classes = own.get("optimizer_classes", ())
+            own["optimizer_classes"] = tuple(_text("optimizer_classes", name) for name in classes)
             return cls(**own)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"`{where}` is not a whole manifest ({error!r}). Use an older checkpoint; `resume='auto'` finds it."
+                f"`{where}` is not a whole manifest ({type(error).__name__}: {error}). Use an older checkpoint; "
+                "`newest_checkpoint(folder)` finds the newest whole one."
             ) from error
 
 
-def _file_entry(entry: Mapping[str, Any]) -> FileEntry:
-    if not (isinstance(entry["num_bytes"], int) and isinstance(entry["sha256"], str)):
-        raise TypeError(f"no file entry: {entry!r}")
-    return FileEntry(**entry)
+_COUNTS = {"step": 0, "world_size": 1, "pending_micro_steps": 0}  # and their smallest values
+
+
+def is_inside(name: str) -> bool:
+    """Whether a relative path stays in the folder to which it is relative."""
+    parts = name.split("/")
+    return "\0" not in name and not any(part in ("", ".", "..") for part in parts)
+
+
+def inside(name: str) -> str:
+    """The path itself.
+
+    Raises:
+        ValueError: It leaves the folder.
+    """
+    if not is_inside(name):
+        raise ValueError(f"`files` names {name!r}, which is not in the folder")
+    return name
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}` is {value!r} and no whole number from {least} on")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"`{name}` is {value!r} and no text")
+    return value
+
+
+def file_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
+    """An entry from JSON.
+
+    Args:
+        name: Of the file, for errors.
+        entry: As `FileEntry`.
+
+    Raises:
+        ValueError: Or TypeError, or KeyError: it is none.
+    """
+    where = f"files: {name}"
+    return FileEntry(num_bytes=_count(where, entry["num_bytes"], 0), sha256=_text(where, entry["sha256"]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
+from mics_strategy.checkpoint import storage
+from mics_strategy.checkpoint.manifest import NAME as MANIFEST
+from mics_strategy.checkpoint.manifest import is_inside
 from mics_strategy.errors import CheckpointError
 
+DESCRIPTION = ".metadata"  # torch's name for it
 _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _DESCRIPTIONS = {
     "torch.distributed.checkpoint.metadata": {
@@ -55,9 +60,12 @@ class Reader(FileSystemReader):
         """What the folder holds.
 
         Raises:
-            CheckpointError: It cannot be read, or holds more than descriptions.
+            CheckpointError: It cannot be read, holds more than descriptions, or names files that are not the
+                checkpoint's: outside of the folder, or not in the manifest where there is one.
         """
-        file = Path(self.path) / ".metadata"
+        folder = Path(self.path)
+        file = folder / DESCRIPTION
+        files = storage.read_manifest(folder).files if storage.is_checkpoint(folder) else None
         try:
             with file.open("rb") as opened:
                 found = _Descriptions(opened).load()
@@ -70,7 +78,35 @@ class Reader(FileSystemReader):
             raise CheckpointError(
                 f"`{file}` holds a {type(found).__name__} and no description. Use another checkpoint."
             )
+        names = {str(piece.relative_path) for piece in (found.storage_data or {}).values()}
+        for name in sorted(names | ({DESCRIPTION} if files is not None else set())):
+            require_known(folder, name, files)
         return found
+
+
+def require_known(folder: Path, name: str, files: Collection[str] | None) -> None:
+    """Refuse to read a file of which nothing says that it is the checkpoint's.
+
+    Args:
+        folder: The checkpoint.
+        name: Of the file, in the folder.
+        files: Those of the manifest; None where others have written the folder, without one.
+
+    Raises:
+        CheckpointError: It is outside of the folder, no regular file, or not in the manifest.
+    """
+    if not is_inside(name):
+        raise CheckpointError(
+            f"`{folder / DESCRIPTION}` names `{name}`, which is not in the folder. Somebody has changed the "
+            "checkpoint; use another one."
+        )
+    if files is not None and name not in files:
+        raise CheckpointError(
+            f"`{folder / name}` belongs to no checkpoint that was saved there: `{MANIFEST}` does not list it, so "
+            "nothing says what it should hold. Use another checkpoint."
+        )
+    if (folder / name).exists() and not (folder / name).is_file():
+        raise CheckpointError(f"`{folder / name}` is no regular file. Use another checkpoint.")
 
 
 class Planner(DefaultLoadPlanner):

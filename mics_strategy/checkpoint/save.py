@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +24,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from mics_strategy.agreement import gather_objects, on_every_rank, require_same_names
-from mics_strategy.checkpoint import random_state, storage
+from mics_strategy.checkpoint import random_state, shares, storage
 from mics_strategy.checkpoint.kept import class_name
-from mics_strategy.checkpoint.manifest import FileEntry, Manifest
+from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.pieces import HostMemory, Pieces, require_same_copies
+from mics_strategy.checkpoint.shares import Share
 from mics_strategy.checkpoint.state import Optimizers, by_key, held
 from mics_strategy.checkpoint.telling import Telling
 from mics_strategy.errors import CheckpointError, MiCSError
@@ -82,7 +84,7 @@ _host_memory: weakref.WeakKeyDictionary[Sharded, HostMemory] = weakref.WeakKeyDi
 
 
 def save_checkpoint(
-    path: str | Path,
+    path: str | os.PathLike[str],
     sharded: Sharded,
     optimizers: Optimizers = (),
     extra: Mapping[str, Any] | None = None,
@@ -122,7 +124,7 @@ def save_checkpoint(
     pieces = on_every_rank(lambda: _guarded(lambda: _pieces(sharded, optimizers, model_state, asynchronous)))
     kept = on_every_rank(lambda: _guarded(lambda: _copied(extra or {}, asynchronous)))
     require_same_copies(pieces, sharded.index)
-    draft, target = _begin(Path(path))
+    draft, target = _begin(path)
     job = _Job(
         draft=draft,
         path=target,
@@ -153,7 +155,7 @@ def finish_saves(sharded: Sharded) -> None:
         pending.wait()
 
 
-def remove_checkpoint(path: str | Path) -> bool:
+def remove_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Delete a sharded checkpoint, on one rank. Under its name it is whole or gone, whenever the process is killed.
 
     An older one is safe to remove when the save of the newer one is done: `PendingSave.wait`.
@@ -167,11 +169,11 @@ def remove_checkpoint(path: str | Path) -> bool:
     return storage.remove(Path(path))
 
 
-def _begin(path: Path) -> tuple[Path, Path]:
+def _begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     """The draft, which every rank sees, and the final place."""
-    rank = dist.get_rank()
-    made = on_every_rank(lambda: _guarded(lambda: storage.begin(path)) if rank == 0 else None)
-    draft, target = gather_objects((made, path))[0]
+    rank, place = dist.get_rank(), storage.real(path)
+    made = on_every_rank(lambda: _guarded(lambda: storage.begin(place)) if rank == 0 else None)
+    draft, target = gather_objects((made, place))[0]
     if draft is None:
         raise CheckpointError("Rank 0 made no draft. This is a defect; please report it.")
 
@@ -185,7 +187,12 @@ def _begin(path: Path) -> tuple[Path, Path]:
                 )
             time.sleep(0.05)
 
-    on_every_rank(see)
+    try:
+        on_every_rank(see)
+    except BaseException:
+        if rank == 0:
+            storage.discard(draft)
+        raise
     return draft, target
 
 
@@ -242,52 +249,56 @@ class _Job:
 
     def write(self) -> None:
         """Write this rank's share; on rank 0, publish the whole. Ends when it is whole, or never will be."""
-        telling, rank = self.telling, self.rank
-        with telling.alive():
-            try:
-                told: Any = self._write_share(rank)
-            except BaseException as error:
-                told = f"Rank {rank} could not write `{self.path}`: {error}"
-            telling.tell(f"share {rank}", pickle.dumps(told))
-            if rank == 0:
-                telling.tell("outcome", self._conclude().encode())
-            outcome = telling.hear("outcome", 0).decode()
+        try:
+            outcome = self._written()
+        finally:
+            if self.rank == 0:
+                storage.discard(self.draft)  # where it was not published
         if outcome:
             raise CheckpointError(outcome)
 
-    def _write_share(self, rank: int) -> Any:
+    def _written(self) -> str:
+        """Write; what went wrong, in words."""
+        telling, rank = self.telling, self.rank
+        with telling.alive():
+            try:
+                told = self._write_share(rank).to_json()
+            except BaseException as error:
+                told = shares.failed(f"Rank {rank} could not write `{self.path}`: {error}")
+            telling.tell(f"share {rank}", told.encode())
+            if rank == 0:
+                telling.tell("outcome", self._conclude().encode())
+            return telling.hear("outcome", 0).decode()
+
+    def _write_share(self, rank: int) -> Share:
         if not self.pieces.plan.items:
-            return self.pieces.plan, [], {}
+            return Share(self.pieces.plan, [], {})
         writer = FileSystemWriter(self.draft)
         writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
         results = writer.write_data(writer.prepare_local_plan(self.pieces.plan), self.pieces).value()
         names = sorted({result.storage_data.relative_path for result in results})
-        return self.pieces.plan, results, {name: storage.entry_of(self.draft / name) for name in names}
+        return Share(self.pieces.plan, results, {name: storage.entry_of(self.draft / name) for name in names})
 
     def _conclude(self) -> str:
         """Publish when all ranks have written; what went wrong, in words, else."""
         try:
-            plans, results, files = [], [], {}
+            found = []
             for rank in range(self.manifest.world_size):
-                told = pickle.loads(self.telling.hear(f"share {rank}", rank))
+                told = self.telling.hear(f"share {rank}", rank)
                 self.telling.forget(f"share {rank}")
-                if isinstance(told, str):
-                    raise CheckpointError(told)
-                plans.append(told[0])
-                results.append(told[1])
-                files.update(told[2])
-            self._describe(plans, results, files)
+                found.append(shares.share_of(told.decode(errors="replace"), rank))
+            self._describe(found)
             storage.publish(self.draft, self.path)
         except BaseException as error:
-            storage.discard(self.draft)
             is_told = isinstance(error, MiCSError)
             return str(error) if is_told else f"Rank 0 could not finish `{self.path}`: {error!r}"
         return ""
 
-    def _describe(self, plans: list[Any], results: list[Any], files: dict[str, FileEntry]) -> None:
+    def _describe(self, found: Sequence[Share]) -> None:
         """Write what describes the whole: torch's metadata, everything else, the manifest."""
-        _, metadata = self.pieces.create_global_plan(plans)
-        FileSystemWriter(self.draft).finish(metadata, results)
+        files = {name: entry for share in found for name, entry in share.files.items()}
+        _, metadata = self.pieces.create_global_plan([share.plan for share in found])
+        FileSystemWriter(self.draft).finish(metadata, [list(share.results) for share in found])
         torch.save(dict(self.extra), self.draft / EXTRA)
         storage.sync(self.draft / EXTRA)
         for name in (".metadata", EXTRA):

@@ -4,6 +4,9 @@ It is written into a *draft*, a hidden folder beside its final place, and rename
 Where a checkpoint of that name exists, the two folders change places in one step, where the file system can; else the
 older one steps aside under a hidden name, from which `find` brings it back should the process have died in between.
 
+A draft has an owner (`claims`): of two jobs that save under one name at the same time the later one is refused, and
+what a dead one has left is removed.
+
 One rank calls `begin`, `publish` and `discard`; any rank reads.
 """
 
@@ -15,44 +18,85 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from mics_strategy.checkpoint.claims import NAME as OWNER
+from mics_strategy.checkpoint.claims import Claim, living_owner
 from mics_strategy.checkpoint.manifest import NAME, FileEntry, Manifest
 from mics_strategy.errors import CheckpointError
 
 _DRAFT, _ASIDE = "draft", "aside"
 _CHUNK_BYTES = 1 << 22
+_claims: dict[str, Claim] = {}  # by the name of the draft, of those that this process writes
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux, renameat2(2)
 
 
+def real(path: str | os.PathLike[str]) -> Path:
+    """Where the checkpoint of a name is: a link's target, for what is renamed would replace the link."""
+    given = Path(path)
+    return Path(os.path.realpath(given)) if given.is_symlink() else given
+
+
 def begin(path: Path) -> Path:
-    """Make the draft of a checkpoint, after those that runs which were killed have left.
+    """Make the draft of a checkpoint, and remove those that runs which were killed have left.
 
     Args:
-        path: Where the checkpoint will be.
+        path: Where the checkpoint will be; no link, see `real`.
 
     Raises:
-        CheckpointError: `path` holds something that is no checkpoint, or nothing can be written there.
+        CheckpointError: `path` holds something that is no checkpoint, another job is writing it, or nothing can be
+            written there.
+
+    Cost:
+        30 s, once, where a process of another machine was killed while it saved there, less than ten minutes ago.
     """
-    find(path)
+    _require_replaceable(path)
+    draft = path.parent / f".{path.name}.{secrets.token_hex(4)}.{_DRAFT}"
+    try:
+        draft.mkdir(parents=True)
+        _claims[draft.name] = Claim(draft)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(
+            f"`{path.parent}` cannot be written ({error.strerror}). Give a folder that this user may write, on a disk "
+            "that is mounted for writing."
+        ) from error
+    try:
+        _remove_drafts_of_the_dead(path, draft)
+        find(path)
+        _require_replaceable(path)
+    except BaseException:
+        discard(draft)
+        raise
+    return draft
+
+
+def _require_replaceable(path: Path) -> None:
     if path.is_file() or (path.is_dir() and not is_checkpoint(path) and any(path.iterdir())):
         raise CheckpointError(
             f"`{path}` exists and is no sharded checkpoint; saving there would replace it. Choose another path, or "
             "move it away."
         )
-    for left in _hidden(path, _DRAFT):
-        shutil.rmtree(left, ignore_errors=True)
-    draft = path.parent / f".{path.name}.{secrets.token_hex(4)}.{_DRAFT}"
-    try:
-        draft.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"`{path.parent}` cannot be written ({error.strerror}). Give a folder that this user may write, on a disk "
-            "that is mounted for writing."
-        ) from error
-    return draft
+
+
+def _remove_drafts_of_the_dead(path: Path, draft: Path) -> None:
+    """Remove the other drafts of a checkpoint, or refuse where somebody writes one.
+
+    The own one is there already: of two that begin at the same time, one at least finds the other's.
+    """
+    now = (draft / OWNER).stat().st_mtime
+    for other in _hidden(path, _DRAFT):
+        owner = living_owner(other, now, _claims) if other != draft else None
+        if owner is not None:
+            raise CheckpointError(
+                f"`{path}` is being saved by another job: {owner} writes its draft `{other.name}`. Give every job a "
+                "folder of its own, or save again when that one has ended."
+            )
+        if other != draft:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def publish(draft: Path, path: Path) -> None:
@@ -63,26 +107,29 @@ def publish(draft: Path, path: Path) -> None:
     Raises:
         CheckpointError: `path` holds something else by now.
     """
+    _release(draft.name)
     sync(draft)
     if not path.exists():
         os.rename(draft, path)
     elif _exchange(draft, path):
-        shutil.rmtree(draft)
+        _clear(draft)
     else:
         aside = path.parent / f".{path.name}.{secrets.token_hex(4)}.{_ASIDE}"
         os.rename(path, aside)
         os.rename(draft, path)
-        shutil.rmtree(aside)
+        _clear(aside)
+    (path / OWNER).unlink(missing_ok=True)
     sync(path.parent)
 
 
 def discard(draft: Path) -> None:
     """Remove a draft that will not be finished. What cannot be removed is removed by the next `begin`."""
+    _release(draft.name)
     shutil.rmtree(draft, ignore_errors=True)
 
 
 def remove(path: Path) -> bool:
-    """Delete a checkpoint. Under its name it is whole or gone, even if the process dies meanwhile.
+    """Delete a checkpoint, and the link that names it. It is whole or gone, even if the process dies meanwhile.
 
     Returns:
         Whether it was one; anything else is left alone.
@@ -92,10 +139,13 @@ def remove(path: Path) -> bool:
     """
     if not is_checkpoint(path):
         return False
-    hidden = path.parent / f".{path.name}.{secrets.token_hex(4)}.{_DRAFT}"
+    folder = real(path)
+    hidden = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.{_DRAFT}"
     try:
-        os.rename(path, hidden)
-        shutil.rmtree(hidden)
+        os.rename(folder, hidden)
+        _clear(hidden)
+        if path.is_symlink():
+            path.unlink()
     except OSError as error:
         raise CheckpointError(f"`{path}` could not be removed ({error}). Remove it yourself.") from error
     return True
@@ -106,6 +156,7 @@ def find(path: Path) -> bool:
 
     Not while another process may be writing it.
     """
+    path = real(path)
     aside = _hidden(path, _ASIDE)
     for left in aside:
         if path.exists() or not is_checkpoint(left):
@@ -186,6 +237,7 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str], *, digests
     for name in names:
         file, expected = path / name, manifest.files[name]
         try:
+            _require_regular(file)
             found = entry_of(file) if digests else FileEntry(num_bytes=file.stat().st_size, sha256=expected.sha256)
         except OSError as error:
             raise CheckpointError(f"`{file}` cannot be read ({error.strerror}). {_REMEDY}") from error
@@ -200,7 +252,31 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str], *, digests
             )
 
 
-_REMEDY = "The checkpoint is damaged or mixed with another; use an older one (`resume='auto'` finds it)."
+def _release(draft_name: str) -> None:
+    claim = _claims.pop(draft_name, None)
+    if claim is not None:
+        claim.release()
+
+
+def _clear(folder: Path) -> None:
+    """Remove a folder that another process may be removing, too."""
+    while folder.exists():
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            continue
+
+
+def _require_regular(file: Path) -> None:
+    """Refuse devices and pipes, whose reading need not end."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise CheckpointError(f"`{file}` is no file that could be read to its end. {_REMEDY}")
+
+
+_REMEDY = (
+    "The checkpoint is damaged or mixed with another; use an older one (`newest_checkpoint(folder)` finds the newest "
+    "whole one)."
+)
 
 
 def sync(path: Path) -> None:

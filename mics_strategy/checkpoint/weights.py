@@ -6,6 +6,7 @@ is changed. Then it reads its own rows of one tensor after the other, straight i
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Difference:
 
 
 def load_weights(
-    path: str | Path,
+    path: str | os.PathLike[str],
     sharded: Sharded,
     *,
     strict: bool = True,

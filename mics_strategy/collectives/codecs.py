@@ -25,6 +25,7 @@ from mics_strategy.errors import ConfigError, ShapeError
 ALIGN_BYTES = 16  # rows of pieces side by side start where the widest loads of a GPU may
 SCALE_BYTES = 4
 SMALLEST_SCALE = 2.0**-123  # about 1e-37; 1 / scale is finite with a wide margin
+LARGEST_BOUND_BLOCK = 8192  # values; a parameter is padded to whole blocks up to here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,8 @@ class Codec:
 
     Args:
         bits: 8 (codes from -127 to 127) or 4 (codes from -7 to 7).
-        block_size: Values that share a scale: even and positive. A tensor that is not longer is one block.
+        block_size: Values that share a scale: even and positive. A tensor that is not longer is one block. Up to 8192,
+            a block of a sharded model never holds values of two parameters.
         rounding: ``"nearest"`` (half to even) or ``"stochastic"`` (up or down at random, the mean is right).
 
     Raises:
@@ -82,6 +84,11 @@ class Codec:
             words = ", ".join(map(repr, cls.WORDS))
             raise ConfigError(f"`codec={codec!r}` is not known. Use {words} or a Codec such as Codec(bits=8).")
         return cls(bits=8) if codec == "int8" else cls(bits=4, block_size=128)
+
+    @property
+    def bound_numel(self) -> int:
+        """What parameters start at multiples of, so that none shares a block; 1 where blocks are too long for it."""
+        return self.block_size if self.block_size <= LARGEST_BOUND_BLOCK else 1
 
     @property
     def largest_code(self) -> int:

@@ -242,7 +242,7 @@ class Collective:
         slice_numel = routes.all_reduce_slice(self.route, numel)
         full = self._num_fast * slice_numel
         num_bytes = aligned_bytes((full, dtype), (slice_numel, dtype))
-        for a, b in routes.pieces_of(self.route, slice_numel, wire.itemsize, self._num_slow):
+        for a, b in routes.all_reduce_pieces(self.route, slice_numel, wire.itemsize):
             row = (b - a) // self._num_slow
             num_bytes += self._slow.sum_bytes(row, dtype, wire) + self._slow.gather_bytes(row, dtype, wire)
             num_bytes += aligned_bytes((row, dtype))
@@ -267,7 +267,7 @@ class Collective:
             return
         slices = full.view(self._num_fast, -1)
         mine = self._workspace.take(slice_numel, tensor.dtype) if self._fast is not None else full
-        pieces = routes.pieces_of(self.route, slice_numel, wire.itemsize, self._num_slow)
+        pieces = routes.all_reduce_pieces(self.route, slice_numel, wire.itemsize)
         summed = [self._begin_fast_sum(slices, mine, piece, wire, tag) for piece in pieces]
         over_slow = []
         for finish_fast, (a, b) in zip(summed, pieces, strict=True):

@@ -182,10 +182,21 @@ def is_plain_all_reduce(route: Route, wire: torch.dtype, dtype: torch.dtype) -> 
     return route.fast is None and not route.is_coded and wire == dtype and route.slow.way is not Way.DIRECT
 
 
+def all_reduce_multiple(route: Route) -> int:
+    """What a piece of an all-reduce is a multiple of: equal shares of the ranks, encoded in whole blocks."""
+    codec = route.slow.codec
+    return route.slow.ranks * (codec.bound_numel if codec is not None else 1)
+
+
 def all_reduce_slice(route: Route, numel: int) -> int:
     """Elements, padding included, that one rank of a fast stage takes over the slow links."""
-    ranks = route.slow.ranks
-    return math.ceil(numel / route.num_fast / ranks) * ranks
+    multiple = all_reduce_multiple(route)
+    return -(-numel // (route.num_fast * multiple)) * multiple
+
+
+def all_reduce_pieces(route: Route, slice_numel: int, itemsize: int) -> list[tuple[int, int]]:
+    """The pieces in which such a slice goes; every rank's share of each begins with a block."""
+    return pieces_of(route, slice_numel, itemsize, all_reduce_multiple(route))
 
 
 def all_reduce_messages(route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype) -> list[Message]:
@@ -194,7 +205,7 @@ def all_reduce_messages(route: Route, numel: int, wire: torch.dtype, dtype: torc
     if is_plain_all_reduce(route, wire, dtype):
         return [Message(ALL_REDUCE, slow.axis, slow.ranks, dtype, numel * dtype.itemsize)]
     slice_numel = all_reduce_slice(route, numel)
-    numels = [end - start for start, end in pieces_of(route, slice_numel, wire.itemsize, slow.ranks)]
+    numels = [end - start for start, end in all_reduce_pieces(route, slice_numel, wire.itemsize)]
     if slow.codec is None:
         over_slow = Message(ALL_REDUCE, slow.axis, slow.ranks, wire, slice_numel * wire.itemsize)
     else:

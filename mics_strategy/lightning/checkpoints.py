@@ -10,6 +10,7 @@ leave some out or change them. Either kind is read, whatever is written.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +29,7 @@ from mics_strategy import (
     save_checkpoint,
 )
 from mics_strategy.lightning.agreement import require_every_rank
-from mics_strategy.lightning.files import Files, is_local, refuse_as_folder
+from mics_strategy.lightning.files import Files, as_path, is_local, refuse_as_folder
 from mics_strategy.lightning.framework import TrainerFramework, unwrap_optimizer
 
 
@@ -78,7 +79,9 @@ class Checkpoints(Files):
         return self.sharded.full_optimizer_state_dict(unwrap_optimizer(self.framework, optimizer))
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
         """Let rank 0 write the file, or every rank its share of the folder; a failure is raised on every rank.
 
         Raises:
@@ -86,7 +89,7 @@ class Checkpoints(Files):
             IsADirectoryError: `filepath` is a directory, and one file is to be written.
             CheckpointError: A rank could not write; its own error is raised on it.
         """
-        path = self.broadcast(filepath)
+        path = self.broadcast(as_path(filepath))
         if self._state_dict_type == "sharded":
             self._save_shards(checkpoint, path, storage_options)
             return
@@ -130,12 +133,12 @@ class Checkpoints(Files):
         self._to_remove = ()
 
     @override
-    def remove_checkpoint(self, filepath: str | Path) -> None:
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint; while another one is being written, only when that one is whole."""
         if self._saves_asynchronously:
-            self._to_remove = (*self._to_remove, filepath)
+            self._to_remove = (*self._to_remove, as_path(filepath))
         else:
-            self._remove(filepath)
+            self._remove(as_path(filepath))
 
     def _remove(self, path: str | Path) -> None:
         if self.is_global_zero and not (is_local(path) and remove_checkpoint(path)):
@@ -149,7 +152,9 @@ class Checkpoints(Files):
         return True
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Open a checkpoint on every rank; its tensors are read when they are used.
 
         Args:
@@ -160,7 +165,7 @@ class Checkpoints(Files):
         Raises:
             CheckpointError: A folder that is no whole checkpoint, or what needs unpickling that is not allowed.
         """
-        path = self.broadcast(checkpoint_path)
+        path = self.broadcast(as_path(checkpoint_path))
         allowed = self._load_weights_only if self._load_weights_only is not None else weights_only
         finish_saves(self.sharded)
         self._opened = None

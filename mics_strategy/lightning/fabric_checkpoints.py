@@ -8,6 +8,7 @@ is written.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -28,7 +29,7 @@ from mics_strategy import (
     save_checkpoint,
 )
 from mics_strategy.lightning.agreement import on_every_rank
-from mics_strategy.lightning.files import Files, is_local, refuse_as_folder
+from mics_strategy.lightning.files import Files, as_path, is_local, refuse_as_folder
 
 Filters = Mapping[str, Callable[[str, Any], bool]]
 _KEYS = "mics_strategy.fabric"  # in a folder: which keys of the user's state the model and the optimizers had
@@ -60,7 +61,11 @@ class FabricCheckpoints(Files):
 
     @override
     def save_checkpoint(  # type: ignore[override]  # the Trainer's, for a type checker
-        self, path: str | Path, state: dict[str, Any], storage_options: Any = None, filter: Filters | None = None
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Filters | None = None,
     ) -> None:
         """Let rank 0 write one file, or every rank its share of a folder; a failure is raised on every rank.
 
@@ -79,7 +84,7 @@ class FabricCheckpoints(Files):
         Cost:
             One file: all whole tensors on rank 0's CPU. A folder: this rank's share.
         """
-        path, expected = self.broadcast((path, list(state)))
+        path, expected = self.broadcast((as_path(path), list(state)))
         on_every_rank(lambda: _refuse_other_keys(list(state), expected))
         filters = filter or {}
         if self._state_dict_type == "sharded":
@@ -129,7 +134,7 @@ class FabricCheckpoints(Files):
     @override
     def load_checkpoint(  # type: ignore[override]
         self,
-        path: str | Path,
+        path: str | os.PathLike[str],
         state: Any = None,
         strict: bool = True,
         weights_only: bool | None = None,
@@ -150,7 +155,7 @@ class FabricCheckpoints(Files):
             CheckpointError: It cannot be read, or is another model's.
             ConfigError: A folder that is to be read without a sharded model.
         """
-        path = self.broadcast(path)
+        path = self.broadcast(as_path(path))
         for each in self.handles:
             finish_saves(each)
         if is_local(path) and self.broadcast(Path(path).is_dir()):

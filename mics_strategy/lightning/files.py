@@ -6,6 +6,7 @@ memory instead of being read whole by every rank.
 
 from __future__ import annotations
 
+import os
 import pickle
 import zipfile
 from pathlib import Path
@@ -99,6 +100,11 @@ class Files(Base):
         # What is kept as it is (counters, scores) must not keep the file mapped: it may be overwritten later.
         copied: dict[str, Any] = tree_map(_copy_of_number, checkpoint)
         return copied
+
+
+def as_path(path: str | os.PathLike[str]) -> str | Path:
+    """A path of any class as Lightning knows them, and as every rank can read it."""
+    return path if isinstance(path, (str, Path)) else os.fspath(path)
 
 
 def is_local(path: str | Path) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 
 from mics_strategy.agreement import gather_objects, on_every_rank, require_same
 from mics_strategy.collectives.calibration import report
+from mics_strategy.collectives.codecs import LARGEST_BOUND_BLOCK
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
 from mics_strategy.mesh import Mesh
@@ -82,7 +83,7 @@ def shard(
     modules = on_every_rank(lambda: find_units(model, units))
     require_same({"units": ", ".join(module.name for module in modules)})
     scopes = on_every_rank(lambda: _scopes(chosen, modules, topology, target))
-    _say_what_is_idle(chosen, scopes)
+    _say_what_codecs_do(chosen, scopes)
     site = Site(config=chosen, mesh=_mesh(scopes, target), device=target, memory=Memory())
     with torch.inference_mode(False), torch.no_grad():
         return _build(model, modules, site, initializer)
@@ -101,7 +102,16 @@ def _scopes(config: ShardConfig, modules: list[UnitModule], topology: Topology, 
     return resolve_scopes(with_scopes_of(advice.preset, config), topology, world_size)
 
 
-def _say_what_is_idle(config: ShardConfig, scopes: Scopes) -> None:
+def _say_what_codecs_do(config: ShardConfig, scopes: Scopes) -> None:
+    """What may surprise: that nothing is encoded, or that parameters share scales."""
+    for name in ("weight_codec", "grad_codec") if dist.get_rank() == 0 else ():
+        codec = config.codec_of(name)
+        if codec is not None and codec.bound_numel == 1:
+            print(
+                f"`{name}={codec}`: several parameters share a scale, and those with small numbers may become 0. Use "
+                f"blocks of {LARGEST_BOUND_BLOCK} values or fewer, which never hold two parameters.",
+                flush=True,
+            )
     for name in idle_codecs(config, scopes) if dist.get_rank() == 0 else ():
         links = f"`codec_links={config.codec_links!r}`"
         print(f"`{name}={getattr(config, name)!r}` encodes nothing in this job of one node, with {links}.", flush=True)

@@ -52,7 +52,11 @@ def plan_buckets(unit: UnitModule, site: Site) -> list[BucketSpec]:
         specs.append(
             BucketSpec(
                 name=f"{unit.name or '(root)'}{'' if trainable else ' (frozen)'}",
-                layout=plan_bucket([(entry.name, entry.parameter.shape) for entry in entries], shards.degree),
+                layout=plan_bucket(
+                    [(entry.name, entry.parameter.shape) for entry in entries],
+                    shards.degree,
+                    site.mesh.scopes.block_numel(is_trainable=trainable),
+                ),
                 homes=tuple(tuple(entry.homes) for entry in entries),
                 master_dtype=dtype,
                 param_dtype=site.config.param_dtype_of(dtype),

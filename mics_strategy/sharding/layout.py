@@ -120,16 +120,38 @@ class BucketLayout:
 
     @property
     def compact_numel(self) -> int:
-        """Elements of the parameters side by side, each whole, every one aligned."""
-        return sum(_aligned(region.numel) for region in self.regions)
+        """Elements of the parameters side by side, each whole, every one aligned; on one rank the shard itself."""
+        return self.shard_numel if self.ranks == 1 else sum(_aligned(region.numel) for region in self.regions)
 
     def compact_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The whole parameters side by side, as contiguous views of `buffer` [compact_numel]."""
         views, offset = [], 0
         for region in self.regions:
-            views.append(buffer[offset : offset + region.numel].view(region.shape))
+            start = region.offset if self.ranks == 1 else offset
+            views.append(buffer[start : start + region.numel].view(region.shape))
             offset += _aligned(region.numel)
         return views
+
+    def padding_views(self, slice_: torch.Tensor, rows: range) -> list[torch.Tensor]:
+        """What belongs to no parameter in a slice of the flat form, as few views.
+
+        Args:
+            slice_: [len(rows) * shard_numel].
+            rows: Of the flat form, which the slice holds.
+        """
+        table, found = slice_.view(len(rows), self.shard_numel), []
+        starts = [region.offset for region in self.regions]
+        for region, end in zip(self.regions, [*starts[1:], self.shard_numel], strict=True):
+            rest = region.offset + region.chunk_numel
+            found.append(table[:, rest:end])
+            if region.dim is None or not region.chunk:
+                continue
+            shorter = region.shape[region.dim] // region.chunk  # has less than a chunk; rows behind it have nothing
+            if shorter in rows:
+                numel = region.local_shape(shorter).numel()
+                found.append(table[shorter - rows.start, region.offset + numel : rest])
+            found.append(table[max(0, shorter + 1 - rows.start) :, region.offset : rest])
+        return [view for view in found if view.numel()]
 
     @property
     def is_even(self) -> bool:
@@ -205,13 +227,18 @@ class BucketLayout:
             yield table[whole, : rest.numel()].view(rest), region.slice_of(full, whole)
 
 
-def plan_bucket(parameters: list[tuple[str, torch.Size]], ranks: int) -> BucketLayout:
+def plan_bucket(parameters: list[tuple[str, torch.Size]], ranks: int, block_numel: int = 1) -> BucketLayout:
     """Lay out the parameters of one bucket, in their order.
 
     Args:
         parameters: Name and shape of each.
         ranks: Ranks of the optimizer scope.
+        block_numel: Elements of a block that is never to hold two parameters, nor parts of two shards.
+
+    Cost:
+        Padding: less than one block, or `ALIGN_NUMEL` elements, for each parameter and rank.
     """
+    align = math.lcm(ALIGN_NUMEL, block_numel)
     regions: list[Region] = []
     offset = 0
     for name, shape in parameters:
@@ -219,7 +246,7 @@ def plan_bucket(parameters: list[tuple[str, torch.Size]], ranks: int) -> BucketL
         chunk = 1 if dim is None else -(-shape[dim] // ranks)
         region = Region(name=name, shape=shape, dim=dim, chunk=chunk, offset=offset)
         regions.append(region)
-        offset += _aligned(region.chunk_numel)
+        offset += _aligned(region.chunk_numel, align)
     return BucketLayout(regions=tuple(regions), ranks=ranks, shard_numel=offset)
 
 
@@ -232,5 +259,5 @@ def _choose_dim(shape: torch.Size, ranks: int) -> int | None:
     return 0 if padding[0] <= _MAX_PADDING else min(range(len(shape)), key=lambda dim: (padding[dim], dim))
 
 
-def _aligned(numel: int) -> int:
-    return math.ceil(numel / ALIGN_NUMEL) * ALIGN_NUMEL
+def _aligned(numel: int, align: int = ALIGN_NUMEL) -> int:
+    return -(-numel // align) * align

@@ -153,6 +153,11 @@ class ShardedParameter(_SeenWhole):
                             parameter.mics_changes += 1
         return result
 
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Save a plain DTensor, with this rank's part."""
+        return self.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
     def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
         raise LifecycleError(
             f"A gradient hook on the sharded parameter `{self.mics_name}` would never run: autograd sees the gathered "
@@ -251,4 +256,18 @@ def label(local: torch.Tensor, region: Region, shards: Shards) -> DTensor:
     cut: Placement = Replicate() if region.dim is None or shards.degree == 1 else Shard(region.dim)
     placements = [Replicate() if name == "replicate" else cut for name in names]
     stride = torch.empty(region.shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=region.shape, stride=stride)
+    own = _with_storage_of_its_own(local)
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=region.shape, stride=stride)
+
+
+def _with_storage_of_its_own(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor whose storage ends where it does.
+
+    torch saves and deep-copies whole storages, so that a piece of an arena would bring all of it along; and a DTensor
+    takes over the offset of its local part, although it has no storage in which that would mean anything.
+    """
+    if view.is_meta:
+        return view
+    start = view.storage_offset() * view.itemsize
+    storage: Any = view.untyped_storage()[start : start + view.numel() * view.itemsize]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())

@@ -112,3 +112,33 @@ def _keys_of_a_save(ctx: RankContext, folder: Path) -> tuple[int, int]:
     save_checkpoint(folder / "one", training.sharded)
     dist.barrier()
     return before, store.num_keys()
+
+
+class Bomb:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.file),)
+
+
+def _save_beside_a_stranger(ctx: RankContext, folder: Path, kind: str) -> str:
+    """What every rank is told when something else stands in the store in the place of rank 1's words."""
+    training, tell = start(ctx, run_of("mics")), Telling.tell
+    strange = {"pickled": pickle.dumps(Bomb(folder / "ran")), "of another kind": b'{"items": [], "paths": 3}'}[kind]
+
+    def instead(self: Telling, what: str, value: bytes) -> None:
+        tell(self, what, strange if what == "share 1" else value)
+
+    with mock.patch.object(Telling, "tell", instead), pytest.raises(CheckpointError) as caught:
+        save_checkpoint(folder / "one", training.sharded)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["pickled", "of another kind"])
+def test_nothing_that_the_store_holds_is_run(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    for said in ranks(2, _save_beside_a_stranger, tmp_path, kind):
+        assert "What the job's store holds of rank 1 is no description of its share" in said
+    assert not list(tmp_path.iterdir())

@@ -164,7 +164,7 @@ class Plain:
         slice_numel = routes.all_reduce_slice(route, numel)
         padding = torch.zeros(route.num_fast * slice_numel - numel, dtype=dtype)
         padded = [torch.cat([each, padding]).view(route.num_fast, -1) for each in given]
-        pieces = routes.pieces_of(route, slice_numel, given[0].to(wire).itemsize, route.slow.ranks)
+        pieces = routes.all_reduce_pieces(route, slice_numel, given[0].to(wire).itemsize)
         slices = [
             torch.cat([self._all_reduced_piece([p[local][a:b] for p in padded], local, wire) for a, b in pieces])
             for local in range(route.num_fast)

@@ -123,16 +123,18 @@ def test_a_reduction_of_64_numbers(given: Route, messages: list[Message]) -> Non
         (
             route(4, 2, INT8),
             FP32,
-            [fast(REDUCE, 2, FP32, 256), slow(ALL_REDUCE, 4, U8, 4 * 16), fast(GATHER, 2, FP32, 256)],
+            [fast(REDUCE, 2, FP32, 512), slow(ALL_REDUCE, 4, U8, 4 * 32), fast(GATHER, 2, FP32, 512)],
         ),
         (
             route(4, 2, INT8, "all"),
             FP32,
-            [fast(REDUCE, 2, U8, 2 * 48), slow(ALL_REDUCE, 4, U8, 4 * 16), fast(GATHER, 2, FP32, 256)],
+            [fast(REDUCE, 2, U8, 2 * 80), slow(ALL_REDUCE, 4, U8, 4 * 32), fast(GATHER, 2, FP32, 512)],
         ),
     ],
 )
-def test_an_all_reduce_of_61_numbers_that_become_64(given: Route, wire: torch.dtype, messages: list[Message]) -> None:
+def test_an_all_reduce_of_61_numbers_that_become_64_or_whole_blocks(
+    given: Route, wire: torch.dtype, messages: list[Message]
+) -> None:
     assert all_reduce_messages(given, 61, wire, FP32) == messages
 
 

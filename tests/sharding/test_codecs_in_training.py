@@ -72,6 +72,30 @@ def test_a_codec_with_nothing_to_encode_is_refused() -> None:
         resolve_scopes(ShardConfig.preset("mics", weight_codec="int8"), Topology(ranks_per_node=2), 4)
 
 
+@pytest.mark.parametrize(
+    ("preset", "options", "advice"),
+    [
+        ("mics", {"weight_codec": "int8"}, "`codec_links='all'`, a wider scope of `params` or `optimizer` or"),
+        ("ddp", {"weight_codec": "int8", "codec_links": "all"}, "Use a wider scope of `params` or `optimizer` or"),
+        (
+            "mics",
+            {"grad_codec": "int8", "grad_codec_hops": "first"},
+            "Use `codec_links='all'`, `grad_codec_hops='all'` or",
+        ),
+        ("zero1", {"grad_codec": "int8", "grad_codec_hops": "first"}, "Use `grad_codec_hops='all'` or"),
+        ("zero3", {"grad_codec": "int8", "grad_codec_hops": "second"}, "Use `grad_codec_hops='all'` or"),
+    ],
+)
+def test_an_idle_codec_is_refused_with_what_would_use_it(preset: str, options: dict[str, Any], advice: str) -> None:
+    config, topology = ShardConfig.preset(preset, **options), Topology(ranks_per_node=2)
+    with pytest.raises(ConfigError) as caught:
+        resolve_scopes(config, topology, 4)
+    assert f"{advice} `{next(iter(options))}='none'`." in str(caught.value)
+    for field in ("codec_links", "grad_codec_hops"):
+        if f"`{field}='all'`" in advice:
+            resolve_scopes(config.replace(**{field: "all"}), topology, 4)
+
+
 def train_coded(ctx: RankContext, run: Run) -> Found:
     """Losses, the gradients of the first step, the parameters at the end, and what was sent and planned."""
     training = start(ctx, run)
@@ -212,7 +236,7 @@ def test_zeropp_sends_a_quarter_of_zero3_between_nodes(ranks: RankPool) -> None:
         for preset, more in (("zero3", {}), ("zeropp", codecs))
     ]
     zero3, zeropp = (_between_nodes(ranks(4, plan_of, run)[0]) for run in runs)
-    assert 0.25 < zeropp / zero3 < 0.27
+    assert 0.25 < zeropp / zero3 < 0.275
 
 
 def wide_layers() -> models.Case:

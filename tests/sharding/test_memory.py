@@ -29,14 +29,18 @@ configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def _live_bytes() -> int:
-    """Bytes of all storages that some Python object can reach."""
+    """Bytes of memory that some Python object can reach; a shard's storage is a part of its arena's."""
     gc.collect()
-    storages = {}
+    ranges = set()
     alive = (each for each in gc.get_objects() if isinstance(each, torch.Tensor))
     for tensor in (each for each in alive if not isinstance(each, FakeTensor)):  # of a compiler that ran before
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+        ranges.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    total = reached = 0
+    for start_, end in sorted(ranges):
+        total += max(0, end - max(start_, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _addresses(sharded: Sharded) -> Iterator[int]:

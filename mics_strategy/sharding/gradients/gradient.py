@@ -75,6 +75,7 @@ class BucketGradient:
         self._flat: torch.Tensor | None = None
         self._is_zero = False
         self._places: dict[int, list[torch.Tensor | None]] = {}
+        self._paddings: dict[int, list[torch.Tensor]] = {}
         self._result_cast = result_cast
         self._is_one_buffer = accumulator.data_ptr() == result.data_ptr()
         mesh = bucket.mesh
@@ -168,6 +169,8 @@ class BucketGradient:
             return None
         if not self._is_zero:
             self._zero(flat, self._all - self._fired)
+            if self.bucket.mesh.scopes.codecs.first_hop is not None:
+                self._zero_padding(flat, degree=1)
             if self._predivisor > 1:
                 flat.div_(self._predivisor)
         self._fired.clear()
@@ -216,6 +219,9 @@ class BucketGradient:
             self._open()  # other ranks have something, this one adds zeros
         self._zero(self.accumulator, self._all - self._written)
         self._written.update(self._all)
+        scopes = self.bucket.mesh.scopes
+        if scopes.codecs.second_hop is not None:
+            self._zero_padding(self.accumulator, scopes.grads)
         across = self.bucket.mesh.second_scatter
         if across is None:
             return None
@@ -266,3 +272,18 @@ class BucketGradient:
         for position in positions:
             region = self.bucket.layout.regions[position]
             rows[:, region.offset : region.offset + region.chunk_numel].zero_()
+
+    def _zero_padding(self, buffer: torch.Tensor, degree: int) -> None:
+        """Leave nothing beside the parameters that a block's scale would have to cover: other units' gradients, NaN.
+
+        Args:
+            buffer: [numel_at(degree)]; those of one address are alike, so the views are made once.
+            degree: Of the scope at which it is this rank's slice.
+        """
+        views = self._paddings.get(buffer.data_ptr())
+        if views is None:
+            mesh, layout = self.bucket.mesh, self.bucket.layout
+            rows = layout.slices(degree)[mesh.scopes.span(1, degree).index(mesh.rank)]
+            views = self._paddings[buffer.data_ptr()] = layout.padding_views(buffer, rows)
+        if views:
+            torch._foreach_zero_(views)

@@ -1,0 +1,159 @@
+"""Is nothing read that is not the checkpoint's own, whatever its manifest or its description names?"""
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mics_strategy import CheckpointError
+from mics_strategy.checkpoint import storage
+from mics_strategy.checkpoint.load import load_checkpoint
+from mics_strategy.checkpoint.manifest import NAME, Manifest
+from mics_strategy.checkpoint.save import save_checkpoint
+from mics_strategy.checkpoint.weights import load_weights
+from tests.checkpoint.test_sharded import run_of
+from tests.checkpoint.test_storage import manifest
+from tests.ranks import RankContext, RankPool
+from tests.sharding.training import Run, start
+
+EMPTY = {"num_bytes": 0, "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    found = json.loads((path / NAME).read_text())
+    change(found)
+    (path / NAME).write_text(json.dumps(found))
+
+
+def names(file: str) -> Callable[[Path], None]:
+    return lambda path: edit(path, lambda found: found["files"].update({file: EMPTY}))
+
+
+def forgets(file: str) -> Callable[[Path], None]:
+    return lambda path: edit(path, lambda found: found["files"].pop(file))
+
+
+def put_pipe(path: Path) -> None:
+    (path / "pipe").unlink(missing_ok=True)
+    os.mkfifo(path / "pipe")
+    names("pipe")(path)
+
+
+def link_to_device(path: Path) -> None:
+    (path / "link").symlink_to("/dev/zero")
+    names("link")(path)
+
+
+def redirect(path: Path) -> None:
+    """Let the description name a file elsewhere, and the manifest know the new description."""
+    found = pickle.loads((path / ".metadata").read_bytes())
+    for piece in found.storage_data.values():
+        piece.relative_path = f"../other/{piece.relative_path}"
+    (path / ".metadata").write_bytes(pickle.dumps(found))
+    entry = storage.entry_of(path / ".metadata")
+    described = {"num_bytes": entry.num_bytes, "sha256": entry.sha256}
+    edit(path, lambda manifest: manifest["files"].update({".metadata": described}))
+
+
+CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a device": (names("/dev/zero"), "`files` names '/dev/zero', which is not in the folder"),
+    "a file above": (names("../../etc/passwd"), "`files` names '../../etc/passwd', which is not in the folder"),
+    "a pipe": (put_pipe, "pipe` is no file that could be read to its end"),
+    "a link to a device": (link_to_device, "link` is no file that could be read to its end"),
+    "an unlisted shard": (
+        forgets("__1_0.distcp"),
+        f"__1_0.distcp` belongs to no checkpoint.*`{NAME}` does not list it",
+    ),
+    "an unlisted description": (forgets(".metadata"), r"\.metadata` belongs to no checkpoint"),
+    "a description of elsewhere": (redirect, r"\.metadata` names `../other/__\d_0.distcp`, which is not in the folder"),
+    "a word for a number": (
+        lambda path: edit(path, lambda found: found.update(step="x")),
+        "`step` is 'x' and no whole",
+    ),
+}
+
+
+def save(ctx: RankContext, run: Run, path: Path) -> None:
+    training = start(ctx, run)
+    training.step(0)
+    save_checkpoint(path, training.sharded, [training.optimizer], {"epoch": 1})
+
+
+def refusals(ctx: RankContext, run: Run, paths: list[Path]) -> list[str]:
+    """What is said of each, by both ways of loading it."""
+    training, said = start(ctx, run), []
+    for path in paths:
+        for load in (
+            lambda path=path: load_checkpoint(path, training.sharded, [training.optimizer]),
+            lambda path=path: load_weights(path, training.sharded),
+        ):
+            with pytest.raises(CheckpointError) as caught:
+                load()
+            said.append(str(caught.value))
+    return said
+
+
+def test_what_is_not_the_checkpoints_own_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    run = run_of("zero3", ranks_per_node=1)
+    ranks(2, save, run, tmp_path / "whole")
+    paths = []
+    for number, (change, _) in enumerate(CHANGES.values()):
+        paths.append(tmp_path / str(number))
+        shutil.copytree(tmp_path / "whole", paths[-1])
+        change(paths[-1])
+    for said in ranks(2, refusals, run, paths):
+        for place, (_, words) in enumerate(CHANGES.values()):
+            for text in said[2 * place : 2 * place + 2]:
+                assert re.search(words, text), text
+
+
+def load_with_stranger(ctx: RankContext, run: Run, path: Path) -> str:
+    training = start(ctx, run)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path, training.sharded)
+    return str(caught.value)
+
+
+def test_extras_that_were_added_later_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    run = run_of("zero3", ranks_per_node=1)
+    ranks(2, save, run, tmp_path / "one")
+    forgets("meta.pt")(tmp_path / "one")
+    for said in ranks(2, load_with_stranger, run, tmp_path / "one"):
+        assert "meta.pt` belongs to no checkpoint that was saved there" in said
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("step", -1, "`step` is -1"),
+        ("step", True, "`step` is True"),
+        ("step", 1.5, "`step` is 1.5"),
+        ("world_size", 0, "`world_size` is 0"),
+        ("pending_micro_steps", None, "`pending_micro_steps` is None"),
+        ("scopes", {"params": "all"}, "`scopes: params` is 'all'"),
+        ("scopes", [1], "has no attribute 'items'"),
+        ("torch_version", 2, "`torch_version` is 2 and no text"),
+        ("optimizer_classes", [1], "`optimizer_classes` is 1"),
+        ("files", {"a//b": EMPTY}, "'a//b', which is not in the folder"),
+        ("files", {"a/./b": EMPTY}, "not in the folder"),
+        ("files", {"": EMPTY}, "not in the folder"),
+        ("files", {"a": {"num_bytes": -1, "sha256": ""}}, "`files: a` is -1"),
+        ("files", {"a": {"num_bytes": 1, "sha256": 7}}, "`files: a` is 7 and no text"),
+        ("format", "2", "`format` is '2'"),
+    ],
+)
+def test_a_field_of_another_kind_is_named(field: str, value: Any, words: str) -> None:
+    found = json.loads(manifest(7, {}).to_json())
+    with pytest.raises(CheckpointError, match=rf"`here` is not a whole manifest \(.*{words}"):
+        Manifest.from_json(json.dumps(found | {field: value}), "here")
+
+
+def test_a_manifest_nested_without_end_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"not a whole manifest \(RecursionError"):
+        Manifest.from_json("[" * 100_000, "here")
