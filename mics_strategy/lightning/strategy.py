@@ -8,12 +8,13 @@ engine; what it does not know costs overlap, never correctness.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, shard
@@ -50,6 +51,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
     Args:
         config: A preset's name or a `ShardConfig`.
         units: As `mics_strategy.shard` takes it; classes may also be given by name.
+        initializer: As `mics_strategy.shard` takes it, for modules on the meta device.
         accelerator: As any Lightning strategy takes it.
         parallel_devices: As any Lightning strategy takes it.
         cluster_environment: As any Lightning strategy takes it.
@@ -79,6 +81,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         config: str | ShardConfig = "mics",
         *,
         units: UnitRule = "auto",
+        initializer: Callable[[nn.Module], None] | str = "auto",
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -102,6 +105,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         )
         self.config = ShardConfig.of(config, **overrides)
         self._units = units
+        self._initializer = initializer
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout if timeout is not None else self.framework.default_timeout
@@ -188,7 +192,8 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         module = self.precision_plugin.convert_module(module)
         units = rule_for(module, self._units, every_child=not module.automatic_optimization)
         with shown_as_trained(self.framework, self._trainer, module):
-            vars(module)[_HANDLE] = shard(module, at_any_length(self.config), units=units, device=self.root_device)
+            options: dict[str, Any] = {"units": units, "initializer": self._initializer, "device": self.root_device}
+            vars(module)[_HANDLE] = shard(module, at_any_length(self.config), **options)
         self._lightning_module = self.model = module
 
     @override

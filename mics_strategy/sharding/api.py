@@ -49,8 +49,8 @@ def shard(
             unit.
         device: Where to train; ``"auto"`` is this rank's GPU when the process group is NCCL's, else the CPU.
         initializer: For a meta model, called with each module that owns parameters or buffers, inner ones
-            first; ``"auto"`` uses the model's `_init_weights` (transformers) or each module's
-            `reset_parameters`.
+            first; ``"auto"`` uses `_init_weights` inside of models of transformers and each module's
+            `reset_parameters` elsewhere, and rank 0 prints which.
 
     Returns:
         The handle of the sharded model.
@@ -70,6 +70,7 @@ def shard(
         )
     chosen = on_every_rank(lambda: ShardConfig.preset(config) if isinstance(config, str) else config)
     on_every_rank(lambda: chosen.grad_codec_steps)
+    on_every_rank(lambda: validate.initializer(initializer))
     target = on_every_rank(lambda: validate.target_device(device))
     on_every_rank(lambda: validate.model(model, target))
     require_same({**chosen.describe(), "model": validate.describe(model), "meta tensors": validate.on_meta(model)})
