@@ -25,6 +25,7 @@ from mics_strategy.accelerate import checkpoints, framework
 from mics_strategy.accelerate.agreement import Meeting
 from mics_strategy.accelerate.asked import plugin_for
 from mics_strategy.accelerate.preparing import refuse_layer_read_from_outside, shard_as_asked, sharded_before
+from mics_strategy.accelerate.saving import save_whole_where_all_call
 from mics_strategy.accelerate.trainer import adapt_trainer
 
 
@@ -135,6 +136,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             device = self.device if self.device.type == "cuda" else torch.device(self.device.type)
             sharded = shard_as_asked(model, plugin, device, in_low_precision=self.mixed_precision != "no")
         refuse_layer_read_from_outside(sharded)
+        save_whole_where_all_call(sharded, self.meeting)
         self._handles = [*(each for each in self._handles if each() is not None), weakref.ref(sharded)]
         for optimizer in [*self._waiting]:
             self._adopt(optimizer)
