@@ -59,7 +59,8 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         precision_plugin: As any Lightning strategy takes it.
         process_group_backend: Of the default process group; None chooses by the device.
         timeout: Of the default process group.
-        load_weights_only: Whether checkpoints may hold nothing but plain data; None leaves it to the Trainer.
+        load_weights_only: Whether checkpoints may hold nothing but plain data, where the Trainer's method is not told
+            (`fit(weights_only=...)`); None leaves it to torch.
         state_dict_type: What checkpoints are: ``"full"``, one ordinary file, or ``"sharded"``, a folder on a file
             system that all nodes share. Both are read, on any number of ranks.
         save_asynchronously: Whether training goes on while a sharded checkpoint is written.
@@ -142,6 +143,11 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
             raise LifecycleError("The model is not sharded yet. Read `strategy.sharded` in `on_fit_start` or later.")
         return found
 
+    @property
+    @override
+    def is_sharded(self) -> bool:
+        return self.lightning_module is not None and _HANDLE in vars(self.lightning_module)
+
     @override
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
@@ -171,13 +177,13 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         use_no_grad(trainer)
         if self._sigterm_every > 1:
             check_sigterm_seldom(trainer, self._sigterm_every)
-        if _HANDLE not in vars(self._module):
-            self._shard()
-        elif self.sharded.config != at_any_length(self.config):
+        self.shard_model()
+        if self.sharded.config != at_any_length(self.config):
             raise ConfigError(
                 f"The model is sharded already, by {self.sharded.config}; asked for {self.config}. Build it anew, or "
                 "use the same strategy."
             )
+        self.load_what_waits()
         self.model_to_device()
         self.barrier()
         if trainer.state.fn == self.framework.fitting:
@@ -185,7 +191,10 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
             self.sharded.grad_codec_steps = grad_codec_steps(self.config, trainer)
         self.setup_precision_plugin()
 
-    def _shard(self) -> None:
+    @override
+    def shard_model(self) -> None:
+        if self.is_sharded:
+            return
         module: Any = self._module
         if self._layer_sync is not None:
             module = self._layer_sync.apply(module)
