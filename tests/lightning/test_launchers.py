@@ -78,9 +78,9 @@ def _from_this_process(ctx: RankContext, start_method: str) -> tuple[dict[str, t
     notebook.save_checkpoint("after.ckpt")
     saved = torch.load("after.ckpt", weights_only=True)["state_dict"]
     results = notebook.validate(module, loader(8), verbose=False)
+    sharding = trainer(ctx, MiCSStrategy(start_method=start_method, state_dict_type="sharded"), devices=2)
+    sharding.strategy.connect(module)
     with pytest.raises(CheckpointError, match=r"ranks have ended.*ModelCheckpoint.*state_dict_type='full'"):
-        sharding = trainer(ctx, MiCSStrategy(start_method=start_method, state_dict_type="sharded"), devices=2)
-        sharding.strategy.connect(module)
         sharding.save_checkpoint("after")
     return dict(module.named_parameters()), val_loss, results[0]["val_loss"] == pytest.approx(val_loss), saved
 
