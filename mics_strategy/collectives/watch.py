@@ -101,8 +101,9 @@ class Watch:
                     f"Ranks have parted, and wait for each other in vain: rank {first[0]} for {first[1]}"
                     f"{first[1].size_beside(second[1])} (transfer {first[1].number} of its lane), rank {second[0]} for "
                     f"{second[1]}{second[1].size_beside(first[1])} (transfer {second[1].number}). "
-                    "Let all ranks run the same units in the same order while parameters are sharded (seed what "
-                    "chooses them, as LayerDrop does, alike), or keep parameters whole with `params='none'`.",
+                    "Let all ranks run the same units in the same order while parameters are sharded: no evaluation, "
+                    "`generate()` or other forward on some ranks only (`if rank == 0:`), and one seed for what chooses "
+                    "layers, as LayerDrop does. Or keep parameters whole with `params='none'`.",
                 )
 
     def look_back(self) -> None:

@@ -29,7 +29,7 @@ from mics_strategy.lightning.framework import (
     unwrap_optimizer,
 )
 from mics_strategy.lightning.options import class_for
-from mics_strategy.lightning.processes import Processes
+from mics_strategy.lightning.processes import Processes, is_initialized
 from mics_strategy.lightning.units import UnitRule, move_what_is_not_sharded, rule_for
 
 _CLASS_NAMES = {"MiCSFabricStrategy": "lightning.fabric", "LightningFabricMiCSStrategy": "lightning_fabric"}
@@ -176,7 +176,13 @@ class MiCSStrategyOfFabric(FabricCheckpoints, Processes):  # for a type checker,
 
         Raises:
             ConfigError: On every rank, for what `mics_strategy.shard` refuses.
+            LifecycleError: `fabric.launch()` was not called.
         """
+        if not is_initialized():
+            raise LifecycleError(
+                "`fabric.setup()` was called before the ranks were started. Call `fabric.launch()` first, right after "
+                "`Fabric(...)`."
+            )
         units = rule_for(module, self._units, every_child=False)
         sharded = shard(module, self.config, units=units, device=self.root_device, initializer=self._initializer)
         self._handles = [*(reference for reference in self._handles if reference() is not None), weakref.ref(sharded)]
