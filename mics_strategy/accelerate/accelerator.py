@@ -129,6 +129,8 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         if self.handle_of(model) is not None:
             return
         plugin = self.state.fsdp_plugin
+        if self.ddp_handler is not None and self.ddp_handler.broadcast_buffers is False:
+            plugin.config = plugin.config.replace(broadcast_buffers=False)
         sharded = sharded_before(model, plugin)
         if sharded is None:
             if framework.is_prepared(model):
@@ -181,7 +183,10 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         handles = [handle] if (handle := self.handle_of(model)) is not None else []
         self._deferring += handles
         try:
-            yield
+            with ExitStack() as stack:
+                for handle in handles:
+                    stack.enter_context(handle.micro_step(0, of=2))
+                yield
         finally:
             for handle in handles:
                 self._deferring.remove(handle)

@@ -234,6 +234,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
             if not self._module.automatic_optimization:
+                self.sharded.buffers.before_forward()
                 return self._module.training_step(*args, **kwargs)
             return run_as_forward(self._module, "training_step", args, kwargs)
 

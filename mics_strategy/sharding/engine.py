@@ -82,6 +82,7 @@ class Engine:
         self._in_backward = False
         self._hidden: set[int] = set()  # units that ran without gradients in a forward with them: to be recomputed
         self._training_forward: Unit | None = None  # the outermost unit of a forward with gradients
+        self.on_gradients: Callable[[], None] = lambda: None  # called when gradients have become final
 
     @property
     def is_recomputing(self) -> bool:
@@ -265,6 +266,7 @@ class Engine:
         if not self._common.is_agreed:
             self._common.agree(gather_objects(self.recorded.entered))
         self.reducer.finish()
+        self.on_gradients()
 
     @property
     def num_pending(self) -> int:
