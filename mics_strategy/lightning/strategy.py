@@ -234,8 +234,9 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
             if not self._module.automatic_optimization:
-                self.sharded.buffers.before_forward()
-                return self._module.training_step(*args, **kwargs)
+                with self.sharded.micro_step(0, of=2):  # buffers stay each rank's, as with Lightning's DDP
+                    self.sharded.buffers.before_forward()
+                    return self._module.training_step(*args, **kwargs)
             return run_as_forward(self._module, "training_step", args, kwargs)
 
     @override
@@ -263,7 +264,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
     @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step; a backward in the closure is the last of its optimizer step."""
-        with self.sharded.micro_step(0, of=1):
+        with self.sharded.micro_step(0, of=1 if self._module.automatic_optimization else 2):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # -- ending -----------------------------------------------------------------------------------------------

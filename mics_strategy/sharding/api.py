@@ -131,6 +131,8 @@ def _build(model: nn.Module, modules: list[UnitModule], site: Site, initializer:
         if alive is not None:
             alive.recover()
 
+    if site.config.broadcast_buffers:
+        sharded.synchronize_buffers()
     install(engine, before_root_forward)
     guard.refuse_conversions(unit.module for unit in built)
     guard.refuse_copies({unit.module for unit in built} | {model})

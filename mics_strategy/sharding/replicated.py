@@ -2,8 +2,8 @@
 
 They are small and stay whole on every rank. Training changes some of them from each rank's own data (running
 statistics of BatchNorm, codebooks). As in plain data parallel training rank 0's are the ones that count. All ranks take
-them over before a training forward that follows one whose gradients are synchronised (`DistributedDataParallel` with
-``broadcast_buffers=True`` and ``no_sync``), and before the model is evaluated or saved.
+them over when the model is sharded, before a training forward that follows one whose gradients are synchronised
+(`DistributedDataParallel` with ``broadcast_buffers=True`` and ``no_sync``), and before the model is evaluated or saved.
 
 Where parameters are whole, ranks may run different forwards, and the only moment that all of them have in common is
 when gradients become final, once per optimizer step: there buffers are taken over in that moment.
@@ -70,13 +70,18 @@ class ReplicatedBuffers:
         if self._with_forwards and self._is_due:
             self.synchronize()
         self._may_differ = True
-        self._is_due = torch.is_grad_enabled() and self._engine.reducer.is_boundary is not False
+        self._is_due = torch.is_grad_enabled() and not self._is_deferring
 
     def _on_gradients(self) -> None:
         """Gradients have become final, on every rank, whatever forwards it has run."""
         self._may_differ = True
-        if self._with_gradients:
+        if self._with_gradients and not self._is_deferring:
             self.synchronize()
+
+    @property
+    def _is_deferring(self) -> bool:
+        """Whether the loop has said that more micro-steps follow before gradients are synchronised."""
+        return self._engine.reducer.is_boundary is False
 
     def synchronize(self) -> None:
         """Take over rank 0's buffers if the model may have been trained since the last time. Collective."""
