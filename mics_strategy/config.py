@@ -90,6 +90,9 @@ class ShardConfig:
         overlap: ``"all"``, ``"none"`` or a set of ``{"gather", "reduce", "second_hop", "update"}``: which
             communication may run under compute.
         prefetch: Units gathered ahead of the one in use. Each costs one more slot of the largest unit.
+        broadcast_buffers: Whether all ranks take over rank 0's buffers (running statistics, codebooks) in training when
+            `DistributedDataParallel` does: before a forward that follows one whose gradients were synchronised. Where
+            `params` is ``"none"``, once per optimizer step. False: only when the model is evaluated or saved.
 
     Raises:
         ConfigError: An unknown value, or a value that this version does not offer.
@@ -115,6 +118,7 @@ class ShardConfig:
     second_hop: str = "boundary"
     overlap: str | frozenset[str] | set[str] = "all"
     prefetch: int = 1
+    broadcast_buffers: bool = True
 
     PRESETS: ClassVar[tuple[str, ...]] = (*_PRESET_LETTERS, *(f"paro-{letters}" for letters in _PARO_LETTERS))
 
@@ -144,6 +148,8 @@ class ShardConfig:
         object.__setattr__(self, "overlap", _as_overlap(self.overlap))
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 1:
             raise ConfigError(f"`prefetch={self.prefetch!r}` is not a positive number of units. Use 1 or more.")
+        if not isinstance(self.broadcast_buffers, bool):
+            raise ConfigError(f"`broadcast_buffers={self.broadcast_buffers!r}` is neither True nor False. Use one.")
         steps, until = self.training_steps, self.grad_codec_until
         if steps != "unknown" and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ConfigError(f"`training_steps={steps!r}` is not a number of steps. Use 1 or more, or 'unknown'.")

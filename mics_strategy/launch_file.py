@@ -217,6 +217,8 @@ def launch_text(answers: Answers) -> str:
         "fsdp_config:",
         "  fsdp_version: mics  # without mics_strategy the script stops, and does not train by FSDP instead",
         *_layer_lines(answers.layer_class),
+        "  # true: from_pretrained reads weights on one rank of a node only; a script must not move its model then",
+        "  fsdp_cpu_ram_efficient_loading: false",
         "  fsdp_state_dict_type: SHARDED_STATE_DICT  # what save_state writes; FULL_STATE_DICT: one file",
         "  fsdp_activation_checkpointing: false  # true: recompute the layers' activations in the backward",
         "  fsdp_sharding_strategy:  # any option of mics_strategy.ShardConfig",

@@ -25,6 +25,7 @@ from mics_strategy.accelerate import checkpoints, framework
 from mics_strategy.accelerate.agreement import Meeting
 from mics_strategy.accelerate.asked import plugin_for
 from mics_strategy.accelerate.preparing import refuse_layer_read_from_outside, shard_as_asked, sharded_before
+from mics_strategy.accelerate.saving import save_whole_where_all_call
 from mics_strategy.accelerate.trainer import adapt_trainer
 
 
@@ -128,6 +129,8 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         if self.handle_of(model) is not None:
             return
         plugin = self.state.fsdp_plugin
+        if self.ddp_handler is not None and self.ddp_handler.broadcast_buffers is False:
+            plugin.config = plugin.config.replace(broadcast_buffers=False)
         sharded = sharded_before(model, plugin)
         if sharded is None:
             if framework.is_prepared(model):
@@ -135,6 +138,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             device = self.device if self.device.type == "cuda" else torch.device(self.device.type)
             sharded = shard_as_asked(model, plugin, device, in_low_precision=self.mixed_precision != "no")
         refuse_layer_read_from_outside(sharded)
+        save_whole_where_all_call(sharded, self.meeting)
         self._handles = [*(each for each in self._handles if each() is not None), weakref.ref(sharded)]
         for optimizer in [*self._waiting]:
             self._adopt(optimizer)
@@ -179,7 +183,10 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         handles = [handle] if (handle := self.handle_of(model)) is not None else []
         self._deferring += handles
         try:
-            yield
+            with ExitStack() as stack:
+                for handle in handles:
+                    stack.enter_context(handle.micro_step(0, of=2))
+                yield
         finally:
             for handle in handles:
                 self._deferring.remove(handle)

@@ -37,6 +37,7 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         config: A preset's name or a `ShardConfig`. Left out, what the launcher's configuration says, else "mics".
         units: As `mics_strategy.shard` takes it. Left out, the layer classes that the launcher's configuration or
             `transformer_cls_names_to_wrap` name, else "auto".
+        initializer: As `mics_strategy.shard` takes it, for models on the meta device.
         **options: Fields of `ShardConfig`; and of Accelerate's FSDP plugin `state_dict_type` (what `save_state` writes:
             ``"SHARDED_STATE_DICT"``, a folder to which every rank writes its share, or ``"FULL_STATE_DICT"``, a file),
             `activation_checkpointing` (of every unit), `cpu_ram_efficient_loading`, `auto_wrap_policy`,
@@ -51,7 +52,12 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
     """
 
     def __init__(
-        self, config: str | ShardConfig | None = None, *, units: UnitRule | None = None, **options: Any
+        self,
+        config: str | ShardConfig | None = None,
+        *,
+        units: UnitRule | None = None,
+        initializer: Callable[[nn.Module], None] | str = "auto",
+        **options: Any,
     ) -> None:
         shared = {name: options.pop(name) for name in _SHARED if name in options}
         _refuse_unknown(options)
@@ -59,6 +65,7 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         base = config if config is not None else (launch.config() if is_launched else "mics")
         self.config = ShardConfig.of(base, **options)
         self.units = units
+        self.initializer = initializer
         fixed = {"fsdp_version": _FSDP2, "reshard_after_forward": True, "cpu_offload": False}
         super().__init__(**fixed, **shared)
         launch.refuse_what_is_not_offered()  # the stock plugin has read it from the environment
@@ -83,7 +90,7 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
 
     def asks_for_the_same_as(self, other: MiCSPlugin) -> bool:
         """Whether a model would be sharded and saved alike."""
-        names = ("config", "units", *_SHARED)
+        names = ("config", "units", "initializer", *_SHARED)
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @override

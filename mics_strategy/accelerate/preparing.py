@@ -50,7 +50,8 @@ def shard_as_asked(model: nn.Module, plugin: MiCSPlugin, device: torch.device, *
     if in_low_precision:
         _use_fp32_masters(model)
     was_lacking = give_memory(model)
-    sharded = shard(model, plugin.config, units=plugin.units_for(model), device=device)
+    units, initializer = plugin.units_for(model), plugin.initializer
+    sharded = shard(model, plugin.config, units=units, device=device, initializer=initializer)
     if was_lacking:
         sharded.synchronize_buffers()
     if plugin.activation_checkpointing:

@@ -143,8 +143,9 @@ class Watch:
                 "zero, as by `(outputs.sum() * 0).backward()`."
             )
         return (
-            f"{found}Let all ranks run the same units in the same order while parameters are sharded (seed what "
-            "chooses them, as LayerDrop does, alike), or keep parameters whole with `params='none'`."
+            f"{found}Let all ranks run the same units in the same order while parameters are sharded: no evaluation, "
+            "`generate()` or other forward on some ranks only (`if rank == 0:`), and one seed for what chooses layers, "
+            "as LayerDrop does. Or keep parameters whole with `params='none'`."
         )
 
     def _leave_note(self, own: Asked) -> None:

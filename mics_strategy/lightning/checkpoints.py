@@ -28,6 +28,7 @@ from mics_strategy import (
     remove_checkpoint,
     save_checkpoint,
 )
+from mics_strategy.lightning import refusals
 from mics_strategy.lightning.agreement import require_every_rank
 from mics_strategy.lightning.files import Files, as_path, is_local, refuse_as_folder
 from mics_strategy.lightning.framework import TrainerFramework, unwrap_optimizer
@@ -43,6 +44,7 @@ class Checkpoints(Files):
     _timeout: timedelta
     _num_interrupted_saves = 0
     _opened: OpenCheckpoint | None = None
+    _to_load: tuple[dict[str, Any], bool] | None = None  # a state dict, and whether strictly
     _to_remove: tuple[str | Path, ...] = ()  # when the save that is under way has succeeded
 
     @property
@@ -54,6 +56,15 @@ class Checkpoints(Files):
         """The sharded model."""
         raise NotImplementedError
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this process has shards of the model; not before setup, nor in one that has started the ranks."""
+        raise NotImplementedError
+
+    def shard_model(self) -> None:
+        """Shard the model now, if it is not."""
+        raise NotImplementedError
+
     # -- saving -----------------------------------------------------------------------------------------------
 
     @override
@@ -63,6 +74,8 @@ class Checkpoints(Files):
         Raises:
             CheckpointError: After an exception that not every rank has met.
         """
+        if not self.is_sharded:
+            return super().lightning_module_state_dict()
         if self._trainer.state.status == self.framework.interrupted:
             self._num_interrupted_saves += 1
             require_every_rank(self._num_interrupted_saves, self._timeout)
@@ -74,6 +87,8 @@ class Checkpoints(Files):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state dict: whole on rank 0's CPU and empty on other ranks, or in shards. Collective."""
+        if not optimizer.param_groups:  # Lightning's, where `configure_optimizers` returned None
+            return dict(optimizer.state_dict())
         if self._state_dict_type == "sharded":
             return dict(unwrap_optimizer(self.framework, optimizer).state_dict())
         return self.sharded.full_optimizer_state_dict(unwrap_optimizer(self.framework, optimizer))
@@ -87,9 +102,14 @@ class Checkpoints(Files):
         Raises:
             TypeError: `storage_options` for a checkpoint plug-in that has none, or for a folder.
             IsADirectoryError: `filepath` is a directory, and one file is to be written.
-            CheckpointError: A rank could not write; its own error is raised on it.
+            CheckpointError: A rank could not write; its own error is raised on it. Or a folder of shards is asked for,
+                and the ranks that had them were started by this process and are gone.
         """
         path = self.broadcast(as_path(filepath))
+        if not self.is_sharded:
+            refusals.shards_of_ranks_that_are_gone(self._state_dict_type)
+            self.write_file(checkpoint, path, storage_options)
+            return
         if self._state_dict_type == "sharded":
             self._save_shards(checkpoint, path, storage_options)
             return
@@ -102,15 +122,23 @@ class Checkpoints(Files):
         refuse_as_folder(path, storage_options)
         self._finish()
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        optimizers = self.optimizers if "optimizer_states" in checkpoint else []
+        optimizers = self._stepping if "optimizer_states" in checkpoint else []
+        if "optimizer_states" in checkpoint and not optimizers:
+            rest["optimizer_states"] = checkpoint["optimizer_states"]  # of Lightning's stand-in; it has none
         save_checkpoint(
             path,
             self.sharded,
-            [unwrap_optimizer(self.framework, optimizer) for optimizer in optimizers],
+            optimizers,
             rest,
             model_state=checkpoint["state_dict"],
             asynchronous=self._saves_asynchronously,
         )
+
+    @property
+    def _stepping(self) -> list[Optimizer]:
+        """The optimizers, without Lightning's stand-in where `configure_optimizers` returned None."""
+        found = (unwrap_optimizer(self.framework, optimizer) for optimizer in self.optimizers)
+        return [optimizer for optimizer in found if optimizer.param_groups]
 
     def finish_saves(self) -> None:
         """Wait for a checkpoint that is being written, but not after an exception: a rank may be gone.
@@ -122,6 +150,7 @@ class Checkpoints(Files):
         if (
             self._saves_asynchronously
             and module is not None
+            and self.is_sharded
             and self._trainer.state.status != self.framework.interrupted
         ):
             self._finish()
@@ -149,7 +178,7 @@ class Checkpoints(Files):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return True
+        return False  # so that hooks see a checkpoint before optimizers are made, as with DDP
 
     @override
     def load_checkpoint(
@@ -159,28 +188,38 @@ class Checkpoints(Files):
 
         Args:
             checkpoint_path: Rank 0's counts. A folder that holds sharded checkpoints means the newest whole one.
-            weights_only: The Trainer's; it does not pass what `fit(weights_only=...)` was given, so the strategy's
-                `load_weights_only` goes first.
+            weights_only: As `fit(weights_only=...)` was given it; else the strategy's `load_weights_only` counts.
 
         Raises:
             CheckpointError: A folder that is no whole checkpoint, or what needs unpickling that is not allowed.
         """
         path = self.broadcast(as_path(checkpoint_path))
-        allowed = self._load_weights_only if self._load_weights_only is not None else weights_only
-        finish_saves(self.sharded)
+        allowed = weights_only if weights_only is not None else self._load_weights_only
+        if self.is_sharded:
+            finish_saves(self.sharded)
         self._opened = None
         if is_local(path) and self.broadcast(Path(path).is_dir()):
             path = newest_checkpoint(path) or path
+            self.shard_model()  # what a folder holds is read into shards
             opened = self._opened = OpenCheckpoint(path, weights_only=allowed is not False)
             checkpoint = {**opened.extra, "state_dict": opened.model_state(self.sharded)}
             if opened.num_optimizers:
                 checkpoint["optimizer_states"] = [{}] * opened.num_optimizers  # read when they are asked for
             return checkpoint
-        return self.read_file(path, allowed, f"{type(self).__name__}(load_weights_only=False)")
+        return self.read_file(path, allowed, "`weights_only=False` of the Trainer's method")
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.sharded.load_full_state_dict(checkpoint["state_dict"], strict=strict)
+        """Load into shards: now, or when there are some. Until then hooks may change the plain model."""
+        self._to_load = (checkpoint["state_dict"], strict)
+        if self.is_sharded:
+            self.load_what_waits()
+
+    def load_what_waits(self) -> None:
+        """Load the state dict that was read before the model was sharded, if there is one."""
+        waiting, self._to_load = self._to_load, None
+        if waiting is not None:
+            self.sharded.load_full_state_dict(waiting[0], strict=waiting[1])
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -195,10 +234,10 @@ class Checkpoints(Files):
                 f"The checkpoint holds {len(states)} optimizers, and `configure_optimizers` made "
                 f"{len(self.optimizers)}. Return as many as there were, or load the weights only."
             )
-        optimizers = [unwrap_optimizer(self.framework, optimizer) for optimizer in self.optimizers]
         if self._opened is not None:
-            self._opened.load(self.sharded, optimizers, has_model=False)
+            self._opened.load(self.sharded, self._stepping, has_model=False)
             return
         self.sharded.steps_done = checkpoint.get("global_step", 0)
-        for optimizer, state in zip(optimizers, states, strict=True):
-            self.sharded.load_full_optimizer_state_dict(optimizer, state)
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            if optimizer.param_groups:
+                self.sharded.load_full_optimizer_state_dict(unwrap_optimizer(self.framework, optimizer), state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,7 +29,7 @@ from mics_strategy.lightning.framework import (
     unwrap_optimizer,
 )
 from mics_strategy.lightning.options import class_for
-from mics_strategy.lightning.processes import Processes
+from mics_strategy.lightning.processes import Processes, is_initialized
 from mics_strategy.lightning.units import UnitRule, move_what_is_not_sharded, rule_for
 
 _CLASS_NAMES = {"MiCSFabricStrategy": "lightning.fabric", "LightningFabricMiCSStrategy": "lightning_fabric"}
@@ -81,6 +81,7 @@ class MiCSStrategyOfFabric(FabricCheckpoints, Processes):  # for a type checker,
     Args:
         config: A preset's name or a `ShardConfig`.
         units: As `mics_strategy.shard` takes it; classes may also be given by name.
+        initializer: As `mics_strategy.shard` takes it, for modules on the meta device.
         accelerator: As any strategy of Fabric takes it.
         parallel_devices: As any strategy of Fabric takes it.
         cluster_environment: As any strategy of Fabric takes it.
@@ -107,6 +108,7 @@ class MiCSStrategyOfFabric(FabricCheckpoints, Processes):  # for a type checker,
         config: str | ShardConfig = "mics",
         *,
         units: UnitRule = "auto",
+        initializer: Callable[[nn.Module], None] | str = "auto",
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -128,6 +130,7 @@ class MiCSStrategyOfFabric(FabricCheckpoints, Processes):  # for a type checker,
         )
         self.config = ShardConfig.of(config, **overrides)
         self._units = units
+        self._initializer = initializer
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout if timeout is not None else self.framework.default_timeout
@@ -173,9 +176,15 @@ class MiCSStrategyOfFabric(FabricCheckpoints, Processes):  # for a type checker,
 
         Raises:
             ConfigError: On every rank, for what `mics_strategy.shard` refuses.
+            LifecycleError: `fabric.launch()` was not called.
         """
+        if not is_initialized():
+            raise LifecycleError(
+                "`fabric.setup()` was called before the ranks were started. Call `fabric.launch()` first, right after "
+                "`Fabric(...)`."
+            )
         units = rule_for(module, self._units, every_child=False)
-        sharded = shard(module, self.config, units=units, device=self.root_device)
+        sharded = shard(module, self.config, units=units, device=self.root_device, initializer=self._initializer)
         self._handles = [*(reference for reference in self._handles if reference() is not None), weakref.ref(sharded)]
         move_what_is_not_sharded(module, self.root_device)
         return ShardedModule(sharded)

@@ -48,6 +48,7 @@ class TrainerFramework(Framework):
     """What one of the Trainer's namespaces provides."""
 
     copying_callbacks: tuple[type[Any], ...]
+    pruning_callbacks: tuple[type[Any], ...]
     unfreezing_callbacks: tuple[type[Any], ...]
     optimizer_wrapper: type[Any]
     worker_output: type[Any]
@@ -82,6 +83,7 @@ def load_framework(name: str) -> TrainerFramework:
         name=name,
         **_found_in_both(trainer, NAMESPACES[name]),
         copying_callbacks=tuple(cls for cls in copying if cls is not None),
+        pruning_callbacks=(callbacks.ModelPruning,),
         unfreezing_callbacks=(callbacks.BaseFinetuning,),
         wrapping_checkpoint_io=(trainer("plugins.io.wrapper:_WrappingCheckpointIO"),),
         optimizer_wrapper=trainer("core.optimizer:LightningOptimizer"),

@@ -106,7 +106,7 @@ class Processes(Base):
         self.set_world_ranks()
         device = self.root_device
         self._process_group_backend = self._process_group_backend or self.framework.default_backend(device)
-        if not _is_initialized():
+        if not is_initialized():
             atexit.register(_leave_gloo)
         self.framework.init_dist_connection(
             self.cluster_environment,
@@ -124,13 +124,13 @@ class Processes(Base):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not _is_initialized():
+        if not is_initialized():
             return
         dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if not _is_initialized():
+        if not is_initialized():
             return obj
         objects = [obj]
         dist.broadcast_object_list(objects, src)
@@ -146,7 +146,7 @@ class Processes(Base):
 
 def _leave_gloo() -> None:
     """End the default group's threads while the interpreter lives, as `mesh` does with its own."""
-    if _is_initialized() and dist.get_backend() == "gloo":
+    if is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 
@@ -155,5 +155,6 @@ def leave_as_it_is() -> None:
     atexit.unregister(_leave_gloo)
 
 
-def _is_initialized() -> bool:
+def is_initialized() -> bool:
+    """Whether there is a default process group."""
     return dist.is_available() and dist.is_initialized()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mics_strategy import ConfigError
+from mics_strategy import CheckpointError, ConfigError
 from mics_strategy.lightning.framework import Framework, TrainerFramework
 
 
 def callbacks(framework: TrainerFramework, trainer: Any) -> None:
-    """Refuse callbacks that deep-copy the model: a copy of shards is not a copy of the model.
+    """Refuse callbacks that deep-copy the model, or put other tensors in the place of its parameters.
 
     Raises:
         ConfigError: Naming the callback.
@@ -20,6 +20,12 @@ def callbacks(framework: TrainerFramework, trainer: Any) -> None:
                 f"`{type(callback).__name__}` copies the whole model and averages it parameter by parameter, which "
                 "does not work on shards. Average each rank's shards in a callback of your own (for every parameter, "
                 "`average.lerp_(parameter.detach(), 1 - decay)`), or average saved checkpoints after the training."
+            )
+        if isinstance(callback, framework.pruning_callbacks):
+            raise ConfigError(
+                f"`{type(callback).__name__}` puts masks beside the model's parameters and products in their place, "
+                "and every rank has a part of each parameter. Prune with `torch.nn.utils.prune` before `trainer.fit` "
+                "and call `prune.remove`, or prune the weights of a checkpoint after the training."
             )
 
 
@@ -63,6 +69,20 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise ConfigError(f"`{name}={value!r}` is not known. Use {', '.join(map(repr, choices))}.")
     return value
+
+
+def shards_of_ranks_that_are_gone(state_dict_type: str) -> None:
+    """Refuse to write shards in a process that started the ranks and has whole weights only.
+
+    Raises:
+        CheckpointError: They are asked for.
+    """
+    if state_dict_type == "sharded":
+        raise CheckpointError(
+            "`trainer.save_checkpoint` after the ranks have ended (spawn, fork, notebook): their shards went with "
+            "them, and this process has whole weights. Save in the training (ModelCheckpoint), or use "
+            "`state_dict_type='full'`."
+        )
 
 
 def asynchronous(state_dict_type: str, save_asynchronously: bool) -> None:

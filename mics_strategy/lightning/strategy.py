@@ -8,12 +8,13 @@ engine; what it does not know costs overlap, never correctness.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import nn
 from typing_extensions import override
 
 from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, shard
@@ -50,6 +51,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
     Args:
         config: A preset's name or a `ShardConfig`.
         units: As `mics_strategy.shard` takes it; classes may also be given by name.
+        initializer: As `mics_strategy.shard` takes it, for modules on the meta device.
         accelerator: As any Lightning strategy takes it.
         parallel_devices: As any Lightning strategy takes it.
         cluster_environment: As any Lightning strategy takes it.
@@ -57,7 +59,8 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         precision_plugin: As any Lightning strategy takes it.
         process_group_backend: Of the default process group; None chooses by the device.
         timeout: Of the default process group.
-        load_weights_only: Whether checkpoints may hold nothing but plain data; None leaves it to the Trainer.
+        load_weights_only: Whether checkpoints may hold nothing but plain data, where the Trainer's method is not told
+            (`fit(weights_only=...)`); None leaves it to torch.
         state_dict_type: What checkpoints are: ``"full"``, one ordinary file, or ``"sharded"``, a folder on a file
             system that all nodes share. Both are read, on any number of ranks.
         save_asynchronously: Whether training goes on while a sharded checkpoint is written.
@@ -79,6 +82,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         config: str | ShardConfig = "mics",
         *,
         units: UnitRule = "auto",
+        initializer: Callable[[nn.Module], None] | str = "auto",
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -102,6 +106,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         )
         self.config = ShardConfig.of(config, **overrides)
         self._units = units
+        self._initializer = initializer
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout if timeout is not None else self.framework.default_timeout
@@ -138,6 +143,11 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
             raise LifecycleError("The model is not sharded yet. Read `strategy.sharded` in `on_fit_start` or later.")
         return found
 
+    @property
+    @override
+    def is_sharded(self) -> bool:
+        return self.lightning_module is not None and _HANDLE in vars(self.lightning_module)
+
     @override
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
@@ -167,13 +177,13 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         use_no_grad(trainer)
         if self._sigterm_every > 1:
             check_sigterm_seldom(trainer, self._sigterm_every)
-        if _HANDLE not in vars(self._module):
-            self._shard()
-        elif self.sharded.config != at_any_length(self.config):
+        self.shard_model()
+        if self.sharded.config != at_any_length(self.config):
             raise ConfigError(
                 f"The model is sharded already, by {self.sharded.config}; asked for {self.config}. Build it anew, or "
                 "use the same strategy."
             )
+        self.load_what_waits()
         self.model_to_device()
         self.barrier()
         if trainer.state.fn == self.framework.fitting:
@@ -181,14 +191,18 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
             self.sharded.grad_codec_steps = grad_codec_steps(self.config, trainer)
         self.setup_precision_plugin()
 
-    def _shard(self) -> None:
+    @override
+    def shard_model(self) -> None:
+        if self.is_sharded:
+            return
         module: Any = self._module
         if self._layer_sync is not None:
             module = self._layer_sync.apply(module)
         module = self.precision_plugin.convert_module(module)
         units = rule_for(module, self._units, every_child=not module.automatic_optimization)
         with shown_as_trained(self.framework, self._trainer, module):
-            vars(module)[_HANDLE] = shard(module, at_any_length(self.config), units=units, device=self.root_device)
+            options: dict[str, Any] = {"units": units, "initializer": self._initializer, "device": self.root_device}
+            vars(module)[_HANDLE] = shard(module, at_any_length(self.config), **options)
         self._lightning_module = self.model = module
 
     @override
@@ -220,7 +234,9 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
             if not self._module.automatic_optimization:
-                return self._module.training_step(*args, **kwargs)
+                with self.sharded.micro_step(0, of=2):  # buffers stay each rank's, as with Lightning's DDP
+                    self.sharded.buffers.before_forward()
+                    return self._module.training_step(*args, **kwargs)
             return run_as_forward(self._module, "training_step", args, kwargs)
 
     @override
@@ -248,7 +264,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
     @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step; a backward in the closure is the last of its optimizer step."""
-        with self.sharded.micro_step(0, of=1):
+        with self.sharded.micro_step(0, of=1 if self._module.automatic_optimization else 2):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # -- ending -----------------------------------------------------------------------------------------------

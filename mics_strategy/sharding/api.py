@@ -53,8 +53,8 @@ def shard(
             `init_process_group`, else the device of `torch.cuda.set_device`, else number ``LOCAL_RANK``), else the
             CPU. A GPU becomes the current device of the process.
         initializer: For a meta model, called with each module that owns parameters or buffers, inner ones
-            first; ``"auto"`` uses the model's `_init_weights` (transformers) or each module's
-            `reset_parameters`.
+            first; ``"auto"`` uses `_init_weights` inside of models of transformers and each module's
+            `reset_parameters` elsewhere, and rank 0 prints which.
 
     Returns:
         The handle of the sharded model.
@@ -74,6 +74,7 @@ def shard(
         )
     chosen = on_every_rank(lambda: ShardConfig.preset(config) if isinstance(config, str) else config)
     on_every_rank(lambda: chosen.grad_codec_steps)
+    on_every_rank(lambda: validate.initializer(initializer))
     target = on_every_rank(lambda: validate.target_device(device))
     if target.type == "cuda":
         torch.cuda.set_device(target)  # streams, contexts and new tensors of the process belong there
@@ -145,6 +146,8 @@ def _build(model: nn.Module, modules: list[UnitModule], site: Site, initializer:
         if alive is not None:
             alive.recover()
 
+    if site.config.broadcast_buffers:
+        sharded.synchronize_buffers()
     install(engine, before_root_forward)
     wrap_autograd()
     guard.refuse_conversions(unit.module for unit in built)

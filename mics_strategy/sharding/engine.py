@@ -85,6 +85,7 @@ class Engine:
         self._hidden: set[int] = set()  # units that ran without gradients in a forward with them: to be recomputed
         self._training_forward: Unit | None = None  # the outermost unit of a forward with gradients
         self._double_backward = DoubleBackward(self._before_backward, self._before_second_order)
+        self.on_gradients: Callable[[], None] = lambda: None  # called when gradients have become final
 
     @property
     def is_recomputing(self) -> bool:
@@ -303,6 +304,7 @@ class Engine:
         self.reducer.finish()
         for unit in self.units:  # what was gathered for other ranks, too: the optimizer is about to write what is read
             unit.finish_unshard()
+        self.on_gradients()
 
     @property
     def num_pending(self) -> int:

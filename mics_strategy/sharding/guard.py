@@ -100,9 +100,9 @@ class _Saving:
         if any(isinstance(value, DTensor) for value in values):
             raise LifecycleError(
                 "`save_pretrained()` would write the shards of this rank, not the model. Call `state = "
-                "sharded.full_state_dict()` on every rank and then `model.save_pretrained(folder, state_dict=state)` "
-                "on rank 0; or save a sharded checkpoint and make files of it with `mics export`, where rank 0 cannot "
-                "hold the model."
+                "sharded.full_state_dict()` (with Accelerate `accelerator.get_state_dict(model)`) on every rank and "
+                "then `model.save_pretrained(folder, state_dict=state)` on rank 0; or save a sharded checkpoint and "
+                "make files of it with `mics export`, where rank 0 cannot hold the model."
             )
         return self._save(*args, **kwargs)
 

@@ -6,6 +6,7 @@ By its own methods, one module at a time. Memory without a value is NaN, so that
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,30 +28,78 @@ def without_value(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def find_initializer(model: nn.Module) -> Initializer:
-    """How modules of `model` initialise themselves: ``_init_weights`` of transformers, or ``reset_parameters``."""
-    candidates = (getattr(module, "_init_weights", None) for module in model.modules())
-    whole_model: Any = next((candidate for candidate in candidates if callable(candidate)), None)
+    """How modules of `model` initialize themselves, as they do on a real device.
 
+    Models of transformers call ``_init_weights`` for every module inside of them. For other modules
+    ``reset_parameters`` counts, and a method ``_init_weights`` of the model, which its author may or may not call,
+    gives values only to what ``reset_parameters`` leaves without.
+    """
+    by_transformers = _modules_of_transformers(model)
+    author = _author(model)
     adapters = _adapter_initializations(model)
 
     def initialize(module: nn.Module) -> None:
         own = getattr(module, "reset_parameters", None)
-        if whole_model is not None:
-            whole_model(module)
+        owner = by_transformers.get(module)
+        if owner is not None:
+            owner._init_weights(module)
             if is_unfilled(module) and callable(own):  # of a class that transformers does not know
                 own()
-                whole_model(module)
-        elif callable(own):
-            own()
+                owner._init_weights(module)
+        else:
+            if callable(own):
+                own()
+            if author is not None and is_unfilled(module):
+                author._init_weights(module)
         _reset_adapters(module, adapters)
 
     return initialize
 
 
+def describe_initializer(model: nn.Module) -> str:
+    """A line for users: what gives a model on the meta device its first values, and what does not."""
+    by_transformers, author = _modules_of_transformers(model), _author(model)
+    ways = ["`_init_weights()` of transformers"] if by_transformers else []
+    if any(module not in by_transformers for module in model.modules() if _own_tensors(module)):
+        ways.append("each module's `reset_parameters()`")
+    line = f"First values of {type(model).__name__}, which is on the meta device: {', '.join(ways)}."
+    if author is None:
+        return line
+    name = type(author).__name__
+    return (
+        f"{line} `{name}._init_weights()` is called only for modules that have no `reset_parameters()`, as {name} is "
+        "not a model of transformers. For all modules: `initializer=model._init_weights` (of `shard()`, the strategy "
+        "or the plugin)."
+    )
+
+
+def _modules_of_transformers(model: nn.Module) -> dict[nn.Module, Any]:
+    """Modules inside of models of transformers, and the innermost such model around each."""
+    modeling = sys.modules.get("transformers.modeling_utils")  # there, if such a model is
+    base: type | None = getattr(modeling, "PreTrainedModel", None)
+    if base is None:
+        return {}
+    owners: dict[nn.Module, Any] = {}
+    for candidate in model.modules():  # outer ones first
+        if isinstance(candidate, base):
+            owners.update(dict.fromkeys(candidate.modules(), candidate))
+    return owners
+
+
+def _author(model: nn.Module) -> Any:
+    """The first module with a method ``_init_weights`` that is not of transformers; None without one."""
+    by_transformers = _modules_of_transformers(model)
+    others = (module for module in model.modules() if module not in by_transformers)
+    return next((module for module in others if callable(getattr(module, "_init_weights", None))), None)
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
 def is_unfilled(module: nn.Module) -> bool:
     """Whether a tensor of the module itself has no value yet."""
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return any(_has_no_value(tensor) for tensor in own)
+    return any(_has_no_value(tensor) for tensor in _own_tensors(module))
 
 
 def _has_no_value(tensor: torch.Tensor) -> bool:
@@ -72,7 +121,7 @@ def refuse_unfilled(modules: list[nn.Module]) -> None:
             raise ConfigError(
                 f"{type(module).__name__} is on the meta device and nothing gives its tensors values: it has no "
                 "`reset_parameters()` that does, and `_init_weights()` of the model leaves it out. Give it one, pass "
-                "`initializer=` to `shard()`, or build the model on a real device."
+                "`initializer=` to `shard()` (or to the strategy or plugin), or build the model on a real device."
             )
 
 

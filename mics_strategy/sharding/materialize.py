@@ -14,7 +14,13 @@ from torch import nn
 from mics_strategy.agreement import gather_objects
 from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.bucket import Bucket
-from mics_strategy.sharding.initialize import Initializer, find_initializer, refuse_unfilled, without_value
+from mics_strategy.sharding.initialize import (
+    Initializer,
+    describe_initializer,
+    find_initializer,
+    refuse_unfilled,
+    without_value,
+)
 from mics_strategy.sharding.unit import Unit
 from mics_strategy.sharding.wrap import UnitModule
 
@@ -40,6 +46,8 @@ def fill(
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     is_auto = isinstance(initializer, str)
     initialize = find_initializer(model) if isinstance(initializer, str) else initializer
+    if is_meta and is_auto and mesh.rank == 0:
+        print(describe_initializer(model), flush=True)
     seed = shared_seed() if is_meta else 0
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=is_meta):
         if is_meta:

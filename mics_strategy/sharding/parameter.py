@@ -21,6 +21,7 @@ from mics_strategy.mesh import Shards
 from mics_strategy.sharding.layout import Region
 
 _stored_grad: Any = torch.Tensor.grad  # the descriptor under the property below
+_MIXED = "got mixed torch.Tensor and DTensor"  # in an error of torch
 
 
 class GradientOwner(Protocol):
@@ -57,7 +58,12 @@ class _SeenWhole(DTensor):
             return _are_close(*args, **(kwargs or {}))
         if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
             return _unscale(*args)
-        return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if _MIXED not in str(error):
+                raise
+            raise LifecycleError(_explained(error, args)) from error
 
 
 class ShardedGradient(_SeenWhole):
@@ -205,6 +211,16 @@ def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
     names = mesh.mesh_dim_names or ()
     placements = [Partial("max") if name == "shard" else Replicate() for name in names]
     found_inf.copy_(DTensor.from_local(found_inf, mesh, placements, run_check=False).full_tensor())
+
+
+def _explained(error: RuntimeError, args: tuple[Any, ...]) -> str:
+    """What an operation on a sharded tensor and a plain one means here."""
+    name = next((f"`{arg.mics_name}`" for arg in args if isinstance(arg, ShardedParameter)), "A gradient")
+    return (
+        f"{name} is sharded, and was used with a plain tensor (torch: {error}). To compare or compute with the whole "
+        "tensor, call `full_tensor()` of it on every rank. In a forward, use a parameter inside of the module that "
+        "owns it, where it is whole."
+    )
 
 
 def is_cut(parameter: torch.Tensor) -> bool:

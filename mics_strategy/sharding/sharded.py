@@ -37,6 +37,7 @@ class Sharded:
     Attributes:
         model: The model, sharded in place.
         config: As given.
+        buffers: Those of the model, which are not sharded.
         memory: Bytes that the engine has allocated, by purpose.
         steps_done: Optimizer steps so far; set it when a training is resumed.
         grad_codec_steps: The step from which gradients travel as they are; None for never.
@@ -56,7 +57,7 @@ class Sharded:
         self._units = engine.units
         self._replaced: Any = WeakIdKeyDictionary()
         self._link(modules)
-        self._buffers = ReplicatedBuffers(model, site.mesh, site.device)
+        self.buffers = ReplicatedBuffers(model, site, engine)
         self._last_step: tuple[int, Counter[Sent]] = (1, Counter())
         self._loads_bytes = [0] * self.scopes.optimizer  # of whole tensors, by their owner
         self._updated_whole: list[WholeTensors] = []  # in the last step
@@ -94,7 +95,7 @@ class Sharded:
             self._is_check_due = not guard.refuse_other_parameters(self.model, known)
         if self._is_step_over and self.model.training and torch.is_grad_enabled():
             self._begin_step()
-        self._buffers.before_forward()
+        self.buffers.before_forward()
 
     def _begin_step(self) -> None:
         self._mesh.ledger.take()  # what evaluation has sent belongs to no step
@@ -145,9 +146,7 @@ class Sharded:
             of: Micro-steps per optimizer step.
         """
         if not 0 <= index < of:
-            raise ConfigError(
-                f"`micro_step({index}, of={of})` is not one of {of} micro-steps. Count from 0 to {of - 1}."
-            )
+            raise ConfigError(f"`micro_step({index}, of={of})` is not one of {of} micro-steps. Use 0 to {of - 1}.")
         reducer = self._engine.reducer
         before, reducer.is_boundary = reducer.is_boundary, index == of - 1
         try:
@@ -233,7 +232,7 @@ class Sharded:
 
         Cost: one whole parameter at a time on every rank, all of them on rank 0's CPU.
         """
-        self._buffers.synchronize()
+        self.buffers.synchronize()
         return state.full_state_dict(self.model)
 
     def load_full_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> Any:
@@ -283,7 +282,7 @@ class Sharded:
 
     def synchronize_buffers(self) -> None:
         """Give every rank rank 0's buffers. Collective."""
-        self._buffers.synchronize()
+        self.buffers.synchronize()
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is a sharded parameter of this model."""

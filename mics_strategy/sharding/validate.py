@@ -54,6 +54,16 @@ def _own_gpu() -> torch.device:
     return torch.device("cuda", current)
 
 
+def initializer(given: object) -> None:
+    """Refuse words that mean nothing.
+
+    Raises:
+        ConfigError: Neither "auto" nor something to call.
+    """
+    if given != "auto" and not callable(given):
+        raise ConfigError(f"`initializer={given!r}` is neither 'auto' nor a function of a module. Use one of them.")
+
+
 def model(module: nn.Module, target: torch.device) -> None:
     """Refuse what cannot be sharded.
 

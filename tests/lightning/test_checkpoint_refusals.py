@@ -121,19 +121,21 @@ class WithObject(Plain):
         checkpoint["hyper"] = Hyper()
 
 
-def _with_object(ctx: RankContext, options: dict[str, Any]) -> None:
+def _with_object(ctx: RankContext, options: dict[str, Any], weights_only: bool | None = None) -> None:
     path = ctx.tmp_path / PATH
     saving = trainer(ctx, "mics", max_steps=1)
     saving.fit(WithObject(), loader())
     saving.save_checkpoint(path)
-    trainer(ctx, mics(**options)).fit(Plain(), loader(8), ckpt_path=path)
+    trainer(ctx, mics(**options)).fit(Plain(), loader(8), ckpt_path=path, weights_only=weights_only)
 
 
 def test_objects_in_a_checkpoint_need_permission(ranks: RankPool) -> None:
-    refused = "load_weights_only=False"
+    refused = "not plain data.*`weights_only=False` of the Trainer's method"
     raises_on_every_rank(lambda: run(ranks, 2, _with_object, {}), CheckpointError, refused)
     raises_on_every_rank(lambda: run(ranks, 2, _with_object, {"load_weights_only": True}), CheckpointError, refused)
     run(ranks, 2, _with_object, {"load_weights_only": False})
+    run(ranks, 2, _with_object, {}, False)
+    run(ranks, 2, _with_object, {"load_weights_only": True}, False)
 
 
 class Failing(Plain):

@@ -22,7 +22,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies import STRATEGY_REGISTRY, ParallelStrategy
 
 from mics_strategy import ShardConfig
-from mics_strategy.errors import ConfigError
+from mics_strategy.errors import ConfigError, LifecycleError
 from mics_strategy.lightning import MiCSFabricStrategy, fabric_strategy_for
 from mics_strategy.lightning.registration import names
 from tests.lightning.fabric_runs import mics, values
@@ -155,3 +155,13 @@ def test_fabric_alone_is_enough() -> None:
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55, check=False)
     assert child.stdout.split() == ["LightningFabricMiCSStrategy", "False", "False"], child.stderr
+
+
+def _not_launched(ctx: RankContext) -> None:
+    fabric = lightning.fabric.Fabric(strategy="mics", accelerator="cpu", devices=1)
+    with pytest.raises(LifecycleError, match=r"Call `fabric.launch\(\)` first"):
+        fabric.strategy.setup_module(Net())  # past a check of newer versions of Fabric
+
+
+def test_setting_up_before_launching_is_refused(ranks: RankPool) -> None:
+    run(ranks, 1, _not_launched, default_group=False)

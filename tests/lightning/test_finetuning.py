@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from tests.lightning.modules import Layer, Regression, loader, samples
-from tests.lightning.runs import assert_same, fitted, run, trainer
+from tests.lightning.runs import assert_same, fitted, mics, run, trainer, whole
 from tests.ranks import RankContext, RankPool
 
 
@@ -65,6 +65,35 @@ def _fit(ctx: RankContext, strategy: str, name: str) -> dict[str, Tensor]:
 def test_unfreezing_equals_one_process(ranks: RankPool, name: str, strategy: str) -> None:
     [expected] = run(ranks, 1, _fit, "auto", name)
     for found in run(ranks, 4, _fit, strategy, name, ranks_per_node=2):
+        assert_same(found, expected)
+
+
+def _resumed(ctx: RankContext, strategy: str, state_dict_type: str) -> tuple[dict[str, Tensor], list[int]]:
+    """Stopped after the backbone was unfrozen, and begun again from the checkpoint."""
+    options = {"state_dict_type": state_dict_type} if strategy == "mics" else {}
+    parts = []
+    for max_epochs, path in ((2, None), (4, "unfrozen")):
+        mine = Subset(samples(32), range(ctx.rank, 32, ctx.world_size))
+        fitting = trainer(
+            ctx,
+            mics(**options) if strategy == "mics" else strategy,
+            max_epochs=max_epochs,
+            callbacks=_callbacks("backbone"),
+            use_distributed_sampler=False,
+        )
+        fitting.fit(WithBackbone(), DataLoader(mine, batch_size=8 // ctx.world_size), ckpt_path=path)
+        fitting.save_checkpoint("unfrozen")
+        parts.append(len(fitting.optimizers[0].param_groups))
+    return whole(fitting), parts
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="as above")
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+def test_training_resumes_after_unfreezing(ranks: RankPool, state_dict_type: str) -> None:
+    [(expected, groups)] = run(ranks, 1, _resumed, "auto", "full")
+    assert groups == [2, 2]
+    for found, groups in run(ranks, 2, _resumed, "mics", state_dict_type):
+        assert groups == [2, 2]
         assert_same(found, expected)
 
 

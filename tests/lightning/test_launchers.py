@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from mics_strategy import CheckpointError
 from mics_strategy.lightning import MiCSStrategy
 from tests.lightning.modules import Regression, loader
 from tests.lightning.runs import assert_same, fitted, run, trainer
@@ -66,20 +68,27 @@ def test_a_script_starts_its_ranks_by_itself(ranks: RankPool, tmp_path: Path) ->
     assert [path.read_text() for path in tmp_path.glob("threads-*")] == ["0", "0"]
 
 
-def _from_this_process(ctx: RankContext, start_method: str) -> tuple[dict[str, torch.Tensor], float, bool]:
+def _from_this_process(ctx: RankContext, start_method: str) -> tuple[dict[str, torch.Tensor], float, bool, Any]:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         os.environ.pop(name, None)
     module = Regression()
     notebook = trainer(ctx, MiCSStrategy(start_method=start_method), devices=2)
     notebook.fit(module, loader(), loader(8))
     val_loss = notebook.callback_metrics["val_loss"].item()
+    notebook.save_checkpoint("after.ckpt")
+    saved = torch.load("after.ckpt", weights_only=True)["state_dict"]
     results = notebook.validate(module, loader(8), verbose=False)
-    return dict(module.named_parameters()), val_loss, results[0]["val_loss"] == pytest.approx(val_loss)
+    sharding = trainer(ctx, MiCSStrategy(start_method=start_method, state_dict_type="sharded"), devices=2)
+    sharding.strategy.connect(module)
+    with pytest.raises(CheckpointError, match=r"ranks have ended.*ModelCheckpoint.*state_dict_type='full'"):
+        sharding.save_checkpoint("after")
+    return dict(module.named_parameters()), val_loss, results[0]["val_loss"] == pytest.approx(val_loss), saved
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_whole_weights_come_back_to_the_process_that_started_the_ranks(ranks: RankPool, start_method: str) -> None:
     options = {"timeout_s": 58, "default_group": False}
-    ((parameters, _, validates_alike),) = run(ranks, 1, _from_this_process, start_method, **options)
+    ((parameters, _, validates_alike, saved),) = run(ranks, 1, _from_this_process, start_method, **options)
     assert validates_alike
+    assert_same({name: saved[name] for name in parameters}, {name: p.detach() for name, p in parameters.items()}, 0.0)
     assert_same({name: p.detach() for name, p in parameters.items()}, run(ranks, 2, _with_ddp)[0])

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mics_strategy import ConfigError, ShardConfig, Topology, shard
+from mics_strategy.sharding.initialize import describe_initializer
 from tests import models
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.sharding.training import whole
@@ -146,7 +147,7 @@ class AroundTransformers(nn.Module):
             hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16
         )
         self.model = LlamaForCausalLM(config)
-        self.others = nn.ModuleList([Scaled(), nn.PReLU(), *others])
+        self.others = nn.ModuleList([Scaled(), nn.PReLU(), nn.Linear(64, 64), *others])
 
 
 def shard_around_transformers(ctx: RankContext) -> dict[str, Tensor]:
@@ -162,6 +163,7 @@ def test_modules_that_transformers_does_not_know_initialise_themselves(ranks: Ra
         assert torch.equal(found["others.0.places"], torch.arange(3))
         assert torch.equal(found["others.1.weight"], torch.full((1,), 0.25))
         assert torch.equal(found["model.model.norm.weight"], torch.ones(8))
+        assert 0.06 < found["others.2.weight"].std() < 0.085, "uniform in 1/8, and not of transformers"
         assert 0.01 < found["model.lm_head.weight"].std() < 0.04
 
 
@@ -174,6 +176,46 @@ def shard_unknown_around_transformers(ctx: RankContext) -> None:
 def test_what_nobody_initialises_is_refused_beside_transformers_too(ranks: RankPool) -> None:
     raises_on_every_rank(
         lambda: ranks(2, shard_unknown_around_transformers), ConfigError, "Unknown.*_init_weights.*leaves it out"
+    )
+
+
+class Author(nn.Module):
+    """A model with a method `_init_weights` that building it does not call, as those of litgpt and timm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.unknown = Unknown()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | Unknown):
+            nn.init.normal_(module.weight, std=0.02)
+
+
+def shard_author(ctx: RankContext, by_the_author: bool) -> tuple[float, float]:
+    with torch.device("meta"):
+        model = nn.ModuleList([Author()])
+    shard(model, "mics", initializer=model[0]._init_weights if by_the_author else "auto")
+    return whole(model[0].inner.weight).std().item(), whole(model[0].unknown.weight).std().item()
+
+
+def test_a_method_that_building_does_not_call_fills_only_what_nothing_else_does(ranks: RankPool) -> None:
+    for inner, unknown in ranks(2, shard_author, False):
+        assert 0.06 < inner < 0.085, "uniform in 1/8, as on a real device"
+        assert 0.005 < unknown < 0.05
+    for inner, _ in ranks(2, shard_author, True):
+        assert 0.018 < inner < 0.022
+
+
+def test_what_gives_the_first_values_is_said() -> None:
+    assert describe_initializer(Author()).endswith(
+        "each module's `reset_parameters()`. `Author._init_weights()` is called only for modules that have no "
+        "`reset_parameters()`, as Author is not a model of transformers. For all modules: "
+        "`initializer=model._init_weights` (of `shard()`, the strategy or the plugin)."
+    )
+    assert describe_initializer(bert()).endswith("on the meta device: `_init_weights()` of transformers.")
+    assert describe_initializer(AroundTransformers()).endswith(
+        "`_init_weights()` of transformers, each module's `reset_parameters()`."
     )
 
 
@@ -213,6 +255,14 @@ def shard_with_initializer(ctx: RankContext) -> Tensor:
 
 def test_an_initializer_of_the_user_is_called(ranks: RankPool) -> None:
     assert all(torch.equal(weight, torch.full((4, 4), 3.0)) for weight in ranks(2, shard_with_initializer))
+
+
+def shard_with_a_word(ctx: RankContext) -> None:
+    shard(nn.Linear(2, 2), "mics", initializer="model")
+
+
+def test_a_word_that_is_no_initializer_is_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(lambda: ranks(2, shard_with_a_word), ConfigError, "initializer='model'.*neither 'auto'")
 
 
 def half_meta(ctx: RankContext) -> bool:

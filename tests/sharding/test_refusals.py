@@ -344,7 +344,7 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (converted, LifecycleError, r"`0.weight` is sharded as torch.float32 on cpu and cannot become torch.float16"),
     (inner_module_converted, LifecycleError, r"cannot become torch.float64|`2.up.weight` was .*converted"),
     (unfrozen, LifecycleError, r"`0.weight` was frozen when the model was sharded.*Unfreeze it before"),
-    (micro_step_out_of_range, ConfigError, r"`micro_step\(3, of=3\)`.*Count from 0 to 2"),
+    (micro_step_out_of_range, ConfigError, r"`micro_step\(3, of=3\)`.*Use 0 to 2"),
     (norm_of_nothing, ConfigError, r"`norm_type=0.0` is not a norm"),
     (norm_of_infinity, LifecycleError, r"gradient norm is (inf|nan)"),
     (stale_optimizer, ConfigError, r"SGD was built before `shard\(\)`.*`0.weight`.*adopt"),

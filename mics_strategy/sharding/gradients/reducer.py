@@ -78,7 +78,7 @@ class Reducer:
     overlap_reduce: bool
     overlap_second_hop: bool
     way: CommonWay
-    is_boundary: bool = False
+    is_boundary: bool | None = None  # None: nobody has said
     is_dirty: bool = False
     _flats: dict[int, Views] = field(default_factory=dict)
     _order: list[Unit] = field(default_factory=list)
@@ -201,7 +201,7 @@ class Reducer:
             if gradients[0].collection is not Collection.FILLING:
                 self._collect_in(unit, self.buffers.zeros, is_zero=True)
             chains = [self.streams.reduce(gradient.launch) for gradient in gradients]
-        self._in_flight.append(FirstHop(unit, chains, self.is_boundary and self.overlap_second_hop))
+        self._in_flight.append(FirstHop(unit, chains, bool(self.is_boundary) and self.overlap_second_hop))
         while len(self._in_flight) > (1 if self.overlap_reduce else 0):
             self._land_next()
 

@@ -101,8 +101,8 @@ class CommonWay:
             raise LifecycleError(
                 f"Ranks ran different units, and their data is mixed up: {self._mesh.first_difference()}. Go back to "
                 "the last checkpoint, and let all ranks run the same units in the same order while parameters are "
-                "sharded (seed what chooses them, as LayerDrop does, alike), or keep parameters whole with "
-                "`params='none'`."
+                "sharded: no evaluation, `generate()` or other forward on some ranks only (`if rank == 0:`), and one "
+                "seed for what chooses layers, as LayerDrop does. Or keep parameters whole with `params='none'`."
             )
 
     def note(self) -> None:

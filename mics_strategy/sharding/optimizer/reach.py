@@ -2,7 +2,7 @@
 
 At that element only (Adam), at its whole tensor (Muon, Adafactor, LAMB), or at all tensors together (a norm of
 everything). The first may step on rows of tensors, the second on whole tensors dealt to ranks, the third on neither.
-Names do not tell, so an optimizer that is not torch's own is tried: a copy of it, with its options, takes a few steps
+Names do not tell, so an optimizer that is not torch's own is tried: a copy of it and of its class takes a few steps
 on small tensors, on halves of them, and on half of them; what it does to a whole tensor must be what it does to the
 parts.
 """
@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+from mics_strategy.sharding.optimizer.isolation import isolated
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 # Some of these look further only after more steps than are tried here.
@@ -56,7 +58,7 @@ def reach_by_group(optimizer: Optimizer, device: torch.device, untried: Reach = 
     names = [cls.__name__.lower() for cls in type(optimizer).__mro__]
     least = Reach.TENSOR if any(word in name for name in names for word in _NAMED_FOR_WHOLE_TENSORS) else Reach.ELEMENT
     try:
-        found = _Trial(optimizer, device).reach_by_group()
+        found = _tried(optimizer, device)
     except Exception as error:  # of a foreign optimizer, whatever it is; what is assumed instead is said
         _log.warning(
             "%s could not be tried on small tensors (%s: %s), so it is taken for one that updates each %s by itself. "
@@ -66,6 +68,18 @@ def reach_by_group(optimizer: Optimizer, device: torch.device, untried: Reach = 
         )
         found = [untried] * len(groups)
     return [max(least, reach) for reach in found]
+
+
+def _tried(optimizer: Optimizer, device: torch.device) -> list[Reach]:
+    """By a copy of the optimizer's class, whose steps do not reach counters of its author; else by the class itself."""
+    cls = type(optimizer)
+    try:
+        found = _Trial(optimizer, device, isolated(cls)).reach_by_group()
+    except Exception as error:  # of a class that cannot be copied, or of one that cannot be tried, which is seen below
+        _log.info("A copy of %s cannot be tried (%s), so the class itself is.", cls.__name__, error)
+        found = _Trial(optimizer, device, cls).reach_by_group()
+    _log.info("%s is not known; steps on small tensors have shown what it looks at.", cls.__name__)
+    return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,8 +93,9 @@ class _Outcome:
 class _Trial:
     """Tries one optimizer. At most two tensors of each group and number of dimensions stand for its parameters."""
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, device: torch.device, cls: type[Optimizer]) -> None:
         self._optimizer = optimizer
+        self._class = cls
         self._device = device
         self._generator = torch.Generator().manual_seed(0)
         self._stand_for: list[tuple[int, torch.Tensor]] = []  # group, parameter
@@ -149,7 +164,7 @@ class _Trial:
 
     def _copy(self, parts: list[nn.Parameter | None]) -> Optimizer:
         """The optimizer with other parameters and no states; optimizers inside it (wrappers) are copied alike."""
-        trial: Optimizer = object.__new__(type(self._optimizer))
+        trial: Optimizer = object.__new__(self._class)
         memo: dict[int, Any] = {id(self._optimizer): trial, id(self._optimizer.state): defaultdict(dict)}
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:

@@ -12,6 +12,7 @@ from mics_strategy.sharding.optimizer.reach import Reach
 from mics_strategy.sharding.parameter import ShardedParameter
 
 _KEEPS_PARAMETERS = ("LBFGS",)  # a list of its own, from which shards cannot be hidden in a step
+_SHARDS_BY_ITSELF = "ZeroRedundancyOptimizer"
 _ELEMENTWISE = "an optimizer that updates each element by itself (AdamW, SGD, ...)"
 
 
@@ -60,6 +61,13 @@ def refuse_other_lists(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: For the ones known to.
     """
+    if any(cls.__name__ == _SHARDS_BY_ITSELF for cls in type(optimizer).__mro__):
+        inner = getattr(optimizer, "_optim_constructor", None)
+        name = getattr(inner, "__name__", "its `optimizer_class`")
+        raise ConfigError(
+            f"{_SHARDS_BY_ITSELF} deals whole parameters to ranks, which hold shards of them already. Use {name} "
+            "itself: its states are sharded as `optimizer` of the configuration says."
+        )
     if any(cls.__name__ in _KEEPS_PARAMETERS for cls in type(optimizer).__mro__):
         raise ConfigError(
             f"{type(optimizer).__name__} needs whole tensors of all parameters together, which no scope offers. Use "

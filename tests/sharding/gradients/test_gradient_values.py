@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mics_strategy import ShardConfig, shard
+from mics_strategy import LifecycleError, ShardConfig, shard
 from mics_strategy.collectives import full_tensor as ours
 from tests.ranks import RankContext, RankPool
 from tests.torch_versions import kinds_of_dtensors
@@ -74,8 +74,11 @@ def _computed_with(ctx: RankContext) -> None:
     assert torch.equal(kept["copied"].to_local(), local)
     assert torch.equal(kept["doubled"].to_local(), 2 * local)
     assert type(pickle.loads(pickle.dumps(parameter.grad))) is DTensor
-    with pytest.raises(Exception, match=r"mixed torch.Tensor and DTensor"):
+    with pytest.raises(LifecycleError, match=r"A gradient is sharded.*mixed torch.Tensor and DTensor.*full_tensor\(\)"):
         parameter.grad + expected
+    for compare in (torch.sub, torch.eq, torch.isclose):
+        with pytest.raises(LifecycleError, match=r"`0.weight` is sharded.*full_tensor\(\)` of it on every rank"):
+            compare(expected, parameter)
 
 
 def test_what_is_computed_from_a_gradient_is_a_plain_dtensor(ranks: RankPool) -> None:

@@ -46,6 +46,60 @@ class Stubborn(Simple):
         self.thing = (each for each in ())
 
 
+steps_seen = 0
+shapes_seen: list[int] = []
+
+
+def note(tensor: Tensor) -> None:
+    """What an author writes to find out what his optimizer does."""
+    global steps_seen
+    steps_seen += 1
+    shapes_seen.append(tensor.dim())
+
+
+def counting(kinds: list[type[Optimizer]]) -> type[Optimizer]:
+    calls = 0
+
+    class Counting(Simple):
+        """Counts in its class, in its instance, in its module and around itself."""
+
+        of_class = 0
+        seen: dict[str, int] = {}  # noqa: RUF012
+
+        def __init__(self, params: Iterable[Any]) -> None:
+            super().__init__(params)
+            self.of_instance = 0
+
+        def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+            nonlocal calls
+            note(p)
+            calls += 1
+            Counting.of_class += 1
+            type(self).of_class += 1
+            self.seen["steps"] = self.seen.get("steps", 0) + 1
+            self.of_instance += 1
+            return super().change(p, group) * p.norm()
+
+        @staticmethod
+        def calls() -> int:
+            return calls
+
+    kinds.append(Counting)
+    return Counting
+
+
+def test_a_trial_does_not_reach_what_the_author_counts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mics_strategy")
+    made: list[Any] = []
+    optimizer = counting(made)(parameters())
+    assert reach_by_group(optimizer, CPU) == [Reach.TENSOR]
+    (kind,) = made
+    assert (kind.calls(), kind.of_class, kind.seen, steps_seen, shapes_seen) == (0, 0, {}, 0, [])
+    assert vars(optimizer)["of_instance"] == 0
+    assert "Counting is not known; steps on small tensors" in caplog.text
+    assert "the class itself" not in caplog.text
+
+
 def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(shape)) for shape in ((8, 3), (5,), (), (6, 4), (2, 3, 3, 3))]
 
