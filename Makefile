@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: venv test test-engine test-rest demo lint clean
+.PHONY: venv test test-engine test-rest gpu demo lint clean
 
 venv: $(STAMP)
 
@@ -21,6 +21,11 @@ test-engine: venv
 
 test-rest: venv
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests --ignore=tests/sharding --ignore=tests/collectives
+
+# On a machine with a GPU and a CUDA build of torch, in the Python that has it: nothing is installed.
+OUT ?= gpu-results
+gpu:
+	PYTHON=$(PYTHON) OUT=$(OUT) tests/gpu/run
 
 demo: venv
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m recipes.pretrain --config recipes/llama/demo.yaml

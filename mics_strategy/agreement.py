@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mics_strategy import errors
 from mics_strategy.collectives.bounded_store import BoundedStore
+from mics_strategy.collectives.transport import moves
 
 T = TypeVar("T")
 _LONG_S = 2.0  # after which ranks that are not there are named
@@ -27,14 +28,16 @@ def gather_objects(value: T) -> list[T]:
         return [value]
     values: list[T] = [value] * dist.get_world_size()
     number = _num_gathers[dist.group.WORLD] = _num_gathers.get(dist.group.WORLD, 0) + 1
-    asked, start_s = BoundedStore(), time.monotonic()
-    asked.store.set(_key(dist.get_rank()), str(number))
+    asked, start_s, is_gloo = BoundedStore(), time.monotonic(), moves(dist.group.WORLD, "cpu") == "gloo"
+    if is_gloo:
+        asked.store.set(_key(dist.get_rank()), str(number))
     try:
         dist.all_gather_object(values, value)
     except errors.MiCSError:  # of a value that refuses to be pickled
         raise
     except RuntimeError as error:
-        missing = asked.ask(lambda: _missing(asked.store, number)) if time.monotonic() - start_s > _LONG_S else None
+        is_late = is_gloo and time.monotonic() - start_s > _LONG_S
+        missing = asked.ask(lambda: _missing(asked.store, number)) if is_late else None
         found = f"No answer from rank {', '.join(map(str, missing))}. " if missing else ""
         raise errors.CommunicationError(
             f"What all ranks must agree on could not be gathered from all {len(values)} of them: {error}. {found}"

@@ -258,7 +258,10 @@ class ShardConfig:
 
 def sum_dtype_of(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which gradients of a parameter of `dtype` are added: fp32, or wider."""
-    return torch.promote_types(dtype, torch.float32)
+    is_narrow = (
+        dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+    )  # fp8, which torch does not promote, too
+    return torch.float32 if is_narrow else torch.promote_types(dtype, torch.float32)
 
 
 def _check_scope(name: str, value: object, words: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
 ]
 
@@ -37,7 +38,7 @@ for step in range(3):
         losses.append(case.loss(model, batch))
         for loss in losses:
             (loss / 2).backward()
-        tolerance = 1e-5 if dtype == "float32" else 3e-2
+        tolerance = 1e-4 if dtype == "float32" else 3e-2
         torch.testing.assert_close(losses[1].float(), losses[0].float(), rtol=tolerance, atol=tolerance)
     for optimizer in optimizers:
         optimizer.step()
@@ -52,6 +53,6 @@ dist.destroy_process_group()
 def test_trains_as_the_plain_model(tmp_path: Path, preset: str, dtype: str) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), preset, dtype]
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=55, check=False
+        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -75,7 +75,7 @@ def living_owner(draft: Path, now: float, own: Collection[str]) -> str | None:
     """
     first = _read(draft)
     deadline_s = time.monotonic() + _BIRTH_S
-    while first is None and now - _time_of(draft) < _BIRTH_S and time.monotonic() < deadline_s:
+    while first is None and _may_get_an_owner(draft, now) and time.monotonic() < deadline_s:
         time.sleep(0.05)
         first = _read(draft)
     if first is None:
@@ -93,11 +93,16 @@ def living_owner(draft: Path, now: float, own: Collection[str]) -> str | None:
     while time.monotonic() < deadline_s:
         time.sleep(0.2)
         found = _read(draft)
-        if found is None:
+        if found is None and not draft.exists():
             return None  # published or discarded meanwhile
-        if found[1] != text:
+        if found is not None and found[1] != text:
             return words
     return None
+
+
+def _may_get_an_owner(draft: Path, now: float) -> bool:
+    """Whether a draft was just made, or its owner's file is there and could not be read."""
+    return (draft / NAME).exists() or now - _time_of(draft) < _BIRTH_S
 
 
 def _time_of(path: Path) -> float:

@@ -20,6 +20,7 @@ from mics_strategy.agreement import gather_objects, on_every_rank
 from mics_strategy.checkpoint import storage
 from mics_strategy.checkpoint.claims import NAME as OWNER
 from mics_strategy.checkpoint.manifest import NAME, FileEntry, Manifest
+from mics_strategy.checkpoint.save import begin
 from mics_strategy.errors import CheckpointError
 from mics_strategy.sharding.sharded import Sharded
 from mics_strategy.version import package_version
@@ -45,16 +46,17 @@ def whole_folder(path: str | os.PathLike[str], models: Sequence[Sharded] = ()) -
     Cost:
         Rank 0 reads what lies in the folder outside of sharded checkpoints once more, for its digests.
     """
-    target = gather_objects(storage.real(path))[0]
     is_first = dist.get_rank() == 0
-    draft = gather_objects(on_every_rank(lambda: storage.begin(target) if is_first else None))[0]
-    if draft is None:
-        raise CheckpointError("Rank 0 made no draft. This is a defect; please report it.")
+    draft, target = begin(path)
     failure: BaseException | None = None
     try:
         yield draft
     except Exception as error:  # told to all ranks, and raised again here
         failure = error
+    except BaseException:
+        if is_first:
+            storage.discard(draft)
+        raise
     told = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
     failed = next((rank for rank, words in enumerate(told) if words is not None), None)
     if failed is not None:
@@ -72,8 +74,9 @@ def _publish(draft: Path, target: Path, models: Sequence[Sharded]) -> None:
         storage.write_manifest(draft, _manifest(draft, models))
         storage.publish(draft, target)
     except OSError as error:
-        storage.discard(draft)
         raise CheckpointError(f"`{target}` was not saved: {error}") from error
+    finally:
+        storage.discard(draft)  # where it was not published
 
 
 def _keep_what_others_added(draft: Path, target: Path) -> None:

@@ -124,7 +124,7 @@ def save_checkpoint(
     pieces = on_every_rank(lambda: _guarded(lambda: _pieces(sharded, optimizers, model_state, asynchronous)))
     kept = on_every_rank(lambda: _guarded(lambda: _copied(extra or {}, asynchronous)))
     require_same_copies(pieces, sharded.index)
-    draft, target = _begin(path)
+    draft, target = begin(path)
     job = _Job(
         draft=draft,
         path=target,
@@ -169,13 +169,29 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> bool:
     return storage.remove(Path(path))
 
 
-def _begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """The draft, which every rank sees, and the final place."""
-    rank, place = dist.get_rank(), storage.real(path)
-    made = on_every_rank(lambda: _guarded(lambda: storage.begin(place)) if rank == 0 else None)
-    draft, target = gather_objects((made, place))[0]
-    if draft is None:
+def begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Make a draft that every rank sees. Collective.
+
+    Args:
+        path: Of the checkpoint; rank 0's counts.
+
+    Returns:
+        The draft, and the final place: the target where `path` is a link.
+
+    Raises:
+        CheckpointError: On every rank: nothing can be saved there.
+    """
+    rank = dist.get_rank()
+
+    def on_rank_0() -> tuple[Path, Path]:
+        place = storage.real(path)
+        return storage.begin(place), place
+
+    made = gather_objects(on_every_rank(lambda: _guarded(on_rank_0) if rank == 0 else None))[0]
+    if made is None:
         raise CheckpointError("Rank 0 made no draft. This is a defect; please report it.")
+
+    draft, target = made
 
     def see() -> None:
         deadline_s = time.monotonic() + _SEEN_WITHIN_S

@@ -65,8 +65,17 @@ class Peers:
         return self._handle(f"Exchange of {what}", self.transport.all_to_all(out, out_numels, full, full_numels))
 
     def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
-        """Copy the tensor of one rank to all, in place. For starting values, buffers and states; no plan has it."""
-        self._handle(f"Broadcast of {what}", self.transport.broadcast(tensor, source)).wait()
+        """Copy the tensor of one rank to all, in place. For starting values, buffers and states; no plan has it.
+
+        Any strides: what is not contiguous is copied before and behind.
+        """
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dim]:  # expanded: one number in many places
+                tensor = tensor.narrow(dim, 0, 1)
+        dense = tensor.contiguous()
+        self._handle(f"Broadcast of {what}", self.transport.broadcast(dense, source)).wait()
+        if dense.data_ptr() != tensor.data_ptr():
+            tensor.copy_(dense)
 
     def share(self, value: T, source: int) -> T:
         """The object of one rank, on all. For states; no plan has it.

@@ -31,6 +31,9 @@ T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _GREETING_TAG = 0
+_CARRIED = frozenset(  # by gloo's and NCCL's own collectives; others travel as bytes
+    (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
+)
 
 
 class Pieces:
@@ -119,6 +122,7 @@ class Transport:
             mine.copy_(own)
         if self.is_point_to_point:
             return self._post(rows, [mine] * self.size, tag)
+        rows, mine = [as_carried(row) for row in rows], as_carried(mine)
         out = joined(rows)
         if out is not None:
             return self._all_from(_all_gather(out, mine, group=self.group, async_op=True))
@@ -223,6 +227,7 @@ class Transport:
 
     def gather_each(self, outs: list[torch.Tensor], owns: list[torch.Tensor]) -> Work:
         """Gather several tensors in one launch, the ranks' side by side, [size * n] each. Elsewhere than on gloo."""
+        outs, owns = [as_carried(out) for out in outs], [as_carried(own) for own in owns]
         work: Work = self.group.allgather_into_tensor_coalesced(outs, owns)
         return work
 
@@ -242,8 +247,8 @@ class Transport:
         return work
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        """Copy the tensor of one rank to all, in place."""
-        work: Work = dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
+        """Copy the tensor of one rank, contiguous, to all, in place."""
+        work: Work = dist.broadcast(as_carried(tensor), group=self.group, group_src=source, async_op=True)
         return work
 
     def share(self, value: T, source: int) -> T:
@@ -278,6 +283,11 @@ class Transport:
             with suppress(ValueError):  # of a default group that is gone
                 dist.destroy_process_group(self.group)
         del self.group
+
+
+def as_carried(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor that is only to be copied, as one whose dtype every backend knows."""
+    return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
 
 
 def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:

@@ -32,7 +32,7 @@ time.sleep(600)
 
 @pytest.fixture
 def _quick() -> Iterator[None]:
-    with mock.patch.multiple(claims, _WATCH_S=0.6, _BIRTH_S=0.3):
+    with mock.patch.multiple(claims, _WATCH_S=2.0, _BIRTH_S=0.3):
         yield
 
 
@@ -69,7 +69,8 @@ def test_a_process_elsewhere_is_alive_while_it_counts(tmp_path: Path) -> None:
         number = 0
         while not is_over.wait(0.1):
             number += 1
-            (draft / claims.NAME).write_text(json.dumps(owner | {"count": str(number)}))
+            with (draft / claims.NAME).open("r+") as file:  # in place, as a claim does
+                file.write(json.dumps(owner | {"count": str(number % 10)}))
 
     thread = threading.Thread(target=count)
     thread.start()
@@ -145,3 +146,20 @@ def test_a_link_stays_and_its_target_is_replaced(ranks: RankPool, tmp_path: Path
     assert (names(target.parent), names(link.parent)) == (["step-1"], ["last"])
     assert storage.remove(link)
     assert (names(target.parent), names(link.parent)) == ([], [])
+
+
+def interrupted(ctx: RankContext, path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), whole_folder(path):
+        raise KeyboardInterrupt
+    save_folder(ctx, path)
+
+
+def test_a_save_that_failed_leaves_no_draft_that_would_stop_the_next(ranks: RankPool, tmp_path: Path) -> None:
+    path, run = tmp_path / "last", run_of("mics", ranks_per_node=1)
+    ranks(2, interrupted, path)
+    (path / "manifest.json").write_text("{}")
+    raises_on_every_rank(lambda: ranks(2, save_folder, path), CheckpointError, "is not a whole manifest")
+    too_long = tmp_path / ("x" * 300)
+    for job in (lambda: ranks(2, save, run, too_long), lambda: ranks(2, save_folder, too_long)):
+        raises_on_every_rank(job, CheckpointError, "File name too long")
+    assert names(tmp_path) == ["last"]

@@ -25,6 +25,8 @@ checks = pytest.mark.parametrize("name", NAMES)
 bits = pytest.mark.parametrize("bits", [8, 4])
 on_gpu = [
     pytest.mark.gpu,
+    pytest.mark.timeout(600),  # hundreds of kernels are compiled
+    pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
 ]
 

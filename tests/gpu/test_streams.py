@@ -1,0 +1,73 @@
+"""Does a GPU compute the same whichever stream is late, and do ranks that share one train as a plain process?"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import PARTS
+from tests.gpu.late_streams import CASES, VARIANTS
+
+ROOT = Path(__file__).parents[2]
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+]
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp", "mics", "paro-iig", "paro-nii")
+
+
+def printed(module: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", f"tests.gpu.{module}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=on_gpu) for case in CASES])
+def test_late_streams_change_no_bit(case: str) -> None:
+    found = json.loads(printed("late_streams", case))
+    digests = {variant: of_variant["digest"] for variant, of_variant in found.items()}
+    control = digests.pop("control")
+    assert all(of_variant["finite"] for variant, of_variant in found.items() if variant != "control")
+    assert len(set(digests.values())) == 1, digests
+    assert control != digests["as it is"], "nothing is shown where waiting for no chain changes nothing"
+    assert found["as it is"]["waits"] == []
+    assert "MainThread" not in found["as it is"]["threads"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [
+        pytest.param(preset, options, marks=on_gpu, id=f"{preset}{options or ''}")
+        for preset, options in [
+            *((preset, {}) for preset in PRESETS),
+            ("mics", {"prefetch": 2}),
+            ("mics", {"overlap": "none"}),
+        ]
+    ],
+)
+def test_ranks_that_share_a_gpu_train_as_a_plain_process(preset: str, options: dict[str, object]) -> None:
+    printed("real_sums", preset, json.dumps(options))
+
+
+def test_the_comparison_of_late_streams_runs_on_a_cpu() -> None:
+    """There it shows nothing but that the program is sound: all variants have the same bits."""
+    found = json.loads(printed("late_streams", "paro-iig", "cpu", *VARIANTS[::3]))
+    assert len({of_variant["digest"] for of_variant in found.values()}) == 1
+    assert all(of_variant["finite"] for of_variant in found.values())
+
+
+def test_everything_that_the_first_half_hour_runs_is_there() -> None:
+    script = (ROOT / "tests" / "gpu" / "run").read_text()
+    named = re.findall(r"(?<= )tests/[\w/]+(?:\.py)?", script)
+    assert len(named) >= 4
+    assert all((ROOT / path).exists() for path in named)
+    assert {part for parts in re.findall(r"--parts ([\w,]+)", script) for part in parts.split(",")} == set(PARTS)
+    assert "tests/gpu/run" in (ROOT / "Makefile").read_text()
+    subprocess.run(["bash", "-n", ROOT / "tests" / "gpu" / "run"], check=True)
