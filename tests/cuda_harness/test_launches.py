@@ -114,5 +114,5 @@ def test_fsdp2_is_found_without_fault() -> None:
 
 
 def test_fsdp2_is_found_faulty_without_its_events() -> None:
-    with mock.patch.object(Stream, "wait_event", lambda *_: None):
+    with mock.patch.object(Stream, "wait_event", return_value=None):
         assert _fsdp2().races != []
