@@ -49,10 +49,6 @@ def is_host_tensor(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and real_device.__get__(tensor).type == "cpu"
 
 
-def allocate(tensor: torch.Tensor, allocation: Allocation) -> bool:
-    """Say what the storage of a tensor is; False where that is known."""
-    storage = tensor.untyped_storage()
-    if hasattr(storage, _MARK):
-        return False
-    setattr(storage, _MARK, allocation)
-    return True
+def allocate(tensor: torch.Tensor, allocation: Allocation) -> None:
+    """Say what the storage of a tensor is."""
+    setattr(tensor.untyped_storage(), _MARK, allocation)

@@ -44,6 +44,7 @@ class Orders:
     names: list[str] = field(default_factory=lambda: ["host"])
     clocks: list[Clock] = field(default_factory=lambda: [{}])
     found: list[str] = field(default_factory=list)
+    _freed: dict[int, list[Access]] = field(default_factory=dict)  # uses of what was freed, by its owner
 
     def stream(self, name: str) -> int:
         """A new stream, which knows of nothing but what the host has seen."""
@@ -93,13 +94,18 @@ class Orders:
         kept.append(now)
         memory.accesses = kept
 
+    def allocate(self, owner: int) -> Memory:
+        """Memory for `owner`, which may be any that was freed and is its own, as torch's allocator gives it."""
+        clock = self.record(owner)
+        for past in self._freed.pop(owner, []):
+            if clock.get(past.stream, 0) < past.tick:
+                now = Access(past.range, owner, 0, True, "whatever is allocated there next")
+                self._report("freed while in use", past, now)
+        return Memory(owner)
+
     def free(self, memory: Memory) -> None:
-        """The last reference is gone: what `owner` launches next may be given the memory, as torch's allocator does."""
-        clock = self.record(memory.owner)
-        for past in memory.accesses:
-            if past.stream != memory.owner and clock.get(past.stream, 0) < past.tick:
-                freed = Access(past.range, memory.owner, 0, True, "whatever is allocated there next")
-                self._report("freed while in use", past, freed)
+        """The last reference is gone: `owner` may be given the memory again, whatever other streams still do."""
+        self._freed.setdefault(memory.owner, []).extend(a for a in memory.accesses if a.stream != memory.owner)
         memory.accesses = []
 
     def _report(self, kind: str, past: Access, now: Access) -> None:

@@ -176,7 +176,12 @@ class Machine:
             return False
         if any(t.untyped_storage() is tensor.untyped_storage() for t, _ in inputs):
             return False
-        return allocate(tensor, Allocation(self, kind, Memory(current_stream(self.device).number)))
+        if allocation_of(tensor) is not None:
+            return False
+        owner = current_stream(self.device).number
+        memory = self.orders.allocate(owner) if kind == DEVICE else Memory(HOST)
+        allocate(tensor, Allocation(self, kind, memory))
+        return True
 
     @staticmethod
     def _uses(tensors: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[tuple[Memory, Range, bool]]:

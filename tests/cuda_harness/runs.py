@@ -15,17 +15,17 @@ from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.pretence import pretended_cuda
 from tests.sharding.training import forget_meshes
 
-WIDTH, HIDDEN, DEPTH = 16, 32, 4  # multiples of 16 ranks, so that every unit can travel without a flat form
+WIDTH, DEPTH = 16, 4  # a multiple of 8 ranks, so that every unit can travel without a flat form
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp", "mics", "paro-iig", "paro-nii")
 
 
 class Layer(nn.Module):
     """x + two layers; one unit."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
@@ -36,13 +36,14 @@ class Tower(nn.Module):
 
     Args:
         recomputes: Whether layers are recomputed: not at all, or in one of torch's two ways.
+        width: Of what goes from layer to layer.
     """
 
-    def __init__(self, recomputes: str = "") -> None:
+    def __init__(self, recomputes: str = "", width: int = WIDTH) -> None:
         super().__init__()
-        self.inlet = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
-        self.outlet = nn.Linear(WIDTH, WIDTH)
+        self.inlet = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(DEPTH))
+        self.outlet = nn.Linear(width, width)
         self.recomputes = recomputes
 
     def forward(self, x: Tensor, left_out: tuple[int, ...] = (), unused: tuple[int, ...] = ()) -> Tensor:
@@ -95,14 +96,16 @@ class Training:
 Loop = Callable[[Training], None]
 
 
-def start(machine: Machine, config: ShardConfig, *, recomputes: str = "", rank: int = 0) -> Training:
+def start(
+    machine: Machine, config: ShardConfig, *, recomputes: str = "", rank: int = 0, width: int = WIDTH
+) -> Training:
     """Shard a tower over the ranks that there are."""
     forget_meshes()
     torch.manual_seed(3)
-    model = Tower(recomputes)
+    model = Tower(recomputes, width)
     sharded = shard(model, config, units=[Layer], device=machine.device)
     generator = torch.Generator().manual_seed(rank)
-    batch = torch.randn(4, WIDTH, generator=generator).to(machine.device)
+    batch = torch.randn(4, width, generator=generator).to(machine.device)
     return Training(model, sharded, [torch.optim.AdamW(model.parameters(), lr=0.01)], machine, batch)
 
 

@@ -109,9 +109,11 @@ def test_memory_goes_back_to_the_stream_on_which_it_was_made(machine: Machine, w
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         copied = tensor + 1
+    del tensor
     if waits:
         torch.cuda.current_stream().wait_stream(stream)
-    del tensor
+    assert machine.races == []
+    ones(1)
     assert [race.partition(":")[0] for race in machine.races] == ([] if waits else ["freed while in use"])
     assert copied.is_cuda
 

@@ -1,0 +1,52 @@
+"""Would the harness find what it looks for? One thing is taken away at a time."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from benchmarks.gpu import pretended_ranks
+from mics_strategy.collectives.ops import Handle
+from mics_strategy.sharding.streams import Chain
+from tests.cuda_harness.machine import Machine
+from tests.cuda_harness.pretence import pretended_cuda
+from tests.cuda_harness.runs import config_of, run, start, told
+from tests.cuda_harness.streams import Stream
+from tests.cuda_harness.works import Works
+
+COALESCED: dict[str, Any] = {"coalesce": True, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+TAKEN_AWAY: dict[str, tuple[object, str, Callable[..., Any], dict[str, Any]]] = {
+    "chains are waited for": (Chain, "wait", lambda chain: None, {}),
+    "streams wait for streams": (Stream, "wait_stream", lambda *_: None, {}),
+    "streams wait for events": (Stream, "wait_event", lambda *_: None, {}),
+    "collectives are waited for": (Works, "waited_for", lambda *_: None, {}),
+    "gradients are kept": (Handle, "keep", lambda handle, tensors: handle, COALESCED),
+}
+
+
+@pytest.mark.parametrize("what", TAKEN_AWAY)
+@pytest.mark.parametrize("preset", ["mics", "zero3"])
+def test_without_it_something_is_found(what: str, preset: str) -> None:
+    owner, name, instead, options = TAKEN_AWAY[what]
+    with mock.patch.object(owner, name, instead):
+        found = run(config_of(preset, **options), told).races
+    assert any(line.startswith("freed while in use" if name == "keep" else "race") for line in found)
+
+
+def test_it_was_there() -> None:
+    for preset in ("mics", "zero3"):
+        for options in ({}, COALESCED):
+            assert run(config_of(preset, **options), told).races == []
+
+
+until_waits_name_their_device = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="chains are waited for on the current device's stream (streams.py)"
+)
+
+
+@until_waits_name_their_device
+def test_a_model_on_another_device_than_the_current_one_is_waited_for() -> None:
+    with pretended_ranks(8), pretended_cuda(), Machine(index=1) as machine:
+        told(start(machine, config_of("mics")))
+    assert machine.races == []

@@ -1,0 +1,98 @@
+"""Do the collectives of all ranks wait for one another in a circle, on a GPU, where launches do not block?
+
+On gloo the two hops of gradients have lanes of their own; on a GPU they have streams, of which each waits.
+"""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.cuda_harness.launch_order import find_circle, find_mismatch
+from tests.cuda_harness.machine import Machine
+from tests.cuda_harness.runs import PRESETS, config_of, start
+from tests.cuda_harness.simulated_ranks import simulate_gpus
+from tests.rank_report import RankContext
+
+RANKS, PER_NODE = 4, 2
+# Layers that a rank's loss does not see, by step and rank: none, of two ranks in two nodes, all of one rank, others.
+STEPS: tuple[dict[int, tuple[int, ...]], ...] = (
+    {},
+    {0: (1, 2), 3: (1, 2)},
+    {0: (0, 1, 2, 3)},
+    {1: (3,), 2: (0, 2)},
+)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "overlap": {},
+    "no_overlap": {"overlap": "none"},
+    "one_stage": {"hierarchical": False},
+}
+
+
+def _job(ctx: RankContext, machine: Machine, preset: str, options: dict[str, Any]) -> None:
+    training = start(machine, config_of(preset, ranks_per_node=PER_NODE, **options), rank=ctx.rank)
+    what = "left_out" if training.sharded.scopes.params == 1 else "unused"  # whole parameters: layers need not even run
+    training.micro_steps = 1
+    for by_rank in STEPS:
+        training.options = {what: by_rank.get(ctx.rank, ())}
+        training.step()
+
+
+def launch(preset: str, **options: Any) -> list[Machine]:
+    """Train on simulated ranks that differ in what they use."""
+    return simulate_gpus(RANKS, _job, preset, options, ranks_per_node=PER_NODE, moves_data=False)[0]
+
+
+# The first and the second hop share a stream, and zeros land what was sent before: a deadlock on CUDA.
+SHARES_A_STREAM = set(product(("mics", "paro-iig", "paro-nii"), ("overlap",)))
+until_hops_have_streams = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="both hops share a stream (streams.py), and zeros land it (reducer.py)"
+)
+CELLS = [
+    pytest.param(*cell, marks=[until_hops_have_streams] if cell in SHARES_A_STREAM else [])
+    for cell in (*product(PRESETS, ("overlap", "no_overlap")), ("zero3", "one_stage"))
+]
+
+
+@pytest.mark.parametrize(("preset", "option"), CELLS)
+def test_ranks_that_use_different_layers_do_not_wait_in_a_circle(preset: str, option: str) -> None:
+    """Not even where every launch blocks, as under CUDA_LAUNCH_BLOCKING=1; and nothing races on any rank."""
+    machines = launch(preset, **OPTIONS[option])
+    launches = [machine.launches for machine in machines]
+    assert find_mismatch(launches) == ""
+    assert find_circle(launches) == []
+    assert find_circle(launches, blocking=True) == []
+    assert [machine.races for machine in machines] == [[]] * RANKS
+
+
+def _two_hops(ctx: RankContext, machine: Machine, shares: bool) -> None:
+    """Sums in a node and sums across nodes; ranks 0 and 3 start the second hop earlier than ranks 1 and 2."""
+    groups = [(ranks, dist.new_group(ranks)) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    node, across = (group for ranks, group in groups if ctx.rank in ranks)
+    first = torch.cuda.Stream()
+    second = first if shares else torch.cuda.Stream()
+    hops = [(first, node, 2), (second, across, 2), (first, node, 1)]
+    for stream, group, numel in hops if ctx.rank in (0, 3) else [hops[0], hops[2], hops[1]]:
+        with torch.cuda.stream(stream):
+            dist.all_reduce(torch.ones(numel, device=machine.device), group=group, async_op=True).wait()
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_one_stream_for_both_hops_is_found(shares: bool) -> None:
+    """What this file is to find, planted."""
+    machines = simulate_gpus(RANKS, _two_hops, shares, ranks_per_node=PER_NODE, moves_data=False)[0]
+    launches = [machine.launches for machine in machines]
+    assert find_mismatch(launches) == ""
+    assert len(find_circle(launches)) == (4 if shares else 0)
+    assert len(find_circle(launches, blocking=True)) == 4
+
+
+def _another_size(ctx: RankContext, machine: Machine) -> None:
+    dist.all_reduce(torch.ones(1 + ctx.rank, device=machine.device), async_op=True).wait()
+
+
+def test_ranks_that_launch_different_things_are_found() -> None:
+    machines = simulate_gpus(RANKS, _another_size, ranks_per_node=PER_NODE, moves_data=False)[0]
+    assert "rank 0 launched `allreduce_ 1 of 1`, rank 1" in find_mismatch([machine.launches for machine in machines])

@@ -1,0 +1,95 @@
+"""Does the host wait for the device inside a step? It must not: then everything after starts on an idle GPU.
+
+Where it has to, the reason is here. Start-up may wait: nothing of it is inside a step.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cuda_harness.runs import PRESETS, Loop, Training, config_of, left_out, one_of_many, reading, run, start, told
+from tests.cuda_harness.runs import untold as told_nothing
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "no_overlap": {"overlap": "none"},
+    "codecs": {"grad_codec": "int8", "codec_links": "all"},
+    "every_backward": {"second_hop": "micro_step"},
+}
+COUNTS = "mics_strategy/sharding/gradients/usage.py"
+until_counts_are_pinned = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="counts of users are copied from pageable memory (usage.py)"
+)
+until_counts_are_not_read = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="counts of users are read where nothing is due elsewhere (usage.py)"
+)
+# Gradients are not sharded, and second hops start in the backward.
+READS_COUNTS = {"ddp", "zero1"}
+
+
+def _waits(preset: str, loop: Loop, **options: Any) -> list[str]:
+    return run(config_of(preset, **options), loop).waits
+
+
+@until_counts_are_pinned
+@pytest.mark.parametrize("preset", [each for each in PRESETS if each not in READS_COUNTS])
+def test_the_host_waits_for_nothing_in_a_step(preset: str) -> None:
+    assert _waits(preset, told) == []
+
+
+@until_counts_are_not_read
+@pytest.mark.parametrize("preset", sorted(READS_COUNTS))
+def test_the_host_waits_for_nothing_where_gradients_are_whole(preset: str) -> None:
+    assert _waits(preset, told) == []
+
+
+@until_counts_are_pinned
+@pytest.mark.parametrize("preset", ["mics", "ddp"])
+def test_the_host_waits_for_nothing_where_the_last_micro_step_is_not_known(preset: str) -> None:
+    assert _waits(preset, told_nothing) == []
+
+
+@until_counts_are_pinned
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_host_waits_for_nothing_with_other_options(option: str) -> None:
+    assert _waits("mics", told, **OPTIONS[option]) == []
+
+
+@pytest.mark.parametrize(("preset", "loop"), list(zip(PRESETS, itertools.cycle((reading, left_out)), strict=False)))
+def test_the_host_waits_for_the_counts_of_users_and_nothing_else(preset: str, loop: Loop) -> None:
+    """Where it must know: a rank that has left a layer out asks whether another rank has used it."""
+    assert [wait for wait in _waits(preset, loop) if COUNTS not in wait] == []
+
+
+def _with_item(training: Training) -> None:
+    training.model.layers[1].register_forward_hook(lambda module, args, out: out.sum().item() and None)
+    training.step()
+
+
+def _with_print_of_the_norm(training: Training) -> None:
+    with training.machine.step():
+        training.backward()
+        training.sharded.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+PLANTED: dict[str, tuple[Loop, str]] = {
+    "item": (_with_item, "`_local_scalar_dense`"),
+    "a check of the norm": (_with_print_of_the_norm, "`_local_scalar_dense`"),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_is_planted_is_found(what: str) -> None:
+    loop, name = PLANTED[what]
+    found = [wait for wait in _waits("mics", loop) if COUNTS not in wait]
+    assert len(found) == 1
+    assert name in found[0]
+
+
+def test_start_up_and_evaluation_are_no_step() -> None:
+    with one_of_many() as machine:
+        training = start(machine, config_of("mics"))
+        with torch.no_grad():
+            training.loss().item()
+    assert machine.waits == []
