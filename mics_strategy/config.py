@@ -93,6 +93,9 @@ class ShardConfig:
         broadcast_buffers: Whether all ranks take over rank 0's buffers (running statistics, codebooks) in training when
             `DistributedDataParallel` does: before a forward that follows one whose gradients were synchronised. Where
             `params` is ``"none"``, once per optimizer step. False: only when the model is evaluated or saved.
+        replica_check: When ranks that hold the same shard compare digests of it, and raise where they differ, as after
+            random numbers that each drew for itself: ``"start"`` in the first 10 optimizer steps; a number: then, and
+            every so many steps; ``"never"``. Costs one read of the shards and sends nothing more.
 
     Raises:
         ConfigError: An unknown value, or a value that this version does not offer.
@@ -119,6 +122,7 @@ class ShardConfig:
     overlap: str | frozenset[str] | set[str] = "all"
     prefetch: int = 1
     broadcast_buffers: bool = True
+    replica_check: str | int = "start"
 
     PRESETS: ClassVar[tuple[str, ...]] = (*_PRESET_LETTERS, *(f"paro-{letters}" for letters in _PARO_LETTERS))
 
@@ -150,6 +154,9 @@ class ShardConfig:
             raise ConfigError(f"`prefetch={self.prefetch!r}` is not a positive number of units. Use 1 or more.")
         if not isinstance(self.broadcast_buffers, bool):
             raise ConfigError(f"`broadcast_buffers={self.broadcast_buffers!r}` is neither True nor False. Use one.")
+        check = self.replica_check
+        if check not in ("start", "never") and (isinstance(check, bool) or not isinstance(check, int) or check < 1):
+            raise ConfigError(f"`replica_check={check!r}` is not available. Use 'start', 'never' or a number of steps.")
         steps, until = self.training_steps, self.grad_codec_until
         if steps != "unknown" and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ConfigError(f"`training_steps={steps!r}` is not a number of steps. Use 1 or more, or 'unknown'.")
@@ -181,6 +188,12 @@ class ShardConfig:
                 "`training_steps`, the number of its optimizer steps."
             )
         return round(self.grad_codec_until * self.training_steps)
+
+    @property
+    def steps_between_checks(self) -> int:
+        """Optimizer steps between two comparisons of replicas after the first steps; 0 for none, -1 for never any."""
+        check = self.replica_check
+        return check if isinstance(check, int) else {"start": 0, "never": -1}[check]
 
     def codec_of(self, name: str) -> Codec | None:
         """The codec that ``"weight_codec"`` or ``"grad_codec"`` asks for; None for ``"none"``."""

@@ -12,7 +12,6 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -36,6 +35,7 @@ from mics_strategy.collectives.transport import Transport, is_gloo, moves, timeo
 from mics_strategy.collectives.watch import Watch
 from mics_strategy.collectives.workspace import Workspace
 from mics_strategy.scopes import Scopes
+from mics_strategy.shards import ReplicaRandom, Shards
 from mics_strategy.topology import Span
 
 T = TypeVar("T")
@@ -45,23 +45,6 @@ _FAMILIES = {
     "reduce": ("reduce",),
     "second_hop": ("second_scatter", "second_reduce"),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shards:
-    """How the masters of trained, or of frozen, parameters lie over the ranks.
-
-    Attributes:
-        degree: Ranks over which they are sharded.
-        index: Which shard this rank holds.
-        device_mesh: Labels them; replicas by shards, axes of one rank left out.
-        update: Gathers them over what the parameter scope lacks; None where that is nothing.
-    """
-
-    degree: int
-    index: int
-    device_mesh: DeviceMesh
-    update: AnyCollective | None
 
 
 class Mesh:
@@ -86,6 +69,7 @@ class Mesh:
         self.workspaces = {family: Workspace() for family in _FAMILIES}
         self._transports: list[Transport] = []
         self._lanes: dict[str, Lane] = {}
+        self.written: list[torch.Tensor] = []  # digests of what forwards wrote into parameters, since the last step
         world = scopes.world_size
         self.control = self._peers("control", scopes.span(1, world))
         self._steps: Trail | None = None
@@ -105,7 +89,14 @@ class Mesh:
             scopes.span(1, scopes.optimizer), scopes.span(scopes.optimizer, world)
         )
         index = scopes.span(1, scopes.optimizer).index(self.rank)
-        self.trained = Shards(degree=scopes.optimizer, index=index, device_mesh=self._device_mesh, update=update)
+        self._seed = gather_objects(torch.initial_seed())[0]
+        self.trained = Shards(
+            degree=scopes.optimizer,
+            index=index,
+            device_mesh=self._device_mesh,
+            update=update,
+            random=ReplicaRandom(self._seed, index, self.device),
+        )
         if self.device.type == "cpu":
             _gloo_meshes.add(self)
 
@@ -211,7 +202,7 @@ class Mesh:
                     shared[key, span] = group
         return shared[key, span]
 
-    @property
+    @functools.cached_property
     def frozen(self) -> Shards:
         """Of frozen parameters: whole where parameters are not sharded, as there is no optimizer to shard them for.
 
@@ -219,7 +210,8 @@ class Mesh:
         """
         if self.scopes.params > 1:
             return self.trained
-        return Shards(degree=1, index=0, device_mesh=self.trained.device_mesh, update=None)
+        random = ReplicaRandom(self._seed, 0, self.device)
+        return Shards(degree=1, index=0, device_mesh=self.trained.device_mesh, update=None, random=random)
 
     def _make_device_mesh(self, shard_span: Span, replicate_span: Span) -> DeviceMesh:
         shard, replicate = self._group("shard", shard_span), self._group("replicate", replicate_span)
@@ -280,6 +272,10 @@ class Mesh:
     def balance(self) -> int:
         """Adds up to 0 over all ranks while they gather and reduce the same in the same order."""
         return sum(trail.balance for trail in self._trails.values())
+
+    def is_balanced(self) -> bool:
+        """Whether all ranks have gathered and reduced the same in the same order. Collective, on the default group."""
+        return sum(gather_objects(self.balance)) == 0
 
     def first_difference(self) -> str:
         """Where ranks have parted, in words. Collective, on the default group."""

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("sharding.model_states", "sharding.advice"),
         *("checkpoint.manifest", "checkpoint.reshard"),
     ),
-    ("agreement", "mesh", "places", "collectives"),
+    ("agreement", "mesh", "places", "shards", "collectives"),
     ("sharding",),
     ("checkpoint",),
     ("",),

@@ -30,6 +30,7 @@ from mics_strategy.sharding.direct import plan_direct
 from mics_strategy.sharding.layout import BucketLayout
 from mics_strategy.sharding.parameter import ShardedParameter
 from mics_strategy.sharding.saved_versions import SavedVersions, UnshardedParameter
+from mics_strategy.shards import digest
 
 _COUNT_OF_WRITES = attrgetter("_version")
 _COUNT_OF_CHANGES = attrgetter("mics_changes")
@@ -230,8 +231,8 @@ class Bucket:
     def keep_writes(self) -> bool:
         """Bring what a forward has written into the unsharded parameters to this rank's shard; whether there is any.
 
-        Every rank must have written the same: each keeps its own rows. Of a shard in another dtype only the elements
-        change that were written.
+        Every rank must have written the same, which is checked in the next step: each keeps its own rows. Of a shard in
+        another dtype only the elements change that were written.
 
         Raises:
             LifecycleError: The written parameter holds decoded numbers, not those of the shards.
@@ -252,6 +253,7 @@ class Bucket:
             own = region.slice_of(self._whole_views[position], index)
             shard.copy_(torch.where(own == shard.to(own.dtype), shard, own.to(shard.dtype)))
             self.sharded[position].mics_changes += 1
+            self.mesh.written.append(digest(self._whole_views[position]))
         self.saved.accept_writes(self.version)
         return True
 

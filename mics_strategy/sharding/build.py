@@ -24,6 +24,7 @@ from mics_strategy.sharding.gradients.reducer import Reducer, ReducerBuffers, se
 from mics_strategy.sharding.gradients.usage import CommonWay, usage_numel
 from mics_strategy.sharding.layout import plan_bucket
 from mics_strategy.sharding.parameter import make_sharded_parameter
+from mics_strategy.sharding.replicas import ReplicaCheck
 from mics_strategy.sharding.streams import Streams
 from mics_strategy.sharding.unit import Unit
 from mics_strategy.sharding.wrap import OwnedParameter, UnitModule
@@ -168,7 +169,11 @@ def build_engine(units: list[Unit], modules: list[UnitModule], site: Site) -> En
         buffers=buffers,
         overlap_reduce="reduce" in overlap,
         overlap_second_hop="second_hop" in overlap,
-        way=CommonWay(buffers.usage, site.mesh),
+        way=CommonWay(
+            buffers.usage,
+            site.mesh,
+            ReplicaCheck([bucket for unit in units for bucket in unit.buckets], site.mesh, config.steps_between_checks),
+        ),
     )
     return Engine(
         units,

@@ -13,12 +13,13 @@ from typing import Any, NoReturn, Protocol, cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from mics_strategy.collectives.full_tensor import full_tensor
 from mics_strategy.errors import LifecycleError
-from mics_strategy.mesh import Shards
 from mics_strategy.sharding.layout import Region
+from mics_strategy.shards import ReplicaRandom, Shards
 
 _stored_grad: Any = torch.Tensor.grad  # the descriptor under the property below
 _MIXED = "got mixed torch.Tensor and DTensor"  # in an error of torch
@@ -38,7 +39,12 @@ class GradientOwner(Protocol):
 
 
 class _SeenWhole(DTensor):
-    """A DTensor that our own gather puts together, and that is compared with any tensor as a whole; both collective."""
+    """A DTensor that our own gather puts together, and that is compared with any tensor as a whole; both collective.
+
+    Random numbers that are drawn into it, or like it, are the same on all replicas.
+    """
+
+    mics_random: ReplicaRandom
 
     @override
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -58,6 +64,8 @@ class _SeenWhole(DTensor):
             return _are_close(*args, **(kwargs or {}))
         if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
             return _unscale(*args)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return _drawn(func, args, kwargs or {})
         try:
             return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -122,7 +130,10 @@ class ShardedParameter(_SeenWhole):
     @property
     def data(self) -> torch.Tensor:
         """An alias that shares the version counter, so that writing through it is noticed."""
-        return self.detach()
+        alias = self.detach()
+        alias.__class__ = _SeenWhole
+        cast("_SeenWhole", alias).mics_random = self.mics_random
+        return alias
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -179,6 +190,26 @@ class ShardedParameter(_SeenWhole):
             f"`{self.mics_name}` is sharded and cannot be deep-copied with its model. "
             "Copy the plain model before `shard()`, or build it anew and load `full_state_dict()`."
         )
+
+
+def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw into shards, or like them: the same numbers on all replicas, others on every shard."""
+    like = next(arg for arg in args if isinstance(arg, _SeenWhole))
+    local_args, local_kwargs = tree_map_only(DTensor, lambda each: each._local_tensor, (args, kwargs))
+    with like.mics_random.drawing():
+        drawn = func(*local_args, **local_kwargs)
+    if func._schema.is_mutable:
+        return args[0]
+
+    def labelled(local: torch.Tensor) -> torch.Tensor:
+        if local.shape != like._local_tensor.shape:
+            return local
+        stride = like.stride()
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=stride
+        )
+
+    return tree_map_only(torch.Tensor, labelled, drawn)
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -247,6 +278,7 @@ def make_sharded_parameter(
     sharded.mics_changes = 0
     sharded.mics_region = region
     sharded.mics_index = shards.index
+    sharded.mics_random = shards.random
     if requires_grad:
         placements = sharded.placements
         cast("Any", torch.Tensor).register_hook(sharded, lambda grad: _like_parameter(grad, placements))
@@ -257,7 +289,9 @@ def label_gradient(local: torch.Tensor, region: Region, shards: Shards) -> Shard
     """See `label`; what a parameter shows as its gradient."""
     labelled = label(local, region, shards)
     labelled.__class__ = ShardedGradient
-    return cast("ShardedGradient", labelled)
+    gradient = cast("ShardedGradient", labelled)
+    gradient.mics_random = shards.random
+    return gradient
 
 
 def _like_parameter(grad: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:

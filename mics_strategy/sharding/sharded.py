@@ -53,6 +53,7 @@ class Sharded:
         self.keeps_optimizer_whole = self.scopes.optimizer == 1
         self.optimizer_layout = self.config.optimizer_layout
         self.device = site.device
+        self.random = site.mesh.trained.random
         self._engine = engine
         self._units = engine.units
         self._replaced: Any = WeakIdKeyDictionary()

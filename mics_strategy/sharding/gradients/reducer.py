@@ -254,7 +254,8 @@ class Reducer:
         self.is_dirty = False
         self.way.check()
         self._land_all()
-        usage = Usage(self.buffers.usage, [g for gs in self.gradients.values() for g in gs], self.mesh)
+        gradients = [gradient for of_unit in self.gradients.values() for gradient in of_unit]
+        usage = Usage(self.buffers.usage, gradients, self.mesh, self.way.replicas.difference())
         for index in sorted(self.gradients, reverse=True):
             for gradient in self.gradients[index]:
                 is_sent = gradient in self._sent_last

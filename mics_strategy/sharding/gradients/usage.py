@@ -14,13 +14,14 @@ from mics_strategy.errors import LifecycleError
 from mics_strategy.mesh import Mesh
 from mics_strategy.sharding.gradients.gradient import BucketGradient
 from mics_strategy.sharding.lifecycle import Gradient
+from mics_strategy.sharding.replicas import ReplicaCheck
 
 READ_AT_ONCE = 3  # optimizer steps
 _DUE = 1 << 16  # above the count of users: the number of ranks on which the bucket is still to be reduced
 
 
 def usage_numel(num_parameters: int) -> int:
-    """Elements that travel, int32: one for each trainable parameter, one for the way that this rank went."""
+    """Elements that are sent, int32: one for each trainable parameter, one for this rank's way and values."""
     return num_parameters + 1
 
 
@@ -31,9 +32,16 @@ class Usage:
         counts: [usage_numel], int32; overwritten.
         gradients: Of all trainable buckets, in the same order on every rank.
         mesh: Process groups.
+        difference: Adds up to 0 over all ranks while their replicas are equal; None where it was not computed.
     """
 
-    def __init__(self, counts: torch.Tensor, gradients: list[BucketGradient], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        counts: torch.Tensor,
+        gradients: list[BucketGradient],
+        mesh: Mesh,
+        difference: torch.Tensor | None = None,
+    ) -> None:
         self._offsets: dict[BucketGradient, int] = {}
         own: list[int] = []
         for gradient in gradients:
@@ -47,6 +55,8 @@ class Usage:
         # Pinned memory, which torch's allocator lends to nobody else before the copy has ended: the host goes on.
         counts.copy_(torch.tensor(own, dtype=counts.dtype, pin_memory=counts.is_cuda), non_blocking=True)
         if mesh.control is not None and gradients:
+            if difference is not None:
+                counts[-1:] += difference
             self._handle = mesh.control.all_reduce(counts, "parameter usage")
 
     def wait(self) -> None:
@@ -80,9 +90,11 @@ class CommonWay:
     Args:
         counts: Where `Usage` leaves its sums; the last one is that of the balances.
         mesh: Process groups.
+        replicas: Whether those of shards are equal; what it computes is added to the balances.
     """
 
-    def __init__(self, counts: torch.Tensor, mesh: Mesh) -> None:
+    def __init__(self, counts: torch.Tensor, mesh: Mesh, replicas: ReplicaCheck) -> None:
+        self.replicas = replicas
         self._balance = counts[-1:]
         self._mesh = mesh
         self._on_host = torch.zeros(1, dtype=counts.dtype, pin_memory=counts.is_cuda)
@@ -93,17 +105,21 @@ class CommonWay:
         """Look at the last balance that has reached the host. On every rank alike.
 
         Raises:
-            LifecycleError: Ranks have left the common way, so their parameters and gradients are mixed up.
+            LifecycleError: Ranks have left the common way, so their parameters and gradients are mixed up; or they
+                hold different values.
         """
         if self._copied is not None:
             self._copied.synchronize()
-        if self._on_host.item() != 0:
-            raise LifecycleError(
-                f"Ranks ran different units, and their data is mixed up: {self._mesh.first_difference()}. Go back to "
-                "the last checkpoint, and let all ranks run the same units in the same order while parameters are "
-                "sharded: no evaluation, `generate()` or other forward on some ranks only (`if rank == 0:`), and one "
-                "seed for what chooses layers, as LayerDrop does. Or keep parameters whole with `params='none'`."
-            )
+        if self._on_host.item() == 0:
+            return
+        if self._mesh.is_balanced():
+            raise LifecycleError(self.replicas.describe())
+        raise LifecycleError(
+            f"Ranks ran different units, and their data is mixed up: {self._mesh.first_difference()}. Go back to "
+            "the last checkpoint, and let all ranks run the same units in the same order while parameters are "
+            "sharded: no evaluation, `generate()` or other forward on some ranks only (`if rank == 0:`), and one "
+            "seed for what chooses layers, as LayerDrop does. Or keep parameters whole with `params='none'`."
+        )
 
     def note(self) -> None:
         """An exchange is complete: bring its balance to the host."""

@@ -19,6 +19,7 @@ from mics_strategy.sharding.optimizer.reach import Reach, reach_by_group
 from mics_strategy.sharding.optimizer.refusals import refuse_other_lists, refuse_reach
 from mics_strategy.sharding.optimizer.whole import WholeTensors
 from mics_strategy.sharding.parameter import ShardedParameter
+from mics_strategy.shards import ReplicaRandom
 
 T = TypeVar("T")
 
@@ -29,6 +30,7 @@ class StepObserver(Protocol):
     keeps_optimizer_whole: bool
     optimizer_layout: str
     device: torch.device
+    random: ReplicaRandom
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is one of the sharded ones."""
@@ -67,6 +69,7 @@ class LocalStep:
         self._whole: dict[ShardedParameter, int] = {}  # those updated whole, and their owners
         self.is_local = False
         self._is_spread_due = False
+        self._generators: list[torch.Tensor] = []  # their states of before the step
         weak = weakref.ref(self)
         optimizer.register_state_dict_pre_hook(lambda _: _leave(weak))  # after a step that raised
         optimizer.register_load_state_dict_pre_hook(lambda *_: _leave(weak))
@@ -134,12 +137,14 @@ class LocalStep:
         # An owner alone sees what becomes of a whole tensor's gradient, so that stays as it is.
         self._shown = [p for p, local in self._locals.items() if local.grad is not None and p not in self._whole]
         self.is_local = True
+        self._generators = self._model.random.begin()
 
     def leave(self) -> None:
         """Show the optimizer sharded parameters again, its new states as DTensors like them. Sends nothing."""
         if not self.is_local:
             return
         self.is_local = False
+        self._model.random.end(self._generators)
         back = {local: sharded for sharded, local in self._locals.items()}
         for group in self._optimizer.param_groups:
             group["params"] = [back.get(p, p) for p in group["params"]]

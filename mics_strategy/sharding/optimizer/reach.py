@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from mics_strategy.sharding.optimizer.isolation import isolated
 
@@ -80,6 +83,21 @@ def _tried(optimizer: Optimizer, device: torch.device) -> list[Reach]:
         found = _Trial(optimizer, device, cls).reach_by_group()
     _log.info("%s is not known; steps on small tensors have shown what it looks at.", cls.__name__)
     return found
+
+
+class _NoChance(TorchDispatchMode):
+    """Random numbers are all the same: an optimizer that adds noise does to parts what it does to the whole."""
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation; overwrite what it has drawn."""
+        drawn = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            for tensor in (leaf for leaf in tree_leaves(drawn) if isinstance(leaf, torch.Tensor)):
+                tensor.fill_(0.5 if tensor.is_floating_point() else 0)
+        return drawn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,7 +168,8 @@ class _Trial:
                     piece = cut(grad, position)
                     if part is not None and piece is not None:
                         part.grad = piece.clone()
-                with torch.compiler.set_stance("force_eager"):  # compiling takes longer than everything else here
+                # Compiling takes longer than everything else here.
+                with torch.compiler.set_stance("force_eager"), _NoChance():  # type: ignore[no-untyped-call]
                     type(trial).step(trial)
         return _Outcome(
             changes=[

@@ -112,7 +112,7 @@ def _before_step(
 
 def _after_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
     if not _is_nested(optimizer):
-        for model in list(_all_models):
+        for model in reversed(list(_all_models)):  # generators go back in the reverse order
             model.after(optimizer)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from mics_strategy import LifecycleError, ShardConfig, Topology, shard
 from mics_strategy.sharding.gradients.usage import READ_AT_ONCE, CommonWay, Usage
+from mics_strategy.sharding.replicas import ReplicaCheck
 from mics_strategy.sharding.streams import Chain, Streams
 from tests.ranks import RankContext, RankPool
 
@@ -25,7 +26,7 @@ class OnGpu(torch.Tensor):
 
 def a_way(mesh: Any) -> tuple[CommonWay, torch.Tensor]:
     counts = torch.zeros(3, dtype=torch.int32)
-    way = CommonWay(counts, mesh)
+    way = CommonWay(counts, mesh, ReplicaCheck([], mesh, -1))
     way._balance = counts[-1:].as_subclass(OnGpu)
     return way, counts
 
@@ -42,7 +43,7 @@ def test_a_gpu_is_waited_for_in_the_first_steps_only() -> None:
 
 @pytest.mark.parametrize("step", [0, READ_AT_ONCE])
 def test_ranks_that_differ_are_told_at_once_in_the_first_steps_and_one_step_later_afterwards(step: int) -> None:
-    way, counts = a_way(SimpleNamespace(first_difference=lambda: "they differ"))
+    way, counts = a_way(SimpleNamespace(first_difference=lambda: "they differ", is_balanced=lambda: False))
     with mock.patch.object(torch.cuda, "Event"):
         for _ in range(step):
             way.note()
