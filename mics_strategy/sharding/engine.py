@@ -248,14 +248,12 @@ class Engine:
 
     @outside_transforms
     def on_gradient(self, unit: Unit, gradient: BucketGradient, position: int, parameter: nn.Parameter) -> None:
-        """Autograd has accumulated the gradient of an unsharded parameter."""
+        """Autograd has accumulated the gradient of an unsharded parameter.
+
+        It may have entered the unit other than through the forward's outputs: had it needed parameters that were
+        resharded, it would have refused (see `saved_versions`).
+        """
         self._enter_pass()
-        if unit.phase is not Phase.BACKWARD and gradient.bucket.params_shard is not None:
-            raise LifecycleError(
-                f"A gradient of unit `{unit.name}` arrived although its backward was never announced, so its "
-                "parameters may not have been "
-                "gathered. Let its forward return tensors, or tuples, lists, dicts or dataclasses of tensors."
-            )
         self.reducer.collect(unit, gradient, position, parameter)
 
     @outside_transforms

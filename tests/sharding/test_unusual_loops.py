@@ -68,6 +68,22 @@ def left_by_an_attribute(ctx: RankContext) -> None:
     model[1].kept.sum().backward()
 
 
+def features_of_the_first_block(ctx: RankContext) -> None:
+    forget_meshes()
+    model = unusual.Stack(count=6)
+    shard(model, "zero3", units=[unusual.Block])
+    model.order = [1, 2, 0, 3, 4, 5]
+    unusual.features(model, torch.ones(2, unusual.WIDTH), 0)
+
+
+def test_features_of_trainable_units_that_are_resharded_are_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(
+        lambda: ranks(2, features_of_the_first_block),
+        LifecycleError,
+        match="Return that tensor from the unit's forward",
+    )
+
+
 def test_a_backward_that_enters_past_all_modules_is_refused(ranks: RankPool) -> None:
     raises_on_every_rank(
         lambda: ranks(2, left_by_an_attribute),

@@ -284,6 +284,10 @@ LOOPS: dict[str, Loop] = {
     ),
     "frozen features": Loop(build=lambda: frozen(Stack(), "blocks", "head"), body=features),
     "auxiliary loss": Loop(build=lambda: Stack(AuxiliaryBlock), body=auxiliary_loss, units=(AuxiliaryBlock,)),
+    "auxiliary loss alone": Loop(
+        build=lambda: Stack(AuxiliaryBlock, count=2), body=auxiliary_loss_alone, units=(AuxiliaryBlock,)
+    ),
+    "features of the last blocks": Loop(build=lambda: Stack(count=3), body=features),
     "frozen auxiliary loss": Loop(
         build=lambda: frozen(Stack(AuxiliaryBlock), "blocks"), body=auxiliary_loss, units=(AuxiliaryBlock,)
     ),
