@@ -88,7 +88,9 @@ class ReplicatedBuffers:
         if self._may_differ and self._mesh.control is not None:
             named = {name: buffer for name, buffer in self._model.named_buffers() if buffer.numel()}
             if named:
-                with torch.no_grad(), _unsafe_preserve_version_counter(tuple(named.values())):
+                counted = tuple(buffer for buffer in named.values() if not buffer.is_inference())
+                # What was made in inference mode may be written in it only, and has no version.
+                with torch.inference_mode(), _unsafe_preserve_version_counter(counted):
                     self._take_over(named, self._mesh.control)
         self._may_differ = False
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 LIST = (TESTS.parent / "docs" / "accelerate-behaviours.md").read_text()
-NUM_BEHAVIOURS = 58
+NUM_BEHAVIOURS = 62
 
 
 def test_every_behaviour_has_a_line() -> None:

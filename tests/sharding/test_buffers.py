@@ -190,6 +190,40 @@ def test_ranks_that_run_different_forwards_do_not_wait(ranks: RankPool, preset: 
         assert torch.equal(value, second[name]), name
 
 
+class Caching(nn.Module):
+    """Keeps what the first forward computes, in whatever mode that is, and uses it in later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.register_buffer("cached", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cached is None:
+            self.cached = torch.full((4,), x[0, 0].item())
+        return self.mix(x) * (self.cached if not self.training else self.cached.clone())
+
+
+def cached(ctx: RankContext) -> list[float]:
+    model = Caching().eval()
+    shard(model, "mics")
+    found = []
+    for _ in range(2):
+        with torch.inference_mode():
+            model.eval()(batch(ctx.rank, 0))
+            found.append(model.cached[0].item())
+        model.train()(batch(ctx.rank, 1)).sum().backward()
+        found.append(model.cached[0].item())
+    return found
+
+
+def test_buffers_made_in_inference_mode_are_taken_over_too(ranks: RankPool) -> None:
+    first, second = ranks(2, cached)
+    assert first == [first[0]] * 4
+    assert second == [second[0]] * 2 + [first[0]] * 2
+    assert first[0] != second[0]
+
+
 class Nested(nn.Module):
     """Calls itself, as a step of a LightningModule does."""
 
