@@ -15,13 +15,13 @@ Pure: shapes and numbers only, plus views of tensors that a caller passes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 ALIGN_NUMEL = 8  # regions start at multiples of 16 bytes in bf16; whole blocks for vectorised kernels
+_ALIGN_BYTES = 16  # what matrix products of fp8, and compiled kernels, want of an address
 _MAX_PADDING = 1 / 8
 
 
@@ -98,11 +98,15 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLayout:
-    """Where the parameters of one bucket sit, for `ranks` ranks of the optimizer scope."""
+    """Where the parameters of one bucket sit, for `ranks` ranks of the optimizer scope.
+
+    Each begins at a multiple of `align` elements.
+    """
 
     regions: tuple[Region, ...]
     ranks: int
     shard_numel: int
+    align: int = ALIGN_NUMEL
 
     @property
     def full_numel(self) -> int:
@@ -121,14 +125,14 @@ class BucketLayout:
     @property
     def compact_numel(self) -> int:
         """Elements of the parameters side by side, each whole, every one aligned."""
-        return sum(_aligned(region.numel) for region in self.regions)
+        return sum(_aligned(region.numel, self.align) for region in self.regions)
 
     def compact_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The whole parameters side by side, as contiguous views of `buffer` [compact_numel]."""
         views, offset = [], 0
         for region in self.regions:
             views.append(buffer[offset : offset + region.numel].view(region.shape))
-            offset += _aligned(region.numel)
+            offset += _aligned(region.numel, self.align)
         return views
 
     @property
@@ -205,13 +209,15 @@ class BucketLayout:
             yield table[whole, : rest.numel()].view(rest), region.slice_of(full, whole)
 
 
-def plan_bucket(parameters: list[tuple[str, torch.Size]], ranks: int) -> BucketLayout:
+def plan_bucket(parameters: list[tuple[str, torch.Size]], ranks: int, *, itemsize: int = 2) -> BucketLayout:
     """Lay out the parameters of one bucket, in their order.
 
     Args:
         parameters: Name and shape of each.
         ranks: Ranks of the optimizer scope.
+        itemsize: Bytes of the narrowest dtype in which they are kept.
     """
+    align = max(ALIGN_NUMEL, _ALIGN_BYTES // itemsize)
     regions: list[Region] = []
     offset = 0
     for name, shape in parameters:
@@ -219,8 +225,8 @@ def plan_bucket(parameters: list[tuple[str, torch.Size]], ranks: int) -> BucketL
         chunk = 1 if dim is None else -(-shape[dim] // ranks)
         region = Region(name=name, shape=shape, dim=dim, chunk=chunk, offset=offset)
         regions.append(region)
-        offset += _aligned(region.chunk_numel)
-    return BucketLayout(regions=tuple(regions), ranks=ranks, shard_numel=offset)
+        offset += _aligned(region.chunk_numel, align)
+    return BucketLayout(regions=tuple(regions), ranks=ranks, shard_numel=offset, align=align)
 
 
 def _choose_dim(shape: torch.Size, ranks: int) -> int | None:
@@ -232,5 +238,5 @@ def _choose_dim(shape: torch.Size, ranks: int) -> int | None:
     return 0 if padding[0] <= _MAX_PADDING else min(range(len(shape)), key=lambda dim: (padding[dim], dim))
 
 
-def _aligned(numel: int) -> int:
-    return math.ceil(numel / ALIGN_NUMEL) * ALIGN_NUMEL
+def _aligned(numel: int, align: int = ALIGN_NUMEL) -> int:
+    return -(-numel // align) * align
