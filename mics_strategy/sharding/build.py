@@ -50,6 +50,7 @@ def plan_buckets(unit: UnitModule, site: Site) -> list[BucketSpec]:
     specs = []
     for (dtype, trainable), entries in by_kind.items():
         shards = site.mesh.trained if trainable else site.mesh.frozen
+        param_dtype = site.config.param_dtype_of(dtype)
         specs.append(
             BucketSpec(
                 name=f"{unit.name or '(root)'}{'' if trainable else ' (frozen)'}",
@@ -57,10 +58,11 @@ def plan_buckets(unit: UnitModule, site: Site) -> list[BucketSpec]:
                     [(entry.name, entry.parameter.shape) for entry in entries],
                     shards.degree,
                     site.mesh.scopes.block_numel(is_trainable=trainable),
+                    itemsize=min(dtype.itemsize, param_dtype.itemsize),
                 ),
                 homes=tuple(tuple(entry.homes) for entry in entries),
                 master_dtype=dtype,
-                param_dtype=site.config.param_dtype_of(dtype),
+                param_dtype=param_dtype,
                 trainable=trainable,
             )
         )

@@ -15,13 +15,13 @@ Pure: shapes and numbers only, plus views of tensors that a caller passes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 ALIGN_NUMEL = 8  # regions start at multiples of 16 bytes in bf16; whole blocks for vectorised kernels
+_ALIGN_BYTES = 16  # what matrix products of fp8, and compiled kernels, want of an address
 _MAX_PADDING = 1 / 8
 
 
@@ -98,11 +98,15 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLayout:
-    """Where the parameters of one bucket sit, for `ranks` ranks of the optimizer scope."""
+    """Where the parameters of one bucket sit, for `ranks` ranks of the optimizer scope.
+
+    Each begins at a multiple of `align` elements.
+    """
 
     regions: tuple[Region, ...]
     ranks: int
     shard_numel: int
+    align: int = ALIGN_NUMEL
 
     @property
     def full_numel(self) -> int:
@@ -121,7 +125,9 @@ class BucketLayout:
     @property
     def compact_numel(self) -> int:
         """Elements of the parameters side by side, each whole, every one aligned; on one rank the shard itself."""
-        return self.shard_numel if self.ranks == 1 else sum(_aligned(region.numel) for region in self.regions)
+        if self.ranks == 1:
+            return self.shard_numel
+        return sum(_aligned(region.numel, self.align) for region in self.regions)
 
     def compact_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The whole parameters side by side, as contiguous views of `buffer` [compact_numel]."""
@@ -129,7 +135,7 @@ class BucketLayout:
         for region in self.regions:
             start = region.offset if self.ranks == 1 else offset
             views.append(buffer[start : start + region.numel].view(region.shape))
-            offset += _aligned(region.numel)
+            offset += _aligned(region.numel, self.align)
         return views
 
     def padding_views(self, slice_: torch.Tensor, rows: range) -> list[torch.Tensor]:
@@ -227,18 +233,22 @@ class BucketLayout:
             yield table[whole, : rest.numel()].view(rest), region.slice_of(full, whole)
 
 
-def plan_bucket(parameters: list[tuple[str, torch.Size]], ranks: int, block_numel: int = 1) -> BucketLayout:
+def plan_bucket(
+    parameters: list[tuple[str, torch.Size]], ranks: int, block_numel: int = 1, *, itemsize: int = 2
+) -> BucketLayout:
     """Lay out the parameters of one bucket, in their order.
 
     Args:
         parameters: Name and shape of each.
         ranks: Ranks of the optimizer scope.
         block_numel: Elements of a block that is never to hold two parameters, nor parts of two shards.
+        itemsize: Bytes of the narrowest dtype in which they are kept.
 
     Cost:
         Padding: less than one block, or `ALIGN_NUMEL` elements, for each parameter and rank.
     """
-    align = math.lcm(ALIGN_NUMEL, block_numel)
+    align = max(ALIGN_NUMEL, _ALIGN_BYTES // itemsize)
+    block_numel = math.lcm(align, block_numel)
     regions: list[Region] = []
     offset = 0
     for name, shape in parameters:
@@ -246,8 +256,8 @@ def plan_bucket(parameters: list[tuple[str, torch.Size]], ranks: int, block_nume
         chunk = 1 if dim is None else -(-shape[dim] // ranks)
         region = Region(name=name, shape=shape, dim=dim, chunk=chunk, offset=offset)
         regions.append(region)
-        offset += _aligned(region.chunk_numel, align)
-    return BucketLayout(regions=tuple(regions), ranks=ranks, shard_numel=offset)
+        offset += _aligned(region.chunk_numel, block_numel)
+    return BucketLayout(regions=tuple(regions), ranks=ranks, shard_numel=offset, align=align)
 
 
 def _choose_dim(shape: torch.Size, ranks: int) -> int | None:

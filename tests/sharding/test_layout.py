@@ -202,3 +202,18 @@ def test_one_rank_needs_no_flat_form() -> None:
 def test_bucket_of_nothing_is_empty() -> None:
     layout = plan_bucket([], 4)
     assert (layout.full_numel, layout.padding_numel, layout.compact_numel) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float32], ids=str)
+def test_every_parameter_and_every_shard_of_it_starts_at_a_multiple_of_16_bytes(dtype: torch.dtype) -> None:
+    shapes = [(f"p{i}", torch.Size(shape)) for i, shape in enumerate([(3, 5), (1,), (8, 3), (7,)])]
+    layout = plan_bucket(shapes, 2, itemsize=dtype.itemsize)
+    assert [region.offset * dtype.itemsize % 16 for region in layout.regions] == [0] * 4
+    whole = torch.zeros(layout.compact_numel, dtype=dtype)
+    assert [(view.data_ptr() - whole.data_ptr()) % 16 for view in layout.compact_views(whole)] == [0] * 4
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+def test_wider_dtypes_are_laid_out_as_ever(itemsize: int) -> None:
+    shapes = [(f"p{i}", torch.Size(shape)) for i, shape in enumerate([(3, 5), (1,), (8, 3), (7,)])]
+    assert plan_bucket(shapes, 2, itemsize=itemsize) == plan_bucket(shapes, 2)
