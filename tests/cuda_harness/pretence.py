@@ -30,7 +30,9 @@ _CPU = torch.device("cpu")
 def pretended_cuda() -> Iterator[None]:
     """Pretend a CUDA build of torch, to threads that are in a `Machine`."""
     with ExitStack() as stack:
-        for owner, fakes in ((torch.cuda, _cuda()), (torch.Tensor, _tensor()), (torch, _factories())):
+        of_torch = _factories(torch, _FACTORIES) | _copies_to_device()
+        of_tensors = _factories(torch.Tensor, _METHODS) | _tensor()
+        for owner, fakes in ((torch.cuda, _cuda()), (torch.Tensor, of_tensors), (torch, of_torch)):
             for name, fake in fakes.items():
                 stack.enter_context(mock.patch.object(owner, name, _or_original(fake, getattr(owner, name))))
         for name, fake in (("device", _device), ("is_cuda", _is_cuda), ("is_cpu", _is_cpu)):
@@ -72,6 +74,7 @@ def _cuda() -> dict[str, Callable[..., Any]]:
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=80 * 10**9, name="pretended"),
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "manual_seed_all": lambda seed: None,
         "set_device": _set_device,
         "set_rng_state": lambda state, device=None: None,
@@ -187,7 +190,42 @@ def _copied(tensor: torch.Tensor, kind: str, *, is_non_blocking: bool = False) -
         now.kind, now.is_non_blocking = before
 
 
-def _factories() -> dict[str, Callable[..., Any]]:
+_FACTORIES = (
+    "arange",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+)
+_FACTORIES += ("rand", "rand_like", "randint", "randn", "randn_like", "randperm", "zeros", "zeros_like")
+_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
+
+
+def _factories(owner: Any, names: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
+    """Those that make memory where they are asked to, without asking a driver."""
+    return {name: _placed(getattr(owner, name)) for name in names}
+
+
+def _placed(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        on_device = device is not None and torch.device(device).type == "cuda"
+        now = here()
+        before = now.kind
+        now.kind = DEVICE if on_device else PINNED if pin_memory else before
+        try:
+            return factory(*args, device=_CPU if on_device else device, **kwargs)
+        finally:
+            now.kind = before
+
+    return make
+
+
+def _copies_to_device() -> dict[str, Callable[..., Any]]:
     return {name: _then_moved(getattr(torch, name)) for name in ("tensor", "as_tensor")}
 
 
