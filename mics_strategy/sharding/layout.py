@@ -15,6 +15,7 @@ Pure: shapes and numbers only, plus views of tensors that a caller passes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
