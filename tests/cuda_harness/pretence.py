@@ -40,6 +40,8 @@ def pretended_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.cuda, "Stream", Stream))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", Event))
         stack.enter_context(mock.patch.object(torch.cuda, "device", _use_device))
+        generators = tuple(torch.Generator() for _ in range(NUM_DEVICES))
+        stack.enter_context(mock.patch.object(torch.cuda, "default_generators", generators))
         stack.enter_context(mock.patch.object(torch.autograd, "backward", _backward(torch.autograd.backward)))
         stack.enter_context(mock.patch.object(dist, "get_backend", _backend(dist.get_backend)))
         stack.enter_context(mock.patch.object(coder, "load_kernels", kernels.loader(coder.load_kernels)))
