@@ -61,7 +61,9 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
     with ExitStack() as stack:
         for module in ("mesh", "sharding.engine", "sharding.materialize"):
             stack.enter_context(mock.patch(f"mics_strategy.{module}.gather_objects", everyone_alike))
-        stack.enter_context(mock.patch.object(Mesh, "balance", 0))  # nobody sends the others', which make the sum 0
+        # Nobody sends the others', which make the sums 0.
+        stack.enter_context(mock.patch.object(Mesh, "balance", 0))
+        stack.enter_context(mock.patch("mics_strategy.sharding.replicas.weight_of", lambda *_: 0))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         try:
             yield

@@ -20,7 +20,7 @@ from mics_strategy.errors import LifecycleError
 Place = tuple[str, frozenset[int]]
 GRACE_S = 2.5  # for the notes of ranks that have begun to wait later
 _POLL_S = 0.1
-_NUM_KEPT = 256  # transfers of one place that are remembered
+_NUM_KEPT = 64  # transfers of one place that are remembered
 
 
 @dataclass(frozen=True, slots=True)
