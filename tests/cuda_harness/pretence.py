@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mics_strategy.collectives import coder
+from mics_strategy.sharding.replicas import ReplicaCheck
 from tests.cuda_harness import kernels
 from tests.cuda_harness.allocations import DEVICE, HOST_MEMORY, PINNED, allocation_of, kind_of, real_device
 from tests.cuda_harness.machine import Mode
@@ -239,6 +240,19 @@ def _then_moved(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         return made if device is None else made.to(device)
 
     return make
+
+
+@contextmanager
+def equal_replicas() -> Iterator[None]:
+    """Pretend that digests of replicas add up to 0: where nothing is exchanged, the others' are not there."""
+    original = ReplicaCheck.difference
+
+    def difference(check: ReplicaCheck) -> torch.Tensor | None:
+        found = original(check)
+        return None if found is None else found.zero_()
+
+    with mock.patch.object(ReplicaCheck, "difference", difference):
+        yield
 
 
 # -- autograd and groups ------------------------------------------------------------------------------------

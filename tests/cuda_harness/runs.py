@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.gpu import pretended_ranks
 from mics_strategy import ShardConfig, Sharded, Topology, shard
 from tests.cuda_harness.machine import Machine
-from tests.cuda_harness.pretence import pretended_cuda
+from tests.cuda_harness.pretence import equal_replicas, pretended_cuda
 from tests.sharding.training import forget_meshes
 
 WIDTH, DEPTH = 16, 4  # a multiple of 8 ranks, so that every unit can travel without a flat form
@@ -110,9 +110,9 @@ def start(
 
 
 @contextmanager
-def one_of_many(world_size: int = 8) -> Iterator[Machine]:
-    """Rank 0 of so many, with a pretended GPU; the others say what it says."""
-    with pretended_ranks(world_size), pretended_cuda(), Machine() as machine:
+def one_of_many(world_size: int = 8, index: int = 0) -> Iterator[Machine]:
+    """Rank 0 of so many, with a pretended GPU of that index; the others say what it says."""
+    with pretended_ranks(world_size), pretended_cuda(), equal_replicas(), Machine(index) as machine:
         yield machine
 
 

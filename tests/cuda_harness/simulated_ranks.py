@@ -5,7 +5,7 @@ and sums are therefore noted and not carried out; only what the hosts decide by 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,7 +14,7 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from tests.cuda_harness.allocations import DEVICE, kind_of
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.operators import tensors_in
-from tests.cuda_harness.pretence import pretended_cuda
+from tests.cuda_harness.pretence import equal_replicas, pretended_cuda
 from tests.cuda_harness.streams import alone, here
 from tests.rank_report import RankContext
 from tests.simulated import simulate
@@ -56,7 +56,7 @@ def simulate_gpus(
         with Machine(runs_hooks_apart=False) as machine:  # a simulated rank is one thread
             return machine, job(ctx, machine, *args)
 
-    with pretended_cuda(), _noted(moves_data):
+    with pretended_cuda(), nullcontext() if moves_data else equal_replicas(), _noted(moves_data):
         done = simulate(world_size, with_gpu, ranks_per_node=ranks_per_node)
     return [machine for machine, _ in done], [result for _, result in done]
 

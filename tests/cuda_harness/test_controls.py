@@ -6,12 +6,9 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.gpu import pretended_ranks
 from mics_strategy.collectives.ops import Handle
 from mics_strategy.sharding.streams import Chain
-from tests.cuda_harness.machine import Machine
-from tests.cuda_harness.pretence import pretended_cuda
-from tests.cuda_harness.runs import config_of, run, start, told
+from tests.cuda_harness.runs import config_of, one_of_many, run, start, told
 from tests.cuda_harness.streams import Stream
 from tests.cuda_harness.works import Works
 
@@ -40,13 +37,7 @@ def test_it_was_there() -> None:
             assert run(config_of(preset, **options), told).races == []
 
 
-until_waits_name_their_device = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="chains are waited for on the current device's stream (streams.py)"
-)
-
-
-@until_waits_name_their_device
 def test_a_model_on_another_device_than_the_current_one_is_waited_for() -> None:
-    with pretended_ranks(8), pretended_cuda(), Machine(index=1) as machine:
+    with one_of_many(index=1) as machine:
         told(start(machine, config_of("mics")))
     assert machine.races == []

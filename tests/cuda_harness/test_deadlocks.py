@@ -45,15 +45,7 @@ def launch(preset: str, **options: Any) -> list[Machine]:
     return simulate_gpus(RANKS, _job, preset, options, ranks_per_node=PER_NODE, moves_data=False)[0]
 
 
-# The first and the second hop share a stream, and zeros land what was sent before: a deadlock on CUDA.
-SHARES_A_STREAM = set(product(("mics", "paro-iig", "paro-nii"), ("overlap",)))
-until_hops_have_streams = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="both hops share a stream (streams.py), and zeros land it (reducer.py)"
-)
-CELLS = [
-    pytest.param(*cell, marks=[until_hops_have_streams] if cell in SHARES_A_STREAM else [])
-    for cell in (*product(PRESETS, ("overlap", "no_overlap")), ("zero3", "one_stage"))
-]
+CELLS = [*product(PRESETS, ("overlap", "no_overlap")), ("zero3", "one_stage")]
 
 
 @pytest.mark.parametrize(("preset", "option"), CELLS)
