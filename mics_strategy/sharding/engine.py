@@ -253,8 +253,10 @@ class Engine:
         if unit.phase is not Phase.BACKWARD and gradient.bucket.params_shard is not None:
             raise LifecycleError(
                 f"A gradient of unit `{unit.name}` arrived although its backward was never announced, so its "
-                "parameters may not have been "
-                "gathered. Let its forward return tensors, or tuples, lists, dicts or dataclasses of tensors."
+                "parameters may not have been gathered: the loss reaches it past the tensors that its forward returns, "
+                "through one that a hook or an attribute kept, say (a router's logits). Return that tensor from the "
+                "unit's forward, keep the model's output in the loss (`+ 0 * output.sum()`), or keep parameters whole "
+                "with `params='none'`."
             )
         self.reducer.collect(unit, gradient, position, parameter)
 

@@ -112,6 +112,11 @@ def balance_alone(model: nn.Module, x: Tensor, step: int) -> None:
     model(input_ids=words(x)[:1, :1].expand(x.shape), labels=words(x)).aux_loss.backward()
 
 
+def balance_beside_nothing(model: nn.Module, x: Tensor, step: int) -> None:
+    out = model(input_ids=words(x)[:1, :1].expand(x.shape), labels=words(x))
+    (out.aux_loss + 0 * out.logits.sum()).backward()
+
+
 # -- sharing ------------------------------------------------------------------------------------------------
 
 
@@ -331,14 +336,15 @@ MIXTURES: dict[str, Loop] = {
     "mixtral": Loop(build=mixtral, body=one_word, units="MixtralDecoderLayer"),
     "mixtral, auto": Loop(build=mixtral, body=one_word, units="auto"),
     "mixtral, tied, micro-steps": Loop(build=tied_mixtral, body=one_word_in_micro_steps, units="auto"),
-    "mixtral, balance alone": Loop(build=mixtral, body=balance_alone, units="MixtralDecoderLayer"),
+    "mixtral, balance": Loop(build=mixtral, body=balance_beside_nothing, units="MixtralDecoderLayer"),
     "qwen2 moe": Loop(build=qwen2_moe, body=one_word, units="Qwen2MoeDecoderLayer"),
     "qwen2 moe, auto": Loop(build=qwen2_moe, body=one_word, units="auto"),
     "qwen3 moe": Loop(build=qwen3_moe, body=one_word, units="Qwen3MoeDecoderLayer"),
     "qwen3 moe, micro-steps": Loop(build=qwen3_moe, body=one_word_in_micro_steps, units="auto"),
     "experts in layers": Loop(build=lambda: Stack(Experts, 3), body=one_row, units=(Experts,)),
 }
-LONE_EXPERTS: dict[str, Loop] = {
+WHOLE_ONLY: dict[str, Loop] = {  # right where parameters are not sharded, refused elsewhere
+    "mixtral, balance alone": Loop(build=mixtral, body=balance_alone, units="MixtralDecoderLayer"),
     "lone experts": Loop(build=lambda: Stack(Experts, 3), body=one_row, units=(Expert,)),
     "lone experts, nested": Loop(build=lambda: Stack(Experts, 3), body=one_row, units=(Experts, Expert)),
 }
@@ -372,9 +378,7 @@ OTHERS: dict[str, Loop] = {
     "spectral norm, micro-steps": Loop(build=parametrized(spectral_norm), body=two_micro_steps),
     "spectral norm, layers": Loop(build=parametrized(spectral_norm), body=evaluated_in_between, units=(nn.Linear,)),
     "orthogonal": Loop(build=parametrized(orthogonal), body=squares),
-    "tied": Loop(
-        build=lambda: models.Transformer(num_blocks=2, tie=True), body=next_words, units=(models.Block,)
-    ),
+    "tied": Loop(build=lambda: models.Transformer(num_blocks=2, tie=True), body=next_words, units=(models.Block,)),
     "attention": Loop(build=Attending, body=squares, units=(nn.MultiheadAttention,)),
     "encoder": Loop(build=Encoder, body=squares, units="auto"),
     "encoder, evaluated": Loop(build=Encoder, body=evaluated_in_between, units="auto"),
@@ -383,7 +387,7 @@ OTHERS: dict[str, Loop] = {
     "evaluated inside": Loop(build=Stack, body=evaluated_inside),
     "uneven": Loop(build=Uneven, body=two_micro_steps, units=(models.Residual,)),
 }
-MODELS = MIXTURES | LONE_EXPERTS | OTHERS
+MODELS = MIXTURES | WHOLE_ONLY | OTHERS
 
 
 def train(ctx: RankContext, cases: list[Case]) -> list[Trained]:
