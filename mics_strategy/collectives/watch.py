@@ -145,7 +145,8 @@ class Watch:
         return (
             f"{found}Let all ranks run the same units in the same order while parameters are sharded: no evaluation, "
             "`generate()` or other forward on some ranks only (`if rank == 0:`), and one seed for what chooses layers, "
-            "as LayerDrop does. Or keep parameters whole with `params='none'`."
+            "as LayerDrop does. Where each rank's data chooses experts, make the layer around them a unit, and no "
+            "expert. Or keep parameters whole with `params='none'`."
         )
 
     def _leave_note(self, own: Asked) -> None:

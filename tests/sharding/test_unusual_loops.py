@@ -26,7 +26,7 @@ SETTINGS = {
 
 @lru_cache
 def expected(name: str) -> dict[str, Tensor]:
-    return unusual.reference(name, 4)
+    return unusual.reference(unusual.LOOPS[name], 4)
 
 
 def loops_of(setting: str) -> list[str]:

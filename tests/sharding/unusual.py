@@ -4,6 +4,7 @@ Each `Loop` builds a small model in fp64 and runs what a step runs before the op
 sharded model, `reference` on plain models, one for each rank, whose gradients are averaged before every step.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mics_strategy import ShardConfig, shard
+from mics_strategy import ConfigError, ShardConfig, shard
 from tests.rank_report import RankContext
 from tests.sharding.training import forget_meshes, whole
 
@@ -132,12 +133,14 @@ class Loop:
     Attributes:
         build: Returns the model.
         body: (model, batch, step): all forwards and backwards of a step.
-        units: Classes of units.
+        units: Units, as `shard` takes them.
+        parts: Names of the modules that are sharded, each by itself; "" is the whole model.
     """
 
     build: Callable[[], nn.Module]
     body: Body
-    units: tuple[type[nn.Module], ...] = (Block,)
+    units: Any = (Block,)
+    parts: tuple[str, ...] = ("",)
 
 
 def frozen(model: Any, *names: str) -> Any:
@@ -331,29 +334,30 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
 
 
+def trained(loop: Loop, rank: int, config: ShardConfig) -> Trained:
+    """What this rank ends with."""
+    forget_meshes()
+    model = built(loop)
+    try:
+        for part in loop.parts:
+            shard(model.get_submodule(part), config, units=loop.units)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
+        for step in range(NUM_STEPS):
+            loop.body(model, batch(step, rank), step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return Trained({key: whole(each) for key, each in model.named_parameters()})
+    except (RuntimeError, ConfigError) as error:  # on all ranks alike: the next loop has a model of its own
+        return Trained(error=f"{type(error).__name__}: {error}")
+
+
 def train(ctx: RankContext, names: list[str], config: ShardConfig) -> dict[str, Trained]:
     """Job: every loop on a sharded model of its own."""
-    results = {}
-    for name in names:
-        forget_meshes()
-        loop = LOOPS[name]
-        model = built(loop)
-        shard(model, config, units=loop.units)
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
-        try:
-            for step in range(NUM_STEPS):
-                loop.body(model, batch(step, ctx.rank), step)
-                optimizer.step()
-                optimizer.zero_grad()
-            results[name] = Trained({key: whole(each) for key, each in model.named_parameters()})
-        except RuntimeError as error:  # on all ranks alike: the next loop has a model of its own
-            results[name] = Trained(error=f"{type(error).__name__}: {error}")
-    return results
+    return {name: trained(LOOPS[name], ctx.rank, config) for name in names}
 
 
-def reference(name: str, world_size: int) -> Parameters:
+def reference(loop: Loop, world_size: int) -> Parameters:
     """Plain models, one for each rank, with the mean of their gradients."""
-    loop = LOOPS[name]
     models = [built(loop) for _ in range(world_size)]
     optimizers = [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02) for model in models]
     for step in range(NUM_STEPS):
@@ -367,3 +371,10 @@ def reference(name: str, world_size: int) -> Parameters:
             optimizer.step()
             optimizer.zero_grad()
     return {key: each.detach().clone() for key, each in models[0].named_parameters()}
+
+
+def difference(one: Parameters, other: Parameters) -> float:
+    """The largest of any two numbers; infinite where one is not finite."""
+    assert one.keys() == other.keys()
+    largest = max((one[key] - other[key]).abs().max().item() for key in one)
+    return largest if math.isfinite(largest) else math.inf
