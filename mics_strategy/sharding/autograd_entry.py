@@ -41,7 +41,8 @@ def _wrapped(original: Function, call: Callable[..., Any]) -> Function:
                 f"A backward needed the parameters of unit `{unit}` when they were not unsharded: it entered the unit "
                 "other than through the tensors that its forward had returned (through one that a hook or an attribute "
                 "kept, say), or several units are recomputed together. Return that tensor from the unit's forward, "
-                "checkpoint one unit at a time, or keep parameters whole with `params='none'`."
+                "keep the model's output in the loss (`+ 0 * output.sum()`), checkpoint one unit at a time, or keep "
+                "parameters whole with `params='none'`."
             ) from error
 
     wrapper.mics_wraps = original  # type: ignore[attr-defined]

@@ -337,6 +337,7 @@ MIXTURES: dict[str, Loop] = {
     "mixtral, auto": Loop(build=mixtral, body=one_word, units="auto"),
     "mixtral, tied, micro-steps": Loop(build=tied_mixtral, body=one_word_in_micro_steps, units="auto"),
     "mixtral, balance": Loop(build=mixtral, body=balance_beside_nothing, units="MixtralDecoderLayer"),
+    "mixtral, balance alone": Loop(build=mixtral, body=balance_alone, units="MixtralDecoderLayer"),
     "qwen2 moe": Loop(build=qwen2_moe, body=one_word, units="Qwen2MoeDecoderLayer"),
     "qwen2 moe, auto": Loop(build=qwen2_moe, body=one_word, units="auto"),
     "qwen3 moe": Loop(build=qwen3_moe, body=one_word, units="Qwen3MoeDecoderLayer"),
@@ -344,7 +345,6 @@ MIXTURES: dict[str, Loop] = {
     "experts in layers": Loop(build=lambda: Stack(Experts, 3), body=one_row, units=(Experts,)),
 }
 WHOLE_ONLY: dict[str, Loop] = {  # right where parameters are not sharded, refused elsewhere
-    "mixtral, balance alone": Loop(build=mixtral, body=balance_alone, units="MixtralDecoderLayer"),
     "lone experts": Loop(build=lambda: Stack(Experts, 3), body=one_row, units=(Expert,)),
     "lone experts, nested": Loop(build=lambda: Stack(Experts, 3), body=one_row, units=(Experts, Expert)),
 }
