@@ -73,10 +73,6 @@ class _SeenWhole(DTensor):
                 raise
             raise LifecycleError(_explained(error, args)) from error
 
-
-class ShardedGradient(_SeenWhole):
-    """The gradient of a `ShardedParameter`. What is computed from it, a copy too, is a plain DTensor."""
-
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         copied = memo[id(self)] = self.detach().clone()
@@ -85,6 +81,10 @@ class ShardedGradient(_SeenWhole):
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().__reduce_ex__(protocol)
+
+
+class ShardedGradient(_SeenWhole):
+    """The gradient of a `ShardedParameter`. What is computed from it, a copy too, is a plain DTensor."""
 
 
 class ShardedParameter(_SeenWhole):

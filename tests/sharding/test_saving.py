@@ -57,7 +57,12 @@ def save_and_copy(ctx: RankContext, config: ShardConfig, folder: Path) -> dict[s
         value.to_local().fill_(7)
     assert all(torch.equal(value.to_local(), values[name]) for name, value in state.items())
     for name, parameter in model.named_parameters():
-        for each, needs_grad in ((parameter, parameter.requires_grad), (parameter.grad, False)):
+        assert same(copy.deepcopy(parameter.data), parameter.detach())
+        for each, needs_grad in (
+            (parameter, parameter.requires_grad),
+            (parameter.data, False),
+            (parameter.grad, False),
+        ):
             if each is not None:
                 torch.save(each, folder / f"one {ctx.rank}")
                 found = torch.load(folder / f"one {ctx.rank}", weights_only=True)
