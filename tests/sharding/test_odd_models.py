@@ -46,7 +46,7 @@ def test_some_experts_are_used_by_some_ranks_only() -> None:
 
 
 def test_mixtures_of_experts_train_as_plain_under_every_preset(ranks: RankPool) -> None:
-    whole = {name: PRESETS[name] for name in WHOLE}
+    whole = {name: PRESETS[name] for name in WHOLE[::3]}
     assert_right(ranks, paired(list(MIXTURES), PRESETS) | paired(list(WHOLE_ONLY), whole), 4, 2)
 
 
@@ -56,10 +56,11 @@ def test_odd_models_train_as_plain(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("ranks_per_node", [2, 3], ids=["3 nodes", "2 nodes"])
 def test_six_ranks_train_as_plain(ranks: RankPool, ranks_per_node: int) -> None:
-    """Every preset with both sizes of partitions, one in two stages and the other directly."""
+    """Every preset, with partitions of a node or of all ranks, in two stages or directly."""
     settings = list(odd_product.on_six_ranks(ranks_per_node).items())
-    half = dict(settings[0::8] + settings[3::8] + settings[5::8] + settings[6::8])
-    assert_right(ranks, paired(list(odd_product.ON_SIX), half), 6, ranks_per_node)
+    assert_right(
+        ranks, paired(list(odd_product.ON_SIX), dict(settings[0::4][:3] + settings[3::4][3:])), 6, ranks_per_node
+    )
 
 
 REFUSALS = {
