@@ -69,9 +69,7 @@ class Peers:
 
         Any strides: what is not contiguous is copied before and behind.
         """
-        for dim, stride in enumerate(tensor.stride()):
-            if stride == 0 and tensor.shape[dim]:  # expanded: one number in many places
-                tensor = tensor.narrow(dim, 0, 1)
+        tensor = without_repetition(tensor)
         dense = tensor.contiguous()
         self._handle(f"Broadcast of {what}", self.transport.broadcast(dense, source)).wait()
         if dense.data_ptr() != tensor.data_ptr():
@@ -101,3 +99,11 @@ class Peers:
             ranks = frozenset(self.transport.trail.ranks)
             work = Watched(work, self._watch, self._watch.ask("peers", what, "", ranks))
         return Handle(f"{what} over {self.transport.where}", [work], on_failure=self._watch.explain)
+
+
+def without_repetition(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that has every number of an expanded tensor once."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim]:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from mics_strategy.collectives.peers import Peers
+from mics_strategy.collectives.peers import Peers, without_repetition
 from mics_strategy.sharding.build import Site
 from mics_strategy.sharding.engine import Engine
 from mics_strategy.sharding.lifecycle import Phase
@@ -91,7 +91,8 @@ class ReplicatedBuffers:
                 counted = tuple(buffer for buffer in named.values() if not buffer.is_inference())
                 # What was made in inference mode may be written in it only, and has no version.
                 with torch.inference_mode(), _unsafe_preserve_version_counter(counted):
-                    self._take_over(named, self._mesh.control)
+                    once = {name: without_repetition(buffer) for name, buffer in named.items()}
+                    self._take_over(once, self._mesh.control)
         self._may_differ = False
 
     def _take_over(self, named: dict[str, torch.Tensor], control: Peers) -> None:
