@@ -84,6 +84,8 @@ class Unit:
         self.finish_unshard()
         self._arrival = None
         self.slot.take(self)
+        for bucket in self.buckets:
+            bucket.saved.reshard()  # also where its own memory gets other values: nothing may read it meanwhile
         if self.content is Content.UNSHARDED:
             self.content = advance(CONTENT, self.content, "evict", self.name)
         self.content = advance(CONTENT, self.content, "gather", self.name)
