@@ -24,7 +24,7 @@ def save_whole_where_all_call(sharded: Sharded, meeting: Meeting) -> None:
 
     Args:
         sharded: The handle of the model.
-        meeting: Where ranks meet, so that one that calls alone does not wait for ever.
+        meeting: Rendezvous of all ranks with a timeout, so that a rank that calls alone does not wait forever.
     """
     for name, module in sharded.model.named_modules():
         guarded = vars(module).get("save_pretrained")

@@ -130,7 +130,7 @@ def file_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
     """An entry from JSON.
 
     Args:
-        name: Of the file, for errors.
+        name: Name of the file, for errors.
         entry: As `FileEntry`.
 
     Raises:

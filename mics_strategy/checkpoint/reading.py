@@ -89,7 +89,7 @@ def require_known(folder: Path, name: str, files: Collection[str] | None) -> Non
 
     Args:
         folder: The checkpoint.
-        name: Of the file, in the folder.
+        name: Name of the file inside the folder.
         files: Those of the manifest; None where others have written the folder, without one.
 
     Raises:

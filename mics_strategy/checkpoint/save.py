@@ -173,7 +173,7 @@ def begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Make a draft that every rank sees. Collective.
 
     Args:
-        path: Of the checkpoint; rank 0's counts.
+        path: Path of the checkpoint; that of rank 0 is used.
 
     Returns:
         The draft, and the final place: the target where `path` is a link.

@@ -31,8 +31,8 @@ class Share:
     """What one rank has written.
 
     Attributes:
-        plan: Which pieces.
-        results: Where each is.
+        plan: Pieces to write.
+        results: Places of the written pieces.
         files: The files, by their paths in the draft.
     """
 

@@ -44,7 +44,7 @@ def begin(path: Path) -> Path:
     """Make the draft of a checkpoint, and remove those that runs which were killed have left.
 
     Args:
-        path: Where the checkpoint will be; no link, see `real`.
+        path: Final path of the checkpoint, not a link (see `real`).
 
     Raises:
         CheckpointError: `path` holds something that is no checkpoint, another job is writing it, or nothing can be
