@@ -246,7 +246,6 @@ class Engine:
         if unit.phase is Phase.BACKWARD:
             unit.exit_backward()
 
-    @outside_transforms
     def on_gradient(self, unit: Unit, gradient: BucketGradient, position: int, parameter: nn.Parameter) -> None:
         """Autograd has accumulated the gradient of an unsharded parameter.
 

@@ -136,6 +136,10 @@ def refuse_other_parameters(model: nn.Module, known: dict[int, str]) -> bool:
         LifecycleError: Naming the first one.
     """
     found = dict(model.named_parameters())
+    if len(found) == len(known) and all(
+        id(parameter) in known and isinstance(parameter, ShardedParameter) for parameter in found.values()
+    ):
+        return True
     if any(not isinstance(parameter, nn.Parameter) for parameter in found.values()):
         return False  # a module refuses to be assigned a plain tensor in the place of a parameter
     for name, parameter in found.items():
