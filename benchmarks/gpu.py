@@ -38,7 +38,7 @@ from torch import nn
 from benchmarks.gpu_codecs import Meter, Row, Sizes, Stamp, measure_codecs
 from benchmarks.gpu_training import SIZES, Block, Rounds, Shape, Trained, compare_engines
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.mesh import Mesh
+from mics_strategy.mesh import ProcessGroups
 from mics_strategy.sharding.unit import Unit
 
 PARTS = ("codecs", "engine", "overlap", "memory")
@@ -62,8 +62,8 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
         for module in ("mesh", "sharding.engine", "sharding.materialize"):
             stack.enter_context(mock.patch(f"mics_strategy.{module}.gather_objects", everyone_alike))
         # Nobody sends the others', which make the sums 0.
-        stack.enter_context(mock.patch.object(Mesh, "balance", 0))
-        stack.enter_context(mock.patch("mics_strategy.sharding.replicas.weight_of", return_value=0))
+        stack.enter_context(mock.patch.object(ProcessGroups, "desync_digest", 0))
+        stack.enter_context(mock.patch("mics_strategy.sharding.replicas.digest_weight", return_value=0))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         try:
             yield

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from mics_strategy import Codec
-from mics_strategy.collectives.codec_tiles import Tiles
-from mics_strategy.collectives.coder import Coder, load_kernels
+from mics_strategy.collectives.codec_tiles import TorchCodec
+from mics_strategy.collectives.coder import Quantizer, load_kernels
 
 Row = dict[str, Any]  # a line of a table by column; what is under "problem" makes the command fail
 Stamp = Any  # a torch.cuda.Event, or seconds
@@ -156,7 +156,7 @@ def _copy_bytes_per_s(device: torch.device, sizes: Sizes) -> float:
 def _measure_conversions(
     codec: Codec, dtype: torch.dtype, device: torch.device, sizes: Sizes, copy_bytes_per_s: float
 ) -> Iterator[Row]:
-    coder, numel = Coder(codec, device), sizes.numel
+    coder, numel = Quantizer(codec, device), sizes.numel
     values = torch.randn(numel, dtype=dtype, device=device)
     encoded = torch.empty(codec.encoded_bytes(numel), dtype=torch.uint8, device=device)
     calls: dict[str, Callable[[], object]] = {
@@ -174,7 +174,7 @@ def _measure_conversions(
 
 def _measure_sums(codec: Codec, device: torch.device, sizes: Sizes, copy_bytes_per_s: float) -> Iterator[Row]:
     """`encode_sum`, and the same by separate operations with an fp32 tensor in between."""
-    coder, numel = Coder(codec, device), sizes.numel
+    coder, numel = Quantizer(codec, device), sizes.numel
     num_bytes = codec.encoded_bytes(numel)
     pieces = torch.empty(sizes.pieces, num_bytes, dtype=torch.uint8, device=device)
     for piece in pieces:
@@ -205,12 +205,12 @@ def _rates(num_bytes: int, taken_s: float, copy_bytes_per_s: float) -> Row:
 
 
 def wrong_operations(codec: Codec, device: torch.device) -> list[str]:
-    """Operations of `Coder` on `device` whose results are not, bit by bit, those of plain torch on the CPU.
+    """Operations of `Quantizer` on `device` whose results are not, bit by bit, those of plain torch on the CPU.
 
     Without a GPU, both are the same code.
     """
     cpu, numel = torch.device("cpu"), _CHECKED_NUMEL
-    coder, reference = Coder(codec, device), Tiles(codec, cpu, None)
+    coder, reference = Quantizer(codec, device), TorchCodec(codec, cpu, None)
     values, total = _awkward_values(numel), torch.randn(numel)
     num_bytes = codec.encoded_bytes(numel)
     pieces = torch.empty(3, num_bytes, dtype=torch.uint8)

@@ -13,10 +13,10 @@ import torch
 
 from mics_strategy import ShardConfig, Topology
 from mics_strategy.scopes import Scopes, resolve_scopes
-from mics_strategy.sharding.advice import FEW_TRAINED, MANY_TRAINED, Workload, advise, recommended
-from mics_strategy.sharding.layout import plan_bucket
+from mics_strategy.sharding.advice import FEW_TRAINED, MANY_TRAINED, Workload, candidate_presets, choose_preset
+from mics_strategy.sharding.layout import make_layout
 from mics_strategy.sharding.model_states import ParameterKind, state_bytes
-from mics_strategy.sharding.schedule import BucketPlan, Plan, StepShape, UnitPlan, plan_step
+from mics_strategy.sharding.schedule import BucketPlan, Plan, StepOrder, UnitPlan, plan_step
 
 PAGE = Path(__file__).with_name("presets.md")
 NODES, PER_NODE, NUM_MICRO_STEPS = 4, 8, 4
@@ -57,7 +57,7 @@ def plan_of(preset: str) -> Plan:
     units = []
     for index in range(NUM_UNITS):
         bucket = BucketPlan(
-            layout=plan_bucket([(f"{index}", torch.Size((UNIT_NUMEL // 1024, 1024)))], scopes.optimizer),
+            layout=make_layout([(f"{index}", torch.Size((UNIT_NUMEL // 1024, 1024)))], scopes.optimizer),
             param_dtype=torch.bfloat16,
             wire_dtype=torch.bfloat16,
             sum_dtype=torch.float32,
@@ -65,7 +65,7 @@ def plan_of(preset: str) -> Plan:
         )
         units.append(UnitPlan(name=str(index), slot=index % 2, buckets=(bucket,)))
     order = tuple(range(NUM_UNITS))
-    shape = StepShape(entered=order, needed=order[::-1], num_micro_steps=NUM_MICRO_STEPS)
+    shape = StepOrder(forward=order, backward=order[::-1], num_micro_steps=NUM_MICRO_STEPS)
     return plan_step(tuple(units), scopes, shape)
 
 
@@ -87,7 +87,7 @@ def bytes_of_states(scopes: Scopes) -> float:
 def choices() -> str:
     """The triples that are considered, by the share of parameters that are trained."""
     triples = [name for name in ShardConfig.PRESETS if name.startswith("paro-")]
-    columns = [recommended(share)[0] for share in (1.0, (MANY_TRAINED + FEW_TRAINED) / 2, 0.0)]
+    columns = [candidate_presets(share)[0] for share in (1.0, (MANY_TRAINED + FEW_TRAINED) / 2, 0.0)]
     rows = [
         f"| `{triple}` | " + " | ".join("yes" if triple[5:] in column else "" for column in columns) + " |"
         for triple in triples
@@ -103,7 +103,7 @@ def example() -> str:
     )
     workload = Workload(kinds=kinds, slots_bytes=3 * 2 * 202_383_360, memory_bytes=16 * 10**9)
     config, topology = ShardConfig.preset("auto"), Topology(ranks_per_node=PER_NODE)
-    return advise(config, workload, topology, NODES * PER_NODE).reasons
+    return choose_preset(config, workload, topology, NODES * PER_NODE).reasons
 
 
 def page() -> str:

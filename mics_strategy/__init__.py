@@ -3,7 +3,7 @@
 Importing the package makes ``Trainer(strategy="mics")`` known to Lightning, without importing Lightning.
 """
 
-from mics_strategy.checkpoint.folder import whole_folder
+from mics_strategy.checkpoint.folder import atomic_checkpoint_folder
 from mics_strategy.checkpoint.load import (
     OpenCheckpoint,
     check_checkpoint,
@@ -41,6 +41,7 @@ __all__ = [
     "ShardConfig",
     "Sharded",
     "Topology",
+    "atomic_checkpoint_folder",
     "check_checkpoint",
     "finish_saves",
     "is_checkpoint",
@@ -51,7 +52,6 @@ __all__ = [
     "remove_checkpoint",
     "save_checkpoint",
     "shard",
-    "whole_folder",
 ]
 
 

@@ -15,7 +15,7 @@ from mics_strategy.collectives.transport import moves
 
 T = TypeVar("T")
 _LONG_S = 2.0  # after which ranks that are not there are named
-_num_gathers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_num_calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def gather_objects(value: T) -> list[T]:
@@ -27,7 +27,7 @@ def gather_objects(value: T) -> list[T]:
     if dist.get_world_size() == 1:
         return [value]
     values: list[T] = [value] * dist.get_world_size()
-    number = _num_gathers[dist.group.WORLD] = _num_gathers.get(dist.group.WORLD, 0) + 1
+    number = _num_calls[dist.group.WORLD] = _num_calls.get(dist.group.WORLD, 0) + 1
     asked, start_s, is_gloo = BoundedStore(), time.monotonic(), moves(dist.group.WORLD, "cpu") == "gloo"
     if is_gloo:
         asked.store.set(_key(dist.get_rank()), str(number))
@@ -37,7 +37,7 @@ def gather_objects(value: T) -> list[T]:
         raise
     except RuntimeError as error:
         is_late = is_gloo and time.monotonic() - start_s > _LONG_S
-        missing = asked.ask(lambda: _missing(asked.store, number)) if is_late else None
+        missing = asked.run_within(lambda: _missing_ranks(asked.store, number)) if is_late else None
         found = f"No answer from rank {', '.join(map(str, missing))}. " if missing else ""
         raise errors.CommunicationError(
             f"What all ranks must agree on could not be gathered from all {len(values)} of them: {error}. {found}"
@@ -50,13 +50,13 @@ def _key(rank: int) -> str:
     return f"mics/agreements/{rank}"
 
 
-def _missing(store: Any, number: int) -> list[int]:
+def _missing_ranks(store: Any, number: int) -> list[int]:
     """Ranks that have not come to the gather of that number."""
     keys = {rank: _key(rank) for rank in range(dist.get_world_size())}
     return [rank for rank, key in keys.items() if not store.check([key]) or int(store.get(key)) < number]
 
 
-def on_every_rank(check: Callable[[], T]) -> T:
+def run_on_all_ranks(check: Callable[[], T]) -> T:
     """Run a local check; if it raises on any rank, raise on all of them.
 
     A rank that raises alone leaves the others waiting in their next collective.
@@ -80,7 +80,7 @@ def on_every_rank(check: Callable[[], T]) -> T:
     raise getattr(errors, name)(message + where) from own
 
 
-def require_same(values: dict[str, str]) -> None:
+def check_equal_across_ranks(values: dict[str, str]) -> None:
     """Refuse a job whose ranks disagree.
 
     Args:
@@ -99,7 +99,7 @@ def require_same(values: dict[str, str]) -> None:
                 )
 
 
-def require_same_names(what: str, names: Iterable[str]) -> None:
+def check_same_keys_across_ranks(label: str, names: Iterable[str]) -> None:
     """Refuse a job whose ranks do not have the same names.
 
     Raises:
@@ -111,6 +111,6 @@ def require_same_names(what: str, names: Iterable[str]) -> None:
         ranks = [rank for rank, found in enumerate(everyone) if not found.issuperset(lacking)]
         more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise errors.ConfigError(
-            f"{what} differ between ranks: {', '.join(lacking[:3])}{more} not on rank {', '.join(map(str, ranks))}. "
+            f"{label} differ between ranks: {', '.join(lacking[:3])}{more} not on rank {', '.join(map(str, ranks))}. "
             "Pass the same names on every rank."
         )

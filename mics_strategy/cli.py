@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mics_strategy.checkpoint import storage
 from mics_strategy.checkpoint.consolidate import Export, export_safetensors
-from mics_strategy.checkpoint.reading import Reader
+from mics_strategy.checkpoint.reading import SafeReader
 from mics_strategy.errors import MiCSError
-from mics_strategy.launch_file import ask, default_answers, launch_line, write_launch_file
+from mics_strategy.launch_file import default_answers, launch_line, prompt, write_launch_file
 from mics_strategy.memory_report import report
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -96,7 +96,7 @@ def _inspect(path: Path, *, is_long: bool) -> int:
             print(f"{each.name}: {_summary(each)}")
         return 0
     print(_summary(path))
-    metadata = Reader(path).read_metadata()
+    metadata = SafeReader(path).read_metadata()
     tensors = {n: m for n, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
     for part in sorted({name.partition(".")[0] for name in tensors}):
         own = [saved for name, saved in tensors.items() if name.startswith(f"{part}.")]
@@ -114,7 +114,7 @@ def _inspect(path: Path, *, is_long: bool) -> int:
 
 
 def _configure(path: Path, *, asks: bool, overwrites: bool) -> int:
-    answers = ask(input, print) if asks else default_answers()
+    answers = prompt(input, print) if asks else default_answers()
     write_launch_file(path, answers, overwrites=overwrites)
     print(f"{path} is written. Start the training, on every machine, by\n  {launch_line(path, answers)}")
     print(f"train.py needs no change. To try two processes: `accelerate test --config_file {path}`.")

@@ -137,7 +137,7 @@ class ShardConfig:
             raise ConfigError(f"`coalesce={self.coalesce!r}` is none of 'auto', True and False. Use one of them.")
         for name in ("weight_codec", "grad_codec"):
             if not isinstance(getattr(self, name), Codec):
-                _check_choice(name, getattr(self, name), ("none", *Codec.WORDS))
+                _check_choice(name, getattr(self, name), ("none", *Codec.NAMES))
         _check_codecs(self.codec_of("weight_codec"), self.codec_of("grad_codec"))
         _check_choice("codec_links", self.codec_links, ("slow", "all"))
         _check_choice("grad_codec_hops", self.grad_codec_hops, ("all", "first", "second"))

@@ -27,7 +27,7 @@ _CLASSES = re.compile(r"[A-Za-z_]\w*(, ?[A-Za-z_]\w*)*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class LaunchAnswers:
     """What a job is to be.
 
     Attributes:
@@ -80,7 +80,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
-    """What to ask for a field of `Answers`, and how an answer is read."""
+    """What to ask for a field of `LaunchAnswers`, and how an answer is read."""
 
     field: str
     text: str
@@ -117,15 +117,15 @@ _QUESTIONS = (
 )
 
 
-def default_answers() -> Answers:
+def default_answers() -> LaunchAnswers:
     """One machine, all its GPUs in bf16, or two processes where it has none."""
     num_gpus = torch.cuda.device_count()
     if num_gpus:
-        return Answers(device="gpu", processes_per_machine=num_gpus, precision="bf16")
-    return Answers(device="cpu", processes_per_machine=2, precision="no")
+        return LaunchAnswers(device="gpu", processes_per_machine=num_gpus, precision="bf16")
+    return LaunchAnswers(device="cpu", processes_per_machine=2, precision="no")
 
 
-def ask(read_line: Callable[[str], str], tell: Callable[[str], None]) -> Answers:
+def prompt(read_line: Callable[[str], str], tell: Callable[[str], None]) -> LaunchAnswers:
     """Ask every question until its answer fits the ones before.
 
     Args:
@@ -136,7 +136,7 @@ def ask(read_line: Callable[[str], str], tell: Callable[[str], None]) -> Answers
         ConfigError: `read_line` has nothing more to read.
     """
     given: dict[str, str | int] = {}
-    defaults = {field.name: getattr(default_answers(), field.name) for field in fields(Answers)}
+    defaults = {field.name: getattr(default_answers(), field.name) for field in fields(LaunchAnswers)}
     for question in _QUESTIONS:
         if question.only_with_several_machines and given["num_machines"] == 1:
             continue
@@ -150,11 +150,11 @@ def ask(read_line: Callable[[str], str], tell: Callable[[str], None]) -> Answers
                 ) from None
             try:
                 given[question.field] = question.read(typed) if typed else default
-                _check_so_far(given, defaults)
+                _check_partial(given, defaults)
                 break
             except ConfigError as error:
                 tell(str(error))
-    return Answers(**given)  # type: ignore[arg-type]
+    return LaunchAnswers(**given)  # type: ignore[arg-type]
 
 
 def _default_of(field: str, given: dict[str, str | int], defaults: dict[str, str | int]) -> str | int:
@@ -168,7 +168,7 @@ def _default_of(field: str, given: dict[str, str | int], defaults: dict[str, str
     return defaults[field]
 
 
-def _check_so_far(given: dict[str, str | int], defaults: dict[str, str | int]) -> None:
+def _check_partial(given: dict[str, str | int], defaults: dict[str, str | int]) -> None:
     """Refuse answers that do not fit, whatever the ones to come may be."""
     later = {
         **defaults,
@@ -177,7 +177,7 @@ def _check_so_far(given: dict[str, str | int], defaults: dict[str, str | int]) -
         "precision": "no",
         "processes_per_machine": 1,
     }
-    Answers(**{**later, **given})  # type: ignore[arg-type]
+    LaunchAnswers(**{**later, **given})  # type: ignore[arg-type]
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -185,7 +185,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"`{name}={value}` is not available. Use {' or '.join(choices)}.")
 
 
-def write_launch_file(path: Path, answers: Answers, *, overwrites: bool = False) -> None:
+def write_launch_file(path: Path, answers: LaunchAnswers, *, overwrites: bool = False) -> None:
     """Write the file, whole or not at all.
 
     Raises:
@@ -200,7 +200,7 @@ def write_launch_file(path: Path, answers: Answers, *, overwrites: bool = False)
     os.replace(draft, path)
 
 
-def launch_text(answers: Answers) -> str:
+def launch_text(answers: LaunchAnswers) -> str:
     """The file."""
     several = answers.num_machines > 1
     lines = [
@@ -234,7 +234,7 @@ def _layer_lines(layer_class: str) -> list[str]:
     return ["  # fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer  # left out: the repeated layers are found"]
 
 
-def launch_line(path: Path, answers: Answers) -> str:
+def launch_line(path: Path, answers: LaunchAnswers) -> str:
     """What is typed to start the job."""
     on_cpu = "ACCELERATE_USE_CPU=true " if answers.device == "cpu" else ""
     rank = " --machine_rank RANK" if answers.num_machines > 1 else ""

@@ -21,33 +21,35 @@ from typing_extensions import override
 
 from mics_strategy import errors
 from mics_strategy.agreement import gather_objects
-from mics_strategy.collectives.by_size import AnyCollective, BySize
-from mics_strategy.collectives.calibration import Finding, Surroundings, calibrate
-from mics_strategy.collectives.channel import Channel
-from mics_strategy.collectives.collective import Collective
-from mics_strategy.collectives.lane import AtOnce, Lane, Runner
-from mics_strategy.collectives.ledger import Ledger
-from mics_strategy.collectives.ops import is_anything_under_way
-from mics_strategy.collectives.peers import Peers
+from mics_strategy.collectives.by_size import AnyCommunicator, SizeDispatch
+from mics_strategy.collectives.calibration import BenchmarkContext, TuningResult, autotune
+from mics_strategy.collectives.channel import RouteBinding
+from mics_strategy.collectives.collective import Communicator
+from mics_strategy.collectives.lane import CommThread, Executor, InlineExecutor
+from mics_strategy.collectives.ledger import TrafficLog
+from mics_strategy.collectives.ops import has_pending_work
+from mics_strategy.collectives.peers import ControlGroup
 from mics_strategy.collectives.route import Route
-from mics_strategy.collectives.trail import STEPS, Trail, first_difference
+from mics_strategy.collectives.trail import STEPS, CollectiveFingerprint, first_mismatch
 from mics_strategy.collectives.transport import Transport, is_gloo, moves, timeout_of
-from mics_strategy.collectives.watch import Watch
+from mics_strategy.collectives.watch import DesyncWatchdog
 from mics_strategy.collectives.workspace import Workspace
 from mics_strategy.scopes import Scopes
-from mics_strategy.shards import ReplicaRandom, Shards
+from mics_strategy.shards import ReplicaRandom, ShardPlacement
 from mics_strategy.topology import Span
 
 T = TypeVar("T")
-GradCollectives = tuple[AnyCollective | None, AnyCollective | None, AnyCollective | None]  # first hop; scatter, reduce
-_FAMILIES = {
-    "gather": ("gather", "secondary", "update"),
-    "reduce": ("reduce",),
-    "second_hop": ("second_scatter", "second_reduce"),
+GradCommunicators = tuple[
+    AnyCommunicator | None, AnyCommunicator | None, AnyCommunicator | None
+]  # first hop; scatter, reduce
+_QUEUES = {
+    "gather": ("param_all_gather", "secondary_all_gather", "param_sync"),
+    "reduce": ("grad_reduce_scatter",),
+    "second_hop": ("second_hop_reduce_scatter", "second_hop_all_reduce"),
 }
 
 
-class Mesh:
+class ProcessGroups:
     """The process groups of one sharded model, by what they carry.
 
     A collective is None where its span holds one rank: such an axis sends nothing. What brings parameters, what takes
@@ -62,75 +64,83 @@ class Mesh:
     def __init__(self, scopes: Scopes, device: torch.device | str) -> None:
         self.scopes = scopes
         self.rank = dist.get_rank()
-        self.ledger = Ledger()
+        self.ledger = TrafficLog()
         self.device = torch.device(device)
         self._number = _count_meshes()
-        self._watch = Watch(str(self._number), self.rank)
-        self.workspaces = {family: Workspace() for family in _FAMILIES}
+        self._watchdog = DesyncWatchdog(str(self._number), self.rank)
+        self.workspaces = {family: Workspace() for family in _QUEUES}
         self._transports: list[Transport] = []
-        self._lanes: dict[str, Lane] = {}
-        self.written: list[torch.Tensor] = []  # digests of what forwards wrote into parameters, since the last step
+        self._executors: dict[str, CommThread] = {}
+        self.traffic_log: list[torch.Tensor] = []  # digests of what forwards wrote into parameters, since the last step
         world = scopes.world_size
-        self.control = self._peers("control", scopes.span(1, world))
-        self._steps: Trail | None = None
-        if self.control is not None:
-            peers = self.control.transport.trail
-            self._steps = Trail(ranks=peers.ranks, index=peers.index)
-        self.findings = self._calibrate(scopes)
-        self.scopes = scopes = scopes.decided({(each.collective, each.span): each.from_bytes for each in self.findings})
+        self.world_group = self._control_group("control", scopes.span(1, world))
+        self._steps: CollectiveFingerprint | None = None
+        if self.world_group is not None:
+            peers = self.world_group.transport.fingerprint
+            self._steps = CollectiveFingerprint(ranks=peers.ranks, index=peers.index)
+        self.tuning_results = self._autotune(scopes)
+        self.scopes = scopes = scopes.with_tuning(
+            {(each.collective, each.span): each.from_bytes for each in self.tuning_results}
+        )
         self.has_secondary = scopes.secondary < scopes.params
-        self.secondary_span = scopes.span_of("secondary")
-        self.gather_params = self._collective("gather", scopes)
-        self.gather_secondary = self._collective("secondary", scopes)
-        self.reduce_grads, self.second_scatter, self.second_reduce = self._grad_collectives(scopes)
-        self.among_shards = self._peers("shard", scopes.span(1, scopes.optimizer))
-        update = self._collective("update", scopes)
+        self.secondary_span = scopes.span_of("secondary_all_gather")
+        self.param_comm = self._communicator("param_all_gather", scopes)
+        self.secondary_comm = self._communicator("secondary_all_gather", scopes)
+        self.grad_comm, self.outer_grad_comm, self.replica_comm = self._grad_communicators(scopes)
+        self.shard_group = self._control_group("shard", scopes.span(1, scopes.optimizer))
+        update = self._communicator("param_sync", scopes)
         self._device_mesh = self._make_device_mesh(
             scopes.span(1, scopes.optimizer), scopes.span(scopes.optimizer, world)
         )
         index = scopes.span(1, scopes.optimizer).index(self.rank)
         self._seed = gather_objects(torch.initial_seed())[0]
-        self.trained = Shards(
+        self.trainable_placement = ShardPlacement(
             degree=scopes.optimizer,
             index=index,
             device_mesh=self._device_mesh,
-            update=update,
+            sync_comm=update,
             random=ReplicaRandom(self._seed, index, self.device),
         )
         if self.device.type == "cpu":
             _gloo_meshes.add(self)
 
-    def _calibrate(self, scopes: Scopes) -> list[Finding]:
-        if self.control is None:
+    def _autotune(self, scopes: Scopes) -> list[TuningResult]:
+        if self.world_group is None:
             return []
-        in_both_ways = scopes.in_both_ways()
+        in_both_ways = scopes.with_both_algorithms()
 
-        def make(purpose: str, workspace: Workspace) -> AnyCollective | None:
-            return self._collective(purpose, in_both_ways, workspace)
+        def make(purpose: str, workspace: Workspace) -> AnyCommunicator | None:
+            return self._communicator(purpose, in_both_ways, workspace)
 
-        found = calibrate(
-            scopes, Surroundings(control=self.control, device=self.device, make=make, gather=gather_objects)
+        found = autotune(
+            scopes,
+            BenchmarkContext(
+                control_group=self.world_group, device=self.device, make_communicator=make, gather=gather_objects
+            ),
         )
-        self.ledger.take()
+        self.ledger.drain()
         return found
 
     @functools.cached_property
-    def uncoded(self) -> GradCollectives:
+    def unquantized(self) -> GradCommunicators:
         """Collectives of gradients without codecs. Collective where it is asked for first."""
-        return self._grad_collectives(self.scopes.without_grad_codecs())
+        return self._grad_communicators(self.scopes.without_grad_codecs())
 
-    def drop_grad_codecs(self) -> None:
+    def disable_grad_codecs(self) -> None:
         """Send gradients as they are, from now on. On every rank between two optimizer steps."""
-        self.reduce_grads, self.second_scatter, self.second_reduce = self.uncoded
+        self.grad_comm, self.outer_grad_comm, self.replica_comm = self.unquantized
         self.scopes = self.scopes.without_grad_codecs()
 
-    def _grad_collectives(self, scopes: Scopes) -> GradCollectives:
-        reduce, scatter = self._collective("reduce", scopes), self._collective("second_scatter", scopes)
-        return reduce, scatter, self._collective("second_reduce", scopes)
+    def _grad_communicators(self, scopes: Scopes) -> GradCommunicators:
+        reduce, scatter = (
+            self._communicator("grad_reduce_scatter", scopes),
+            self._communicator("second_hop_reduce_scatter", scopes),
+        )
+        return reduce, scatter, self._communicator("second_hop_all_reduce", scopes)
 
     def stop(self) -> None:
         """End the lanes. Not collective; what no rank waits for any more may be under way."""
-        for lane in self._lanes.values():
+        for lane in self._executors.values():
             lane.close(self._transports)
 
     def close(self) -> None:
@@ -141,45 +151,47 @@ class Mesh:
         self._transports.clear()
         getattr(self._device_mesh, "_pg_registry", {}).clear()  # torch 2.13; before, it knows groups by name
 
-    def _collective(self, purpose: str, scopes: Scopes, workspace: Workspace | None = None) -> AnyCollective | None:
+    def _communicator(self, purpose: str, scopes: Scopes, workspace: Workspace | None = None) -> AnyCommunicator | None:
         routes, span = scopes.routes(purpose), scopes.span_of(purpose)
         if routes is None:
             return None
-        large = self._on_route(purpose, routes.large, span, workspace)
-        if routes.small is None:
+        large = self._communicator_on(purpose, routes.hierarchical, span, workspace)
+        if routes.flat is None:
             return large
-        return BySize(self._on_route(purpose, routes.small, span, workspace), large, routes.from_bytes)
+        return SizeDispatch(
+            self._communicator_on(purpose, routes.flat, span, workspace), large, routes.hierarchical_from_bytes
+        )
 
-    def trial(self, purpose: str, workspace: Workspace) -> AnyCollective:
+    def make_benchmark_communicator(self, purpose: str, workspace: Workspace) -> AnyCommunicator:
         """The collective of a purpose once more, which uses that workspace, to be timed. Collective."""
-        made = self._collective(purpose, self.scopes, workspace)
+        made = self._communicator(purpose, self.scopes, workspace)
         if made is None:
             raise errors.LifecycleError(f"Nothing travels for {purpose}. This is a defect; please report it.")
         return made
 
-    def _on_route(self, purpose: str, route: Route, span: Span, workspace: Workspace | None) -> Collective:
-        stages = span.by_link()[::-1] if route.fast is not None else (span,)
+    def _communicator_on(self, purpose: str, route: Route, span: Span, workspace: Workspace | None) -> Communicator:
+        stages = span.split_by_link()[::-1] if route.intra is not None else (span,)
         transports = [self._transport(purpose, stage) for stage in stages]
         for transport, stage in zip(transports, stages, strict=True):
             if stage.is_inside_node:
-                transport.read_memory()
-        family = next(family for family, purposes in _FAMILIES.items() if purpose in purposes)
-        channel = Channel(
-            route=route, transports=transports, ranks=frozenset(span.members(self.rank)), watch=self._watch
+                transport.enable_peer_memory()
+        family = next(family for family, purposes in _QUEUES.items() if purpose in purposes)
+        channel = RouteBinding(
+            route=route, transports=transports, ranks=frozenset(span.group_ranks(self.rank)), watch=self._watchdog
         )
-        runner = self._runner(family, transports)
-        return Collective(channel, runner, workspace or self.workspaces[family], self.ledger, self.device)
+        runner = self._executor(family, transports)
+        return Communicator(channel, runner, workspace or self.workspaces[family], self.ledger, self.device)
 
-    def _runner(self, family: str, transports: list[Transport]) -> Runner:
+    def _executor(self, family: str, transports: list[Transport]) -> Executor:
         """The lane of a family of collectives, whose order among one another is kept; or none where none is needed."""
         if not is_gloo(transports[0].group, self.device.type):
-            return AtOnce()
-        if family not in self._lanes:
-            self._lanes[family] = Lane(f"{family} {self._number}", self._watch)
-        return self._lanes[family]
+            return InlineExecutor()
+        if family not in self._executors:
+            self._executors[family] = CommThread(f"{family} {self._number}", self._watchdog)
+        return self._executors[family]
 
-    def _peers(self, purpose: str, span: Span) -> Peers | None:
-        return None if span.size == 1 else Peers(self._transport(purpose, span), self.ledger, self._watch)
+    def _control_group(self, purpose: str, span: Span) -> ControlGroup | None:
+        return None if span.size == 1 else ControlGroup(self._transport(purpose, span), self.ledger, self._watchdog)
 
     def _transport(self, purpose: str, span: Span) -> Transport:
         group = self._group(purpose, span)
@@ -194,35 +206,41 @@ class Mesh:
             return None
         shared = _groups.setdefault(dist.group.WORLD, {})
         # Gloo's own all-reduce is matched by its number in the group, and every model has a lane that asks for it.
-        key = purpose if purpose != "second_reduce" else f"{purpose} {self._number}"
+        key = purpose if purpose != "second_hop_all_reduce" else f"{purpose} {self._number}"
         if (key, span) not in shared:
             for members in span.groups(self.scopes.world_size):
-                group = new_group(members, f"mics.{purpose}.{span.name}", self.device.type, urgent=purpose == "reduce")
+                group = new_group(
+                    members, f"mics.{purpose}.{span.name}", self.device.type, urgent=purpose == "grad_reduce_scatter"
+                )
                 if self.rank in members:
                     shared[key, span] = group
         return shared[key, span]
 
     @functools.cached_property
-    def frozen(self) -> Shards:
+    def frozen_placement(self) -> ShardPlacement:
         """Of frozen parameters: whole where parameters are not sharded, as there is no optimizer to shard them for.
 
         Labelled over the same ranks as trained ones, so that an operation may have both.
         """
         if self.scopes.params > 1:
-            return self.trained
+            return self.trainable_placement
         random = ReplicaRandom(self._seed, 0, self.device)
-        return Shards(degree=1, index=0, device_mesh=self.trained.device_mesh, update=None, random=random)
+        return ShardPlacement(
+            degree=1, index=0, device_mesh=self.trainable_placement.device_mesh, sync_comm=None, random=random
+        )
 
     def _make_device_mesh(self, shard_span: Span, replicate_span: Span) -> DeviceMesh:
         shard, replicate = self._group("shard", shard_span), self._group("replicate", replicate_span)
-        shard_ranks = shard_span.members(self.rank)
+        shard_ranks = shard_span.group_ranks(self.rank)
         if shard is not None and replicate is not None:
-            ranks = torch.tensor([shard_span.members(member) for member in replicate_span.members(shard_ranks[0])])
+            ranks = torch.tensor(
+                [shard_span.group_ranks(member) for member in replicate_span.group_ranks(shard_ranks[0])]
+            )
             return DeviceMesh.from_group(
                 [replicate, shard], self.device.type, mesh=ranks, mesh_dim_names=("replicate", "shard")
             )
         if replicate is not None:
-            ranks = torch.tensor(replicate_span.members(self.rank))
+            ranks = torch.tensor(replicate_span.group_ranks(self.rank))
             return DeviceMesh.from_group(replicate, self.device.type, mesh=ranks, mesh_dim_names=("replicate",))
         group = shard
         if group is None:
@@ -230,37 +248,37 @@ class Mesh:
             group = dist.new_group([self.rank], timeout=timeout, use_local_synchronization=True)
         return DeviceMesh.from_group(group, self.device.type, mesh=torch.tensor(shard_ranks), mesh_dim_names=("shard",))
 
-    def note_backward(self) -> None:
+    def record_backward(self) -> None:
         """A backward begins; ranks that wait in vain compare how many each has begun."""
-        self._watch.num_backwards += 1
+        self._watchdog.num_backwards += 1
 
-    def note_step(self) -> None:
+    def record_step(self) -> None:
         """An optimizer has stepped. All ranks step alike, or gradients of different steps would be added."""
         if self._steps is not None:
-            self._steps.note(f"step {self._steps.count + 1}")
+            self._steps.update(f"step {self._steps.count + 1}")
 
     def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or maximum of a scalar over the ranks that hold different shards, in place. No plan has it."""
-        return value if self.among_shards is None else self.among_shards.combine(value, is_max=is_max)
+        return value if self.shard_group is None else self.shard_group.all_reduce_scalar(value, is_max=is_max)
 
     @property
-    def _trails(self) -> dict[str, Trail]:
+    def _fingerprints(self) -> dict[str, CollectiveFingerprint]:
         watched = {
-            "gathers": self.gather_params,
-            "secondary gathers": self.gather_secondary,
-            "updates": self.trained.update,
-            "reductions": self.reduce_grads,
+            "gathers": self.param_comm,
+            "secondary gathers": self.secondary_comm,
+            "updates": self.trainable_placement.sync_comm,
+            "reductions": self.grad_comm,
         }
         trails = {
-            f"{name} over {transport.axis}": transport.trail
+            f"{name} over {transport.axis}": transport.fingerprint
             for name, collective in watched.items()
             if collective is not None
             for transport in collective.transports
         }
         if self._steps is not None:
             trails[STEPS] = self._steps
-        if self.among_shards is not None:
-            trails[f"whole tensors over {self.among_shards.axis}"] = self.among_shards.transport.trail
+        if self.shard_group is not None:
+            trails[f"whole tensors over {self.shard_group.axis}"] = self.shard_group.transport.fingerprint
         return trails
 
     @property
@@ -269,27 +287,27 @@ class Mesh:
         return [generator for workspace in self.workspaces.values() for generator in workspace.generators]
 
     @property
-    def balance(self) -> int:
+    def desync_digest(self) -> int:
         """Adds up to 0 over all ranks while they gather and reduce the same in the same order."""
-        return sum(trail.balance for trail in self._trails.values())
+        return sum(trail.digest for trail in self._fingerprints.values())
 
-    def is_balanced(self) -> bool:
+    def is_in_sync(self) -> bool:
         """Whether all ranks have gathered and reduced the same in the same order. Collective, on the default group."""
-        return sum(gather_objects(self.balance)) == 0
+        return sum(gather_objects(self.desync_digest)) == 0
 
-    def first_difference(self) -> str:
+    def first_mismatch(self) -> str:
         """Where ranks have parted, in words. Collective, on the default group."""
-        return first_difference(gather_objects(self._trails))
+        return first_mismatch(gather_objects(self._fingerprints))
 
 
-class _Placed(int):
+class _UnsortedRank(int):
     """A rank that torch 2.11, which sorts the ranks of a group, leaves where it is."""
 
-    place: int
+    position: int
 
     @override
     def __lt__(self, other: int) -> bool:
-        return self.place < other.place if isinstance(other, _Placed) else int(self) < other
+        return self.position < other.position if isinstance(other, _UnsortedRank) else int(self) < other
 
 
 def new_group(
@@ -311,14 +329,14 @@ def new_group(
         make = functools.partial(make, pg_options=options)
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:
         return make(members, sort_ranks=False, group_desc=description)
-    ranks = [_Placed(member) for member in members]
+    ranks = [_UnsortedRank(member) for member in members]
     for place, rank in enumerate(ranks):
-        rank.place = place
+        rank.position = place
     return make(ranks, group_desc=description)
 
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, Span], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-_gloo_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
+_gloo_meshes: weakref.WeakSet[ProcessGroups] = weakref.WeakSet()
 _num_meshes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -337,7 +355,7 @@ def _close_gloo() -> None:
     """
     for mesh in list(_gloo_meshes):
         mesh.stop()
-    if not is_anything_under_way():
+    if not has_pending_work():
         for mesh in list(_gloo_meshes):
             mesh.close()
         _groups.clear()

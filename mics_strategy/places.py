@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mics_strategy.agreement import gather_objects
 from mics_strategy.config import ShardConfig
-from mics_strategy.topology import Place, Topology, topology_from_places
+from mics_strategy.topology import RankLocation, Topology, topology_from_locations
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")
@@ -24,7 +24,7 @@ def discover_topology(config: ShardConfig) -> Topology:
     """
     if isinstance(config.topology, Topology):
         return config.topology
-    return topology_from_places(gather_objects(Place(node=node_name())))
+    return topology_from_locations(gather_objects(RankLocation(node=node_name())))
 
 
 def node_name() -> str:

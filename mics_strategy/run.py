@@ -99,7 +99,7 @@ def _load() -> str | None:
     from mics_strategy.accelerate import launch
 
     try:
-        launch.ask_for()
+        launch.enable()
     except MiCSError as error:
         return str(error)
     return None

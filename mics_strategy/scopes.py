@@ -10,22 +10,22 @@ import math
 from dataclasses import dataclass
 
 from mics_strategy.collectives.codecs import Codec
-from mics_strategy.collectives.crossover import Crossing, TwoStages
-from mics_strategy.collectives.route import Hop, Route, Routes, Way
-from mics_strategy.collectives.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER
+from mics_strategy.collectives.crossover import HierarchicalThreshold, TunableCollective
+from mics_strategy.collectives.route import Algorithm, Hop, Route, SizedRoutes
+from mics_strategy.collectives.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
 from mics_strategy.topology import Axis, Span, Topology
 
 COLLECTIVES = {
-    "gather": GATHER,
-    "secondary": GATHER,
-    "update": GATHER,
-    "reduce": REDUCE_SCATTER,
-    "second_scatter": REDUCE_SCATTER,
-    "second_reduce": ALL_REDUCE,
+    "param_all_gather": ALL_GATHER,
+    "secondary_all_gather": ALL_GATHER,
+    "param_sync": ALL_GATHER,
+    "grad_reduce_scatter": REDUCE_SCATTER,
+    "second_hop_reduce_scatter": REDUCE_SCATTER,
+    "second_hop_all_reduce": ALL_REDUCE,
 }
-PURPOSES = tuple(COLLECTIVES)
+ROLES = tuple(COLLECTIVES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +37,17 @@ class Codecs:
     second_hop: Codec | None = None
     is_on_all_links: bool = False
 
-    def of(self, purpose: str) -> Codec | None:
+    def for_role(self, role: str) -> Codec | None:
         """The codec of one of `PURPOSES`.
 
         None for the secondary copy, which has been decoded once: encoded anew, in other blocks, it would give the
         backward other parameters than the forward had.
         """
-        if purpose == "secondary":
+        if role == "secondary_all_gather":
             return None
-        if purpose == "reduce":
+        if role == "grad_reduce_scatter":
             return self.first_hop
-        return self.second_hop if purpose.startswith("second_") else self.params
+        return self.second_hop if role.startswith("second_") else self.params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Scopes:
     secondary: int
     axes: tuple[Axis, ...]
     is_hierarchical: bool = True
-    two_stages: TwoStages = dataclasses.field(default_factory=TwoStages)
+    two_stages: HierarchicalThreshold = dataclasses.field(default_factory=HierarchicalThreshold)
     codecs: Codecs = dataclasses.field(default_factory=lambda: Codecs())
 
     def depth(self, degree: int) -> int:
@@ -90,77 +90,83 @@ class Scopes:
         return dataclasses.replace(self, codecs=dataclasses.replace(self.codecs, first_hop=None, second_hop=None))
 
     @property
-    def has_coded_params(self) -> bool:
+    def has_quantized_params(self) -> bool:
         """Whether what ranks compute with was encoded on its way, so that it differs from the shards."""
-        routes = [self.routes(purpose) for purpose in ("gather", "update")]
-        return any(each is not None and each.large.is_coded for each in routes)
+        routes = [self.routes(purpose) for purpose in ("param_all_gather", "param_sync")]
+        return any(each is not None and each.hierarchical.is_quantized for each in routes)
 
-    def span_of(self, purpose: str) -> Span:
+    def span_of(self, role: str) -> Span:
         """The ranks that exchange for one of `PURPOSES`."""
         inner, outer = {
-            "gather": (1, self.params),
-            "secondary": (1, self.secondary if self.secondary < self.params else 1),
-            "update": (self.params, self.optimizer),
-            "reduce": (1, self.grads),
-            "second_scatter": (self.grads, self.optimizer),
-            "second_reduce": (self.optimizer, self.world_size),
-        }[purpose]
+            "param_all_gather": (1, self.params),
+            "secondary_all_gather": (1, self.secondary if self.secondary < self.params else 1),
+            "param_sync": (self.params, self.optimizer),
+            "grad_reduce_scatter": (1, self.grads),
+            "second_hop_reduce_scatter": (self.grads, self.optimizer),
+            "second_hop_all_reduce": (self.optimizer, self.world_size),
+        }[role]
         return self.span(inner, outer)
 
-    def routes(self, purpose: str) -> Routes | None:
+    def routes(self, role: str) -> SizedRoutes | None:
         """The routes of what serves one of `PURPOSES`; None where one rank needs nothing."""
-        span, codec = self.span_of(purpose), self.codecs.of(purpose)
-        fast, slow = span.by_link()
+        span, codec = self.span_of(role), self.codecs.for_role(role)
+        fast, slow = span.split_by_link()
         if span.size == 1:
             return None
         mixes = fast.size > 1 and slow.size > 1
         if not (mixes and self.is_hierarchical):
             codec = codec if slow.size > 1 or self.codecs.is_on_all_links else None
-            way = Way.RING if mixes else Way.OWN
-            return Routes(large=Route(slow=Hop(axis=span.name, ranks=span.size, codec=codec, way=way)))
+            way = Algorithm.RING if mixes else Algorithm.DEFAULT
+            return SizedRoutes(
+                hierarchical=Route(inter=Hop(axis=span.name, size=span.size, codec=codec, algorithm=way))
+            )
         in_two_stages = Route(
-            slow=Hop(axis=slow.name, ranks=slow.size, codec=codec),
-            fast=Hop(axis=fast.name, ranks=fast.size, codec=codec if self.codecs.is_on_all_links else None),
+            inter=Hop(axis=slow.name, size=slow.size, codec=codec),
+            intra=Hop(axis=fast.name, size=fast.size, codec=codec if self.codecs.is_on_all_links else None),
         )
-        from_bytes = self.two_stages.of((COLLECTIVES[purpose], span))
+        from_bytes = self.two_stages.for_collective((COLLECTIVES[role], span))
         if codec is not None or from_bytes == 0:
-            return Routes(large=in_two_stages)
-        direct = Route(slow=Hop(axis=span.name, ranks=span.size, way=Way.DIRECT))
-        return Routes(large=in_two_stages, small=direct, from_bytes=from_bytes)
+            return SizedRoutes(hierarchical=in_two_stages)
+        direct = Route(inter=Hop(axis=span.name, size=span.size, algorithm=Algorithm.ALL_TO_ALL))
+        return SizedRoutes(hierarchical=in_two_stages, flat=direct, hierarchical_from_bytes=from_bytes)
 
-    def route(self, purpose: str, full_bytes: int) -> Route | None:
+    def route(self, role: str, full_bytes: int) -> Route | None:
         """The stages in which a tensor of so many bytes goes, as it travels unencoded; None where nothing is sent."""
-        routes = self.routes(purpose)
-        return None if routes is None else routes.of(full_bytes)
+        routes = self.routes(role)
+        return None if routes is None else routes.for_bytes(full_bytes)
 
     def block_numel(self, *, is_trainable: bool) -> int:
         """What parameters start at multiples of, so that whatever encodes them or their gradients never mixes two."""
-        purposes = PURPOSES if is_trainable else ("gather", "update")
+        purposes = ROLES if is_trainable else ("param_all_gather", "param_sync")
         routes = {purpose: self.routes(purpose) for purpose in purposes}
-        codecs = [self.codecs.of(purpose) for purpose, found in routes.items() if found and found.large.is_coded]
+        codecs = [
+            self.codecs.for_role(purpose)
+            for purpose, found in routes.items()
+            if found and found.hierarchical.is_quantized
+        ]
         return math.lcm(*(codec.bound_numel for codec in codecs if codec is not None))
 
-    def undecided(self) -> dict[Crossing, str]:
+    def untuned(self) -> dict[TunableCollective, str]:
         """What a calibration would measure, each with the first purpose that it serves."""
-        found: dict[Crossing, str] = {}
+        found: dict[TunableCollective, str] = {}
         known = {crossing for crossing, _ in self.two_stages.measured}
-        for purpose, collective in COLLECTIVES.items() if self.two_stages.is_open and self.is_hierarchical else ():
+        for purpose, collective in COLLECTIVES.items() if self.two_stages.is_untuned and self.is_hierarchical else ():
             span = self.span_of(purpose)
-            mixes = all(part.size > 1 for part in span.by_link())
-            if mixes and self.codecs.of(purpose) is None and (collective, span) not in known:
+            mixes = all(part.size > 1 for part in span.split_by_link())
+            if mixes and self.codecs.for_role(purpose) is None and (collective, span) not in known:
                 found.setdefault((collective, span), purpose)
         return found
 
-    def decided(self, measured: dict[Crossing, int]) -> Scopes:
+    def with_tuning(self, measured: dict[TunableCollective, int]) -> Scopes:
         """The same, with what a calibration has found."""
         if not measured:
             return self
         known = dict(self.two_stages.measured) | measured
         return dataclasses.replace(self, two_stages=dataclasses.replace(self.two_stages, measured=tuple(known.items())))
 
-    def in_both_ways(self) -> Scopes:
+    def with_both_algorithms(self) -> Scopes:
         """The same with collectives that have both ways, for a calibration."""
-        return dataclasses.replace(self, two_stages=TwoStages(from_bytes=1))
+        return dataclasses.replace(self, two_stages=HierarchicalThreshold(from_bytes=1))
 
 
 def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> Scopes:
@@ -209,10 +215,10 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
     return scopes
 
 
-def _two_stages_of(config: ShardConfig) -> TwoStages:
+def _two_stages_of(config: ShardConfig) -> HierarchicalThreshold:
     asked = config.hierarchical
     from_bytes = asked if isinstance(asked, int) and not isinstance(asked, bool) else 0
-    return TwoStages(from_bytes=from_bytes, is_open=asked == "auto")
+    return HierarchicalThreshold(from_bytes=from_bytes, is_untuned=asked == "auto")
 
 
 def _codecs_of(config: ShardConfig) -> Codecs:
@@ -224,20 +230,21 @@ def _codecs_of(config: ShardConfig) -> Codecs:
     )
 
 
-def idle_codecs(config: ShardConfig, scopes: Scopes) -> list[str]:
+def unused_codecs(config: ShardConfig, scopes: Scopes) -> list[str]:
     """Fields of a configuration that ask for a codec with which nothing is encoded in this job."""
-    purposes = {"weight_codec": ("gather", "update"), "grad_codec": PURPOSES[3:]}
+    purposes = {"weight_codec": ("param_all_gather", "param_sync"), "grad_codec": ROLES[3:]}
     routes = {name: [scopes.routes(purpose) for purpose in served] for name, served in purposes.items()}
     return [
         name
         for name, of_name in routes.items()
-        if config.codec_of(name) is not None and not any(each is not None and each.large.is_coded for each in of_name)
+        if config.codec_of(name) is not None
+        and not any(each is not None and each.hierarchical.is_quantized for each in of_name)
     ]
 
 
 def _check_codecs(config: ShardConfig, scopes: Scopes) -> None:
     """Refuse idle codecs in a job of several nodes; on one node, a configuration for several may be tried."""
-    for name in idle_codecs(config, scopes) if scopes.world_size > scopes.ranks_per_node else ():
+    for name in unused_codecs(config, scopes) if scopes.world_size > scopes.ranks_per_node else ():
         what = "Parameters" if name == "weight_codec" else "Gradients"
         raise ConfigError(
             f"`{name}={getattr(config, name)!r}` has nothing to encode: {what.lower()} of these scopes never "
@@ -252,7 +259,7 @@ def _remedies(name: str, config: ShardConfig, scopes: Scopes) -> list[str]:
     found: list[str] = []
     for changed in (*([field] for field in fields), fields):
         other = config.replace(**dict.fromkeys(changed, "all"))
-        is_idle = name in idle_codecs(other, dataclasses.replace(scopes, codecs=_codecs_of(other)))
+        is_idle = name in unused_codecs(other, dataclasses.replace(scopes, codecs=_codecs_of(other)))
         if changed and not is_idle and not (len(changed) > 1 and found):
             found.append(" with ".join(f"`{field}='all'`" for field in changed))
     if name == "weight_codec":

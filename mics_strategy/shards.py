@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_strategy.collectives.by_size import AnyCollective
+from mics_strategy.collectives.by_size import AnyCommunicator
 
 _PRIME = 1_000_003
 _NUM_SEEDS = 1 << 62
@@ -65,21 +65,21 @@ class ReplicaRandom:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shards:
+class ShardPlacement:
     """How the masters of trained, or of frozen, parameters lie over the ranks.
 
     Attributes:
         degree: Ranks over which they are sharded.
         index: Which shard this rank holds.
         device_mesh: Labels them; replicas by shards, axes of one rank left out.
-        update: Gathers them over what the parameter scope lacks; None where that is nothing.
+        sync_comm: Gathers them over what the parameter scope lacks; None where that is nothing.
         random: For what is drawn into them.
     """
 
     degree: int
     index: int
     device_mesh: DeviceMesh
-    update: AnyCollective | None
+    sync_comm: AnyCommunicator | None
     random: ReplicaRandom
 
 
@@ -90,6 +90,6 @@ def digest(values: torch.Tensor) -> torch.Tensor:
     return flat.view(word).sum(dtype=torch.int64)
 
 
-def weight_of(place: int, count: int) -> int:
+def digest_weight(place: int, count: int) -> int:
     """What to multiply equal numbers of `count` ranks with so that they add up to 0."""
     return count - 1 if place == 0 else -1

@@ -39,19 +39,19 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankLocation:
     """What one rank knows of where it runs. `node` is any value equal on, and only on, the ranks of a node."""
 
     node: str
 
 
-def topology_from_places(places: list[Place]) -> Topology:
+def topology_from_locations(locations: list[RankLocation]) -> Topology:
     """The topology that the ranks' own places describe, in rank order.
 
     Raises:
         ConfigError: Nodes with different numbers of ranks, or ranks of a node that are not consecutive.
     """
-    nodes = [place.node for place in places]
+    nodes = [place.node for place in locations]
     counts = {node: nodes.count(node) for node in dict.fromkeys(nodes)}
     sizes = sorted(set(counts.values()))
     if len(sizes) > 1:
@@ -60,10 +60,10 @@ def topology_from_places(places: list[Place]) -> Topology:
             "Start the same number of ranks on every node."
         )
     size = sizes[0]
-    for rank, place in enumerate(places):
-        if place.node != places[rank - rank % size].node:
+    for rank, place in enumerate(locations):
+        if place.node != locations[rank - rank % size].node:
             raise ConfigError(
-                f"Rank {rank} runs on {place.node}, rank {rank - rank % size} on {places[rank - rank % size].node}: "
+                f"Rank {rank} runs on {place.node}, rank {rank - rank % size} on {locations[rank - rank % size].node}: "
                 "the ranks of a "
                 f"node must be consecutive. Place {size} consecutive ranks per node (SLURM: --distribution=block)."
             )
@@ -109,7 +109,7 @@ class Span:
         """Whether the ranks share a node."""
         return all(axis.is_inside_node for axis in self.axes)
 
-    def by_link(self) -> tuple[Span, Span]:
+    def split_by_link(self) -> tuple[Span, Span]:
         """Its part inside a node, and its part between nodes; either may be of one rank."""
         inside = sum(axis.is_inside_node for axis in self.axes)
         return Span(axes=self.axes[:inside]), Span(axes=self.axes[inside:])
@@ -121,7 +121,7 @@ class Span:
             index = index * axis.size + axis.coordinate(rank)
         return index
 
-    def members(self, rank: int) -> list[int]:
+    def group_ranks(self, rank: int) -> list[int]:
         """Ranks that differ from `rank` only on these axes, in the order of their index."""
         base = rank - sum(axis.coordinate(rank) * axis.stride for axis in self.axes)
         members = [base]
@@ -131,4 +131,4 @@ class Span:
 
     def groups(self, world_size: int) -> list[list[int]]:
         """Every set of members in the world, each once, in the order of its first rank."""
-        return [members for rank in range(world_size) if (members := self.members(rank))[0] == rank]
+        return [members for rank in range(world_size) if (members := self.group_ranks(rank))[0] == rank]

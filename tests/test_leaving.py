@@ -33,7 +33,7 @@ model(torch.ones(2, 4)).sum().backward()
 sharded.full_state_dict()
 print_threads()
 if ending == "fails" and rank == 0:
-    sharded.note_changes()
+    sharded.mark_modified()
     model(torch.ones(2, 4))  # gathers that rank 1 never takes part in
 dist.destroy_process_group()
 """

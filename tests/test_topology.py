@@ -8,7 +8,7 @@ import pytest
 from mics_strategy import ShardConfig, Topology
 from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, resolve_scopes
-from mics_strategy.topology import Axis, Place, Span, topology_from_places
+from mics_strategy.topology import Axis, RankLocation, Span, topology_from_locations
 
 WORLDS = [(1, 1), (2, 1), (2, 2), (4, 2), (8, 4), (12, 6), (12, 4), (16, 4), (24, 8), (32, 8), (64, 8)]
 worlds = pytest.mark.parametrize(("world", "per_node"), WORLDS, ids=[f"{w}-by-{n}" for w, n in WORLDS])
@@ -60,7 +60,7 @@ def test_members_stand_in_the_order_of_their_index(world: int, per_node: int) ->
     for scopes in _chains(world, per_node):
         span = scopes.span(1, scopes.optimizer)
         for rank in range(world):
-            members = span.members(rank)
+            members = span.group_ranks(rank)
             assert [span.index(member) for member in members] == list(range(len(members)))
             assert members[span.index(rank)] == rank
 
@@ -70,7 +70,9 @@ def test_scope_is_consecutive_ranks(world: int, per_node: int) -> None:
     for scopes in _chains(world, per_node):
         for rank in range(world):
             first = rank - rank % scopes.optimizer
-            assert sorted(scopes.span(1, scopes.optimizer).members(rank)) == [*range(first, first + scopes.optimizer)]
+            assert sorted(scopes.span(1, scopes.optimizer).group_ranks(rank)) == [
+                *range(first, first + scopes.optimizer)
+            ]
 
 
 @worlds
@@ -87,19 +89,19 @@ def test_gather_over_the_difference_concatenates_in_order(world: int, per_node: 
     for scopes in _chains(world, per_node):
         large, between = scopes.span(1, scopes.optimizer), scopes.span(scopes.params, scopes.optimizer)
         for rank in range(world):
-            pieces = [large.index(member) for member in between.members(rank)]
+            pieces = [large.index(member) for member in between.group_ranks(rank)]
             assert pieces == list(range(pieces[0], pieces[0] + between.size))
 
 
 def test_index_is_local_rank_major() -> None:
     span = _scopes(8, 8, 8, 8, 4).span(1, 8)
-    assert span.members(0) == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert span.group_ranks(0) == [0, 4, 1, 5, 2, 6, 3, 7]
     assert span.name == "intra_node+inter_node"
 
 
 def test_span_by_hand() -> None:
     span = Span(axes=(Axis(name="a", size=2, stride=1), Axis(name="b", size=3, stride=4)))
-    assert span.members(5) == [0, 4, 8, 1, 5, 9]
+    assert span.group_ranks(5) == [0, 4, 8, 1, 5, 9]
     assert span.index(9) == 5
 
 
@@ -170,13 +172,13 @@ def test_topology_refuses_what_is_not_a_number_of_ranks(value: object) -> None:
         Topology(ranks_per_node=value)
 
 
-def _places(nodes: str) -> list[Place]:
-    return [Place(node=node) for node in nodes]
+def _places(nodes: str) -> list[RankLocation]:
+    return [RankLocation(node=node) for node in nodes]
 
 
 @pytest.mark.parametrize(("nodes", "size"), [("a", 1), ("aabb", 2), ("bbaa", 2), ("abcd", 1), ("aaaa", 4)])
 def test_places_make_a_topology(nodes: str, size: int) -> None:
-    assert topology_from_places(_places(nodes)) == Topology(ranks_per_node=size)
+    assert topology_from_locations(_places(nodes)) == Topology(ranks_per_node=size)
 
 
 @pytest.mark.parametrize(
@@ -192,4 +194,4 @@ def test_places_make_a_topology(nodes: str, size: int) -> None:
 )
 def test_uneven_or_cyclic_placement_is_refused(nodes: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        topology_from_places(_places(nodes))
+        topology_from_locations(_places(nodes))

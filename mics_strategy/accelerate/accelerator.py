@@ -22,11 +22,11 @@ from typing_extensions import override
 
 from mics_strategy import ConfigError, LifecycleError, Sharded
 from mics_strategy.accelerate import checkpoints, framework
-from mics_strategy.accelerate.agreement import Meeting
-from mics_strategy.accelerate.asked import plugin_for
-from mics_strategy.accelerate.preparing import refuse_layer_read_from_outside, shard_as_asked, sharded_before
-from mics_strategy.accelerate.saving import save_whole_where_all_call
-from mics_strategy.accelerate.trainer import adapt_trainer
+from mics_strategy.accelerate.agreement import Rendezvous
+from mics_strategy.accelerate.asked import resolve_plugin
+from mics_strategy.accelerate.preparing import check_output_layer, reuse_sharded, shard_for_plugin
+from mics_strategy.accelerate.saving import patch_save_pretrained
+from mics_strategy.accelerate.trainer import patch_trainers
 
 
 class MiCSAccelerator(Accelerator):  # type: ignore[misc]
@@ -46,17 +46,17 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = framework.arguments(self, args, kwargs)
-        self.meeting = Meeting()
+        self.rendezvous = Rendezvous()
         self._handles: list[weakref.ref[Sharded]] = []
         self._deferring: list[Sharded] = []  # inside `no_sync`
         self._waiting: dict[Any, Any] = {}  # optimizers whose model is not prepared yet, and how to stop waiting
-        given["fsdp_plugin"] = plugin_for(given.get("fsdp_plugin"), given.pop("parallelism_config", None))
+        given["fsdp_plugin"] = resolve_plugin(given.get("fsdp_plugin"), given.pop("parallelism_config", None))
         if not framework.is_started():
             given["cpu"] = given.get("cpu", False) or framework.lacks_device()
             framework.start_state(given, given["fsdp_plugin"])
         super().__init__(**given)
         framework.ensure_group(self.device)
-        adapt_trainer()
+        patch_trainers()
 
     # -- handles ----------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             )
         for model in (item for item in args if isinstance(item, nn.Module)):
             self._shard(model)
-        result = framework.deferring_prepare(self, args, placements)
+        result = framework.two_pass_prepare(self, args, placements)
         framework.mark_prepared(self, result)
         return result if len(result) > 1 else result[0]
 
@@ -131,14 +131,14 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         plugin = self.state.fsdp_plugin
         if self.ddp_handler is not None and self.ddp_handler.broadcast_buffers is False:
             plugin.config = plugin.config.replace(broadcast_buffers=False)
-        sharded = sharded_before(model, plugin)
+        sharded = reuse_sharded(model, plugin)
         if sharded is None:
             if framework.is_prepared(model):
                 return
             device = self.device if self.device.type == "cuda" else torch.device(self.device.type)
-            sharded = shard_as_asked(model, plugin, device, in_low_precision=self.mixed_precision != "no")
-        refuse_layer_read_from_outside(sharded)
-        save_whole_where_all_call(sharded, self.meeting)
+            sharded = shard_for_plugin(model, plugin, device, in_low_precision=self.mixed_precision != "no")
+        check_output_layer(sharded)
+        patch_save_pretrained(sharded, self.rendezvous)
         self._handles = [*(each for each in self._handles if each() is not None), weakref.ref(sharded)]
         for optimizer in [*self._waiting]:
             self._adopt(optimizer)
@@ -161,7 +161,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             if optimizer in self._waiting:
                 self._waiting.pop(optimizer).remove()
         elif optimizer not in self._waiting and any(group["params"] for group in optimizer.param_groups):
-            self._waiting[optimizer] = optimizer.register_step_pre_hook(_refuse_to_step)
+            self._waiting[optimizer] = optimizer.register_step_pre_hook(_block_step)
 
     @override
     def free_memory(self, *objects: Any) -> Any:
@@ -249,7 +249,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         rest = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         found = []
         for handle in self.handles:
-            own = [each if handle.owns(each) else handle.replaced(each) for each in rest if _has(handle, each)]
+            own = [each if handle.owns(each) else handle.sharded_param_for(each) for each in rest if _has(handle, each)]
             rest = [each for each in rest if not _has(handle, each)]
             if own:
                 found.append((handle, [each for each in own if each is not None]))
@@ -283,7 +283,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             CheckpointError: On every rank, naming the one that failed; an older checkpoint of that name is as it was.
         """
-        with checkpoints.saving(self, output_dir) as (draft, target), framework.asked_by_us(self):
+        with checkpoints.saving(self, output_dir) as (draft, target), framework.with_own_checkpoint_paths(self):
             super().save_state(str(draft), safe_serialization, **save_model_func_kwargs)
         return str(target)
 
@@ -295,14 +295,14 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             CheckpointError: On every rank, for a folder that is damaged or another model's.
         """
         folder = checkpoints.to_load(self, input_dir)
-        with framework.asked_by_us(self), framework.without_scaler(self) as scaler:
+        with framework.with_own_checkpoint_paths(self), framework.without_scaler(self) as scaler:
             super().load_state(str(folder), *args, **kwargs)
         if scaler is not None:
             checkpoints.load_scaler(scaler, folder)
 
 
 def _has(handle: Sharded, parameter: torch.Tensor) -> bool:
-    return handle.owns(parameter) or handle.replaced(parameter) is not None
+    return handle.owns(parameter) or handle.sharded_param_for(parameter) is not None
 
 
 def _local_gradients(by_model: list[tuple[Sharded, list[torch.Tensor]]]) -> Iterator[torch.Tensor]:
@@ -312,7 +312,7 @@ def _local_gradients(by_model: list[tuple[Sharded, list[torch.Tensor]]]) -> Iter
             yield grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def _refuse_to_step(optimizer: Optimizer, *_: Any) -> None:
+def _block_step(optimizer: Optimizer, *_: Any) -> None:
     raise LifecycleError(
         f"{type(optimizer).__name__} was prepared, and its model was not: it would train this rank's own copy. Call "
         "`accelerator.prepare(model)` before the first step."

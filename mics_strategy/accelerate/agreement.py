@@ -21,7 +21,7 @@ _PAUSE_S = 0.02
 T = TypeVar("T")
 
 
-class Meeting:
+class Rendezvous:
     """Where ranks meet before they save or load."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Meeting:
             store.delete_key(f"mics_strategy/met/{occasion - 1}/{own}")  # everybody has seen it
 
 
-def on_every_rank(action: Callable[[], T]) -> T:
+def run_on_all_ranks(action: Callable[[], T]) -> T:
     """Do something local; if it fails on one rank, raise on all. Collective.
 
     Raises:
@@ -77,7 +77,7 @@ def on_every_rank(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def of_rank_0(value: T) -> T:
+def broadcast_from_rank_0(value: T) -> T:
     """Rank 0's value. Collective."""
     values = [value]
     dist.broadcast_object_list(values, src=0)

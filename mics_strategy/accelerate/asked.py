@@ -13,7 +13,7 @@ from mics_strategy.accelerate import framework, launch
 from mics_strategy.accelerate.plugin import MiCSPlugin
 
 
-def plugin_for(given: Any, parallelism: Any) -> MiCSPlugin:
+def resolve_plugin(given: Any, parallelism: Any) -> MiCSPlugin:
     """The plugin that was given, made of what was given, or that of this process.
 
     Args:
@@ -30,7 +30,7 @@ def plugin_for(given: Any, parallelism: Any) -> MiCSPlugin:
     elif isinstance(given, MiCSPlugin):
         plugin = given
     else:
-        plugin = MiCSPlugin.upgraded(given)
+        plugin = MiCSPlugin.from_fsdp_plugin(given)
     sizes = {name: getattr(parallelism, name) or 1 for name in launch.PARALLEL_SIZES} if parallelism else {}
     wanted = launch.partition_size_of(sizes) if sizes else launch.partition_size()
     if wanted is not None and plugin.config.partition_size != wanted:
@@ -40,13 +40,13 @@ def plugin_for(given: Any, parallelism: Any) -> MiCSPlugin:
                 f"dp_shard_size={wanted}. Leave `parallelism_config` out."
             )
         plugin.config = plugin.config.replace(partition_size=wanted)
-    if wanted is not None and not _cuts_into(wanted, plugin.config):
+    if wanted is not None and not _is_partitioned(wanted, plugin.config):
         raise ConfigError(
             f"`parallelism_config` with dp_shard_size={wanted} gives the size of a partition, and no scope of "
             f"{plugin.config} is a partition. Leave `parallelism_config` out, or use the preset 'mics'."
         )
     current = framework.current_plugin()
-    if isinstance(current, MiCSPlugin) and current.asks_for_the_same_as(plugin):
+    if isinstance(current, MiCSPlugin) and current.is_equivalent_to(plugin):
         return current  # a notebook's cell that is run again
     if framework.is_started():
         raise ConfigError(
@@ -56,7 +56,7 @@ def plugin_for(given: Any, parallelism: Any) -> MiCSPlugin:
     return plugin
 
 
-def _cuts_into(size: int, config: ShardConfig) -> bool:
+def _is_partitioned(size: int, config: ShardConfig) -> bool:
     """Whether a partition of that size is what the scopes mean."""
     scopes = {config.params, config.grads, config.optimizer, config.secondary_params}
     if size in (1, launch.num_processes()) and scopes <= {"none", "world" if size > 1 else "none"}:

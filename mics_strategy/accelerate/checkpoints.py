@@ -25,16 +25,16 @@ from mics_strategy import (
     CheckpointError,
     OpenCheckpoint,
     Sharded,
+    atomic_checkpoint_folder,
     check_checkpoint,
     is_checkpoint,
     load_weights,
     newest_checkpoint,
     remove_checkpoint,
     save_checkpoint,
-    whole_folder,
 )
 from mics_strategy.accelerate import framework
-from mics_strategy.accelerate.agreement import of_rank_0, on_every_rank
+from mics_strategy.accelerate.agreement import broadcast_from_rank_0, run_on_all_ranks
 from mics_strategy.accelerate.plugin import MiCSPlugin
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
@@ -64,7 +64,7 @@ def save_model(
     else:
         part = None if names is None else {n: v for n, v in sharded.model.state_dict().items() if n in names}
         save_checkpoint(Path(output_dir, f"{_MODEL}_{model_index}"), sharded, model_state=part)
-    on_every_rank(lambda: _remove_other_kind(plugin, output_dir, _MODEL, model_index))
+    run_on_all_ranks(lambda: _remove_other_kind(plugin, output_dir, _MODEL, model_index))
 
 
 def load_model(
@@ -108,14 +108,14 @@ def save_optimizer(
     optimizer = framework.unwrap_optimizer(optimizer)
     sharded = accelerator.sharded_of(optimizer)
     if _is_full(plugin):
-        sharded.tell_pending()
+        sharded.warn_pending_gradients()
         state = sharded.full_optimizer_state_dict(optimizer)
         _write({**state, _STEPS: sharded.steps_done}, _file(output_dir, _OPTIMIZER, optimizer_index))
     else:
         save_checkpoint(
             Path(output_dir, f"{_OPTIMIZER}_{optimizer_index}"), sharded, {_OPTIMIZER: optimizer}, model_state={}
         )
-    on_every_rank(lambda: _remove_other_kind(plugin, output_dir, _OPTIMIZER, optimizer_index))
+    run_on_all_ranks(lambda: _remove_other_kind(plugin, output_dir, _OPTIMIZER, optimizer_index))
 
 
 def load_optimizer(
@@ -143,7 +143,7 @@ def load_optimizer(
     if source.is_dir():
         OpenCheckpoint(source).load(sharded, {_OPTIMIZER: optimizer}, has_model=False)
         return
-    state = on_every_rank(lambda: _read(source))
+    state = run_on_all_ranks(lambda: _read(source))
     sharded.load_full_optimizer_state_dict(optimizer, state)
     sharded.steps_done = state.get(_STEPS, sharded.steps_done)
 
@@ -178,14 +178,14 @@ def _found(plugin: MiCSPlugin, folder: str, name: str, index: int) -> Path | Non
     in_order: tuple[Path, ...] = (full, plain, sharded) if _is_full(plugin) else (sharded, full, plain)
     if Path(folder).name == sharded.name:  # some name the part itself
         in_order = (Path(folder),)
-    return of_rank_0(next((path for path in in_order if path.exists()), None))
+    return broadcast_from_rank_0(next((path for path in in_order if path.exists()), None))
 
 
 def _plain_weights(folder: str, index: int) -> Path:
     """The weights of one model as data parallel training saves them, or, of the first, whatever the folder holds."""
     names = [SAFE_WEIGHTS_NAME, WEIGHTS_NAME] if index == 0 else []
     names += [name.replace(".", f"_{index}.") for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME) if index > 0]
-    found = of_rank_0(next((path for name in names if (path := Path(folder, name)).exists()), None))
+    found = broadcast_from_rank_0(next((path for name in names if (path := Path(folder, name)).exists()), None))
     if found is None and index > 0:
         raise CheckpointError(f"`{folder}` holds no model number {index}: `{_MODEL}_{index}` is not there.")
     return Path(folder) if found is None else found
@@ -213,7 +213,7 @@ def _write(value: Any, file: Path) -> None:
         torch.save(value, draft)
         os.replace(draft, file)
 
-    on_every_rank(lambda: write() if dist.get_rank() == 0 else None)
+    run_on_all_ranks(lambda: write() if dist.get_rank() == 0 else None)
 
 
 # -- whole states --------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def saving(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Itera
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
         target = _numbered(accelerator) / f"checkpoint_{accelerator.save_iteration}"
-        if of_rank_0(target.exists()):
+        if broadcast_from_rank_0(target.exists()):
             raise ValueError(
                 f"`{target}` exists already. Set `accelerator.project_configuration.iteration` to the number to go on "
                 "with."
@@ -242,14 +242,14 @@ def saving(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Itera
         raise ValueError("`save_state()` was given no folder. Name one, or use `automatic_checkpoint_naming`.")
     else:
         target = Path(output_dir).expanduser().absolute()
-    if of_rank_0(_holds_other_things(target)):
+    if broadcast_from_rank_0(_holds_other_things(target)):
         with _marked_until_finished(target):
             yield target, target
         return
-    with whole_folder(target, accelerator.handles) as draft:
+    with atomic_checkpoint_folder(target, accelerator.handles) as draft:
         yield draft, target
     if project.automatic_checkpoint_naming and project.total_limit is not None:
-        on_every_rank(lambda: _remove_oldest(target.parent, project.total_limit) if dist.get_rank() == 0 else None)
+        run_on_all_ranks(lambda: _remove_oldest(target.parent, project.total_limit) if dist.get_rank() == 0 else None)
 
 
 def to_load(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> Path:
@@ -262,14 +262,14 @@ def to_load(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> Path:
     accelerator.meeting.require_every_rank("load_state")
     if input_dir is not None:
         folder = Path(input_dir).expanduser().absolute()
-        if not of_rank_0(folder.is_dir()):
+        if not broadcast_from_rank_0(folder.is_dir()):
             raise ValueError(f"Tried to find {folder} but folder does not exist")
-        if of_rank_0((folder / _UNFINISHED).exists()):
+        if broadcast_from_rank_0((folder / _UNFINISHED).exists()):
             raise CheckpointError(
                 f"A save into `{folder}` did not finish, so its parts may be of different steps (`{_UNFINISHED}` is "
                 "there). Use another checkpoint, and a folder of its own for each: that is whole or absent."
             )
-        if of_rank_0(is_checkpoint(folder)):
+        if broadcast_from_rank_0(is_checkpoint(folder)):
             check_checkpoint(folder)
         return folder
     if not accelerator.project_configuration.automatic_checkpoint_naming:
@@ -287,7 +287,7 @@ def load_scaler(scaler: torch.amp.GradScaler, folder: Path) -> None:
         CheckpointError: On every rank: the state was saved without one.
     """
     file = folder / SCALER_NAME
-    if not of_rank_0(file.is_file()):
+    if not broadcast_from_rank_0(file.is_file()):
         raise CheckpointError(
             f"`{folder}` holds no `{SCALER_NAME}`: it was saved without a gradient scaler, and this run has one. Load "
             "it with the `mixed_precision` that it was saved with."
@@ -299,7 +299,7 @@ def load_scaler(scaler: torch.amp.GradScaler, folder: Path) -> None:
 def _marked_until_finished(target: Path) -> Iterator[None]:
     """Mark a folder whose parts may be of different saves meanwhile; after a failure or a kill it stays so."""
     marker, is_first = target / _UNFINISHED, dist.get_rank() == 0
-    on_every_rank(lambda: marker.touch() if is_first else None)
+    run_on_all_ranks(lambda: marker.touch() if is_first else None)
     failure: Exception | None = None
     try:
         yield
@@ -310,8 +310,8 @@ def _marked_until_finished(target: Path) -> Iterator[None]:
         if failure is not None:
             raise CheckpointError(f"`{target}` was not saved: {type(failure).__name__}: {failure}") from failure
 
-    on_every_rank(finish)
-    on_every_rank(lambda: marker.unlink() if is_first else None)
+    run_on_all_ranks(finish)
+    run_on_all_ranks(lambda: marker.unlink() if is_first else None)
 
 
 def _numbered(accelerator: Any) -> Path:

@@ -16,7 +16,7 @@ from mics_strategy.accelerate import framework
 from mics_strategy.accelerate.plugin import MiCSPlugin
 
 
-def compare_wholes() -> None:
+def patch_assert_close() -> None:
     """Let ``torch.testing.assert_close`` take a sharded tensor and a plain one. Collective then. Idempotent."""
     stock = torch.testing.assert_close
     if hasattr(stock, "mics_stock"):

@@ -85,7 +85,7 @@ def start_state(given: Mapping[str, Any], plugin: MiCSPlugin) -> None:
         **group,
     )
     try:
-        _refuse_job(state)
+        _check_job(state)
     except ConfigError:
         AcceleratorState._reset_state()
         raise
@@ -93,7 +93,7 @@ def start_state(given: Mapping[str, Any], plugin: MiCSPlugin) -> None:
     state.fsdp_plugin = plugin
 
 
-def _refuse_job(state: Any) -> None:
+def _check_job(state: Any) -> None:
     if state.distributed_type not in _SUPPORTED:
         raise ConfigError(
             f"Accelerate runs on {state.distributed_type}, and MiCS on CPUs and CUDA GPUs. Use one of them."
@@ -149,7 +149,7 @@ def mark_prepared(accelerator: Any, items: tuple[Any, ...]) -> None:
             item._is_accelerate_prepared = True
 
 
-def deferring_prepare(accelerator: Any, items: tuple[Any, ...], placements: list[bool | None]) -> tuple[Any, ...]:
+def two_pass_prepare(accelerator: Any, items: tuple[Any, ...], placements: list[bool | None]) -> tuple[Any, ...]:
     """Prepare objects one by one: schedulers last, as they look for their optimizers."""
     first = tuple(
         accelerator._prepare_one(item, first_pass=True, device_placement=placement)
@@ -178,7 +178,7 @@ def without_scaler(accelerator: Any) -> Iterator[Any]:
         accelerator.scaler = scaler
 
 
-class _OneForEach(list[Any]):
+class _RepeatLast(list[Any]):
     """Models, of which the last is paired with every further optimizer: Accelerate asks for the i-th of both."""
 
     @override
@@ -187,18 +187,18 @@ class _OneForEach(list[Any]):
 
 
 @contextmanager
-def asked_by_us(accelerator: Any) -> Iterator[None]:
+def with_own_checkpoint_paths(accelerator: Any) -> Iterator[None]:
     """Save and load where one says, though the project counts its checkpoints itself; more optimizers than models."""
     configuration = accelerator.project_configuration
     before = configuration.automatic_checkpoint_naming, accelerator._models
-    configuration.automatic_checkpoint_naming, accelerator._models = False, _OneForEach(accelerator._models)
+    configuration.automatic_checkpoint_naming, accelerator._models = False, _RepeatLast(accelerator._models)
     try:
         yield
     finally:
         configuration.automatic_checkpoint_naming, accelerator._models = before
 
 
-def redirect(choose: Callable[[type[Any], tuple[Any, ...], dict[str, Any]], type[Any]]) -> None:
+def patch_constructor(choose: Callable[[type[Any], tuple[Any, ...], dict[str, Any]], type[Any]]) -> None:
     """Let ``Accelerator(...)`` construct the class that `choose` gives for the class asked for and its arguments."""
     if "__new__" in Accelerator.__dict__:
         return
@@ -209,7 +209,7 @@ def redirect(choose: Callable[[type[Any], tuple[Any, ...], dict[str, Any]], type
     Accelerator.__new__ = __new__
 
 
-def watch_construction(check: Callable[[Accelerator, Any], None]) -> None:
+def on_construct(check: Callable[[Accelerator, Any], None]) -> None:
     """Call `check` for every Accelerator, of whatever class, with the FSDP plugin that it is given, or None."""
     stock = Accelerator.__init__
     if hasattr(stock, "mics_stock"):
@@ -224,7 +224,7 @@ def watch_construction(check: Callable[[Accelerator, Any], None]) -> None:
     Accelerator.__init__ = checked
 
 
-def dispatch(name: str, ours: Callable[..., Any]) -> None:
+def patch_function(name: str, ours: Callable[..., Any]) -> None:
     """Let a function of Accelerate, wherever it was imported to, be `ours` for jobs with our plugin.
 
     Args:
@@ -246,7 +246,7 @@ def dispatch(name: str, ours: Callable[..., Any]) -> None:
             setattr(module, name, either)
 
 
-def shard_what_trl_asks(ours: Callable[[nn.Module, Accelerator], nn.Module]) -> None:
+def patch_trl_prepare(ours: Callable[[nn.Module, Accelerator], nn.Module]) -> None:
     """Let the Trainers of TRL, where they are imported, shard reference and reward models by `ours` with our plugin.
 
     Args:
@@ -258,7 +258,7 @@ def shard_what_trl_asks(ours: Callable[[nn.Module, Accelerator], nn.Module]) -> 
             setattr(module, _OF_TRL, _for_our_plugin(stock, ours))
 
 
-def layer_read_from_outside(model: nn.Module) -> nn.Module | None:
+def externally_read_output_layer(model: nn.Module) -> nn.Module | None:
     """The output layer, where a forward that TRL has given the model reads its weight and does not call it."""
     modules: Iterable[Any] = model.modules()
     for module in modules:

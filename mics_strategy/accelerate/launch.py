@@ -16,7 +16,7 @@ from mics_strategy import Codec, ConfigError, ShardConfig, Topology
 
 PARALLEL_SIZES = ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "sp_size")
 _VERSION = "mics"
-_NOT_GIVEN = "FULL_SHARD"  # what the launcher sends where the file has no `fsdp_sharding_strategy`
+_DEFAULT = "FULL_SHARD"  # what the launcher sends where the file has no `fsdp_sharding_strategy`
 _PRESET_OF_FSDP = {
     "SHARD_GRAD_OP": "zero2",
     "NO_SHARD": "ddp",
@@ -29,31 +29,31 @@ _OTHERS = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
 }
-NOTHING_OFFLOADED = "Nothing is offloaded. Shard over more ranks (`partition_size`)."
-TO_KEEP_PARAMETERS = "To keep parameters, use `fsdp_sharding_strategy: {params: none}`."
-ALL_SHARDED = "Every parameter is sharded. Freeze those that shall not be trained."
-ACTIVATIONS_STAY = "Activations stay on the device."
+HINT_OFFLOAD = "Nothing is offloaded. Shard over more ranks (`partition_size`)."
+HINT_RESHARD = "To keep parameters, use `fsdp_sharding_strategy: {params: none}`."
+HINT_IGNORED = "Every parameter is sharded. Freeze those that shall not be trained."
+HINT_ACTIVATIONS = "Activations stay on the device."
 # Asked for in words that belong to FSDP: the variable, the value that asks for nothing, and what to do.
 _NOT_OFFERED = {
-    "FSDP_OFFLOAD_PARAMS": ("false", NOTHING_OFFLOADED),
-    "FSDP_RESHARD_AFTER_FORWARD": ("true", TO_KEEP_PARAMETERS),
-    "FSDP_IGNORED_MODULES": ("", ALL_SHARDED),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", ACTIVATIONS_STAY),
+    "FSDP_OFFLOAD_PARAMS": ("false", HINT_OFFLOAD),
+    "FSDP_RESHARD_AFTER_FORWARD": ("true", HINT_RESHARD),
+    "FSDP_IGNORED_MODULES": ("", HINT_IGNORED),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", HINT_ACTIVATIONS),
 }
 
 
-def is_asked_for() -> bool:
+def is_enabled() -> bool:
     """Whether the launcher's configuration says ``fsdp_version: mics``."""
     return _is_true("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION", "").lower() == _VERSION
 
 
-def ask_for() -> None:
+def enable() -> None:
     """Say in the launcher's stead that this process shards, where its configuration says nothing else.
 
     Raises:
         ConfigError: It says something else.
     """
-    if is_asked_for():
+    if is_enabled():
         return
     for variable, name in _OTHERS.items():
         if _is_true(variable):
@@ -75,16 +75,16 @@ def config() -> ShardConfig:
     Raises:
         ConfigError: An unknown option or value, or words of FSDP that mean nothing here.
     """
-    refuse_what_is_not_offered()
-    text = os.environ.get("FSDP_SHARDING_STRATEGY", _NOT_GIVEN).strip()
-    if text in (_NOT_GIVEN, "", "None"):
+    check_supported()
+    text = os.environ.get("FSDP_SHARDING_STRATEGY", _DEFAULT).strip()
+    if text in (_DEFAULT, "", "None"):
         return ShardConfig.preset("mics")
     if text in _PRESET_OF_FSDP:
         raise ConfigError(
             f"`fsdp_sharding_strategy: {text}` is a word of FSDP. Use `fsdp_sharding_strategy: {_PRESET_OF_FSDP[text]}`"
             ", or a mapping of options such as `{preset: mics, partition_size: 8}`."
         )
-    return config_of(_parsed(text))
+    return config_of(_parse(text))
 
 
 def config_of(options: str | Mapping[str, Any]) -> ShardConfig:
@@ -99,18 +99,18 @@ def config_of(options: str | Mapping[str, Any]) -> ShardConfig:
     preset = given.pop("preset", "mics")
     for name, cls in (("topology", Topology), ("weight_codec", Codec), ("grad_codec", Codec)):
         if isinstance(given.get(name), Mapping):
-            given[name] = _made(name, cls, given[name])
+            given[name] = _build(name, cls, given[name])
     return ShardConfig.preset(str(preset), **given)
 
 
-def _made(name: str, cls: type[Any], fields: Mapping[str, Any]) -> Any:
+def _build(name: str, cls: type[Any], fields: Mapping[str, Any]) -> Any:
     try:
         return cls(**fields)
     except TypeError as error:
         raise ConfigError(f"`{name}: {dict(fields)}` is no {cls.__name__}: {error}.") from error
 
 
-def _parsed(text: str) -> str | dict[str, Any]:
+def _parse(text: str) -> str | dict[str, Any]:
     """A mapping, which the launcher has written in Python's way; anything else is a preset's name."""
     if text[0].isalpha():
         return text
@@ -123,7 +123,7 @@ def _parsed(text: str) -> str | dict[str, Any]:
     return found
 
 
-def refuse_what_is_not_offered() -> None:
+def check_supported() -> None:
     """Refuse what the launcher's configuration asks of FSDP and the engine does not do.
 
     Raises:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mics_strategy.accelerate.agreement import of_rank_0
+from mics_strategy.accelerate.agreement import broadcast_from_rank_0
 
 
-def give_memory(model: nn.Module) -> bool:
+def materialize_missing(model: nn.Module) -> bool:
     """Put zeros where rank 0 has a value and this rank has none. Collective.
 
     Parameters stay the objects that they are, as optimizers hold them. A rank that has drawn no values continues with
@@ -36,7 +36,7 @@ def give_memory(model: nn.Module) -> bool:
         _fill(model, name)
     was_lacking = any(each.lacking - first.lacking for each in everyone)
     if was_lacking:
-        state = of_rank_0(torch.get_rng_state())
+        state = broadcast_from_rank_0(torch.get_rng_state())
         if lacking - first.lacking and own.seed == first.seed:
             torch.set_rng_state(state)
     return was_lacking

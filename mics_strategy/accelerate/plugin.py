@@ -60,22 +60,22 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         shared = {name: options.pop(name) for name in _SHARED if name in options}
-        _refuse_unknown(options)
-        is_launched = launch.is_asked_for()
+        _check_known(options)
+        is_launched = launch.is_enabled()
         base = config if config is not None else (launch.config() if is_launched else "mics")
         self.config = ShardConfig.of(base, **options)
         self.units = units
         self.initializer = initializer
         fixed = {"fsdp_version": _FSDP2, "reshard_after_forward": True, "cpu_offload": False}
         super().__init__(**fixed, **shared)
-        launch.refuse_what_is_not_offered()  # the stock plugin has read it from the environment
+        launch.check_supported()  # the stock plugin has read it from the environment
         named: list[str] | None = getattr(self, _LAYER_NAMES) or (launch.layer_classes() if is_launched else None)
         setattr(self, _LAYER_NAMES, [name.strip() for name in named] if named else None)
         if self.mixed_precision_policy is not None:
             self.config = _with_dtypes_of(self.mixed_precision_policy, self.config, set(options))
 
     @classmethod
-    def upgraded(cls, plugin: FullyShardedDataParallelPlugin) -> MiCSPlugin:
+    def from_fsdp_plugin(cls, plugin: FullyShardedDataParallelPlugin) -> MiCSPlugin:
         """The launcher's configuration, with what a stock plugin says in the words that both share.
 
         Args:
@@ -84,11 +84,11 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         Raises:
             ConfigError: It asks for what the engine does not do.
         """
-        _refuse_of_fsdp(plugin)
+        _check_fsdp_options(plugin)
         given = {name: getattr(plugin, name) for name in _SHARED}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
-    def asks_for_the_same_as(self, other: MiCSPlugin) -> bool:
+    def is_equivalent_to(self, other: MiCSPlugin) -> bool:
         """Whether a model would be sharded and saved alike."""
         names = ("config", "units", "initializer", *_SHARED)
         return all(getattr(self, name) == getattr(other, name) for name in names)
@@ -132,7 +132,7 @@ def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _refuse_unknown(options: dict[str, Any]) -> None:
+def _check_known(options: dict[str, Any]) -> None:
     own = set(ShardConfig.__dataclass_fields__)
     foreign = set(FullyShardedDataParallelPlugin.__dataclass_fields__) - set(_SHARED)
     for name in sorted(set(options) - own):
@@ -147,16 +147,16 @@ def _refuse_unknown(options: dict[str, Any]) -> None:
         raise ConfigError(f"Unknown option {name!r} of MiCSPlugin.{meant} Known: units, {known}.")
 
 
-def _refuse_of_fsdp(plugin: FullyShardedDataParallelPlugin) -> None:
+def _check_fsdp_options(plugin: FullyShardedDataParallelPlugin) -> None:
     offload, reshard = plugin.cpu_offload, plugin.reshard_after_forward
     is_offloading = isinstance(offload, CPUOffloadPolicy) or getattr(offload, "offload_params", False)
     strategy = getattr(reshard or plugin.sharding_strategy, "name", "FULL_SHARD") if plugin.fsdp_version == 1 else None
     asked = {
-        "cpu_offload": (is_offloading, launch.NOTHING_OFFLOADED),
-        "reshard_after_forward": (reshard is False, launch.TO_KEEP_PARAMETERS),
+        "cpu_offload": (is_offloading, launch.HINT_OFFLOAD),
+        "reshard_after_forward": (reshard is False, launch.HINT_RESHARD),
         "sharding_strategy": (strategy not in (None, "FULL_SHARD"), f"Use a preset in place of {strategy}."),
-        "ignored_modules": (plugin.ignored_modules, launch.ALL_SHARDED),
-        "activation_checkpointing_offload": (plugin.activation_checkpointing_offload, launch.ACTIVATIONS_STAY),
+        "ignored_modules": (plugin.ignored_modules, launch.HINT_IGNORED),
+        "activation_checkpointing_offload": (plugin.activation_checkpointing_offload, launch.HINT_ACTIVATIONS),
     }
     for name, (is_asked, remedy) in asked.items():
         if is_asked:

@@ -15,7 +15,7 @@ from torch import nn
 
 from mics_strategy import ConfigError, ShardConfig, Sharded, shard
 from mics_strategy.accelerate import framework
-from mics_strategy.accelerate.loading import give_memory
+from mics_strategy.accelerate.loading import materialize_missing
 from mics_strategy.accelerate.plugin import MiCSPlugin
 from mics_strategy.accelerate.recomputation import checkpoint_activations
 
@@ -24,7 +24,7 @@ _PREPARED = "_mics_prepared"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedModel:
     """What a model knows of its first Accelerator.
 
     Attributes:
@@ -38,7 +38,7 @@ class Prepared:
     recomputes: bool
 
 
-def shard_as_asked(model: nn.Module, plugin: MiCSPlugin, device: torch.device, *, in_low_precision: bool) -> Sharded:
+def shard_for_plugin(model: nn.Module, plugin: MiCSPlugin, device: torch.device, *, in_low_precision: bool) -> Sharded:
     """Shard a plain model in place, ready to be trained and evaluated. Collective.
 
     Args:
@@ -49,7 +49,7 @@ def shard_as_asked(model: nn.Module, plugin: MiCSPlugin, device: torch.device, *
     """
     if in_low_precision:
         _use_fp32_masters(model)
-    was_lacking = give_memory(model)
+    was_lacking = materialize_missing(model)
     units, initializer = plugin.units_for(model), plugin.initializer
     sharded = shard(model, plugin.config, units=units, device=device, initializer=initializer)
     if was_lacking:
@@ -57,21 +57,21 @@ def shard_as_asked(model: nn.Module, plugin: MiCSPlugin, device: torch.device, *
     if plugin.activation_checkpointing:
         checkpoint_activations(sharded)
     recomputes = bool(plugin.activation_checkpointing)
-    prepared = Prepared(handle=weakref.ref(sharded), config=plugin.config, recomputes=recomputes)
+    prepared = PreparedModel(handle=weakref.ref(sharded), config=plugin.config, recomputes=recomputes)
     model.__dict__[_PREPARED] = prepared
     return sharded
 
 
-def sharded_before(model: nn.Module, plugin: MiCSPlugin) -> Sharded | None:
+def reuse_sharded(model: nn.Module, plugin: MiCSPlugin) -> Sharded | None:
     """The handle of a model that an earlier Accelerator has sharded; None for any other.
 
     Raises:
         ConfigError: It was sharded in another way.
     """
-    handle = handle_on(model)
+    handle = sharded_of_model(model)
     if handle is None:
         return None
-    found: Prepared = model.__dict__[_PREPARED]
+    found: PreparedModel = model.__dict__[_PREPARED]
     then, now = _asked(found.config, found.recomputes), _asked(plugin.config, bool(plugin.activation_checkpointing))
     differing = [name for name, value in then.items() if now[name] != value]
     if differing:
@@ -83,19 +83,19 @@ def sharded_before(model: nn.Module, plugin: MiCSPlugin) -> Sharded | None:
     return handle
 
 
-def handle_on(model: nn.Module) -> Sharded | None:
+def sharded_of_model(model: nn.Module) -> Sharded | None:
     """The handle of a model that some Accelerator of this process has sharded; None for any other."""
-    found: Prepared | None = model.__dict__.get(_PREPARED)
+    found: PreparedModel | None = model.__dict__.get(_PREPARED)
     return None if found is None else found.handle()
 
 
-def refuse_layer_read_from_outside(sharded: Sharded) -> None:
+def check_output_layer(sharded: Sharded) -> None:
     """Refuse units in which TRL would take the gradients of an output layer from a copy that nobody reduces.
 
     Raises:
         ConfigError: On every rank; the output layer is in a unit below the root.
     """
-    layer = framework.layer_read_from_outside(sharded.model)
+    layer = framework.externally_read_output_layer(sharded.model)
     below_root = sharded.units[1:] if layer is not None else []
     unit = next((unit for unit in below_root if layer in [*unit.module.modules()]), None)
     if unit is not None:

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from mics_strategy import CheckpointError, Sharded
-from mics_strategy.accelerate.agreement import Meeting, on_every_rank
+from mics_strategy.accelerate.agreement import Rendezvous, run_on_all_ranks
 
 _OF_ALL_RANKS = ("is_main_process", "save_function")  # given where all ranks call
 
 
-def save_whole_where_all_call(sharded: Sharded, meeting: Meeting) -> None:
+def patch_save_pretrained(sharded: Sharded, meeting: Rendezvous) -> None:
     """Let `save_pretrained` of a model's modules gather what it writes, where all ranks call it. Idempotent.
 
     Args:
@@ -28,15 +28,15 @@ def save_whole_where_all_call(sharded: Sharded, meeting: Meeting) -> None:
     """
     for name, module in sharded.model.named_modules():
         guarded = vars(module).get("save_pretrained")
-        if guarded is not None and not isinstance(guarded, _SavingWhole):
-            object.__setattr__(module, "save_pretrained", _SavingWhole(guarded, module, name, sharded, meeting))
+        if guarded is not None and not isinstance(guarded, _FullSave):
+            object.__setattr__(module, "save_pretrained", _FullSave(guarded, module, name, sharded, meeting))
 
 
-class _SavingWhole:
+class _FullSave:
     """Stands in for ``save_pretrained`` of one module of a prepared model."""
 
     def __init__(
-        self, guarded: Callable[..., Any], module: nn.Module, name: str, sharded: Sharded, meeting: Meeting
+        self, guarded: Callable[..., Any], module: nn.Module, name: str, sharded: Sharded, meeting: Rendezvous
     ) -> None:
         self._guarded = guarded
         self._prefix = f"{name}." if name else ""
@@ -58,7 +58,7 @@ class _SavingWhole:
             return self._guarded(*args, **kwargs)
         self._meeting.require_every_rank("save_pretrained")
         state = self._state()
-        return on_every_rank(lambda: self._written(state, given, args, kwargs))
+        return run_on_all_ranks(lambda: self._written(state, given, args, kwargs))
 
     def _written(self, state: dict[str, torch.Tensor], given: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """What `save_pretrained` returns on rank 0; None on others, which write nothing."""

@@ -23,25 +23,25 @@ from torch.distributed.fsdp import StateDictType
 from mics_strategy import load_weights
 from mics_strategy.accelerate import framework
 from mics_strategy.accelerate.plugin import MiCSPlugin
-from mics_strategy.accelerate.preparing import handle_on
+from mics_strategy.accelerate.preparing import sharded_of_model
 
 
-def adapt_trainer() -> None:
+def patch_trainers() -> None:
     """Let Trainers, where they are imported, save whole models, read several files and ask shards. Idempotent."""
-    framework.shard_what_trl_asks(_ready_to_be_asked)
+    framework.patch_trl_prepare(_prepare_for_eval)
     module = sys.modules.get("transformers.trainer")
     if module is None or hasattr(module.Trainer.save_model, "mics_stock"):
         return
-    module.Trainer.save_model = _saving_whole(module.Trainer.save_model)
-    module.load_sharded_checkpoint = _reading_into_shards(module.load_sharded_checkpoint)  # type: ignore[attr-defined]
+    module.Trainer.save_model = _save_full(module.Trainer.save_model)
+    module.load_sharded_checkpoint = _load_into_shards(module.load_sharded_checkpoint)  # type: ignore[attr-defined]
 
 
-def _ready_to_be_asked(model: nn.Module, accelerator: Any) -> nn.Module:
+def _prepare_for_eval(model: nn.Module, accelerator: Any) -> nn.Module:
     prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
     return prepared.eval()
 
 
-def _saving_whole(stock: Callable[..., None]) -> Callable[..., None]:
+def _save_full(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -56,10 +56,10 @@ def _saving_whole(stock: Callable[..., None]) -> Callable[..., None]:
     return save_model
 
 
-def _reading_into_shards(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _load_into_shards(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def load_sharded_checkpoint(model: nn.Module, folder: str, strict: bool = True, **options: Any) -> Any:
-        handle = handle_on(framework.unwrap_model(model))
+        handle = sharded_of_model(framework.unwrap_model(model))
         if handle is None:
             return stock(model, folder, strict=strict, **options)
         return load_weights(Path(folder), handle, strict=strict)

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mics_strategy.checkpoint import storage
-from mics_strategy.checkpoint.reading import Reader, read
+from mics_strategy.checkpoint.reading import SafeReader, read
 from mics_strategy.checkpoint.state import MODEL
 from mics_strategy.errors import CheckpointError
 
@@ -40,7 +40,7 @@ _DTYPES = {  # names of the format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ExportedTensor:
     """One tensor of a checkpoint's model.
 
     Attributes:
@@ -80,7 +80,7 @@ class Export:
     file_bytes: int = 5 * 10**9
     config: Path | None = None
 
-    def companions(self) -> dict[str, Path]:
+    def config_files(self) -> dict[str, Path]:
         """What is copied into the folder, by new names.
 
         Raises:
@@ -99,7 +99,7 @@ class Export:
         return {file.name: file for file in sorted(found) if not file.name.endswith(".index.json")}
 
 
-def entries(metadata: Metadata, export: Export) -> list[Entry]:
+def exported_tensors(metadata: Metadata, export: Export) -> list[ExportedTensor]:
     """The tensors of the model that an export takes, in the order of their names.
 
     Raises:
@@ -114,16 +114,16 @@ def entries(metadata: Metadata, export: Export) -> list[Entry]:
         dtype = export.dtype if export.dtype is not None and own.is_floating_point else own
         if dtype not in _DTYPES:
             raise CheckpointError(f"`{name}` is {dtype}, which safetensors files cannot hold. Give another dtype.")
-        found.append(Entry(name=name, exported_name=name.removeprefix(start), shape=saved.size, dtype=dtype))
+        found.append(ExportedTensor(name=name, exported_name=name.removeprefix(start), shape=saved.size, dtype=dtype))
     if not found:
         names = ", ".join(sorted(name.removeprefix(f"{MODEL}.") for name in metadata.state_dict_metadata)[:3])
         raise CheckpointError(f"No tensor of the model begins with `{export.prefix}`. There are {names}, ...")
     return found
 
 
-def files_of(tensors: Sequence[Entry], file_bytes: int) -> list[list[Entry]]:
+def files_of(tensors: Sequence[ExportedTensor], file_bytes: int) -> list[list[ExportedTensor]]:
     """Which tensors go into which file: in order, as many as fit."""
-    files: list[list[Entry]] = [[]]
+    files: list[list[ExportedTensor]] = [[]]
     for tensor in tensors:
         if files[-1] and sum(each.num_bytes for each in files[-1]) + tensor.num_bytes > file_bytes:
             files.append([])
@@ -151,10 +151,10 @@ def export_safetensors(path: Path, export: Export, progress: Progress = lambda d
     if storage.is_checkpoint(path):
         manifest = storage.read_manifest(path)
         storage.check_files(path, manifest, sorted(manifest.files), digests=False)
-    metadata = Reader(path).read_metadata()
-    files = files_of(entries(metadata, export), export.file_bytes)
+    metadata = SafeReader(path).read_metadata()
+    files = files_of(exported_tensors(metadata, export), export.file_bytes)
     total, done = sum(tensor.num_bytes for of_file in files for tensor in of_file), 0
-    companions = export.companions()
+    companions = export.config_files()
     if export.folder.exists() and any(export.folder.iterdir()):
         raise CheckpointError(f"`{export.folder}` is not empty. Give a new folder.")
     export.folder.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def export_safetensors(path: Path, export: Export, progress: Progress = lambda d
     return written
 
 
-def _whole(path: Path, metadata: Metadata, tensor: Entry) -> torch.Tensor:
+def _whole(path: Path, metadata: Metadata, tensor: ExportedTensor) -> torch.Tensor:
     room = torch.empty(tensor.shape, dtype=tensor.dtype)
     read(path, metadata, {MODEL: {tensor.name.removeprefix(f"{MODEL}."): room}}, weights_only=True)
     return room
@@ -194,7 +194,7 @@ def _chunks(tensor: torch.Tensor, chunk_bytes: int = 1 << 26) -> Iterator[ctypes
         yield (ctypes.c_char * min(chunk_bytes, num_bytes - start)).from_address(tensor.data_ptr() + start)
 
 
-def _header(tensors: Sequence[Entry]) -> bytes:
+def _header(tensors: Sequence[ExportedTensor]) -> bytes:
     """What stands before the tensors in a safetensors file: its length, then where each tensor is, as JSON."""
     places: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0

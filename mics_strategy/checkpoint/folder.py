@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mics_strategy.agreement import gather_objects, on_every_rank
+from mics_strategy.agreement import gather_objects, run_on_all_ranks
 from mics_strategy.checkpoint import storage
 from mics_strategy.checkpoint.claims import NAME as OWNER
 from mics_strategy.checkpoint.manifest import NAME, FileEntry, Manifest
@@ -27,7 +27,7 @@ from mics_strategy.version import package_version
 
 
 @contextmanager
-def whole_folder(path: str | os.PathLike[str], models: Sequence[Sharded] = ()) -> Iterator[Path]:
+def atomic_checkpoint_folder(path: str | os.PathLike[str], models: Sequence[Sharded] = ()) -> Iterator[Path]:
     """Let all ranks fill a folder that appears under its name when all is in it, and never otherwise. Collective.
 
     What an older checkpoint of that name holds beside what it was saved with (notes, say) is kept.
@@ -55,28 +55,28 @@ def whole_folder(path: str | os.PathLike[str], models: Sequence[Sharded] = ()) -
         failure = error
     except BaseException:
         if is_first:
-            storage.discard(draft)
+            storage.abort(draft)
         raise
     told = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
     failed = next((rank for rank, words in enumerate(told) if words is not None), None)
     if failed is not None:
         if is_first:
-            storage.discard(draft)
+            storage.abort(draft)
         if failure is not None:
             raise failure
         raise CheckpointError(f"`{target}` was not saved: rank {failed} raised {told[failed]}")
-    on_every_rank(lambda: _publish(draft, target, models) if is_first else None)
+    run_on_all_ranks(lambda: _commit(draft, target, models) if is_first else None)
 
 
-def _publish(draft: Path, target: Path, models: Sequence[Sharded]) -> None:
+def _commit(draft: Path, target: Path, models: Sequence[Sharded]) -> None:
     try:
         _keep_what_others_added(draft, target)
         storage.write_manifest(draft, _manifest(draft, models))
-        storage.publish(draft, target)
+        storage.commit(draft, target)
     except OSError as error:
         raise CheckpointError(f"`{target}` was not saved: {error}") from error
     finally:
-        storage.discard(draft)  # where it was not published
+        storage.abort(draft)  # where it was not published
 
 
 def _keep_what_others_added(draft: Path, target: Path) -> None:

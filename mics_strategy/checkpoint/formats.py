@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mics_strategy.checkpoint import storage
-from mics_strategy.checkpoint.reading import Reader, read
+from mics_strategy.checkpoint.reading import SafeReader, read
 from mics_strategy.checkpoint.state import MODEL
 from mics_strategy.errors import CheckpointError
 from mics_strategy.sharding.parameter import ShardedParameter
@@ -125,7 +125,7 @@ class DistributedFolder:
     def __init__(self, path: Path, *, weights_only: bool) -> None:
         self._path = path
         self._weights_only = weights_only
-        self._metadata = Reader(path).read_metadata()
+        self._metadata = SafeReader(path).read_metadata()
         ours = storage.is_checkpoint(path)
         self.saved: dict[str, SavedTensor | None] = {
             name: SavedTensor(each.size, each.properties.dtype) if isinstance(each, TensorStorageMetadata) else None
@@ -212,8 +212,8 @@ def _unknown(path: Path) -> CheckpointError:
 
 def _opener(file: Path, weights_only: bool) -> Opener:
     if file.suffix == ".safetensors":
-        return lambda: guarded(file, lambda: _open_safetensors(file))
-    return lambda: guarded(file, lambda: _open_torch(file, weights_only))
+        return lambda: as_checkpoint_error(file, lambda: _open_safetensors(file))
+    return lambda: as_checkpoint_error(file, lambda: _open_torch(file, weights_only))
 
 
 def _indexed(index: Path, weights_only: bool) -> dict[Path, Opener]:
@@ -227,7 +227,7 @@ def _indexed(index: Path, weights_only: bool) -> dict[Path, Opener]:
 
     return {
         index.parent / file: _part(index, index.parent / file, names, weights_only)
-        for file, names in guarded(index, names_by_file).items()
+        for file, names in as_checkpoint_error(index, names_by_file).items()
         if _is_beside(index, file)
     }
 
@@ -261,10 +261,10 @@ def _universal(folder: Path, weights_only: bool) -> dict[Path, Opener]:
             found = _load(file, weights_only)
             return {file.parent.relative_to(folder).as_posix(): found["param"] if isinstance(found, dict) else found}
 
-        return lambda: guarded(file, entries)
+        return lambda: as_checkpoint_error(file, entries)
 
     def others(file: Path) -> dict[str, Any]:
-        found = guarded(file, lambda: _open_torch(file, weights_only))
+        found = as_checkpoint_error(file, lambda: _open_torch(file, weights_only))
         is_here = {name: isinstance(v, torch.Tensor) and v.numel() and name not in names for name, v in found.items()}
         return {name: value for name, value in found.items() if is_here[name]}
 
@@ -297,7 +297,7 @@ def _load(file: Path, weights_only: bool) -> Any:
     return torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)
 
 
-def guarded(file: Path, action: Callable[[], T]) -> T:
+def as_checkpoint_error(file: Path, action: Callable[[], T]) -> T:
     """With errors of reading as a `CheckpointError` that names the file."""
     try:
         return action()
@@ -331,6 +331,6 @@ def _copy(whole: torch.Tensor, target: torch.Tensor) -> None:
     """This rank's part, or all of it."""
     whole = whole.detach().view(target.shape)
     if isinstance(target, ShardedParameter):
-        target.local.copy_(target.mics_region.slice_of(whole, target.mics_index))
+        target.local.copy_(target.mics_slice.narrow(whole, target.mics_index))
     else:
         target.copy_(whole)

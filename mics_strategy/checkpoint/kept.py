@@ -22,14 +22,14 @@ from torch.serialization import get_safe_globals
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mics_strategy.errors import CheckpointError
-from mics_strategy.sharding.optimizer.quantized import is_quantized, local_of, quantized_like
-from mics_strategy.sharding.parameter import ShardedParameter, is_cut
+from mics_strategy.sharding.optimizer.quantized import is_quantized, requantize_like, to_local
+from mics_strategy.sharding.parameter import ShardedParameter, is_sharded
 
 KEY = "kept"
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RankLocalState:
     """A state as this rank keeps it; saved as one object."""
 
     value: Any
@@ -38,7 +38,7 @@ class Kept:
         """As plain data on the CPU, which whoever lacks the class of a quantized tensor can read, too."""
         if not is_quantized(self.value):
             return tree_map(_on_cpu, self.value)
-        local: Any = local_of(self.value)
+        local: Any = to_local(self.value)
         names, context = local.__tensor_flatten__()
         parts = {name: _on_cpu(getattr(local, name)) for name in names}
         return {"class": class_name(type(local)), "parts": parts, "context": list(context)}
@@ -49,7 +49,7 @@ def class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def is_kept(value: Any, parameter: torch.Tensor, owner: int | None) -> bool:
+def is_rank_local(value: Any, parameter: torch.Tensor, owner: int | None) -> bool:
     """Whether a state is saved by place.
 
     Args:
@@ -59,7 +59,7 @@ def is_kept(value: Any, parameter: torch.Tensor, owner: int | None) -> bool:
     """
     if is_quantized(value) or _is_nested(value):
         return True
-    is_rows = owner is None and is_cut(parameter)
+    is_rows = owner is None and is_sharded(parameter)
     return is_rows and isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 1
 
 
@@ -67,25 +67,25 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, (dict, list, tuple)) and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
 
 
-def place_of(parameter: torch.Tensor, owner: int | None) -> str:
+def shard_key(parameter: torch.Tensor, owner: int | None) -> str:
     """The name of the part of a parameter whose states this rank has, as ``start+length`` along each dimension."""
-    starts, lengths = _place(parameter, owner)
+    starts, lengths = _shard_key(parameter, owner)
     name = "x".join(f"{start}+{length}" for start, length in zip(starts, lengths, strict=True)) or "scalar"
     if isinstance(parameter, ShardedParameter) and not lengths.numel():
         return f"{name} of {parameter.mics_index}"
     return name
 
 
-def _place(parameter: torch.Tensor, owner: int | None) -> tuple[torch.Size, torch.Size]:
+def _shard_key(parameter: torch.Tensor, owner: int | None) -> tuple[torch.Size, torch.Size]:
     starts = [0] * parameter.dim()
-    if owner is not None or not isinstance(parameter, ShardedParameter) or parameter.mics_region.dim is None:
+    if owner is not None or not isinstance(parameter, ShardedParameter) or parameter.mics_slice.dim is None:
         return torch.Size(starts), parameter.shape
-    starts[parameter.mics_region.dim] = parameter.mics_region.rows(parameter.mics_index)[0]
+    starts[parameter.mics_slice.dim] = parameter.mics_slice.shard_range(parameter.mics_index)[0]
     return torch.Size(starts), parameter.local.shape
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class StateSource:
     """The states of one parameter in a checkpoint.
 
     Attributes:
@@ -100,7 +100,7 @@ class Origin:
     parameter: torch.Tensor
     owner: int | None
 
-    def wanted(self, saved: Mapping[str, Any], *, are_quantized: bool) -> dict[str, dict[str, None]]:
+    def request(self, saved: Mapping[str, Any], *, are_quantized: bool) -> dict[str, dict[str, None]]:
         """What this rank reads by place: for every such state the name of one place, with nothing there yet.
 
         Its own place where that was saved; else any, to see how the state was quantized.
@@ -119,7 +119,7 @@ class Origin:
                 state, _, place = found.removeprefix(prefix).rpartition(".")
                 places.setdefault(state, []).append(place)
         wanted: dict[str, dict[str, None]] = {}
-        own = place_of(self.parameter, self.owner)
+        own = shard_key(self.parameter, self.owner)
         for state, known in places.items():
             values = saved.get(f"{self.optimizer}.state.{self.name}.{state}")
             if values is None and own not in known and self.parameter.numel():
@@ -138,13 +138,13 @@ class Origin:
     def _is_chunk(self, values: Any) -> bool:
         """Whether this rank's place was one of those that were saved; not quantized then, if nothing says so."""
         chunks = values.chunks if isinstance(values, TensorStorageMetadata) else []
-        return _place(self.parameter, self.owner) in [(chunk.offsets, chunk.sizes) for chunk in chunks]
+        return _shard_key(self.parameter, self.owner) in [(chunk.offsets, chunk.sizes) for chunk in chunks]
 
     def is_exact(self, place: str) -> bool:
         """Whether what was saved for a place is what this rank keeps."""
-        return place == place_of(self.parameter, self.owner)
+        return place == shard_key(self.parameter, self.owner)
 
-    def restored(self, place: str, loaded: Any, values: torch.Tensor | None) -> Any:
+    def restore(self, place: str, loaded: Any, values: torch.Tensor | None) -> Any:
         """A state as this rank keeps it.
 
         Args:
@@ -161,10 +161,10 @@ class Origin:
         if not self.is_exact(place):
             if values is None:
                 return None
-            local = quantized_like(local_of(values), local)
+            local = requantize_like(to_local(values), local)
         local = local.to(self.parameter.device)
         if isinstance(self.parameter, ShardedParameter) and self.owner is None:
-            return self.parameter.labelled(local)
+            return self.parameter.like_self(local)
         return local
 
 
@@ -180,7 +180,7 @@ def _rebuilt(loaded: Mapping[str, Any]) -> torch.Tensor:
     return found
 
 
-def keeps_as(optimizer: Optimizer, position: int, saved: Sequence[str]) -> bool:
+def quantizes_like(optimizer: Optimizer, position: int, saved: Sequence[str]) -> bool:
     """Whether an optimizer is of the class whose states were saved, so that it quantizes as that one did."""
     return position < len(saved) and saved[position] in map(class_name, type(optimizer).__mro__)
 

@@ -12,12 +12,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mics_strategy.agreement import gather_objects, on_every_rank
+from mics_strategy.agreement import gather_objects, run_on_all_ranks
 from mics_strategy.checkpoint import random_state, storage
 from mics_strategy.checkpoint.manifest import Manifest
-from mics_strategy.checkpoint.reading import Reader, read, require_known
+from mics_strategy.checkpoint.reading import SafeReader, check_listed, read
 from mics_strategy.checkpoint.save import EXTRA, finish_saves
-from mics_strategy.checkpoint.state import MODEL, OPTIMIZER, Optimizers, Saved, Template, room_for_model
+from mics_strategy.checkpoint.state import (
+    MODEL,
+    OPTIMIZER,
+    CheckpointContents,
+    LoadTarget,
+    Optimizers,
+    empty_model_like_saved,
+)
 from mics_strategy.errors import CheckpointError
 from mics_strategy.sharding.sharded import Sharded
 
@@ -44,8 +51,8 @@ class OpenCheckpoint:
         self.path = gather_objects(Path(path))[0]
         self._weights_only = weights_only
         self._manifest = None if _is_foreign(self.path) else check_checkpoint(self.path)
-        self._metadata = on_every_rank(Reader(self.path).read_metadata)
-        self.extra = on_every_rank(lambda: self._guarded(self._read_extra))
+        self._metadata = run_on_all_ranks(SafeReader(self.path).read_metadata)
+        self.extra = run_on_all_ranks(lambda: self._as_checkpoint_error(self._read_extra))
 
     @property
     def num_optimizers(self) -> int:
@@ -68,11 +75,11 @@ class OpenCheckpoint:
             CheckpointError: It is another model's, before anything is changed; or it could not be read.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        template = on_every_rank(
-            lambda: Template(sharded, optimizers, self._saved(), strict=strict, has_model=has_model)
+        template = run_on_all_ranks(
+            lambda: LoadTarget(sharded, optimizers, self._saved(), strict=strict, has_model=has_model)
         )
         if self._manifest is not None:
-            wanted = random_state.wanted(rank, world_size, self._manifest.world_size)
+            wanted = random_state.request_rng(rank, world_size, self._manifest.world_size)
             saved = self._metadata.state_dict_metadata  # weights alone have no random states
             template.values[random_state.KEY] = {k: v for k, v in wanted.items() if f"{random_state.KEY}.{k}" in saved}
 
@@ -83,9 +90,9 @@ class OpenCheckpoint:
             self._read_into({MODEL: template.values[MODEL]})
             template.apply(states)
 
-        on_every_rank(lambda: self._guarded(fill))
+        run_on_all_ranks(lambda: self._as_checkpoint_error(fill))
         if self._manifest is not None:
-            random_state.restore(template.values[random_state.KEY], rank, sharded.generators)
+            random_state.restore_rng(template.values[random_state.KEY], rank, sharded.generators)
             sharded.steps_done = self._manifest.step
             if self._manifest.pending_micro_steps and optimizers and rank == 0:
                 _log.warning(
@@ -95,24 +102,24 @@ class OpenCheckpoint:
                     self._manifest.pending_micro_steps,
                 )
 
-    def _saved(self) -> Saved:
+    def _saved(self) -> CheckpointContents:
         classes = () if self._manifest is None else self._manifest.optimizer_classes
-        return Saved(self._metadata.state_dict_metadata, classes)
+        return CheckpointContents(self._metadata.state_dict_metadata, classes)
 
     def model_state(self, sharded: Sharded) -> dict[str, Any]:
         """The saved model in new memory, each tensor in this rank's share, cut as the model's own are.
 
         Names that the model does not have are whole tensors.
         """
-        state = on_every_rank(lambda: room_for_model(sharded, self._metadata))
-        on_every_rank(lambda: self._guarded(lambda: self._read_into({MODEL: state})))
+        state = run_on_all_ranks(lambda: empty_model_like_saved(sharded, self._metadata))
+        run_on_all_ranks(lambda: self._as_checkpoint_error(lambda: self._read_into({MODEL: state})))
         return state
 
     def _read_into(self, values: dict[str, Any]) -> None:
         with torch.no_grad():
             read(self.path, self._metadata, values, weights_only=self._weights_only)
 
-    def _guarded(self, action: Callable[[], T]) -> T:
+    def _as_checkpoint_error(self, action: Callable[[], T]) -> T:
         """With errors of reading as a `CheckpointError`, which all ranks are told of."""
         try:
             return action()
@@ -126,7 +133,7 @@ class OpenCheckpoint:
         if not file.exists():
             return {}
         if self._manifest is not None:
-            require_known(self.path, EXTRA, self._manifest.files)
+            check_listed(self.path, EXTRA, self._manifest.files)
         try:
             found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=self._weights_only)
         except pickle.UnpicklingError as error:
@@ -256,7 +263,7 @@ def check_checkpoint(path: str | os.PathLike[str]) -> Manifest:
         storage.check_files(folder, manifest, names[rank::world_size])
         return manifest
 
-    return on_every_rank(check)
+    return run_on_all_ranks(check)
 
 
 def _is_foreign(folder: Path) -> bool:

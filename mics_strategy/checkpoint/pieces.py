@@ -18,38 +18,38 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from typing_extensions import override
 
 from mics_strategy.agreement import gather_objects
-from mics_strategy.checkpoint.kept import Kept
-from mics_strategy.checkpoint.state import Held
-from mics_strategy.checkpoint.writers import Piece, written_here
+from mics_strategy.checkpoint.kept import RankLocalState
+from mics_strategy.checkpoint.state import LocalState
+from mics_strategy.checkpoint.writers import SaveItem, items_to_write
 from mics_strategy.errors import CheckpointError
-from mics_strategy.sharding.optimizer.quantized import dequantized, is_quantized
+from mics_strategy.sharding.optimizer.quantized import dequantize, is_quantized
 
 _SHOWN = 3  # names in an error
 
 
-class HostMemory:
+class HostCopyPool:
     """Copies of tensors, whose memory is taken again by the next copies of the same pieces. Pinned, of a GPU's.
 
     One who copies must know that nobody reads the earlier copies any more.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Any, torch.Tensor] = {}
+        self._buffers: dict[Any, torch.Tensor] = {}
 
     def copy(self, index: Any, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the host; of a GPU's tensor it is complete when the current stream is."""
-        kept = self._kept.get(index)
+        kept = self._buffers.get(index)
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._kept[index] = kept
+            self._buffers[index] = kept
         return kept.copy_(tensor, non_blocking=True)
 
 
-class Pieces(DefaultSavePlanner):
+class ShardedSavePlanner(DefaultSavePlanner):
     """What this rank writes.
 
     Attributes:
-        held_names: All pieces that it holds, with their sizes, by the number of copies there are.
+        state_names: All pieces that it holds, with their sizes, by the number of copies there are.
 
     Args:
         held: What it holds.
@@ -57,11 +57,11 @@ class Pieces(DefaultSavePlanner):
             written; None copies nothing. The copies are complete when this returns.
     """
 
-    def __init__(self, held: Held, *, host: HostMemory | None = None) -> None:
+    def __init__(self, held: LocalState, *, host: HostCopyPool | None = None) -> None:
         super().__init__()
-        self._held = held
+        self._state = held
         self._copies: dict[Any, torch.Tensor | bytes] = {}  # by the item's index
-        self.held_names: dict[int, set[str]] = {}
+        self.state_names: dict[int, set[str]] = {}
         self.set_up_planner(held.values)
         self.plan = self.create_local_plan()
         if host is not None:
@@ -72,24 +72,24 @@ class Pieces(DefaultSavePlanner):
                 )
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
-            self.state_dict, self._held = {}, Held({})
+            self.state_dict, self._state = {}, LocalState({})
 
     @override
     def create_local_plan(self) -> SavePlan:
         whole = super().create_local_plan()
         held = [item for item in whole.items if not _is_empty(item)]
         pieces = [self._piece(item) for item in held]
-        names = written_here(pieces)
+        names = items_to_write(pieces)
         for piece in pieces:
-            self.held_names.setdefault(piece.copy.count, set()).add(f"{piece.name} ({piece.num_bytes} B)")
+            self.state_names.setdefault(piece.replica.count, set()).add(f"{piece.name} ({piece.num_bytes} B)")
         mine = [item for item in held if item.index.fqn in names]
         mappings = {item.index.fqn: self.mappings[item.index.fqn] for item in mine}
         return dataclasses.replace(whole, items=mine, planner_data=mappings)
 
-    def _piece(self, item: WriteItem) -> Piece:
+    def _piece(self, item: WriteItem) -> SaveItem:
         name, data = item.index.fqn, item.tensor_data
         num_bytes = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
-        return Piece(name, num_bytes, self._held.copy_of(name, self.state_dict[name]))
+        return SaveItem(name, num_bytes, self._state.copy_of(name, self.state_dict[name]))
 
     @override
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -101,14 +101,14 @@ class Pieces(DefaultSavePlanner):
     @override
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """What is written: of quantized tensors their values, one at a time."""
-        if isinstance(object, Kept):
+        if isinstance(object, RankLocalState):
             object = object.plain()
         elif is_quantized(object):
-            object = dequantized(object)
+            object = dequantize(object)
         return super().transform_object(write_item, object)
 
 
-def require_same_copies(pieces: Pieces, shard_index: int) -> None:
+def check_replica_counts(pieces: ShardedSavePlanner, shard_index: int) -> None:
     """Refuse a save for which ranks with copies of the same would not agree on who writes what. Collective.
 
     Args:
@@ -119,7 +119,7 @@ def require_same_copies(pieces: Pieces, shard_index: int) -> None:
         CheckpointError: On every rank, naming what some of them lack.
     """
     world_size = dist.get_world_size()
-    held = {(c, 0 if c == world_size else shard_index): names for c, names in pieces.held_names.items() if c > 1}
+    held = {(c, 0 if c == world_size else shard_index): names for c, names in pieces.state_names.items() if c > 1}
     everyone = gather_objects({group: zlib.crc32("\n".join(sorted(names)).encode()) for group, names in held.items()})
     for group in sorted({group for found in everyone for group in found}):
         ranks = [rank for rank, found in enumerate(everyone) if group in found]

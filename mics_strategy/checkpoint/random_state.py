@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from mics_strategy.checkpoint.state import StateDict
-from mics_strategy.checkpoint.writers import ONLY, Copy
+from mics_strategy.checkpoint.writers import SOLE, ReplicaId
 
 KEY = "random"
 
 
-def saved(rank: int, generators: Sequence[torch.Generator]) -> tuple[StateDict, dict[str, Copy]]:
+def save_rng(rank: int, generators: Sequence[torch.Generator]) -> tuple[StateDict, dict[str, ReplicaId]]:
     """The states of this rank's generators under a name, and that no other rank holds them.
 
     Args:
@@ -38,15 +38,15 @@ def saved(rank: int, generators: Sequence[torch.Generator]) -> tuple[StateDict, 
     if generators:
         states["codecs"] = [generator.get_state() for generator in generators]
     torch.save(states, buffer)
-    return {str(rank): buffer.getvalue()}, {f"{KEY}.{rank}": ONLY}
+    return {str(rank): buffer.getvalue()}, {f"{KEY}.{rank}": SOLE}
 
 
-def wanted(rank: int, world_size: int, saved_world_size: int) -> StateDict:
+def request_rng(rank: int, world_size: int, saved_world_size: int) -> StateDict:
     """The names of the states that this rank needs, with nothing in their places yet."""
     return {str(rank if world_size == saved_world_size else 0): None}
 
 
-def restore(loaded: StateDict, rank: int, generators: Sequence[torch.Generator]) -> None:
+def restore_rng(loaded: StateDict, rank: int, generators: Sequence[torch.Generator]) -> None:
     """Set this rank's generators; the model's own where it has as many as were saved.
 
     Args:

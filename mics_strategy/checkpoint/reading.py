@@ -42,7 +42,7 @@ _DESCRIPTIONS = {
 }
 
 
-class _Descriptions(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles torch's descriptions of checkpoints, and refuses anything else."""
 
     @override
@@ -52,7 +52,7 @@ class _Descriptions(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
-class Reader(FileSystemReader):
+class SafeReader(FileSystemReader):
     """Reads a folder in the format of torch's distributed checkpoints."""
 
     @override
@@ -68,7 +68,7 @@ class Reader(FileSystemReader):
         files = storage.read_manifest(folder).files if storage.is_checkpoint(folder) else None
         try:
             with file.open("rb") as opened:
-                found = _Descriptions(opened).load()
+                found = _MetadataUnpickler(opened).load()
         except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(
                 f"`{file}` does not describe a checkpoint ({error}). It is damaged, or somebody has put into it what "
@@ -80,11 +80,11 @@ class Reader(FileSystemReader):
             )
         names = {str(piece.relative_path) for piece in (found.storage_data or {}).values()}
         for name in sorted(names | ({DESCRIPTION} if files is not None else set())):
-            require_known(folder, name, files)
+            check_listed(folder, name, files)
         return found
 
 
-def require_known(folder: Path, name: str, files: Collection[str] | None) -> None:
+def check_listed(folder: Path, name: str, files: Collection[str] | None) -> None:
     """Refuse to read a file of which nothing says that it is the checkpoint's.
 
     Args:
@@ -109,7 +109,7 @@ def require_known(folder: Path, name: str, files: Collection[str] | None) -> Non
         raise CheckpointError(f"`{folder / name}` is no regular file. Use another checkpoint.")
 
 
-class Planner(DefaultLoadPlanner):
+class SafeLoadPlanner(DefaultLoadPlanner):
     """Puts what is read in its place; objects are plain data.
 
     Args:
@@ -150,7 +150,7 @@ def read(path: Path, metadata: Metadata, values: dict[str, Any], *, weights_only
     Cost:
         Reads every saved piece of which this rank needs a part.
     """
-    reader, planner = Reader(path), Planner(weights_only=weights_only)
+    reader, planner = SafeReader(path), SafeLoadPlanner(weights_only=weights_only)
     planner.set_up_planner(values, metadata)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     plan = reader.prepare_local_plan(planner.create_local_plan())

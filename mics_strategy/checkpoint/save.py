@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from mics_strategy.agreement import gather_objects, on_every_rank, require_same_names
+from mics_strategy.agreement import check_same_keys_across_ranks, gather_objects, run_on_all_ranks
 from mics_strategy.checkpoint import random_state, shares, storage
 from mics_strategy.checkpoint.kept import class_name
 from mics_strategy.checkpoint.manifest import Manifest
-from mics_strategy.checkpoint.pieces import HostMemory, Pieces, require_same_copies
-from mics_strategy.checkpoint.shares import Share
-from mics_strategy.checkpoint.state import Optimizers, by_key, held
-from mics_strategy.checkpoint.telling import Telling
+from mics_strategy.checkpoint.pieces import HostCopyPool, ShardedSavePlanner, check_replica_counts
+from mics_strategy.checkpoint.shares import ShardReport
+from mics_strategy.checkpoint.state import Optimizers, by_key, local_state
+from mics_strategy.checkpoint.telling import StoreChannel
 from mics_strategy.errors import CheckpointError, MiCSError
 from mics_strategy.sharding.sharded import Sharded
 from mics_strategy.version import package_version
@@ -80,7 +80,7 @@ class PendingSave:
 
 
 _pending: weakref.WeakKeyDictionary[Sharded, PendingSave] = weakref.WeakKeyDictionary()
-_host_memory: weakref.WeakKeyDictionary[Sharded, HostMemory] = weakref.WeakKeyDictionary()
+_host_memory: weakref.WeakKeyDictionary[Sharded, HostCopyPool] = weakref.WeakKeyDictionary()
 
 
 def save_checkpoint(
@@ -118,20 +118,22 @@ def save_checkpoint(
     """
     finish_saves(sharded)
     if optimizers:
-        sharded.tell_pending()
+        sharded.warn_pending_gradients()
     sharded.synchronize_buffers()
-    require_same_names("The names in `model_state`", model_state or ())  # or one might be written by nobody
-    pieces = on_every_rank(lambda: _guarded(lambda: _pieces(sharded, optimizers, model_state, asynchronous)))
-    kept = on_every_rank(lambda: _guarded(lambda: _copied(extra or {}, asynchronous)))
-    require_same_copies(pieces, sharded.index)
+    check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # or one might be written by nobody
+    pieces = run_on_all_ranks(
+        lambda: _as_checkpoint_error(lambda: _make_planner(sharded, optimizers, model_state, asynchronous))
+    )
+    kept = run_on_all_ranks(lambda: _as_checkpoint_error(lambda: _copied(extra or {}, asynchronous)))
+    check_replica_counts(pieces, sharded.index)
     draft, target = begin(path)
-    job = _Job(
+    job = _SaveJob(
         draft=draft,
         path=target,
-        pieces=pieces,
+        planner=pieces,
         manifest=_manifest_of(sharded, optimizers),
         extra=kept if dist.get_rank() == 0 else {},
-        telling=Telling(dist.distributed_c10d._get_default_store(), draft.name, dist.get_rank()),
+        channel=StoreChannel(dist.distributed_c10d._get_default_store(), draft.name, dist.get_rank()),
         rank=dist.get_rank(),
     )
     pending = PendingSave(target)
@@ -185,9 +187,9 @@ def begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
 
     def on_rank_0() -> tuple[Path, Path]:
         place = storage.real(path)
-        return storage.begin(place), place
+        return storage.begin_draft(place), place
 
-    made = gather_objects(on_every_rank(lambda: _guarded(on_rank_0) if rank == 0 else None))[0]
+    made = gather_objects(run_on_all_ranks(lambda: _as_checkpoint_error(on_rank_0) if rank == 0 else None))[0]
     if made is None:
         raise CheckpointError("Rank 0 made no draft. This is a defect; please report it.")
 
@@ -204,15 +206,15 @@ def begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
             time.sleep(0.05)
 
     try:
-        on_every_rank(see)
+        run_on_all_ranks(see)
     except BaseException:
         if rank == 0:
-            storage.discard(draft)
+            storage.abort(draft)
         raise
     return draft, target
 
 
-def _guarded(action: Callable[[], T]) -> T:
+def _as_checkpoint_error(action: Callable[[], T]) -> T:
     """With what may go wrong on one rank alone as a `CheckpointError`, which all ranks are told of."""
     try:
         return action()
@@ -222,12 +224,14 @@ def _guarded(action: Callable[[], T]) -> T:
         raise CheckpointError(f"Nothing was saved: {type(error).__name__}: {error}") from error
 
 
-def _pieces(sharded: Sharded, optimizers: Optimizers, model_state: Mapping[str, Any] | None, is_copied: bool) -> Pieces:
-    found = held(sharded, optimizers, None if model_state is None else dict(model_state))
+def _make_planner(
+    sharded: Sharded, optimizers: Optimizers, model_state: Mapping[str, Any] | None, is_copied: bool
+) -> ShardedSavePlanner:
+    found = local_state(sharded, optimizers, None if model_state is None else dict(model_state))
     if optimizers:  # weights alone resume no training
-        found.values[random_state.KEY], copies = random_state.saved(dist.get_rank(), sharded.generators)
+        found.values[random_state.KEY], copies = random_state.save_rng(dist.get_rank(), sharded.generators)
         found.copies.update(copies)
-    return Pieces(found, host=_host_memory.setdefault(sharded, HostMemory()) if is_copied else None)
+    return ShardedSavePlanner(found, host=_host_memory.setdefault(sharded, HostCopyPool()) if is_copied else None)
 
 
 def _manifest_of(sharded: Sharded, optimizers: Optimizers) -> Manifest:
@@ -249,7 +253,7 @@ def _copied(extra: Mapping[str, Any], is_copied: bool) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _SaveJob:
     """What one rank does for a save.
 
     It asks nothing of the default process group, which may be gone when a thread gets to it.
@@ -257,10 +261,10 @@ class _Job:
 
     draft: Path
     path: Path
-    pieces: Pieces
+    planner: ShardedSavePlanner
     manifest: Manifest
     extra: Mapping[str, Any]
-    telling: Telling
+    channel: StoreChannel
     rank: int
 
     def write(self) -> None:
@@ -269,51 +273,51 @@ class _Job:
             outcome = self._written()
         finally:
             if self.rank == 0:
-                storage.discard(self.draft)  # where it was not published
+                storage.abort(self.draft)  # where it was not published
         if outcome:
             raise CheckpointError(outcome)
 
     def _written(self) -> str:
         """Write; what went wrong, in words."""
-        telling, rank = self.telling, self.rank
-        with telling.alive():
+        telling, rank = self.channel, self.rank
+        with telling.heartbeat():
             try:
-                told = self._write_share(rank).to_json()
+                told = self._write_shard(rank).to_json()
             except BaseException as error:
                 told = shares.failed(f"Rank {rank} could not write `{self.path}`: {error}")
-            telling.tell(f"share {rank}", told.encode())
+            telling.send(f"share {rank}", told.encode())
             if rank == 0:
-                telling.tell("outcome", self._conclude().encode())
-            return telling.hear("outcome", 0).decode()
+                telling.send("outcome", self._finalize().encode())
+            return telling.recv("outcome", 0).decode()
 
-    def _write_share(self, rank: int) -> Share:
-        if not self.pieces.plan.items:
-            return Share(self.pieces.plan, [], {})
+    def _write_shard(self, rank: int) -> ShardReport:
+        if not self.planner.plan.items:
+            return ShardReport(self.planner.plan, [], {})
         writer = FileSystemWriter(self.draft)
         writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
-        results = writer.write_data(writer.prepare_local_plan(self.pieces.plan), self.pieces).value()
+        results = writer.write_data(writer.prepare_local_plan(self.planner.plan), self.planner).value()
         names = sorted({result.storage_data.relative_path for result in results})
-        return Share(self.pieces.plan, results, {name: storage.entry_of(self.draft / name) for name in names})
+        return ShardReport(self.planner.plan, results, {name: storage.entry_of(self.draft / name) for name in names})
 
-    def _conclude(self) -> str:
+    def _finalize(self) -> str:
         """Publish when all ranks have written; what went wrong, in words, else."""
         try:
             found = []
             for rank in range(self.manifest.world_size):
-                told = self.telling.hear(f"share {rank}", rank)
-                self.telling.forget(f"share {rank}")
-                found.append(shares.share_of(told.decode(errors="replace"), rank))
-            self._describe(found)
-            storage.publish(self.draft, self.path)
+                told = self.channel.recv(f"share {rank}", rank)
+                self.channel.delete(f"share {rank}")
+                found.append(shares.shard_report_from(told.decode(errors="replace"), rank))
+            self._write_metadata(found)
+            storage.commit(self.draft, self.path)
         except BaseException as error:
             is_told = isinstance(error, MiCSError)
             return str(error) if is_told else f"Rank 0 could not finish `{self.path}`: {error!r}"
         return ""
 
-    def _describe(self, found: Sequence[Share]) -> None:
+    def _write_metadata(self, found: Sequence[ShardReport]) -> None:
         """Write what describes the whole: torch's metadata, everything else, the manifest."""
         files = {name: entry for share in found for name, entry in share.files.items()}
-        _, metadata = self.pieces.create_global_plan([share.plan for share in found])
+        _, metadata = self.planner.create_global_plan([share.plan for share in found])
         FileSystemWriter(self.draft).finish(metadata, [list(share.results) for share in found])
         torch.save(dict(self.extra), self.draft / EXTRA)
         storage.sync(self.draft / EXTRA)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ShardReport:
     """What one rank has written.
 
     Attributes:
@@ -41,7 +41,7 @@ class Share:
     files: Mapping[str, FileEntry]
 
     def to_json(self) -> str:
-        """For `share_of`."""
+        """For `shard_report_from`."""
         return json.dumps(
             {
                 "items": [_plain_item(item) for item in self.plan.items],
@@ -53,11 +53,11 @@ class Share:
 
 
 def failed(words: str) -> str:
-    """What a rank says that has written nothing, for `share_of`."""
+    """What a rank says that has written nothing, for `shard_report_from`."""
     return json.dumps({"failure": words})
 
 
-def share_of(text: str, rank: int) -> Share:
+def shard_report_from(text: str, rank: int) -> ShardReport:
     """Read what a rank has said.
 
     Raises:
@@ -68,7 +68,7 @@ def share_of(text: str, rank: int) -> Share:
         if "failure" in found:
             raise CheckpointError(str(found["failure"]))
         paths = {name: tuple(_of((str, int), part) for part in path) for name, path in found["paths"].items()}
-        return Share(
+        return ShardReport(
             SavePlan(items=[_item(item) for item in found["items"]], planner_data=paths),
             [_result(result) for result in found["results"]],
             {inside(name): file_entry(name, entry) for name, entry in found["files"].items()},

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from mics_strategy.checkpoint import kept
-from mics_strategy.checkpoint.writers import Copy
+from mics_strategy.checkpoint.writers import ReplicaId
 from mics_strategy.errors import CheckpointError
-from mics_strategy.sharding.optimizer.quantized import is_quantized, local_of
+from mics_strategy.sharding.optimizer.quantized import is_quantized, to_local
 from mics_strategy.sharding.parameter import ShardedParameter
 from mics_strategy.sharding.sharded import Sharded
 
@@ -41,7 +41,7 @@ def by_key(optimizers: Optimizers) -> dict[str, Optimizer]:
 
 
 @dataclass(slots=True)
-class Held:
+class LocalState:
     """What one rank holds of the state.
 
     Attributes:
@@ -50,15 +50,15 @@ class Held:
     """
 
     values: StateDict
-    copies: dict[str, Copy] = field(default_factory=dict)
+    copies: dict[str, ReplicaId] = field(default_factory=dict)
 
-    def copy_of(self, name: str, value: Any) -> Copy:
+    def copy_of(self, name: str, value: Any) -> ReplicaId:
         """Which of the equal copies of a leaf this rank holds."""
         if isinstance(value, DTensor):
             return _copy_of(value)
-        return self.copies.get(name) or Copy(dist.get_rank(), dist.get_world_size())
+        return self.copies.get(name) or ReplicaId(dist.get_rank(), dist.get_world_size())
 
-    def keep(self, path: tuple[str, str, str, str], value: Any, copy: Copy) -> None:
+    def add(self, path: tuple[str, str, str, str], value: Any, copy: ReplicaId) -> None:
         """Add a state as this rank keeps it.
 
         Args:
@@ -69,11 +69,11 @@ class Held:
         inside = self.values.setdefault(kept.KEY, {})
         for step in path[:-1]:
             inside = inside.setdefault(step, {})
-        inside[path[-1]] = kept.Kept(value)
+        inside[path[-1]] = kept.RankLocalState(value)
         self.copies[".".join((kept.KEY, *path))] = copy
 
 
-def held(sharded: Sharded, optimizers: Optimizers, model_state: StateDict | None = None) -> Held:
+def local_state(sharded: Sharded, optimizers: Optimizers, model_state: StateDict | None = None) -> LocalState:
     """Name all that this rank holds. Nothing is copied.
 
     Args:
@@ -86,20 +86,22 @@ def held(sharded: Sharded, optimizers: Optimizers, model_state: StateDict | None
     """
     names = names_of(sharded.model)
     state = sharded.model.state_dict() if model_state is None else model_state
-    found = Held({MODEL: {name: _detached(value) for name, value in state.items()}})
+    found = LocalState({MODEL: {name: _detached(value) for name, value in state.items()}})
     for key, optimizer in by_key(optimizers).items():
-        refuse_unknown(optimizer)
+        check_known(optimizer)
         states: StateDict = {}
         for parameter, state in optimizer.state.items():
             name = _name(names, parameter, optimizer)
             owner = sharded.owner_of(optimizer, parameter)
-            by_place = [each for each, value in state.items() if kept.is_kept(value, parameter, owner)]
+            by_place = [each for each, value in state.items() if kept.is_rank_local(value, parameter, owner)]
             states[name] = {k: value for k, value in state.items() if k not in by_place or is_quantized(value)}
             if owner is not None:
-                found.copies.update({f"{key}.state.{name}.{each}": Copy(*sharded.replica) for each in state})
-            copy = _copy_of(parameter) if owner is None and isinstance(parameter, DTensor) else Copy(*sharded.replica)
+                found.copies.update({f"{key}.state.{name}.{each}": ReplicaId(*sharded.replica) for each in state})
+            copy = (
+                _copy_of(parameter) if owner is None and isinstance(parameter, DTensor) else ReplicaId(*sharded.replica)
+            )
             for each in by_place:
-                found.keep((key, name, each, kept.place_of(parameter, owner)), state[each], copy)
+                found.add((key, name, each, kept.shard_key(parameter, owner)), state[each], copy)
         found.values[key] = {
             "state": states,
             "param_groups": [_group(names, g, optimizer) for g in optimizer.param_groups],
@@ -130,17 +132,17 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _copy_of(tensor: DTensor) -> Copy:
+def _copy_of(tensor: DTensor) -> ReplicaId:
     """By the axes of the mesh over which it is repeated."""
     mesh, index, count = tensor.device_mesh, 0, 1
     for axis, placement in enumerate(tensor.placements):
         if placement.is_replicate():
             index, count = index * mesh.size(axis) + mesh.get_local_rank(axis), count * mesh.size(axis)
-    return Copy(index, count)
+    return ReplicaId(index, count)
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class CheckpointContents:
     """What a checkpoint holds.
 
     Attributes:
@@ -152,7 +154,7 @@ class Saved:
     optimizer_classes: Sequence[str] = ()
 
 
-def refuse_unknown(optimizer: Optimizer) -> None:
+def check_known(optimizer: Optimizer) -> None:
     """Refuse states of which nobody knows how they are read and written.
 
     Raises:
@@ -161,15 +163,15 @@ def refuse_unknown(optimizer: Optimizer) -> None:
     for states in optimizer.state.values():
         others = [(key, value) for key, value in states.items() if not is_quantized(value)]
         for key, leaf in ((key, leaf) for key, value in others for leaf in tree_leaves(value)):
-            if isinstance(leaf, torch.Tensor) and type(local_of(leaf)) not in (torch.Tensor, nn.Parameter):
+            if isinstance(leaf, torch.Tensor) and type(to_local(leaf)) not in (torch.Tensor, nn.Parameter):
                 raise CheckpointError(
-                    f"`{key}` of {type(optimizer).__name__} holds a {type(local_of(leaf)).__name__}, of which it "
+                    f"`{key}` of {type(optimizer).__name__} holds a {type(to_local(leaf)).__name__}, of which it "
                     "is not known how it is saved. Save the weights only, or each rank's own "
                     "`optimizer.state_dict()`, which fits the same ranks and scopes."
                 )
 
 
-class Template:
+class LoadTarget:
     """Memory for what a checkpoint holds, and the way from there into the model and its optimizers.
 
     Parameters and buffers are read into their own memory, states of optimizers into new tensors, each in this rank's
@@ -190,7 +192,7 @@ class Template:
         self,
         sharded: Sharded,
         optimizers: Optimizers,
-        saved: Saved,
+        saved: CheckpointContents,
         *,
         strict: bool,
         has_model: bool = True,
@@ -199,7 +201,7 @@ class Template:
         self._optimizers = by_key(optimizers)
         self._saved = saved.entries
         self._optimizer_classes = saved.optimizer_classes
-        self._origins: dict[tuple[str, str], kept.Origin] = {}
+        self._origins: dict[tuple[str, str], kept.StateSource] = {}
         self._strict = strict
         self._names = names_of(sharded.model)
         self.values: StateDict = {MODEL: self._of_model() if has_model else {}}
@@ -210,7 +212,7 @@ class Template:
         own = self._sharded.model.state_dict(keep_vars=True)
         saved = {name.removeprefix(f"{MODEL}."): entry for name, entry in self._saved.items() if _is_in(name, MODEL)}
         if self._strict:
-            _refuse_difference("the model", set(own), set(saved))
+            _check_same_names("the model", set(own), set(saved))
         for name in set(own) & set(saved):
             shape = getattr(saved[name], "size", None)
             if isinstance(own[name], torch.Tensor) and shape != own[name].shape:
@@ -236,16 +238,16 @@ class Template:
                 saved = [key for key in self._saved if key.startswith(prefix)]
                 owner = self._sharded.owner_of(optimizer, parameter)
                 if owner in (None, self._sharded.index):
-                    exact = self._kept(position, optimizer, kept.Origin(key, name, parameter, owner))
-                    rooms = {k.removeprefix(prefix): _room(self._saved[k], parameter, owner) for k in saved}
+                    exact = self._kept(position, optimizer, kept.StateSource(key, name, parameter, owner))
+                    rooms = {k.removeprefix(prefix): _empty_like_saved(self._saved[k], parameter, owner) for k in saved}
                     if rooms or exact:
                         states[name] = {k: room for k, room in rooms.items() if k not in exact}
         return {"state": states, "param_groups": self._groups(f"{key}.param_groups")}
 
-    def _kept(self, position: int, optimizer: Optimizer, origin: kept.Origin) -> set[str]:
+    def _kept(self, position: int, optimizer: Optimizer, origin: kept.StateSource) -> set[str]:
         """Ask for what was saved by place; the states of which that is all that is needed."""
-        are_quantized = kept.keeps_as(optimizer, position, self._optimizer_classes)
-        wanted = origin.wanted(self._saved, are_quantized=are_quantized)
+        are_quantized = kept.quantizes_like(optimizer, position, self._optimizer_classes)
+        wanted = origin.request(self._saved, are_quantized=are_quantized)
         if wanted:
             self._origins[origin.optimizer, origin.name] = origin
             self.values.setdefault(kept.KEY, {}).setdefault(origin.optimizer, {})[origin.name] = wanted
@@ -256,7 +258,7 @@ class Template:
         for name, entry in self._saved.items():
             if _is_in(name, key):
                 number, _, option = name.removeprefix(f"{key}.").partition(".")
-                groups.setdefault(int(number), {})[option] = _room(entry, None, None)
+                groups.setdefault(int(number), {})[option] = _empty_like_saved(entry, None, None)
         return [groups[number] for number in sorted(groups)]
 
     def optimizer_states(self) -> list[StateDict]:
@@ -269,7 +271,7 @@ class Template:
             states = self.values[key]["state"].setdefault(name, {})
             for state, places in self.values[kept.KEY][key][name].items():
                 [(place, loaded)] = places.items()
-                states[state] = origin.restored(place, loaded, states.get(state))
+                states[state] = origin.restore(place, loaded, states.get(state))
         return [self._numbered(optimizer, self.values[key]) for key, optimizer in self._optimizers.items()]
 
     def apply(self, optimizer_states: list[StateDict]) -> None:
@@ -278,7 +280,7 @@ class Template:
         others = {name: value for name, value in self.values[MODEL].items() if not isinstance(value, torch.Tensor)}
         if others:
             model.load_state_dict(others, strict=False)
-        self._sharded.note_changes()
+        self._sharded.mark_modified()
         for optimizer, states in zip(self._optimizers.values(), optimizer_states, strict=True):
             optimizer.load_state_dict(states)
 
@@ -302,24 +304,24 @@ class Template:
             options = loaded["param_groups"][sources[0]] if sources else group
             groups.append({**options, "params": list(range(first, len(own)))})
         if self._strict:
-            _refuse_difference(type(optimizer).__name__, own, set(saved_in))
+            _check_same_names(type(optimizer).__name__, own, set(saved_in))
         return {"state": states, "param_groups": groups}
 
 
-def room_for_model(sharded: Sharded, metadata: Metadata) -> StateDict:
+def empty_model_like_saved(sharded: Sharded, metadata: Metadata) -> StateDict:
     """New memory for a saved model, by names: this rank's share where the model cuts the tensor, None for no tensor."""
     own = sharded.model.state_dict(keep_vars=True)
     saved = {
         name.removeprefix(f"{MODEL}."): e for name, e in metadata.state_dict_metadata.items() if _is_in(name, MODEL)
     }
-    return {name: _room(entry, own.get(name), None) for name, entry in saved.items()}
+    return {name: _empty_like_saved(entry, own.get(name), None) for name, entry in saved.items()}
 
 
 def _is_in(name: str, key: str) -> bool:
     return name.startswith(f"{key}.")
 
 
-def _refuse_difference(whose: str, own: set[str], saved: set[str]) -> None:
+def _check_same_names(whose: str, own: set[str], saved: set[str]) -> None:
     for found, what in ((own - saved, "not in the checkpoint"), (saved - own, "only in the checkpoint")):
         if found:
             rest = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -329,11 +331,11 @@ def _refuse_difference(whose: str, own: set[str], saved: set[str]) -> None:
             )
 
 
-def _room(entry: Any, parameter: torch.Tensor | None, owner: int | None) -> Any:
+def _empty_like_saved(entry: Any, parameter: torch.Tensor | None, owner: int | None) -> Any:
     """Memory for a saved value: this rank's share, where it is cut as its parameter is; None for what is no tensor."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     dtype = entry.properties.dtype
     if isinstance(parameter, ShardedParameter) and owner is None and entry.size == parameter.shape and parameter.dim():
-        return parameter.labelled(torch.empty_like(parameter.local, dtype=dtype))
+        return parameter.like_self(torch.empty_like(parameter.local, dtype=dtype))
     return torch.empty(entry.size, dtype=dtype)

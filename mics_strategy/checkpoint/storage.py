@@ -40,7 +40,7 @@ def real(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.realpath(given)) if given.is_symlink() else given
 
 
-def begin(path: Path) -> Path:
+def begin_draft(path: Path) -> Path:
     """Make the draft of a checkpoint, and remove those that runs which were killed have left.
 
     Args:
@@ -53,7 +53,7 @@ def begin(path: Path) -> Path:
     Cost:
         30 s, once, where a process of another machine was killed while it saved there, less than ten minutes ago.
     """
-    _require_replaceable(path)
+    _check_replaceable(path)
     draft = path.parent / f".{path.name}.{secrets.token_hex(4)}.{_DRAFT}"
     try:
         draft.mkdir(parents=True)
@@ -67,14 +67,14 @@ def begin(path: Path) -> Path:
     try:
         _remove_drafts_of_the_dead(path, draft)
         find(path)
-        _require_replaceable(path)
+        _check_replaceable(path)
     except BaseException:
-        discard(draft)
+        abort(draft)
         raise
     return draft
 
 
-def _require_replaceable(path: Path) -> None:
+def _check_replaceable(path: Path) -> None:
     if path.is_file() or (path.is_dir() and not is_checkpoint(path) and any(path.iterdir())):
         raise CheckpointError(
             f"`{path}` exists and is no sharded checkpoint; saving there would replace it. Choose another path, or "
@@ -88,7 +88,7 @@ def _remove_drafts_of_the_dead(path: Path, draft: Path) -> None:
     The own one is there already: of two that begin at the same time, one at least finds the other's.
     """
     now = (draft / OWNER).stat().st_mtime
-    for other in _hidden(path, _DRAFT):
+    for other in _hidden_name(path, _DRAFT):
         owner = living_owner(other, now, _claims) if other != draft else None
         if owner is not None:
             raise CheckpointError(
@@ -99,7 +99,7 @@ def _remove_drafts_of_the_dead(path: Path, draft: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
-def publish(draft: Path, path: Path) -> None:
+def commit(draft: Path, path: Path) -> None:
     """Put a whole draft in its final place, in the place of an older checkpoint of that name.
 
     Every file of it must be on the disk already; see `sync`.
@@ -111,7 +111,7 @@ def publish(draft: Path, path: Path) -> None:
     sync(draft)
     if not path.exists():
         os.rename(draft, path)
-    elif _exchange(draft, path):
+    elif _swap(draft, path):
         _clear(draft)
     else:
         aside = path.parent / f".{path.name}.{secrets.token_hex(4)}.{_ASIDE}"
@@ -122,7 +122,7 @@ def publish(draft: Path, path: Path) -> None:
     sync(path.parent)
 
 
-def discard(draft: Path) -> None:
+def abort(draft: Path) -> None:
     """Remove a draft that will not be finished. What cannot be removed is removed by the next `begin`."""
     _release(draft.name)
     shutil.rmtree(draft, ignore_errors=True)
@@ -157,7 +157,7 @@ def find(path: Path) -> bool:
     Not while another process may be writing it.
     """
     path = real(path)
-    aside = _hidden(path, _ASIDE)
+    aside = _hidden_name(path, _ASIDE)
     for left in aside:
         if path.exists() or not is_checkpoint(left):
             shutil.rmtree(left, ignore_errors=True)
@@ -237,7 +237,7 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str], *, digests
     for name in names:
         file, expected = path / name, manifest.files[name]
         try:
-            _require_regular(file)
+            _check_regular(file)
             found = entry_of(file) if digests else FileEntry(num_bytes=file.stat().st_size, sha256=expected.sha256)
         except OSError as error:
             raise CheckpointError(f"`{file}` cannot be read ({error.strerror}). {_REMEDY}") from error
@@ -267,7 +267,7 @@ def _clear(folder: Path) -> None:
             continue
 
 
-def _require_regular(file: Path) -> None:
+def _check_regular(file: Path) -> None:
     """Refuse devices and pipes, whose reading need not end."""
     if not stat.S_ISREG(file.stat().st_mode):
         raise CheckpointError(f"`{file}` is no file that could be read to its end. {_REMEDY}")
@@ -288,7 +288,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _hidden(path: Path, kind: str) -> list[Path]:
+def _hidden_name(path: Path, kind: str) -> list[Path]:
     """Drafts of a checkpoint, or earlier versions of it that have stepped aside, oldest first."""
     if not path.parent.is_dir():
         return []
@@ -307,7 +307,7 @@ def _name_of(entry: Path) -> str:
     return entry.name if _kind_of(entry) is None else entry.name[1:].rsplit(".", 2)[0]
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _swap(one: Path, other: Path) -> bool:
     """Let two folders change places in one step; False where the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:

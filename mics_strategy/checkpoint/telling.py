@@ -19,7 +19,7 @@ _SILENT_S = 120.0  # after which a rank counts as gone
 _POLL_S = (0.001, 0.05)  # at first, and at the longest
 
 
-class Telling:
+class StoreChannel:
     """What the ranks of one save tell.
 
     Args:
@@ -33,11 +33,11 @@ class Telling:
         self._name = name
         self._rank = rank
 
-    def tell(self, what: str, value: bytes) -> None:
+    def send(self, what: str, value: bytes) -> None:
         """Let all ranks hear something."""
         self._ask("set", what, value)
 
-    def hear(self, what: str, of_rank: int) -> bytes:
+    def recv(self, what: str, rank: int) -> bytes:
         """Wait for what a rank tells.
 
         Raises:
@@ -45,12 +45,12 @@ class Telling:
         """
         pause_s, pulse, heard_s = _POLL_S[0], b"", time.monotonic()
         while not self._ask("check", what):
-            now, found = time.monotonic(), self._pulse_of(of_rank)
+            now, found = time.monotonic(), self._pulse_of(rank)
             if found != pulse:
                 pulse, heard_s = found, now
             elif now - heard_s > _SILENT_S:
                 raise CheckpointError(
-                    f"Rank {of_rank} has given no sign of life for {_SILENT_S:.0f} s while a checkpoint was written; "
+                    f"Rank {rank} has given no sign of life for {_SILENT_S:.0f} s while a checkpoint was written; "
                     "its process is gone, or stands still. Look at the end of its output, and start the job again."
                 )
             time.sleep(pause_s)
@@ -58,12 +58,12 @@ class Telling:
         value: bytes = self._ask("get", what)
         return value
 
-    def forget(self, what: str) -> None:
+    def delete(self, what: str) -> None:
         """Free the memory that it takes in the store."""
         self._ask("delete_key", what)
 
     @contextmanager
-    def alive(self) -> Iterator[None]:
+    def heartbeat(self) -> Iterator[None]:
         """Give signs of life in the meantime."""
         done = threading.Event()
 
@@ -72,7 +72,7 @@ class Telling:
             while not done.wait(_PULSE_S):
                 count += 1
                 try:
-                    self.tell(f"pulse {self._rank}", str(count).encode())
+                    self.send(f"pulse {self._rank}", str(count).encode())
                 except CheckpointError:
                     return  # whoever waits for this store is told
 

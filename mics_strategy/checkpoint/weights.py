@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import torch
 
-from mics_strategy.agreement import gather_objects, on_every_rank
+from mics_strategy.agreement import gather_objects, run_on_all_ranks
 from mics_strategy.checkpoint import storage
-from mics_strategy.checkpoint.formats import SavedTensor, Source, guarded, open_source
+from mics_strategy.checkpoint.formats import SavedTensor, Source, as_checkpoint_error, open_source
 from mics_strategy.checkpoint.load import check_checkpoint
 from mics_strategy.checkpoint.save import finish_saves
 from mics_strategy.errors import CheckpointError
@@ -30,7 +30,7 @@ _SHOWN = 5  # names in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class IncompatibleKeys:
     """Names that were not on both sides, as `torch.nn.Module.load_state_dict` tells them.
 
     Attributes:
@@ -49,7 +49,7 @@ def load_weights(
     strict: bool = True,
     rename: Rename | Literal["auto"] = "auto",
     weights_only: bool = True,
-) -> Difference:
+) -> IncompatibleKeys:
     """Read parameters and buffers that others have saved into a sharded model. Collective.
 
     What is read: a ``.safetensors`` file; what `save_pretrained` and ``mics export`` write (a folder, in one file or
@@ -82,11 +82,13 @@ def load_weights(
     where = gather_objects(Path(path))[0]
     if gather_objects(storage.is_checkpoint(where))[0]:
         check_checkpoint(where)
-    source = on_every_rank(lambda: guarded(where, lambda: open_source(where, weights_only=weights_only)))
+    source = run_on_all_ranks(lambda: as_checkpoint_error(where, lambda: open_source(where, weights_only=weights_only)))
     own = sharded.model.state_dict(keep_vars=True)
-    names = on_every_rank(lambda: _names(own, source, where, rename))
+    names = run_on_all_ranks(lambda: _names(own, source, where, rename))
     expected = [name for name in source.saved if rename == "auto" or rename(name) is not None]
-    difference = on_every_rank(lambda: _difference(own, {name: source.saved[name] for name in expected}, names, strict))
+    difference = run_on_all_ranks(
+        lambda: _incompatible_keys(own, {name: source.saved[name] for name in expected}, names, strict)
+    )
     extras = {name for name in names.values() if _is_extra(name, own[name])}
 
     def read() -> dict[str, Any]:
@@ -95,9 +97,9 @@ def load_weights(
             return {name: source.value(saved) for saved, name in names.items() if name in extras}
 
     try:
-        values = on_every_rank(lambda: guarded(where, read))
+        values = run_on_all_ranks(lambda: as_checkpoint_error(where, read))
     finally:
-        sharded.note_changes()
+        sharded.mark_modified()
     if values:
         sharded.model.load_state_dict(values, strict=False)
     return difference
@@ -123,7 +125,7 @@ def _names(own: Mapping[str, Any], source: Source, path: Path, rename: Rename | 
             )
         names[saved_name], taken[name] = name, saved_name
         if not _is_extra(name, own[name]):
-            _require_fit(name, own[name], saved, may_be_flat=source.may_be_flat)
+            _check_shapes(name, own[name], saved, may_be_flat=source.may_be_flat)
     return names
 
 
@@ -172,7 +174,7 @@ def _prefixes(name: str) -> list[str]:
     return ["", *(name[: place + 1] for place, letter in enumerate(name) if letter == ".")]
 
 
-def _require_fit(name: str, own: Any, saved: SavedTensor | None, *, may_be_flat: bool) -> None:
+def _check_shapes(name: str, own: Any, saved: SavedTensor | None, *, may_be_flat: bool) -> None:
     found = None if saved is None else saved.shape
     is_flat = may_be_flat and found is not None and len(found) == 1 and found.numel() == own.numel()
     if found != own.shape and not is_flat:
@@ -188,16 +190,16 @@ def _require_fit(name: str, own: Any, saved: SavedTensor | None, *, may_be_flat:
             )
 
 
-def _difference(
+def _incompatible_keys(
     own: Mapping[str, Any], saved: Mapping[str, SavedTensor | None], names: Mapping[str, str], strict: bool
-) -> Difference:
+) -> IncompatibleKeys:
     """What is on one side only. Objects that are no tensors, such as the number of an epoch, do not count in files.
 
     Raises:
         CheckpointError: There is something, and `strict` is set.
     """
     there = {id(own[name]) for name in names.values()}  # one of tied names is enough
-    found = Difference(
+    found = IncompatibleKeys(
         missing_keys=[name for name in own if id(own[name]) not in there],
         unexpected_keys=[name for name, each in saved.items() if each is not None and name not in names],
     )

@@ -14,32 +14,32 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class ReplicaId:
     """Which of several equal copies a rank holds: number `index` of `count`."""
 
     index: int
     count: int
 
 
-ONLY = Copy(0, 1)
+SOLE = ReplicaId(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SaveItem:
     """Something that is written once.
 
     Attributes:
         name: The same on all ranks that hold it, and that of no other piece they hold.
         num_bytes: Of its data; 0 where that is not known.
-        copy: Which of the equal copies this rank holds.
+        replica: Which of the equal copies this rank holds.
     """
 
     name: str
     num_bytes: int
-    copy: Copy
+    replica: ReplicaId
 
 
-def written_here(pieces: Iterable[Piece]) -> set[str]:
+def items_to_write(pieces: Iterable[SaveItem]) -> set[str]:
     """The names of the pieces that this rank writes.
 
     The largest go first, each to the copy that has least so far; of those with equally little, the name's checksum
@@ -51,10 +51,10 @@ def written_here(pieces: Iterable[Piece]) -> set[str]:
     mine: set[str] = set()
     loads: dict[int, list[int]] = {}  # by the number of copies
     for piece in sorted(pieces, key=lambda piece: (-piece.num_bytes, piece.name)):
-        load = loads.setdefault(piece.copy.count, [0] * piece.copy.count)
-        first = zlib.crc32(piece.name.encode()) % piece.copy.count
+        load = loads.setdefault(piece.replica.count, [0] * piece.replica.count)
+        first = zlib.crc32(piece.name.encode()) % piece.replica.count
         writer = min(range(len(load)), key=lambda copy: (load[copy], (copy - first) % len(load)))
         load[writer] += piece.num_bytes
-        if writer == piece.copy.index:
+        if writer == piece.replica.index:
             mine.add(piece.name)
     return mine

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from mics_strategy.collectives import route as routes
-from mics_strategy.collectives.ops import Handle, check_fit
-from mics_strategy.collectives.process_memory import Assembly, Spread, Stretches
-from mics_strategy.collectives.programs import Programs
+from mics_strategy.collectives.ops import Work, check_shapes
+from mics_strategy.collectives.process_memory import GatherTarget, ScatterTarget, SourceVec
+from mics_strategy.collectives.programs import CollectiveQueue
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.collectives.workspace import Workspace
 
 
-class Cut:
+class ShardViews:
     """The stretches of a slice of the flat form; what is in none is padding.
 
     Args:
@@ -32,7 +32,7 @@ class Cut:
         self._stretches = stretches
         self._views: dict[int, list[torch.Tensor]] = {}
 
-    def of(self, slice_: torch.Tensor) -> list[torch.Tensor]:
+    def views_of(self, slice_: torch.Tensor) -> list[torch.Tensor]:
         """Views of the stretches. Slices are few and stay where they are, so the views are made once."""
         address = slice_.data_ptr()
         if address not in self._views:
@@ -41,21 +41,21 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Summands:
+class ReduceInputs:
     """What one rank has for the sums of all: stretches that lie apart, contiguous.
 
     Attributes:
         own: For this rank's slice, in the order of its cut.
         spreads: For the slice of each rank, by its index; the own one is not used.
-        kept: What all of them lie in.
+        keep_alive: What all of them lie in.
     """
 
     own: list[torch.Tensor]
-    spreads: list[Spread]
-    kept: list[torch.Tensor]
+    spreads: list[SourceVec]
+    keep_alive: list[torch.Tensor]
 
 
-class Apart:
+class PeerMemoryCommunicator:
     """Collectives of one stage over ranks that read one another's memory, nothing encoded.
 
     Args:
@@ -65,13 +65,15 @@ class Apart:
         workspace: Of the programs.
     """
 
-    def __init__(self, route: routes.Route, transport: Transport, programs: Programs, workspace: Workspace) -> None:
+    def __init__(
+        self, route: routes.Route, transport: Transport, programs: CollectiveQueue, workspace: Workspace
+    ) -> None:
         self._route = route
         self._transport = transport
-        self._programs = programs
+        self._queue = programs
         self._workspace = workspace
 
-    def gather(self, rows: list[Stretches], shard: torch.Tensor, what: str) -> Handle:
+    def all_gather(self, rows: list[ScatterTarget], shard: torch.Tensor, what: str) -> Work:
         """Put the elements of every rank's `shard` where they belong.
 
         Args:
@@ -83,12 +85,14 @@ class Apart:
             That of `Collective.gather`.
         """
         transport, full_numel = self._transport, shard.numel() * self._transport.size
-        check_fit(rows[transport.index].numel() == shard.numel(), what, shard, shard)
-        asked = self._programs.ask("Gather", what, full_numel, shard.dtype)
-        self._programs.write(routes.gather_messages(self._route, full_numel, shard.dtype))
-        return self._programs.run(asked, lambda: transport.gather_apart(rows, shard, asked.tag).wait())
+        check_shapes(rows[transport.index].numel() == shard.numel(), what, shard, shard)
+        asked = self._queue.next_op("Gather", what, full_numel, shard.dtype)
+        self._queue.log(routes.all_gather_traffic(self._route, full_numel, shard.dtype))
+        return self._queue.submit(asked, lambda: transport.all_gather_into(rows, shard, asked.tag).wait())
 
-    def reduce(self, out: torch.Tensor, summands: Summands, cut: Cut, accumulate: bool, what: str) -> Handle:
+    def reduce_scatter(
+        self, out: torch.Tensor, summands: ReduceInputs, cut: ShardViews, accumulate: bool, what: str
+    ) -> Work:
         """Sum every rank's summands of this rank's slice, in the order of the ranks.
 
         Args:
@@ -102,18 +106,20 @@ class Apart:
             That of `Collective.reduce`, whose workspace it uses; padding is counted, though not read.
         """
         full_numel = out.numel() * self._transport.size
-        asked = self._programs.ask("Reduction", what, full_numel, cut.dtype)
-        self._programs.write(routes.reduce_messages(self._route, full_numel, cut.dtype))
-        return self._programs.run(asked, lambda: self._reduce(out, summands, cut, accumulate, asked.tag))
+        asked = self._queue.next_op("Reduction", what, full_numel, cut.dtype)
+        self._queue.log(routes.reduce_scatter_traffic(self._route, full_numel, cut.dtype))
+        return self._queue.submit(asked, lambda: self._reduce_scatter(out, summands, cut, accumulate, asked.tag))
 
-    def _reduce(self, out: torch.Tensor, summands: Summands, cut: Cut, accumulate: bool, tag: int) -> None:
-        transport, sums = self._transport, cut.of(out)
+    def _reduce_scatter(
+        self, out: torch.Tensor, summands: ReduceInputs, cut: ShardViews, accumulate: bool, tag: int
+    ) -> None:
+        transport, sums = self._transport, cut.views_of(out)
         others = [index for index in range(transport.size) if index != transport.index]
-        arrived = {index: cut.of(self._workspace.take(out.numel(), cut.dtype)) for index in others}
-        targets = {index: Assembly(parts, out.numel(), cut.dtype) for index, parts in arrived.items()}
-        under_way = transport.exchange_apart(targets, summands.spreads, tag)
+        arrived = {index: cut.views_of(self._workspace.allocate(out.numel(), cut.dtype)) for index in others}
+        targets = {index: GatherTarget(parts, out.numel(), cut.dtype) for index, parts in arrived.items()}
+        under_way = transport.all_to_all_scattered(targets, summands.spreads, tag)
         for index in range(transport.size):
-            under_way.wait_for(index)
+            under_way.wait_recv(index)
             parts = arrived.get(index, summands.own)
             if not sums:  # a rank behind the last row, whose slice is padding
                 continue

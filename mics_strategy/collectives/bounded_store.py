@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
-ANSWER_S = 2.0  # how long a store that works may take
+STORE_TIMEOUT_S = 2.0  # how long a store that works may take
 
 
 class BoundedStore:
@@ -35,7 +35,7 @@ class BoundedStore:
         is_of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return "the launcher" if is_of_launcher else "rank 0"
 
-    def ask(self, operation: Callable[[], T], within_s: float = 0.0) -> T | None:
+    def run_within(self, operation: Callable[[], T], within_s: float = 0.0) -> T | None:
         """What `operation` returns, which uses the store; None where the store does not answer, or is gone.
 
         Args:
@@ -44,14 +44,14 @@ class BoundedStore:
         """
         if self.is_silent:
             return None
-        answer: _Answer[T] = _Answer(operation)
+        answer: _StoreOperation[T] = _StoreOperation(operation)
         self._thread = threading.Thread(target=answer.wait_for, name="mics store", daemon=True)
         self._thread.start()
-        self._thread.join(within_s + ANSWER_S)
+        self._thread.join(within_s + STORE_TIMEOUT_S)
         return answer.value
 
 
-class _Answer(Generic[T]):
+class _StoreOperation(Generic[T]):
     """What the store says, once it has."""
 
     def __init__(self, operation: Callable[[], T]) -> None:

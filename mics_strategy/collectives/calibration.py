@@ -19,12 +19,19 @@ import torch
 import torch.distributed as dist
 
 from mics_strategy.collectives import decisions
-from mics_strategy.collectives.by_size import AnyCollective, BySize
-from mics_strategy.collectives.collective import Collective
-from mics_strategy.collectives.crossover import RUNS, SIZES_BYTES, Crossing, Timing, is_next_affordable, threshold_bytes
-from mics_strategy.collectives.decisions import Links
-from mics_strategy.collectives.peers import Peers
-from mics_strategy.collectives.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER
+from mics_strategy.collectives.by_size import AnyCommunicator, SizeDispatch
+from mics_strategy.collectives.collective import Communicator
+from mics_strategy.collectives.crossover import (
+    RUNS,
+    SIZES_BYTES,
+    SizeTiming,
+    TunableCollective,
+    is_next_affordable,
+    threshold_bytes,
+)
+from mics_strategy.collectives.decisions import TuningKey
+from mics_strategy.collectives.peers import ControlGroup
+from mics_strategy.collectives.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.collectives.transport import moves
 from mics_strategy.collectives.workspace import Workspace
 from mics_strategy.scopes import Scopes
@@ -33,11 +40,11 @@ from mics_strategy.topology import Span
 _WHAT = "a calibration"
 _DTYPE = torch.float32
 _TIMED_BACKENDS = ("gloo", "nccl")
-_NAMES = {GATHER: "gathers", REDUCE_SCATTER: "sums", ALL_REDUCE: "all-reduces"}
+_NAMES = {ALL_GATHER: "gathers", REDUCE_SCATTER: "sums", ALL_REDUCE: "all-reduces"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class TuningResult:
     """What was decided for one collective over one span.
 
     Attributes:
@@ -45,34 +52,34 @@ class Finding:
         span: Over which.
         from_bytes: Of the whole tensor, from which on it goes in two stages; 0: always.
         timings: Where this job has measured it.
-        is_news: Whether no model of this process had it before.
+        was_measured: Whether no model of this process had it before.
     """
 
     collective: str
     span: Span
     from_bytes: int
-    timings: tuple[Timing, ...] = ()
-    is_news: bool = True
+    timings: tuple[SizeTiming, ...] = ()
+    was_measured: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class BenchmarkContext:
     """Where it is measured.
 
     Attributes:
-        control: All ranks.
+        control_group: All ranks.
         device: Of the tensors.
-        make: Gives the collective of a purpose in both ways, which uses that workspace. Collective.
+        make_communicator: Gives the collective of a purpose in both ways, which uses that workspace. Collective.
         gather: Every rank's text, in rank order. Collective.
     """
 
-    control: Peers
+    control_group: ControlGroup
     device: torch.device
-    make: Callable[[str, Workspace], AnyCollective | None]
+    make_communicator: Callable[[str, Workspace], AnyCommunicator | None]
     gather: Callable[[str], list[str]]
 
 
-def calibrate(scopes: Scopes, site: Surroundings) -> list[Finding]:
+def autotune(scopes: Scopes, context: BenchmarkContext) -> list[TuningResult]:
     """Find from which size on collectives go in two stages. Collective over all ranks where anything is undecided.
 
     1. What this process has found before, for the same ranks, holds.
@@ -86,23 +93,25 @@ def calibrate(scopes: Scopes, site: Surroundings) -> list[Finding]:
         For what this process does not know, a gather and a broadcast of objects. For what is measured, up to
         `SIZES_BYTES` twice `RUNS` times, in about 0.4 s: sizes stop growing before.
     """
-    mover = moved_by(site.control.transport.group, site.device)
-    undecided = scopes.undecided()
+    mover = backend_key(context.control_group.transport.group, context.device)
+    undecided = scopes.untuned()
     if not undecided or mover is None:
         return []
-    in_process = _found.setdefault(dist.group.WORLD, {})
+    in_process = _tuned_in_process.setdefault(dist.group.WORLD, {})
     asked = {crossing: purpose for crossing, purpose in undecided.items() if (mover, crossing) not in in_process}
     if asked:
-        hosts = site.gather(socket.gethostname())[:: scopes.ranks_per_node]
-        links = [Links.of(*crossing, hosts, scopes.ranks_per_node, mover) for crossing in asked]
-        kept = site.control.share([decisions.recall(each) for each in links] if site.control.index == 0 else [], 0)
+        hosts = context.gather(socket.gethostname())[:: scopes.ranks_per_node]
+        links = [TuningKey.for_this_job(*crossing, hosts, scopes.ranks_per_node, mover) for crossing in asked]
+        kept = context.control_group.broadcast_object(
+            [decisions.load(each) for each in links] if context.control_group.index == 0 else [], 0
+        )
         for (crossing, purpose), each, from_bytes in zip(asked.items(), links, kept, strict=True):
-            in_process[mover, crossing] = _find(crossing, purpose, each, from_bytes, site)
+            in_process[mover, crossing] = _tune(crossing, purpose, each, from_bytes, context)
     found = {crossing: in_process[mover, crossing] for crossing in undecided}
-    return [dataclasses.replace(each, is_news=crossing in asked) for crossing, each in found.items()]
+    return [dataclasses.replace(each, was_measured=crossing in asked) for crossing, each in found.items()]
 
 
-def moved_by(group: dist.ProcessGroup, device: torch.device) -> str | None:
+def backend_key(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """What moves tensors, in words; None where times say nothing, as among simulated ranks."""
     backend = moves(group, device.type)
     if backend not in _TIMED_BACKENDS:
@@ -110,27 +119,31 @@ def moved_by(group: dist.ProcessGroup, device: torch.device) -> str | None:
     return f"{backend} on {torch.cuda.get_device_name() if device.type == 'cuda' else device.type}"
 
 
-def _find(crossing: Crossing, purpose: str, links: Links, kept: int | None, site: Surroundings) -> Finding:
+def _tune(
+    crossing: TunableCollective, purpose: str, links: TuningKey, kept: int | None, site: BenchmarkContext
+) -> TuningResult:
     collective, span = crossing
     if kept is not None:
-        return Finding(collective=collective, span=span, from_bytes=kept)
-    timings: tuple[Timing, ...] = ()
+        return TuningResult(collective=collective, span=span, from_bytes=kept)
+    timings: tuple[SizeTiming, ...] = ()
     workspace = Workspace()
-    both = site.make(purpose, workspace)
-    if isinstance(both, BySize):
-        timings = measure(collective, both, workspace, site.control, site.device)
+    both = site.make_communicator(purpose, workspace)
+    if isinstance(both, SizeDispatch):
+        timings = benchmark(collective, both, workspace, site.control_group, site.device)
     from_bytes = threshold_bytes(timings)
-    if site.control.index == 0:
-        decisions.keep(links, from_bytes, timings)
-    return Finding(collective=collective, span=span, from_bytes=from_bytes, timings=timings)
+    if site.control_group.index == 0:
+        decisions.store(links, from_bytes, timings)
+    return TuningResult(collective=collective, span=span, from_bytes=from_bytes, timings=timings)
 
 
-_found: weakref.WeakKeyDictionary[Any, dict[tuple[str, Crossing], Finding]] = weakref.WeakKeyDictionary()
+_tuned_in_process: weakref.WeakKeyDictionary[Any, dict[tuple[str, TunableCollective], TuningResult]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def measure(
-    collective: str, both: BySize, workspace: Workspace, control: Peers, device: torch.device
-) -> tuple[Timing, ...]:
+def benchmark(
+    collective: str, both: SizeDispatch, workspace: Workspace, control: ControlGroup, device: torch.device
+) -> tuple[SizeTiming, ...]:
     """Times of one collective in both ways, size by size, the same numbers on all ranks. Collective over all ranks.
 
     Args:
@@ -140,7 +153,7 @@ def measure(
         control: All ranks.
         device: Of the tensors.
     """
-    timings: list[Timing] = []
+    timings: list[SizeTiming] = []
     for size_bytes in SIZES_BYTES:
         numel = max(1, size_bytes // _DTYPE.itemsize // both.size)
         full_bytes = numel * both.size * _DTYPE.itemsize
@@ -148,44 +161,44 @@ def measure(
             break
         if timings and full_bytes <= timings[-1].full_bytes:  # each of many ranks has one element
             continue
-        ways = both.small, both.large
-        runs = [_prepared(collective, way, numel, device) for way in ways]
-        workspace.use(torch.empty(workspace.needed_bytes, dtype=torch.uint8, device=device))
+        ways = both.flat, both.hierarchical
+        runs = [_make_runner(collective, way, numel, device) for way in ways]
+        workspace.bind(torch.empty(workspace.needed_bytes, dtype=torch.uint8, device=device))
         times_s: tuple[list[float], list[float]] = [], []
         for _ in range(RUNS):
             for run, of_way in zip(runs, times_s, strict=True):
-                of_way.append(slowest_s(run, control, device))
+                of_way.append(time_slowest_rank(run, control, device))
         timings.append(_timing(full_bytes, *(of_way[1:] for of_way in times_s)))  # the first was to warm up
     return tuple(timings)
 
 
-def _timing(full_bytes: int, direct_s: list[float], two_stages_s: list[float]) -> Timing:
+def _timing(full_bytes: int, direct_s: list[float], two_stages_s: list[float]) -> SizeTiming:
     is_direct_faster = all(one < other for one, other in zip(direct_s, two_stages_s, strict=True))
-    return Timing(full_bytes, statistics.median(direct_s), statistics.median(two_stages_s), is_direct_faster)
+    return SizeTiming(full_bytes, statistics.median(direct_s), statistics.median(two_stages_s), is_direct_faster)
 
 
-def _prepared(collective: str, way: Collective, numel: int, device: torch.device) -> Callable[[], None]:
+def _make_runner(collective: str, way: Communicator, numel: int, device: torch.device) -> Callable[[], None]:
     """What moves a tensor of `numel` elements for each rank once, and waits for it."""
     shard = torch.zeros(numel, dtype=_DTYPE, device=device)
     full = torch.zeros(numel * way.size, dtype=_DTYPE, device=device)
-    if collective == GATHER:
-        way.reserve_gather(numel, _DTYPE)
-        return lambda: way.gather(full, shard, _WHAT).wait()
+    if collective == ALL_GATHER:
+        way.reserve_all_gather(numel, _DTYPE)
+        return lambda: way.all_gather(full, shard, _WHAT).wait()
     if collective == REDUCE_SCATTER:
-        way.reserve_reduce(full.numel(), _DTYPE, _DTYPE)
-        return lambda: way.reduce(shard, full, False, _WHAT).wait()
+        way.reserve_reduce_scatter(full.numel(), _DTYPE, _DTYPE)
+        return lambda: way.reduce_scatter(shard, full, False, _WHAT).wait()
     way.reserve_all_reduce(full.numel(), _DTYPE, _DTYPE)
     return lambda: way.all_reduce(full, _DTYPE, _WHAT).wait()
 
 
-def slowest_s(run: Callable[[], None], control: Peers, device: torch.device) -> float:
+def time_slowest_rank(run: Callable[[], None], control: ControlGroup, device: torch.device) -> float:
     """How long a run takes on the slowest rank. The maximum makes ranks meet, so the next run begins on all at once."""
     _synchronize(device)
     start_s = time.perf_counter()
     run()
     _synchronize(device)
     own_s = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64, device=device)
-    return control.combine(own_s, is_max=True).item()
+    return control.all_reduce_scalar(own_s, is_max=True).item()
 
 
 def _synchronize(device: torch.device) -> None:
@@ -193,9 +206,9 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def report(findings: Iterable[Finding]) -> str:
+def report(findings: Iterable[TuningResult]) -> str:
     """What is news of it, and how to pin it or switch it off, as text; empty where nothing is."""
-    found = [finding for finding in findings if finding.is_news]
+    found = [finding for finding in findings if finding.was_measured]
     if not found:
         return ""
     lines = ["mics_strategy decided by `hierarchical='auto'` which collectives over several nodes go in two stages:"]
@@ -204,7 +217,7 @@ def report(findings: Iterable[Finding]) -> str:
         source = "measured now" if finding.timings else "measured by a job before"
         lines.append(f"  {_NAMES[finding.collective]} over {finding.span.name} {size}, {source}")
         lines += [f"    {line}" for line in _table(finding.timings)]
-    sums = [finding.from_bytes for finding in found if finding.collective != GATHER] or [found[0].from_bytes]
+    sums = [finding.from_bytes for finding in found if finding.collective != ALL_GATHER] or [found[0].from_bytes]
     pin = f"`hierarchical={max(sums) or True}`"
     lines.append(
         f"It is kept in {decisions.PLACE} for the next job on the same nodes. {pin} pins it, so that sums "
@@ -213,7 +226,7 @@ def report(findings: Iterable[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _table(timings: Sequence[Timing]) -> list[str]:
+def _table(timings: Sequence[SizeTiming]) -> list[str]:
     if not timings:
         return []
     rows = {

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from mics_strategy.collectives.ring import RingStage
-from mics_strategy.collectives.route import Hop, Route, Way
-from mics_strategy.collectives.stages import CodedStage, PlainStage, Stage
+from mics_strategy.collectives.ring import RingAlgorithm
+from mics_strategy.collectives.route import Algorithm, Hop, Route
+from mics_strategy.collectives.stages import GroupAlgorithm, PlainAlgorithm, QuantizedAlgorithm
 from mics_strategy.collectives.transport import Transport
-from mics_strategy.collectives.watch import Watch
+from mics_strategy.collectives.watch import DesyncWatchdog
 from mics_strategy.collectives.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Channel:
+class RouteBinding:
     """A route in this job.
 
     Attributes:
@@ -28,13 +28,13 @@ class Channel:
     route: Route
     transports: list[Transport]
     ranks: frozenset[int]
-    watch: Watch
+    watch: DesyncWatchdog
 
 
-def stage_of(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> Stage:
+def make_algorithm(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> GroupAlgorithm:
     """What carries out one hop of a route."""
     if hop.codec is not None:
-        return CodedStage(transport, workspace, hop.codec, device)
-    if hop.way is Way.RING and transport.is_point_to_point:
-        return RingStage(transport, workspace)
-    return PlainStage(transport, workspace)
+        return QuantizedAlgorithm(transport, workspace, hop.codec, device)
+    if hop.algorithm is Algorithm.RING and transport.is_point_to_point:
+        return RingAlgorithm(transport, workspace)
+    return PlainAlgorithm(transport, workspace)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 
 from mics_strategy.collectives import route as routes
-from mics_strategy.collectives.ops import Handle, check_fit
-from mics_strategy.collectives.programs import Programs
+from mics_strategy.collectives.ops import Work, check_shapes
+from mics_strategy.collectives.programs import CollectiveQueue
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.collectives.workspace import Workspace, aligned_bytes
 
 
-class Parts:
+class RowViews:
     """What a slice of the flat form has of every tensor: some rows, in each of which a tensor's numbers are together.
 
     Args:
@@ -36,7 +36,7 @@ class Parts:
         """Of each tensor, elements in a slice."""
         return [self.rows * numel for _, numel in self._places]
 
-    def of(self, slice_: torch.Tensor) -> list[torch.Tensor]:
+    def views_of(self, slice_: torch.Tensor) -> list[torch.Tensor]:
         """Views [rows, numel]. Slices are few and stay where they are, so the views are made once."""
         address = slice_.data_ptr()
         if address not in self._views:
@@ -45,7 +45,7 @@ class Parts:
         return self._views[address]
 
 
-class Coalesced:
+class CoalescedCommunicator:
     """Collectives in one or two stages over ranks whose backend takes several tensors at once, nothing encoded.
 
     Args:
@@ -59,16 +59,16 @@ class Coalesced:
     """
 
     def __init__(
-        self, route: routes.Route, transports: list[Transport], programs: Programs, workspace: Workspace
+        self, route: routes.Route, transports: list[Transport], programs: CollectiveQueue, workspace: Workspace
     ) -> None:
         self._route = route
-        self._slow, self._fast = transports[0], transports[1] if len(transports) > 1 else None
-        self._programs = programs
+        self._inter, self._intra = transports[0], transports[1] if len(transports) > 1 else None
+        self._queue = programs
         self._workspace = workspace
         self.size = route.size
         self.num_stages = len(transports)
 
-    def gather(self, wholes: list[torch.Tensor], shard: torch.Tensor, parts: Parts, what: str) -> Handle:
+    def all_gather(self, wholes: list[torch.Tensor], shard: torch.Tensor, parts: RowViews, what: str) -> Work:
         """Put every rank's parts of `shard` side by side, in the order of the ranks' index.
 
         Args:
@@ -82,35 +82,37 @@ class Coalesced:
             copied once. In two stages the second starts when the first has ended.
         """
         for whole, numel in zip(wholes, parts.numels, strict=True):
-            check_fit(whole.numel() == numel * self.size and whole.dtype == shard.dtype, what, shard, whole)
+            check_shapes(whole.numel() == numel * self.size and whole.dtype == shard.dtype, what, shard, whole)
         full_numel = shard.numel() * self.size
-        asked = self._programs.ask("Gather", what, full_numel, shard.dtype)
-        self._programs.write(routes.gather_messages(self._route, full_numel, shard.dtype))
-        return self._programs.run(asked, lambda: self._gather(wholes, shard, parts))
+        asked = self._queue.next_op("Gather", what, full_numel, shard.dtype)
+        self._queue.log(routes.all_gather_traffic(self._route, full_numel, shard.dtype))
+        return self._queue.submit(asked, lambda: self._all_gather(wholes, shard, parts))
 
-    def reserve_gather(self, numel: int, dtype: torch.dtype) -> None:
+    def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Announce gathers of shards of `numel` elements."""
         self._workspace.reserve(aligned_bytes((numel, dtype)))
 
-    def _gather(self, wholes: list[torch.Tensor], shard: torch.Tensor, parts: Parts) -> None:
-        own = [part.view(-1) for part in parts.of(shard)] if parts.rows == 1 else self._together(shard, parts)
-        fast = self._fast
+    def _all_gather(self, wholes: list[torch.Tensor], shard: torch.Tensor, parts: RowViews) -> None:
+        own = [part.view(-1) for part in parts.views_of(shard)] if parts.rows == 1 else self._pack(shard, parts)
+        fast = self._intra
         mine = wholes if fast is None else [whole.view(fast.size, -1)[fast.index] for whole in wholes]
-        self._slow.gather_each(mine, own).wait()
+        self._inter.all_gather_coalesced(mine, own).wait()
         if fast is not None:
-            fast.gather_each(wholes, mine).wait()
+            fast.all_gather_coalesced(wholes, mine).wait()
 
-    def _together(self, shard: torch.Tensor, parts: Parts) -> list[torch.Tensor]:
+    def _pack(self, shard: torch.Tensor, parts: RowViews) -> list[torch.Tensor]:
         """The numbers of each tensor side by side."""
-        own = self._side_by_side(parts.numels, shard.numel(), shard.dtype)
-        torch._foreach_copy_([each.view(parts.rows, -1) for each in own], parts.of(shard))
+        own = self._split_scratch(parts.numels, shard.numel(), shard.dtype)
+        torch._foreach_copy_([each.view(parts.rows, -1) for each in own], parts.views_of(shard))
         return own
 
-    def _side_by_side(self, numels: list[int], total: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    def _split_scratch(self, numels: list[int], total: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Tensors in a piece of the workspace, which has `total` elements."""
-        return list(self._workspace.take(total, dtype)[: sum(numels)].split(numels))
+        return list(self._workspace.allocate(total, dtype)[: sum(numels)].split(numels))
 
-    def reduce(self, out: torch.Tensor, fulls: list[torch.Tensor], parts: Parts, accumulate: bool, what: str) -> Handle:
+    def reduce_scatter(
+        self, out: torch.Tensor, fulls: list[torch.Tensor], parts: RowViews, accumulate: bool, what: str
+    ) -> Work:
         """Sum every rank's `fulls` and keep this rank's part of each.
 
         Args:
@@ -127,27 +129,27 @@ class Coalesced:
             That of `Collective.reduce`. The backend adds in the wire dtype, in an order of its own.
         """
         for full, numel in zip(fulls, parts.numels, strict=True):
-            check_fit(full.numel() == numel * self.size and full.dtype == parts.dtype, what, out, full)
+            check_shapes(full.numel() == numel * self.size and full.dtype == parts.dtype, what, out, full)
         full_numel = out.numel() * self.size
-        asked = self._programs.ask("Reduction", what, full_numel, parts.dtype)
-        self._programs.write(routes.reduce_messages(self._route, full_numel, parts.dtype))
-        return self._programs.run(asked, lambda: self._reduce(out, fulls, parts, accumulate)).keep(fulls)
+        asked = self._queue.next_op("Reduction", what, full_numel, parts.dtype)
+        self._queue.log(routes.reduce_scatter_traffic(self._route, full_numel, parts.dtype))
+        return self._queue.submit(asked, lambda: self._reduce_scatter(out, fulls, parts, accumulate)).keep_alive(fulls)
 
-    def reserve_reduce(self, numel: int, wire: torch.dtype) -> None:
+    def reserve_reduce_scatter(self, numel: int, wire: torch.dtype) -> None:
         """Announce sums of `numel` elements for each rank."""
-        halves = numel * self._slow.size if self._fast is not None else 0
+        halves = numel * self._inter.size if self._intra is not None else 0
         self._workspace.reserve(aligned_bytes((numel, wire), (halves, wire)))
 
-    def _reduce(self, out: torch.Tensor, fulls: list[torch.Tensor], parts: Parts, accumulate: bool) -> None:
-        if self._fast is not None:
-            numels = [full.numel() // self._fast.size for full in fulls]
-            halves = self._side_by_side(numels, out.numel() * self._slow.size, parts.dtype)
-            self._fast.reduce_scatter_each(halves, fulls).wait()
+    def _reduce_scatter(self, out: torch.Tensor, fulls: list[torch.Tensor], parts: RowViews, accumulate: bool) -> None:
+        if self._intra is not None:
+            numels = [full.numel() // self._intra.size for full in fulls]
+            halves = self._split_scratch(numels, out.numel() * self._inter.size, parts.dtype)
+            self._intra.reduce_scatter_coalesced(halves, fulls).wait()
             fulls = halves
-        arrived = self._side_by_side(parts.numels, out.numel(), parts.dtype)
-        self._slow.reduce_scatter_each(arrived, fulls).wait()
+        arrived = self._split_scratch(parts.numels, out.numel(), parts.dtype)
+        self._inter.reduce_scatter_coalesced(arrived, fulls).wait()
         summed = [each.view(parts.rows, -1) for each in arrived]
         if accumulate:
-            torch._foreach_add_(parts.of(out), summed)
+            torch._foreach_add_(parts.views_of(out), summed)
         else:
-            torch._foreach_copy_(parts.of(out), summed)
+            torch._foreach_copy_(parts.views_of(out), summed)

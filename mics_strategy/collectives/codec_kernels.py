@@ -233,7 +233,7 @@ def decode_blocks(
         _store_rounded(out, index, value, is_value)
 
 
-class Kernels:
+class TritonCodec:
     """Encodes and decodes with one or two launches. It keeps nothing, and any thread may use it with nearest rounding.
 
     Args:
@@ -246,18 +246,18 @@ class Kernels:
         self._generator = generator
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """See `Coder.encode`."""
+        """See `Quantizer.encode`."""
         self._encode(values, values.numel(), out, _Pieces())
 
     def encode_sum(
         self, source: Codec, pieces: torch.Tensor, addend: torch.Tensor | None, numel: int, out: torch.Tensor
     ) -> None:
-        """See `Coder.encode_sum`."""
+        """See `Quantizer.encode_sum`."""
         scales = source.scales(pieces, numel)
         self._encode(addend, numel, out, _Pieces(pieces, scales, source.bits, source.block_size))
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-        """See `Coder.decode` and, with `accumulate`, `Coder.decode_add`."""
+        """See `Quantizer.decode` and, with `accumulate`, `Quantizer.decode_add`."""
         codec = self._codec
         scales = codec.scales(encoded, out.numel())
         for run in _runs(codec, out.numel()):
@@ -331,4 +331,4 @@ def _runs(codec: Codec, numel: int) -> Iterator[_Run]:
     if whole:
         yield _Run(0, whole, 0, 0, codec.block_bytes, is_wide)
     if rest:
-        yield _Run(whole, 1, numel - rest, whole * codec.block_bytes, codec.lane(rest), is_wide)
+        yield _Run(whole, 1, numel - rest, whole * codec.block_bytes, codec.bytes_per_lane(rest), is_wide)

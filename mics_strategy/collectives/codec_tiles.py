@@ -41,7 +41,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Coded:
+class _EncodedPayload:
     """One encoded tensor, taken apart."""
 
     codec: Codec
@@ -50,7 +50,7 @@ class _Coded:
     scales: torch.Tensor  # [num_blocks] fp32
 
 
-class Tiles:
+class TorchCodec:
     """Encodes and decodes in tiles that it keeps. One thread at a time may use it.
 
     Args:
@@ -73,7 +73,7 @@ class Tiles:
         self._noise = self._spare if is_shared else torch.empty(self.tile_numel)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """See `Coder.encode`."""
+        """See `Quantizer.encode`."""
 
         def copy(begin: int, end: int, tile: torch.Tensor) -> None:
             tile.copy_(values[begin:end])
@@ -81,8 +81,8 @@ class Tiles:
         self._encode(copy, values.numel(), out)
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-        """See `Coder.decode` and, with `accumulate`, `Coder.decode_add`."""
-        coded = _take_apart(self._codec, encoded, out.numel())
+        """See `Quantizer.decode` and, with `accumulate`, `Quantizer.decode_add`."""
+        coded = _split_payload(self._codec, encoded, out.numel())
         block_size = self._codec.block_size
         step = max(1, self.tile_numel // block_size) * block_size if block_size <= self.tile_numel else self.tile_numel
         for begin in range(0, out.numel(), step):
@@ -94,8 +94,8 @@ class Tiles:
     def encode_sum(
         self, source: Codec, pieces: torch.Tensor, addend: torch.Tensor | None, numel: int, out: torch.Tensor
     ) -> None:
-        """See `Coder.encode_sum`."""
-        rows = [_take_apart(source, piece, numel) for piece in pieces]
+        """See `Quantizer.encode_sum`."""
+        rows = [_split_payload(source, piece, numel) for piece in pieces]
 
         def add_in_order(begin: int, end: int, tile: torch.Tensor) -> None:
             if addend is not None:
@@ -110,11 +110,11 @@ class Tiles:
         self._encode(add_in_order, numel, out)
 
     def _encode(self, fill: Fill, numel: int, out: torch.Tensor) -> None:
-        coded = _take_apart(self._codec, out, numel)
+        coded = _split_payload(self._codec, out, numel)
         out[coded.codes.numel() : out.numel() - 4 * coded.scales.numel()].zero_()
         place = 0
         for run in _runs(self._codec, numel, self.tile_numel):
-            lane = self._codec.lane(run.width)
+            lane = self._codec.bytes_per_lane(run.width)
             codes_RC = coded.codes[place : place + run.rows * lane].view(run.rows, lane)
             self._encode_run(fill, run, codes_RC, coded.scales[run.first : run.first + run.rows, None])
             place += run.rows * lane
@@ -140,7 +140,7 @@ class Tiles:
     def _filled(self, fill: Fill, run: _Run, start: int, columns: int) -> torch.Tensor:
         """Values that belong to `columns` bytes of every block of the run, from byte `start`; zeros after the last."""
         per_byte = self._codec.values_per_byte
-        lane = self._codec.lane(run.width)
+        lane = self._codec.bytes_per_lane(run.width)
         numel = run.rows * per_byte * columns
         if columns == lane:
             spans = [(run.begin, numel)]
@@ -184,7 +184,7 @@ class Tiles:
             low_RC, high_RC = tile_RHC.unbind(1)
             codes_RC.copy_(low_RC.add_(high_RC, alpha=16).add_(8 * 17))
 
-    def _decode_range(self, coded: _Coded, begin: int, end: int, out: torch.Tensor) -> None:
+    def _decode_range(self, coded: _EncodedPayload, begin: int, end: int, out: torch.Tensor) -> None:
         """Write the values from `begin` to `end` into the flat `out`: whole blocks at once, the ends by half blocks."""
         codec, start = coded.codec, begin
         while begin < end:
@@ -196,7 +196,7 @@ class Tiles:
                 column, halves, count = 0, range(codec.values_per_byte), rows * codec.block_size
             else:
                 width = min(codec.block_size, coded.numel - block * codec.block_size)
-                lane = codec.lane(width)
+                lane = codec.bytes_per_lane(width)
                 half, column = divmod(offset, lane)
                 rows, halves, count = 1, range(half, half + 1), min(lane - column, end - begin)
             columns = count // (rows * len(halves))
@@ -221,8 +221,8 @@ class Tiles:
         out_RC.copy_(codes.view(torch.int8).sub_(8))
 
 
-def _take_apart(codec: Codec, encoded: torch.Tensor, numel: int) -> _Coded:
-    return _Coded(codec, numel, encoded[: codec.payload_bytes(numel)], codec.scales(encoded, numel))
+def _split_payload(codec: Codec, encoded: torch.Tensor, numel: int) -> _EncodedPayload:
+    return _EncodedPayload(codec, numel, encoded[: codec.payload_bytes(numel)], codec.scales(encoded, numel))
 
 
 def _runs(codec: Codec, numel: int, tile_numel: int) -> Iterator[_Run]:

@@ -36,7 +36,7 @@ class Codec:
 
     - All zeros where all values are zero, or so small that the scale would be below 2**-123 (about 1e-37).
     - NaN, every value of it, where any value is NaN or infinite after conversion to fp32: the block is *poisoned*.
-      An overflow is spread, never hidden; `is_poisoned` finds it without decoding.
+      An overflow is spread, never hidden; `has_nonfinite` finds it without decoding.
     - Otherwise finite, as is every fp32 value up to the largest, and off by at most scale / 2 (nearest) or scale
       (stochastic) and the rounding of fp32.
 
@@ -57,7 +57,7 @@ class Codec:
     block_size: int = 256
     rounding: str = "nearest"
 
-    WORDS: ClassVar[tuple[str, ...]] = ("int8", "int4")
+    NAMES: ClassVar[tuple[str, ...]] = ("int8", "int4")
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or self.bits not in (4, 8):
@@ -70,7 +70,7 @@ class Codec:
 
     @classmethod
     def of(cls, codec: str | Codec) -> Codec:
-        """The codec that a word of `WORDS` names; a `Codec` is returned as it is.
+        """The codec that a word of `NAMES` names; a `Codec` is returned as it is.
 
         ``"int8"`` has blocks of 256, ``"int4"`` of 128: where gradients are large, INT4 in blocks of 256 does not learn
         (docs/benchmarks.md).
@@ -80,8 +80,8 @@ class Codec:
         """
         if isinstance(codec, Codec):
             return codec
-        if codec not in cls.WORDS:
-            words = ", ".join(map(repr, cls.WORDS))
+        if codec not in cls.NAMES:
+            words = ", ".join(map(repr, cls.NAMES))
             raise ConfigError(f"`codec={codec!r}` is not known. Use {words} or a Codec such as Codec(bits=8).")
         return cls(bits=8) if codec == "int8" else cls(bits=4, block_size=128)
 
@@ -105,7 +105,7 @@ class Codec:
         """Payload of one whole block."""
         return self.block_size // self.values_per_byte
 
-    def lane(self, width: int) -> int:
+    def bytes_per_lane(self, width: int) -> int:
         """Payload bytes of a block of `width` values: the distance of the two values in one byte of INT4."""
         return -(-width // self.values_per_byte)
 
@@ -116,7 +116,7 @@ class Codec:
     def payload_bytes(self, numel: int) -> int:
         """Bytes of the codes of `numel` values."""
         whole, rest = divmod(numel, self.block_size)
-        return whole * self.block_bytes + self.lane(rest)
+        return whole * self.block_bytes + self.bytes_per_lane(rest)
 
     def encoded_bytes(self, numel: int) -> int:
         """Bytes of the whole buffer for `numel` values: a multiple of 16, 0 for none."""
@@ -141,7 +141,7 @@ class Codec:
         start = encoded.shape[-1] - SCALE_BYTES * self.num_blocks(numel)
         return encoded[..., start:].view(torch.float32)
 
-    def is_poisoned(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
+    def has_nonfinite(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
         """Whether a block of each row decodes to NaN: [...] bool, on the device, without waiting for it.
 
         Cost:

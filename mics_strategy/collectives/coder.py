@@ -1,6 +1,6 @@
 """Who packs and unpacks numbers, on which device?
 
-A `Coder` belongs to one codec, one device and one thread. On a CPU it works in `codec_tiles`, on CUDA with
+A `Quantizer` belongs to one codec, one device and one thread. On a CPU it works in `codec_tiles`, on CUDA with
 `codec_kernels`; both write the same bits, except for the noise of stochastic rounding.
 """
 
@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from mics_strategy.collectives.codec_tiles import Tiles
+from mics_strategy.collectives.codec_tiles import TorchCodec
 from mics_strategy.collectives.codecs import Codec
 from mics_strategy.errors import ConfigError, ShapeError
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 LARGEST_KERNEL_BLOCK = 8192  # a program of a kernel keeps a whole block in registers
 
 
-class Coder:
+class Quantizer:
     """Encodes and decodes flat tensors. It keeps tiles, so that two threads need two of them.
 
     Values may be fp16, bf16, fp32 or fp64; arithmetic is fp32. Tensors are contiguous, on `device` (on CUDA, the
@@ -50,8 +50,8 @@ class Coder:
         self._generator = generator
         kernels = load_kernels() if device.type == "cuda" else None
         has_kernels = kernels is not None and codec.block_size <= LARGEST_KERNEL_BLOCK
-        self._kernels = kernels.Kernels(codec, generator) if kernels is not None and has_kernels else None
-        self._tiles = None if has_kernels else Tiles(codec, device, generator)
+        self._triton = kernels.Kernels(codec, generator) if kernels is not None and has_kernels else None
+        self._torch = None if has_kernels else TorchCodec(codec, device, generator)
 
     @torch.no_grad()
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ class Coder:
         """
         self._check_values("values", values, values.numel())
         self._check_encoded("out", out, self.codec, values.numel())
-        (self._kernels or self._with_tiles()).encode(values, out)
+        (self._triton or self._torch_codec()).encode(values, out)
 
     @torch.no_grad()
     def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
@@ -81,7 +81,7 @@ class Coder:
         """
         self._check_values("out", out, out.numel())
         self._check_encoded("encoded", encoded, self.codec, out.numel())
-        (self._kernels or self._with_tiles()).decode(encoded, out, accumulate=False)
+        (self._triton or self._torch_codec()).decode(encoded, out, accumulate=False)
 
     @torch.no_grad()
     def decode_add(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
@@ -96,7 +96,7 @@ class Coder:
         """
         self._check_values("out", out, out.numel(), torch.float32)
         self._check_encoded("encoded", encoded, self.codec, out.numel())
-        (self._kernels or self._with_tiles()).decode(encoded, out, accumulate=True)
+        (self._triton or self._torch_codec()).decode(encoded, out, accumulate=True)
 
     @torch.no_grad()
     def encode_sum(
@@ -132,13 +132,13 @@ class Coder:
         if addend is not None:
             self._check_values("addend", addend, numel, torch.float32)
         is_small = source.block_size <= LARGEST_KERNEL_BLOCK
-        worker = self._kernels if self._kernels is not None and is_small else self._with_tiles()
+        worker = self._triton if self._triton is not None and is_small else self._torch_codec()
         worker.encode_sum(source, pieces, addend, numel, out)
 
-    def _with_tiles(self) -> Tiles:
-        if self._tiles is None:
-            self._tiles = Tiles(self.codec, self.device, self._generator)
-        return self._tiles
+    def _torch_codec(self) -> TorchCodec:
+        if self._torch is None:
+            self._torch = TorchCodec(self.codec, self.device, self._generator)
+        return self._torch
 
     def _check_values(self, what: str, values: torch.Tensor, numel: int, dtype: torch.dtype | None = None) -> None:
         is_fit = values.dim() == 1 and values.numel() == numel and values.is_contiguous()

@@ -12,20 +12,20 @@ from __future__ import annotations
 import torch
 
 from mics_strategy.collectives import route as routes
-from mics_strategy.collectives.apart import Apart
-from mics_strategy.collectives.channel import Channel, stage_of
-from mics_strategy.collectives.coalesced import Coalesced
-from mics_strategy.collectives.coder import Coder
-from mics_strategy.collectives.lane import Runner
-from mics_strategy.collectives.ledger import Ledger
-from mics_strategy.collectives.ops import Handle, check_fit
-from mics_strategy.collectives.programs import Programs
-from mics_strategy.collectives.route import Way
-from mics_strategy.collectives.stages import CodedStage, Finish, PlainStage, Stage
+from mics_strategy.collectives.apart import PeerMemoryCommunicator
+from mics_strategy.collectives.channel import RouteBinding, make_algorithm
+from mics_strategy.collectives.coalesced import CoalescedCommunicator
+from mics_strategy.collectives.coder import Quantizer
+from mics_strategy.collectives.lane import Executor
+from mics_strategy.collectives.ledger import TrafficLog
+from mics_strategy.collectives.ops import Work, check_shapes
+from mics_strategy.collectives.programs import CollectiveQueue
+from mics_strategy.collectives.route import Algorithm
+from mics_strategy.collectives.stages import Completion, GroupAlgorithm, PlainAlgorithm, QuantizedAlgorithm
 from mics_strategy.collectives.workspace import Workspace, aligned_bytes
 
 
-class Collective:
+class Communicator:
     """Collectives over one channel. Inputs and outputs are flat, contiguous and on one device.
 
     Args:
@@ -36,37 +36,39 @@ class Collective:
         device: Of the tensors.
 
     Attributes:
-        apart: The same for what has no flat form; None where ranks do not read what they need.
+        peer_memory: The same for what has no flat form; None where ranks do not read what they need.
         coalesced: The same for several tensors in one launch; None where the backend does not take them.
     """
 
     def __init__(
-        self, channel: Channel, runner: Runner, workspace: Workspace, ledger: Ledger, device: torch.device
+        self, channel: RouteBinding, runner: Executor, workspace: Workspace, ledger: TrafficLog, device: torch.device
     ) -> None:
         self.route = route = channel.route
         self.transports = channel.transports
         self.size = route.size
         slow, *rest = channel.transports
-        self._num_slow = slow.size
-        self._num_fast = rest[0].size if rest else 1
-        self._at_fast = rest[0].index if rest else 0
-        self.index = self._at_fast * slow.size + slow.index
-        self._programs = Programs(channel, runner, workspace, ledger)
+        self._num_nodes = slow.size
+        self._ranks_per_node = rest[0].size if rest else 1
+        self._local_index = rest[0].index if rest else 0
+        self.index = self._local_index * slow.size + slow.index
+        self._queue = CollectiveQueue(channel, runner, workspace, ledger)
         self._workspace = workspace
-        self._slow = stage_of(slow, route.slow, workspace, device)
-        self._fast = stage_of(rest[0], route.fast, workspace, device) if rest and route.fast is not None else None
-        self._plain = [PlainStage(transport, workspace) for transport in channel.transports]
-        codec = route.gather_codec
-        self._is_left_to_backend = route.slow.way is Way.DIRECT and not slow.is_point_to_point
-        self._gather_coder = Coder(codec, device, workspace.noise_for(codec, self.index)) if codec else None
-        self.apart: Apart | None = None
-        if slow.reads_memory and not rest and not route.is_coded:
-            self.apart = Apart(route, slow, self._programs, workspace)
-        self.coalesced: Coalesced | None = None
-        if not slow.is_point_to_point and not route.is_coded:
-            self.coalesced = Coalesced(route, channel.transports, self._programs, workspace)
+        self._inter = make_algorithm(slow, route.inter, workspace, device)
+        self._intra = (
+            make_algorithm(rest[0], route.intra, workspace, device) if rest and route.intra is not None else None
+        )
+        self._unquantized = [PlainAlgorithm(transport, workspace) for transport in channel.transports]
+        codec = route.all_gather_codec
+        self._uses_backend_all_reduce = route.inter.algorithm is Algorithm.ALL_TO_ALL and not slow.is_point_to_point
+        self._quantizer = Quantizer(codec, device, workspace.generator_for(codec, self.index)) if codec else None
+        self.peer_memory: PeerMemoryCommunicator | None = None
+        if slow.has_peer_memory and not rest and not route.is_quantized:
+            self.peer_memory = PeerMemoryCommunicator(route, slow, self._queue, workspace)
+        self.coalesced: CoalescedCommunicator | None = None
+        if not slow.is_point_to_point and not route.is_quantized:
+            self.coalesced = CoalescedCommunicator(route, channel.transports, self._queue, workspace)
 
-    def gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Handle:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Work:
         """Put every rank's `shard` into `out`, in the order of the ranks' index.
 
         Args:
@@ -75,30 +77,32 @@ class Collective:
             what: Names the caller in errors.
 
         Cost:
-            Sent: `route.gather_messages`.
+            Sent: `route.all_gather_traffic`.
         """
-        check_fit(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, what, out, shard)
-        asked = self._programs.ask("Gather", what, out.numel(), shard.dtype)
-        self._programs.write(routes.gather_messages(self.route, out.numel(), out.dtype))
-        coder = self._gather_coder
+        check_shapes(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, what, out, shard)
+        asked = self._queue.next_op("Gather", what, out.numel(), shard.dtype)
+        self._queue.log(routes.all_gather_traffic(self.route, out.numel(), out.dtype))
+        coder = self._quantizer
         if coder is None:
-            return self._programs.run(asked, lambda: self._gather([self._slow, *self._fasts], out, shard, asked.tag))
-        return self._programs.run(asked, lambda: self._gather_coded(coder, out, shard, asked.tag))
+            return self._queue.submit(
+                asked, lambda: self._all_gather([self._inter, *self._intra_stages], out, shard, asked.tag)
+            )
+        return self._queue.submit(asked, lambda: self._all_gather_quantized(coder, out, shard, asked.tag))
 
-    def reserve_gather(self, numel: int, dtype: torch.dtype) -> None:
+    def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Announce gathers of shards of `numel` elements."""
-        if self._gather_coder is not None:
-            encoded = self._gather_coder.codec.encoded_bytes(numel)
+        if self._quantizer is not None:
+            encoded = self._quantizer.codec.encoded_bytes(numel)
             self._workspace.reserve(aligned_bytes((self.size * encoded, torch.uint8)))
         elif numel:
-            pieces = routes.pieces_of(self.route, numel, dtype.itemsize)
-            self._workspace.reserve(sum(self._slow.gather_bytes(b - a, dtype, dtype) for a, b in pieces))
+            pieces = routes.chunks_of(self.route, numel, dtype.itemsize)
+            self._workspace.reserve(sum(self._inter.all_gather_scratch_bytes(b - a, dtype, dtype) for a, b in pieces))
 
     @property
-    def _fasts(self) -> list[Stage]:
-        return [self._fast] if self._fast is not None else []
+    def _intra_stages(self) -> list[GroupAlgorithm]:
+        return [self._intra] if self._intra is not None else []
 
-    def _gather(self, stages: list[Stage], out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+    def _all_gather(self, stages: list[GroupAlgorithm], out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
         """Gather.
 
         1. Over the slow links, piece by piece, into this rank's slice of `out`.
@@ -106,26 +110,26 @@ class Collective:
            the next one is on the slow links.
         """
         slow, *fasts = stages
-        slices = out.view(self._num_fast, self._num_slow, -1)
-        mine, own_row = slices[self._at_fast], slow.transport.index
-        pieces = routes.pieces_of(self.route, shard.numel(), shard.itemsize)
+        slices = out.view(self._ranks_per_node, self._num_nodes, -1)
+        mine, own_row = slices[self._local_index], slow.transport.index
+        pieces = routes.chunks_of(self.route, shard.numel(), shard.itemsize)
         begun = [
-            slow.begin_gather([row[start:end] for row in mine], shard[start:end], shard.dtype, tag)
+            slow.start_all_gather([row[start:end] for row in mine], shard[start:end], shard.dtype, tag)
             for start, end in pieces
         ]
 
-        def pass_on(row: int, start: int, end: int) -> list[Finish]:
+        def pass_on(row: int, start: int, end: int) -> list[Completion]:
             rows = [of_rank[row][start:end] for of_rank in slices]
-            return [fast.begin_gather(rows, mine[row][start:end], shard.dtype, tag) for fast in fasts]
+            return [fast.start_all_gather(rows, mine[row][start:end], shard.dtype, tag) for fast in fasts]
 
-        is_own_final = not isinstance(slow, CodedStage)
-        over_fast: list[Finish] = []
+        is_own_final = not isinstance(slow, QuantizedAlgorithm)
+        over_fast: list[Completion] = []
         for start, end in pieces if is_own_final else []:
             over_fast += pass_on(own_row, start, end)
         for finish, (start, end) in zip(begun, pieces, strict=True):
             finish()
             before, over_fast = over_fast, []
-            for row in range(self._num_slow):
+            for row in range(self._num_nodes):
                 if row != own_row or not is_own_final:
                     over_fast += pass_on(row, start, end)
             for finish_fast in before:
@@ -133,19 +137,19 @@ class Collective:
         for finish in over_fast:
             finish()
 
-    def _gather_coded(self, coder: Coder, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+    def _all_gather_quantized(self, coder: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
         """Encode once, gather what is encoded over all stages, decode everything, the own share, too."""
         if not shard.numel():
             return
         num_bytes = coder.codec.encoded_bytes(shard.numel())
-        encoded = self._workspace.take(self.size * num_bytes, torch.uint8)
+        encoded = self._workspace.allocate(self.size * num_bytes, torch.uint8)
         rows = encoded.view(self.size, num_bytes)
         coder.encode(shard, rows[self.index])
-        self._gather(list(self._plain), encoded, rows[self.index], tag)
+        self._all_gather(list(self._unquantized), encoded, rows[self.index], tag)
         for row, slice_ in zip(rows, out.view(self.size, -1), strict=True):
             coder.decode(row, slice_)
 
-    def reduce(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, what: str) -> Handle:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, what: str) -> Work:
         """Sum every rank's `full` and keep this rank's slice.
 
         Args:
@@ -155,53 +159,53 @@ class Collective:
             what: Names the caller in errors.
 
         Cost:
-            Sent: `route.reduce_messages`. In two stages a narrow wire rounds once per stage.
+            Sent: `route.reduce_scatter_traffic`. In two stages a narrow wire rounds once per stage.
         """
-        check_fit(full.numel() == out.numel() * self.size, what, out, full)
-        asked = self._programs.ask("Reduction", what, full.numel(), full.dtype)
-        self._programs.write(routes.reduce_messages(self.route, full.numel(), full.dtype))
-        return self._programs.run(asked, lambda: self._reduce(out, full, accumulate, asked.tag))
+        check_shapes(full.numel() == out.numel() * self.size, what, out, full)
+        asked = self._queue.next_op("Reduction", what, full.numel(), full.dtype)
+        self._queue.log(routes.reduce_scatter_traffic(self.route, full.numel(), full.dtype))
+        return self._queue.submit(asked, lambda: self._reduce_scatter(out, full, accumulate, asked.tag))
 
-    def reserve_reduce(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+    def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Announce reductions of `full_numel` elements to sums of `dtype`."""
         shard = full_numel // self.size
-        pieces = routes.pieces_of(self.route, shard, wire.itemsize) if shard else []
-        if self._fast is None:
-            self._workspace.reserve(sum(self._slow.sum_bytes(b - a, wire, wire) for a, b in pieces))
+        pieces = routes.chunks_of(self.route, shard, wire.itemsize) if shard else []
+        if self._intra is None:
+            self._workspace.reserve(sum(self._inter.reduce_scatter_scratch_bytes(b - a, wire, wire) for a, b in pieces))
             return
-        rows = 1 if len(pieces) == 1 else self._num_slow
-        numels = [(b - a) * self._num_slow // rows for a, b in pieces]
-        over_fast = sum(rows * self._fast.sum_bytes(numel, wire, wire) for numel in numels)
-        over_slow = sum(self._slow.sum_bytes(b - a, dtype, wire) for a, b in pieces)
-        self._workspace.reserve(over_fast + over_slow + aligned_bytes((self._num_slow * shard, dtype)))
+        rows = 1 if len(pieces) == 1 else self._num_nodes
+        numels = [(b - a) * self._num_nodes // rows for a, b in pieces]
+        over_fast = sum(rows * self._intra.reduce_scatter_scratch_bytes(numel, wire, wire) for numel in numels)
+        over_slow = sum(self._inter.reduce_scatter_scratch_bytes(b - a, dtype, wire) for a, b in pieces)
+        self._workspace.reserve(over_fast + over_slow + aligned_bytes((self._num_nodes * shard, dtype)))
 
-    def _reduce(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> None:
+    def _reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> None:
         """Sum.
 
         1. Over the fast links, piece by piece: this rank keeps one slice, in the dtype of the sum.
         2. Each piece of the slice over the slow links as soon as it is summed.
         """
         numel, wire = out.numel(), full.dtype
-        pieces = routes.pieces_of(self.route, numel, wire.itemsize)
-        if self._fast is None:
+        pieces = routes.chunks_of(self.route, numel, wire.itemsize)
+        if self._intra is None:
             rows = list(full.view(self.size, -1).unbind())
             if len(pieces) == 1:
-                self._slow.begin_sum(rows, wire, tag)(out, accumulate)
+                self._inter.start_reduce_scatter(rows, wire, tag)(out, accumulate)
                 return
-            begun = [self._slow.begin_sum([row[a:b] for row in rows], wire, tag) for a, b in pieces]
+            begun = [self._inter.start_reduce_scatter([row[a:b] for row in rows], wire, tag) for a, b in pieces]
             for finish, (a, b) in zip(begun, pieces, strict=True):
                 finish(out[a:b], accumulate)
             return
-        sums = self._workspace.take(self._num_slow * numel, out.dtype)
-        slices, parts = full.view(self._num_fast, self._num_slow, -1), sums.view(self._num_slow, -1)
-        fast = self._fast
+        sums = self._workspace.allocate(self._num_nodes * numel, out.dtype)
+        slices, parts = full.view(self._ranks_per_node, self._num_nodes, -1), sums.view(self._num_nodes, -1)
+        fast = self._intra
         if len(pieces) == 1:
-            over_fast = [[(fast.begin_sum(list(full.view(self._num_fast, -1)), wire, tag), sums)]]
+            over_fast = [[(fast.start_reduce_scatter(list(full.view(self._ranks_per_node, -1)), wire, tag), sums)]]
         else:
             over_fast = [
                 [
-                    (fast.begin_sum([of_rank[row][a:b] for of_rank in slices], wire, tag), parts[row][a:b])
-                    for row in range(self._num_slow)
+                    (fast.start_reduce_scatter([of_rank[row][a:b] for of_rank in slices], wire, tag), parts[row][a:b])
+                    for row in range(self._num_nodes)
                 ]
                 for a, b in pieces
             ]
@@ -209,11 +213,11 @@ class Collective:
         for begun_rows, (a, b) in zip(over_fast, pieces, strict=True):
             for finish, part in begun_rows:
                 finish(part, False)
-            over_slow.append(self._slow.begin_sum([part[a:b] for part in parts], wire, tag))
+            over_slow.append(self._inter.start_reduce_scatter([part[a:b] for part in parts], wire, tag))
         for finish, (a, b) in zip(over_slow, pieces, strict=True):
             finish(out[a:b], accumulate)
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, what: str) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, what: str) -> Work:
         """Sum `tensor` over the ranks, in place; every rank ends with the same bits.
 
         Args:
@@ -222,17 +226,17 @@ class Collective:
             what: Names the caller in errors.
 
         Cost:
-            Sent: `route.all_reduce_messages`. A narrow or encoded wire rounds once going, per stage, and once coming.
+            Sent: `route.all_reduce_traffic`. A narrow or encoded wire rounds once going, per stage, and once coming.
         """
-        asked = self._programs.ask("All-reduce", what, tensor.numel(), wire)
-        self._programs.write(routes.all_reduce_messages(self.route, tensor.numel(), wire, tensor.dtype))
+        asked = self._queue.next_op("All-reduce", what, tensor.numel(), wire)
+        self._queue.log(routes.all_reduce_traffic(self.route, tensor.numel(), wire, tensor.dtype))
         if routes.is_plain_all_reduce(self.route, wire, tensor.dtype):
-            return self._programs.run(asked, lambda: self._all_reduce_plain(tensor, asked.tag))
-        return self._programs.run(asked, lambda: self._all_reduce(tensor, wire, asked.tag))
+            return self._queue.submit(asked, lambda: self._all_reduce_plain(tensor, asked.tag))
+        return self._queue.submit(asked, lambda: self._all_reduce(tensor, wire, asked.tag))
 
     def _all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> None:
         """Sum for all with the transport's own."""
-        self.transports[0].meet(tag)
+        self.transports[0].barrier(tag)
         self.transports[0].all_reduce(tensor).wait()
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
@@ -240,14 +244,18 @@ class Collective:
         if not numel or routes.is_plain_all_reduce(self.route, wire, dtype):
             return
         slice_numel = routes.all_reduce_slice(self.route, numel)
-        full = self._num_fast * slice_numel
+        full = self._ranks_per_node * slice_numel
         num_bytes = aligned_bytes((full, dtype), (slice_numel, dtype))
-        for a, b in routes.all_reduce_pieces(self.route, slice_numel, wire.itemsize):
-            row = (b - a) // self._num_slow
-            num_bytes += self._slow.sum_bytes(row, dtype, wire) + self._slow.gather_bytes(row, dtype, wire)
+        for a, b in routes.all_reduce_chunks(self.route, slice_numel, wire.itemsize):
+            row = (b - a) // self._num_nodes
+            num_bytes += self._inter.reduce_scatter_scratch_bytes(
+                row, dtype, wire
+            ) + self._inter.all_gather_scratch_bytes(row, dtype, wire)
             num_bytes += aligned_bytes((row, dtype))
-            if self._fast is not None:
-                num_bytes += self._fast.sum_bytes(b - a, dtype, wire) + self._plain[1].gather_bytes(b - a, dtype, wire)
+            if self._intra is not None:
+                num_bytes += self._intra.reduce_scatter_scratch_bytes(b - a, dtype, wire) + self._unquantized[
+                    1
+                ].all_gather_scratch_bytes(b - a, dtype, wire)
         self._workspace.reserve(num_bytes)
 
     def _all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> None:
@@ -258,44 +266,44 @@ class Collective:
         3. Gather the slices over the fast links, never encoded anew, so that all nodes keep the same bits.
         """
         slice_numel = routes.all_reduce_slice(self.route, tensor.numel())
-        full = self._workspace.take(self._num_fast * slice_numel, tensor.dtype)
+        full = self._workspace.allocate(self._ranks_per_node * slice_numel, tensor.dtype)
         full[: tensor.numel()].copy_(tensor)
         full[tensor.numel() :].zero_()
-        if self._is_left_to_backend and wire == tensor.dtype:
+        if self._uses_backend_all_reduce and wire == tensor.dtype:
             self.transports[0].all_reduce(full).wait()
             tensor.copy_(full[: tensor.numel()])
             return
-        slices = full.view(self._num_fast, -1)
-        mine = self._workspace.take(slice_numel, tensor.dtype) if self._fast is not None else full
-        pieces = routes.all_reduce_pieces(self.route, slice_numel, wire.itemsize)
-        summed = [self._begin_fast_sum(slices, mine, piece, wire, tag) for piece in pieces]
+        slices = full.view(self._ranks_per_node, -1)
+        mine = self._workspace.allocate(slice_numel, tensor.dtype) if self._intra is not None else full
+        pieces = routes.all_reduce_chunks(self.route, slice_numel, wire.itemsize)
+        summed = [self._start_intra_reduce_scatter(slices, mine, piece, wire, tag) for piece in pieces]
         over_slow = []
         for finish_fast, (a, b) in zip(summed, pieces, strict=True):
             finish_fast()
-            rows = list(mine[a:b].view(self._num_slow, -1))
-            over_slow.append((self._slow.begin_sum(rows, wire, tag), rows))
+            rows = list(mine[a:b].view(self._num_nodes, -1))
+            over_slow.append((self._inter.start_reduce_scatter(rows, wire, tag), rows))
         gathers = []
         for finish_sum, rows in over_slow:
-            total = self._workspace.take(rows[0].numel(), tensor.dtype)
+            total = self._workspace.allocate(rows[0].numel(), tensor.dtype)
             finish_sum(total, False)
-            gathers.append(self._slow.begin_gather(rows, total, wire, tag))
-        back: list[Finish] = []
+            gathers.append(self._inter.start_all_gather(rows, total, wire, tag))
+        back: list[Completion] = []
         for finish, (a, b) in zip(gathers, pieces, strict=True):
             finish()
             before, back = back, []
-            for fast in self._plain[1:]:
-                back.append(fast.begin_gather([each[a:b] for each in slices], mine[a:b], wire, tag))
+            for fast in self._unquantized[1:]:
+                back.append(fast.start_all_gather([each[a:b] for each in slices], mine[a:b], wire, tag))
             for finish_fast in before:
                 finish_fast()
         for finish in back:
             finish()
         tensor.copy_(full[: tensor.numel()])
 
-    def _begin_fast_sum(
+    def _start_intra_reduce_scatter(
         self, slices: torch.Tensor, mine: torch.Tensor, piece: tuple[int, int], wire: torch.dtype, tag: int
-    ) -> Finish:
+    ) -> Completion:
         a, b = piece
-        if self._fast is None:
+        if self._intra is None:
             return lambda: None
-        finish = self._fast.begin_sum([each[a:b] for each in slices], wire, tag)
+        finish = self._intra.start_reduce_scatter([each[a:b] for each in slices], wire, tag)
         return lambda: finish(mine[a:b], False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mics_strategy.topology import Span
 
-Crossing = tuple[str, Span]  # a collective over ranks of several nodes, several of them in a node
+TunableCollective = tuple[str, Span]  # a collective over ranks of several nodes, several of them in a node
 _GROWTH = 4
 SIZES_BYTES = tuple(1024 * _GROWTH**step for step in range(7))  # 1 KiB to 4 MiB
 RUNS = 6  # of each size in each way; the first is to warm up
@@ -20,26 +20,26 @@ _BUDGET_S = 0.4  # for one collective over one span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TwoStages:
+class HierarchicalThreshold:
     """From how many bytes of the whole tensor on a collective goes in two stages; a smaller one goes directly.
 
     Attributes:
         from_bytes: Where `measured` says nothing. 0: all go in two stages.
         measured: What a calibration has found.
-        is_open: Whether a job may measure what is not measured yet.
+        is_untuned: Whether a job may measure what is not measured yet.
     """
 
     from_bytes: int = 0
-    measured: tuple[tuple[Crossing, int], ...] = ()
-    is_open: bool = False
+    measured: tuple[tuple[TunableCollective, int], ...] = ()
+    is_untuned: bool = False
 
-    def of(self, crossing: Crossing) -> int:
+    def for_collective(self, collective: TunableCollective) -> int:
         """The bytes for one collective over one span."""
-        return dict(self.measured).get(crossing, self.from_bytes)
+        return dict(self.measured).get(collective, self.from_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class SizeTiming:
     """How long a collective of one size takes in each way.
 
     Attributes:
@@ -55,7 +55,7 @@ class Timing:
     is_direct_faster: bool
 
 
-def is_next_affordable(timings: Sequence[Timing]) -> bool:
+def is_next_affordable(timings: Sequence[SizeTiming]) -> bool:
     """Whether the next size still fits into the time that a job should wait.
 
     What a size takes longer than the one before grows with the bytes; latency does not.
@@ -69,7 +69,7 @@ def is_next_affordable(timings: Sequence[Timing]) -> bool:
     return RUNS * (spent_s + directly_s + in_two_stages_s) <= _BUDGET_S
 
 
-def threshold_bytes(timings: Sequence[Timing]) -> int:
+def threshold_bytes(timings: Sequence[SizeTiming]) -> int:
     """The smallest size at which it is not plain that the direct way is faster.
 
     What a message waits for does not grow with the size, what crosses slow links does: once they are worth it, two

@@ -30,7 +30,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
+class TuningKey:
     """All that a decision depends on.
 
     Attributes:
@@ -38,7 +38,7 @@ class Links:
         ranks_per_node: Of the job.
         collective: What was measured.
         span: Sizes and strides of the axes over which.
-        moved_by: Backend and device.
+        backend_key: Backend and device.
         interfaces: What the environment says of the ways between nodes.
         version: Of torch, of this package, and of what is kept.
     """
@@ -47,19 +47,21 @@ class Links:
     ranks_per_node: int
     collective: str
     span: str
-    moved_by: str
+    backend_key: str
     interfaces: str
     version: str
 
     @classmethod
-    def of(cls, collective: str, span: Span, hosts: Sequence[str], ranks_per_node: int, moved_by: str) -> Links:
+    def for_this_job(
+        cls, collective: str, span: Span, hosts: Sequence[str], ranks_per_node: int, moved_by: str
+    ) -> TuningKey:
         """The links of one collective over one span in this process."""
         return cls(
             hosts=tuple(hosts),
             ranks_per_node=ranks_per_node,
             collective=collective,
             span=" ".join(f"{axis.name}:{axis.size}x{axis.stride}" for axis in span.axes),
-            moved_by=moved_by,
+            backend_key=moved_by,
             interfaces=" ".join(f"{name}={os.environ[name]}" for name in _INTERFACES if name in os.environ),
             version=f"torch {torch.__version__}, mics_strategy {package_version()}, format {_FORMAT}",
         )
@@ -80,12 +82,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mics_strategy" / "decisions"
 
 
-def recall(links: Links) -> int | None:
+def load(key: TuningKey) -> int | None:
     """What was decided for these links; None where nothing usable is known."""
     try:
-        kept = json.loads((cache_folder() / links.file_name).read_text())
+        kept = json.loads((cache_folder() / key.file_name).read_text())
         decision = kept["decision"]
-        if kept["links"] == links.describe() and type(decision) is int and decision >= 0:
+        if kept["links"] == key.describe() and type(decision) is int and decision >= 0:
             return decision
         reason = "it says something else"
     except FileNotFoundError:
@@ -96,12 +98,12 @@ def recall(links: Links) -> int | None:
     return None
 
 
-def keep(links: Links, decision: int, timings: Sequence[Any]) -> None:
+def store(key: TuningKey, decision: int, timings: Sequence[Any]) -> None:
     """Keep a decision for later jobs, whole or not at all, with the dataclasses that say what was measured."""
     text = json.dumps(
         {
             "decision": decision,
-            "links": links.describe(),
+            "links": key.describe(),
             "timings": [dataclasses.asdict(each) for each in timings],
         },
         indent=1,
@@ -109,9 +111,9 @@ def keep(links: Links, decision: int, timings: Sequence[Any]) -> None:
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f"{links.file_name}.{os.getpid()}.partial"
+        beside = folder / f"{key.file_name}.{os.getpid()}.partial"
         beside.write_text(text)
-        beside.replace(folder / links.file_name)
+        beside.replace(folder / key.file_name)
     except (OSError, RuntimeError) as error:
         _log.warning(
             "The cache of what 'auto' has found cannot be written, so the next job measures anew and its sums may "

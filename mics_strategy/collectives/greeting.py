@@ -18,13 +18,13 @@ from datetime import timedelta
 import torch
 
 from mics_strategy.collectives import process_memory
-from mics_strategy.collectives.neighbour import Neighbour
+from mics_strategy.collectives.neighbour import PeerConnection
 
 Gather = Callable[[torch.Tensor], torch.Tensor]  # [n] int64 of this rank to [ranks, n]
 _INDEX = struct.Struct("=i")
 
 
-def meet(ranks: Sequence[int], index: int, gather: Gather, patience: timedelta) -> dict[int, Neighbour]:
+def handshake(ranks: Sequence[int], index: int, gather: Gather, timeout_s: timedelta) -> dict[int, PeerConnection]:
     """Connect all ranks of a group, if each can read the others' memory. Collective.
 
     1. Every rank listens, and tells where, and a number that nobody can guess, and the address of it.
@@ -35,7 +35,7 @@ def meet(ranks: Sequence[int], index: int, gather: Gather, patience: timedelta) 
         ranks: Of the group.
         index: Which of them this is.
         gather: Tells the others something.
-        patience: How long a rank waits for another one in any transfer.
+        timeout_s: How long a rank waits for another one in any transfer.
 
     Returns:
         The others by index; none on any rank where one of them cannot read another's memory.
@@ -54,7 +54,7 @@ def meet(ranks: Sequence[int], index: int, gather: Gather, patience: timedelta) 
             is_complete = listener is not None and _accept(connections, listener, index)
             neighbours = {}
             if is_complete:
-                neighbours = {o: Neighbour(each, ranks[o], patience) for o, each in connections.items()}
+                neighbours = {o: PeerConnection(each, ranks[o], timeout_s) for o, each in connections.items()}
             can_read = all(_is_number(each, *told[other][1:]) for other, each in neighbours.items())
             if _all_agree(gather, is_complete and can_read):
                 return neighbours
@@ -115,7 +115,7 @@ def _accept(connections: dict[int, socket.socket], listener: socket.socket, inde
     return True
 
 
-def _is_number(neighbour: Neighbour, address: int, number: int) -> bool:
+def _is_number(neighbour: PeerConnection, address: int, number: int) -> bool:
     found = torch.zeros(1, dtype=torch.int64)
     try:
         process_memory.read_into(found, neighbour.process, [address])

@@ -1,6 +1,6 @@
 """What does the CPU have in place of a stream?
 
-A `Lane` is a thread that works off programs in the order in which they were asked for, while the training loop
+A `CommThread` is a thread that works off programs in the order in which they were asked for, while the training loop
 computes. A program posts sends and receives, waits for them, adds, and posts more; so a transfer of many stages goes on
 although nobody waits for it, which on a GPU the streams see to. Ranks ask in one order for what a lane carries, so
 programs meet.
@@ -20,29 +20,29 @@ from typing import Any, Protocol
 
 import torch
 
-from mics_strategy.collectives.ops import Work, failed
+from mics_strategy.collectives.ops import BackendWork, as_communication_error
 from mics_strategy.collectives.transport import Transport
-from mics_strategy.collectives.watch import Asked, Watch
+from mics_strategy.collectives.watch import DesyncWatchdog, OpId
 from mics_strategy.errors import LifecycleError
 
-Program = Callable[[], None]
-PATIENCE_S = 2.0  # before a rank that waits looks whether its peers wait for something else
-MAX_PATIENCE_S = 30.0  # between two looks
-GRACE_S = 1.0  # for what is under way when the process ends
+CommTask = Callable[[], None]
+STALL_CHECK_S = 2.0  # before a rank that waits looks whether its peers wait for something else
+MAX_STALL_CHECK_S = 30.0  # between two looks
+SHUTDOWN_GRACE_S = 1.0  # for what is under way when the process ends
 
 
-class Runner(Protocol):
+class Executor(Protocol):
     """Runs programs in order.
 
     Attributes:
         name: The same on all ranks, and no other runner's.
-        is_queue: Whether a program may still be under way when `run` has returned.
+        is_async: Whether a program may still be under way when `submit` has returned.
     """
 
     name: str
-    is_queue: bool
+    is_async: bool
 
-    def run(self, what: str, size: str, ranks: frozenset[int], program: Program) -> Work | None:
+    def submit(self, what: str, size: str, ranks: frozenset[int], program: CommTask) -> BackendWork | None:
         """Run a program after all before it.
 
         Args:
@@ -56,50 +56,50 @@ class Runner(Protocol):
         """
 
 
-class AtOnce:
+class InlineExecutor:
     """Runs programs where and when they are asked for, on the current stream."""
 
     name = "at once"
-    is_queue = False
+    is_async = False
 
-    def run(self, what: str, size: str, ranks: frozenset[int], program: Program) -> Work | None:
-        """See `Runner.run`."""
+    def submit(self, what: str, size: str, ranks: frozenset[int], program: CommTask) -> BackendWork | None:
+        """See `Executor.run`."""
         try:
             program()
         except LifecycleError:
             raise
         except RuntimeError as error:
-            raise failed(what, error) from error
+            raise as_communication_error(what, error) from error
         return None
 
 
-class Lane:
+class CommThread:
     """Runs programs in a thread of its own. After one that has failed, all others fail, too.
 
     Args:
-        name: See `Runner`.
+        name: See `Executor`.
         watch: Looks for the reason where somebody waits long.
     """
 
-    is_queue = True
+    is_async = True
 
-    def __init__(self, name: str, watch: Watch) -> None:
+    def __init__(self, name: str, watch: DesyncWatchdog) -> None:
         self.name = name
-        self._watch = watch
-        self._queue: SimpleQueue[_Task | None] = SimpleQueue()
+        self._watchdog = watch
+        self._queue: SimpleQueue[_QueuedTask | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._fate = _Fate()
-        self._last: _Task | None = None
+        self._first_failure = _FirstFailure()
+        self._last: _QueuedTask | None = None
         weakref.finalize(self, self._queue.put, None)
 
-    def run(self, what: str, size: str, ranks: frozenset[int], program: Program) -> Work:
-        """See `Runner.run`."""
+    def submit(self, what: str, size: str, ranks: frozenset[int], program: CommTask) -> BackendWork:
+        """See `Executor.run`."""
         if self._thread is None:
             name = f"mics {self.name}"
-            self._thread = threading.Thread(target=_work_off, args=(self._queue,), name=name, daemon=True)
+            self._thread = threading.Thread(target=_run_queue, args=(self._queue,), name=name, daemon=True)
             self._thread.start()
-        asked = self._watch.ask(self.name, what, size, ranks)
-        task = self._last = _Task(asked, program, self._watch, self._fate, self._last)
+        asked = self._watchdog.record(self.name, what, size, ranks)
+        task = self._last = _QueuedTask(asked, program, self._watchdog, self._first_failure, self._last)
         self._queue.put(task)
         return task
 
@@ -112,14 +112,14 @@ class Lane:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        if self._last is not None and not self._last.is_completed(within_s=GRACE_S):
+        if self._last is not None and not self._last.is_completed(within_s=SHUTDOWN_GRACE_S):
             for transport in transports:
                 transport.cancel()
         self._queue.put(None)
         thread.join()
 
 
-class Watched:
+class WatchedWork:
     """Work of gloo's own collectives, of which a rank that waits long looks for the reason.
 
     Args:
@@ -128,10 +128,10 @@ class Watched:
         asked: What it is.
     """
 
-    def __init__(self, work: Any, watch: Watch, asked: Asked) -> None:
+    def __init__(self, work: Any, watch: DesyncWatchdog, asked: OpId) -> None:
         self._work = work
-        self._watch = watch
-        self._asked = asked
+        self._watchdog = watch
+        self._op = asked
 
     def wait(self) -> None:
         """Block until the work is done.
@@ -139,11 +139,11 @@ class Watched:
         Raises:
             LifecycleError: It never will: ranks wait for different things.
         """
-        patience_s = PATIENCE_S
+        patience_s = STALL_CHECK_S
         while not self._is_done(patience_s):
-            self._watch.look(self._asked)
-            patience_s = min(2 * patience_s, MAX_PATIENCE_S)
-        self._watch.forget()
+            self._watchdog.check(self._op)
+            patience_s = min(2 * patience_s, MAX_STALL_CHECK_S)
+        self._watchdog.forget()
 
     def _is_done(self, within_s: float) -> bool:
         try:
@@ -159,7 +159,7 @@ class Watched:
         return bool(self._work.is_completed())
 
 
-def _work_off(queue: SimpleQueue[_Task | None]) -> None:
+def _run_queue(queue: SimpleQueue[_QueuedTask | None]) -> None:
     """Run what comes. Nothing stays here between two programs, so a lane that nobody knows any more can be freed."""
     with torch.inference_mode():  # nothing is for autograd; tensors made in anybody's inference mode may be written
         while (task := queue.get()) is not None:
@@ -167,7 +167,7 @@ def _work_off(queue: SimpleQueue[_Task | None]) -> None:
             del task
 
 
-class _Fate:
+class _FirstFailure:
     """What has become of a lane: the failure of the first program that has failed."""
 
     __slots__ = ("failure",)
@@ -176,16 +176,18 @@ class _Fate:
         self.failure: BaseException | None = None
 
 
-class _Task:
+class _QueuedTask:
     """A program in the queue."""
 
     __slots__ = ("_asked", "_before", "_done", "_failure", "_fate", "_program", "_watch")
 
-    def __init__(self, asked: Asked, program: Program, watch: Watch, fate: _Fate, before: _Task | None) -> None:
+    def __init__(
+        self, asked: OpId, program: CommTask, watch: DesyncWatchdog, fate: _FirstFailure, before: _QueuedTask | None
+    ) -> None:
         self._asked = asked
         self._fate = fate
         self._before = before
-        self._program: Program | None = program
+        self._program: CommTask | None = program
         self._watch = watch
         self._done = threading.Event()
         self._failure: BaseException | None = None
@@ -208,15 +210,15 @@ class _Task:
         Raises:
             LifecycleError: It never will: ranks wait for different things.
         """
-        patience_s = PATIENCE_S
+        patience_s = STALL_CHECK_S
         while not self._done.wait(patience_s):
-            self._watch.look(self._first_under_way()._asked)
-            patience_s = min(2 * patience_s, MAX_PATIENCE_S)
+            self._watch.check(self._first_under_way()._asked)
+            patience_s = min(2 * patience_s, MAX_STALL_CHECK_S)
         if self._failure is not None:
             raise self._failure
         self._watch.forget()
 
-    def _first_under_way(self) -> _Task:
+    def _first_under_way(self) -> _QueuedTask:
         """What this waits for: itself, or one before it in the queue."""
         first = self
         while (before := first._before) is not None and not before._done.is_set():

@@ -27,18 +27,18 @@ import torch
 from torch.distributed.constants import default_pg_timeout
 
 from mics_strategy.collectives import process_memory
-from mics_strategy.collectives.process_memory import MAX_RANGES, Spread, Target
+from mics_strategy.collectives.process_memory import IOV_MAX, SourceVec, Target
 
 _HEAD = struct.Struct("=iq")  # tag, bytes; addresses follow
 _ADDRESS = "q"
-_MAX_MESSAGE_BYTES = _HEAD.size + MAX_RANGES * array(_ADDRESS).itemsize
-_IS_READ = -1  # in place of the bytes, in an answer
+_MAX_MESSAGE_BYTES = _HEAD.size + IOV_MAX * array(_ADDRESS).itemsize
+_ACK = -1  # in place of the bytes, in an answer
 _AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _CREDENTIALS = struct.Struct("=iii")  # Linux's struct ucred
 _TIMEVAL = struct.Struct("@ll")
 
 
-class Neighbour:
+class PeerConnection:
     """Another rank of the node, to one group. One thread at a time may use it, beside `cancel`.
 
     Args:
@@ -53,8 +53,8 @@ class Neighbour:
     def __init__(self, connection: socket.socket, rank: int, patience: timedelta = default_pg_timeout) -> None:
         self._connection = connection
         self._rank = rank
-        self._notes: dict[int, deque[Spread]] = {}
-        self._answers: dict[tuple[int, int], int] = {}  # by tag and first address; how many nobody has asked for
+        self._descriptors: dict[int, deque[SourceVec]] = {}
+        self._acks: dict[tuple[int, int], int] = {}  # by tag and first address; how many nobody has asked for
         self._finalizer = weakref.finalize(self, connection.close)
         self._finalizer.atexit = False  # a thread may still wait then
         self._patience_s = patience.total_seconds()
@@ -63,18 +63,18 @@ class Neighbour:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self.process = _process_behind(connection)
 
-    def offer(self, piece: torch.Tensor | Spread, tag: int) -> Offer:
+    def post_send(self, piece: torch.Tensor | SourceVec, tag: int) -> SendWork:
         """Let the neighbour read `piece`, which must stay unchanged until that is waited for."""
         if isinstance(piece, torch.Tensor):
-            spread = Spread([piece.data_ptr()], piece.numel() * piece.itemsize)
+            spread = SourceVec([piece.data_ptr()], piece.numel() * piece.itemsize)
         else:
             spread = piece
         self._write(tag, spread.num_bytes, spread.addresses)
-        return Offer(self, piece, spread.first, tag)
+        return SendWork(self, piece, spread.first, tag)
 
-    def expect(self, out: Target, tag: int) -> Reading:
+    def post_recv(self, out: Target, tag: int) -> RecvWork:
         """Read what the neighbour offers, into `out`, when that is waited for."""
-        return Reading(self, out, tag)
+        return RecvWork(self, out, tag)
 
     def read(self, out: Target, tag: int) -> None:
         """Block until the neighbour has offered a piece of that tag, and read it into `out`.
@@ -82,11 +82,11 @@ class Neighbour:
         Raises:
             RuntimeError: It has ended or left, or offers something else.
         """
-        while tag not in self._notes:
+        while tag not in self._descriptors:
             self._take_message()
-        note = self._notes[tag].popleft()
-        if not self._notes[tag]:
-            del self._notes[tag]
+        note = self._descriptors[tag].popleft()
+        if not self._descriptors[tag]:
+            del self._descriptors[tag]
         num_bytes, num_sources = out.numel() * out.dtype.itemsize, process_memory.num_sources(out)
         if note.num_bytes != num_bytes:
             raise RuntimeError(f"rank {self._rank} offers {note.num_bytes} bytes where {num_bytes} are expected")
@@ -99,20 +99,20 @@ class Neighbour:
         except OSError as error:
             where = f"rank {self._rank} (process {self.process})"
             raise RuntimeError(f"the memory of {where} cannot be read: {error.strerror}") from error
-        self._write(tag, _IS_READ, [note.first])
+        self._write(tag, _ACK, [note.first])
 
-    def wait_until_read(self, first: int, tag: int) -> None:
+    def wait_for_ack(self, first: int, tag: int) -> None:
         """Block until the neighbour has read the piece of which that is the first address.
 
         Raises:
             RuntimeError: It has ended or left.
         """
         answer = tag, first
-        while answer not in self._answers:
+        while answer not in self._acks:
             self._take_message()
-        count = self._answers.pop(answer)
+        count = self._acks.pop(answer)
         if count > 1:
-            self._answers[answer] = count - 1
+            self._acks[answer] = count - 1
 
     def _take_message(self) -> None:
         try:
@@ -124,12 +124,12 @@ class Neighbour:
         if not message:
             raise RuntimeError(f"rank {self._rank} has closed the connection")
         tag, num_bytes = _HEAD.unpack_from(message)
-        spread = Spread(array(_ADDRESS, message[_HEAD.size :]), num_bytes)
-        if num_bytes == _IS_READ:
+        spread = SourceVec(array(_ADDRESS, message[_HEAD.size :]), num_bytes)
+        if num_bytes == _ACK:
             answer = tag, spread.first
-            self._answers[answer] = self._answers.get(answer, 0) + 1
+            self._acks[answer] = self._acks.get(answer, 0) + 1
         else:
-            self._notes.setdefault(tag, deque()).append(spread)
+            self._descriptors.setdefault(tag, deque()).append(spread)
 
     def _write(self, tag: int, num_bytes: int, addresses: Sequence[int]) -> None:
         """Without waiting for a neighbour that writes as much itself: what it has written is taken in meanwhile."""
@@ -162,14 +162,14 @@ class Neighbour:
         self._finalizer()
 
 
-class Offer:
+class SendWork:
     """A piece that a neighbour is to read."""
 
     __slots__ = ("_first", "_neighbour", "_piece", "_tag")
 
-    def __init__(self, neighbour: Neighbour, piece: torch.Tensor | Spread, first: int, tag: int) -> None:
+    def __init__(self, neighbour: PeerConnection, piece: torch.Tensor | SourceVec, first: int, tag: int) -> None:
         self._neighbour = neighbour
-        self._piece: torch.Tensor | Spread | None = piece
+        self._piece: torch.Tensor | SourceVec | None = piece
         self._first = first
         self._tag = tag
 
@@ -177,19 +177,19 @@ class Offer:
         """Block until the piece may be overwritten."""
         piece, self._piece = self._piece, None
         if piece is not None:
-            self._neighbour.wait_until_read(self._first, self._tag)
+            self._neighbour.wait_for_ack(self._first, self._tag)
 
     def is_completed(self) -> bool:
         """Whether that has been waited for."""
         return self._piece is None
 
 
-class Reading:
+class RecvWork:
     """A piece that this rank is to read."""
 
     __slots__ = ("_neighbour", "_out", "_tag")
 
-    def __init__(self, neighbour: Neighbour, out: Target, tag: int) -> None:
+    def __init__(self, neighbour: PeerConnection, out: Target, tag: int) -> None:
         self._neighbour = neighbour
         self._out: Target | None = out
         self._tag = tag

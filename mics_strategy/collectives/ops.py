@@ -1,6 +1,6 @@
 """What does a collective look like to its caller?
 
-A collective is started and gives a `Handle`; its result is valid after `Handle.wait()`. Work that needs the
+A collective is started and gives a `Work`; its result is valid after `Work.wait()`. Work that needs the
 result (adding a received sum, copying out) is part of the handle, so a caller never sees half a result.
 """
 
@@ -15,7 +15,7 @@ import torch
 from mics_strategy.errors import CommunicationError, LifecycleError, ShapeError
 
 
-class Work(Protocol):
+class BackendWork(Protocol):
     """The part of ``torch.distributed.Work`` that every backend honours."""
 
     def wait(self) -> object:
@@ -25,7 +25,7 @@ class Work(Protocol):
         """Whether the transport has done it, or given up."""
 
 
-class Handle:
+class Work:
     """One started collective and what must follow it.
 
     Args:
@@ -35,12 +35,12 @@ class Handle:
         on_failure: Called when the transport has given up: says why, or raises what it knows better.
     """
 
-    __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "is_queued", "kept", "what")
+    __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "is_queued", "keepalive", "what")
 
     def __init__(
         self,
         what: str,
-        works: list[Work],
+        works: list[BackendWork],
         *,
         is_queued: bool = False,
         on_failure: Callable[[], str] = str,
@@ -50,7 +50,7 @@ class Handle:
         self.is_queued = is_queued
         self._works = works
         self._finish: Callable[[], None] | None = None
-        self.kept: list[torch.Tensor] = []
+        self.keepalive: list[torch.Tensor] = []
         _started.add(self)
 
     def wait(self) -> None:
@@ -68,16 +68,16 @@ class Handle:
             except LifecycleError:
                 raise
             except RuntimeError as error:
-                raise failed(self.what, error, self._on_failure()) from error
+                raise as_communication_error(self.what, error, self._on_failure()) from error
         if finish is not None:
             finish()
 
     @property
-    def has_arrived(self) -> bool:
+    def has_completed(self) -> bool:
         """Whether the transport is done, so that `wait` would not block for it."""
         return all(work.is_completed() for work in self._works)
 
-    def then(self, finish: Callable[[], None]) -> Handle:
+    def then(self, finish: Callable[[], None]) -> Work:
         """The same handle, with more to do after the work, once, on the stream that waits."""
         before = self._finish
 
@@ -89,13 +89,13 @@ class Handle:
         self._finish = both
         return self
 
-    def keep(self, tensors: list[torch.Tensor]) -> Handle:
+    def keep_alive(self, tensors: list[torch.Tensor]) -> Work:
         """The same handle, which holds tensors that must not be freed before its work is done on the device."""
-        self.kept = tensors
+        self.keepalive = tensors
         return self
 
 
-def failed(what: str, error: RuntimeError, found: str = "") -> CommunicationError:
+def as_communication_error(what: str, error: RuntimeError, found: str = "") -> CommunicationError:
     """The error of a collective that the transport has given up.
 
     Args:
@@ -109,15 +109,15 @@ def failed(what: str, error: RuntimeError, found: str = "") -> CommunicationErro
     )
 
 
-_started: weakref.WeakSet[Handle] = weakref.WeakSet()
+_started: weakref.WeakSet[Work] = weakref.WeakSet()
 
 
-def is_anything_under_way() -> bool:
+def has_pending_work() -> bool:
     """Whether a collective that this process has started, and nobody has waited for, still travels."""
-    return any(not handle.has_arrived for handle in list(_started))
+    return any(not handle.has_completed for handle in list(_started))
 
 
-def check_fit(fits: bool, what: str, small: torch.Tensor, large: torch.Tensor) -> None:
+def check_shapes(fits: bool, what: str, small: torch.Tensor, large: torch.Tensor) -> None:
     """Refuse buffers that do not belong to one collective, before anything is sent.
 
     Raises:

@@ -10,17 +10,17 @@ from typing import TypeVar
 import torch
 
 from mics_strategy.collectives import traffic
-from mics_strategy.collectives.lane import Watched
-from mics_strategy.collectives.ledger import Ledger
-from mics_strategy.collectives.ops import Handle, Work, check_fit, failed
+from mics_strategy.collectives.lane import WatchedWork
+from mics_strategy.collectives.ledger import TrafficLog
+from mics_strategy.collectives.ops import BackendWork, Work, as_communication_error, check_shapes
 from mics_strategy.collectives.transport import Transport
-from mics_strategy.collectives.watch import Watch
+from mics_strategy.collectives.watch import DesyncWatchdog
 from mics_strategy.errors import MiCSError
 
 T = TypeVar("T")
 
 
-class Peers:
+class ControlGroup:
     """The ranks of one group.
 
     Args:
@@ -29,23 +29,23 @@ class Peers:
         watch: Knows whether ranks have parted.
     """
 
-    def __init__(self, transport: Transport, ledger: Ledger, watch: Watch) -> None:
-        self._watch = watch
+    def __init__(self, transport: Transport, ledger: TrafficLog, watch: DesyncWatchdog) -> None:
+        self._watchdog = watch
         self.transport = transport
         self.size = transport.size
         self.index = transport.index
         self.axis = transport.axis
-        self._ledger = ledger
+        self._traffic_log = ledger
 
-    def all_reduce(self, tensor: torch.Tensor, what: str) -> Handle:
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> Work:
         """Sum `tensor` over the ranks, in place. Cost: 2 (size - 1) / size * n sent."""
         num_bytes = tensor.numel() * tensor.itemsize
-        self._ledger.write(traffic.ALL_REDUCE, self.axis, self.size, tensor.dtype, num_bytes)
-        return self._handle(f"All-reduce of {what}", self.transport.all_reduce(tensor))
+        self._traffic_log.record(traffic.ALL_REDUCE, self.axis, self.size, tensor.dtype, num_bytes)
+        return self._as_work(f"All-reduce of {what}", self.transport.all_reduce(tensor))
 
-    def exchange(
+    def all_to_all(
         self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int], what: str
-    ) -> Handle:
+    ) -> Work:
         """Give every rank its piece of `full`, and put what the ranks give into `out`, in the order of their index.
 
         Args:
@@ -59,49 +59,49 @@ class Peers:
             All of `full` sent but the own piece.
         """
         fits = (out.numel(), full.numel(), out.dtype) == (sum(out_numels), sum(full_numels), full.dtype)
-        check_fit(fits, what, out, full)
-        self.transport.trail.note(what)
-        self._ledger.write_exchange(self.axis, self.size, full, full_numels[self.index])
-        return self._handle(f"Exchange of {what}", self.transport.all_to_all(out, out_numels, full, full_numels))
+        check_shapes(fits, what, out, full)
+        self.transport.fingerprint.update(what)
+        self._traffic_log.record_all_to_all(self.axis, self.size, full, full_numels[self.index])
+        return self._as_work(f"Exchange of {what}", self.transport.all_to_all(out, out_numels, full, full_numels))
 
     def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
         """Copy the tensor of one rank to all, in place. For starting values, buffers and states; no plan has it.
 
         Any strides: what is not contiguous is copied before and behind.
         """
-        tensor = without_repetition(tensor)
+        tensor = as_dense(tensor)
         dense = tensor.contiguous()
-        self._handle(f"Broadcast of {what}", self.transport.broadcast(dense, source)).wait()
+        self._as_work(f"Broadcast of {what}", self.transport.broadcast(dense, source)).wait()
         if dense.data_ptr() != tensor.data_ptr():
             tensor.copy_(dense)
 
-    def share(self, value: T, source: int) -> T:
+    def broadcast_object(self, value: T, source: int) -> T:
         """The object of one rank, on all. For states; no plan has it.
 
         Raises:
             CommunicationError: A rank died or did not take part in time.
         """
         try:
-            return self.transport.share(value, source)
+            return self.transport.broadcast_object(value, source)
         except MiCSError:  # of a value that refuses to be pickled
             raise
         except RuntimeError as error:
-            what = f"Broadcast of an object over {self.transport.where}"
-            raise failed(what, error, self._watch.explain()) from error
+            what = f"Broadcast of an object over {self.transport.description}"
+            raise as_communication_error(what, error, self._watchdog.explain()) from error
 
-    def combine(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
+    def all_reduce_scalar(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
         """The sum or the maximum of a small tensor over the ranks, in place. For norms; not part of a step's plan."""
-        self._handle("All-reduce of a norm", self.transport.combine(value, is_max=is_max)).wait()
+        self._as_work("All-reduce of a norm", self.transport.all_reduce_scalar(value, is_max=is_max)).wait()
         return value
 
-    def _handle(self, what: str, work: Work) -> Handle:
+    def _as_work(self, what: str, work: BackendWork) -> Work:
         if self.transport.is_point_to_point:
-            ranks = frozenset(self.transport.trail.ranks)
-            work = Watched(work, self._watch, self._watch.ask("peers", what, "", ranks))
-        return Handle(f"{what} over {self.transport.where}", [work], on_failure=self._watch.explain)
+            ranks = frozenset(self.transport.fingerprint.ranks)
+            work = WatchedWork(work, self._watchdog, self._watchdog.record("peers", what, "", ranks))
+        return Work(f"{what} over {self.transport.description}", [work], on_failure=self._watchdog.explain)
 
 
-def without_repetition(tensor: torch.Tensor) -> torch.Tensor:
+def as_dense(tensor: torch.Tensor) -> torch.Tensor:
     """A view that has every number of an expanded tensor once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim]:

@@ -16,18 +16,18 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_RANGES = 1024  # of one call: IOV_MAX
+IOV_MAX = 1024  # of one call: IOV_MAX
 _MAX_BYTES = 1 << 30  # of one call; Linux copies less than 2 GiB
 
 
-class _Range(ctypes.Structure):
+class _IoVec(ctypes.Structure):
     """`struct iovec`."""
 
     _fields_ = (("address", ctypes.c_void_p), ("num_bytes", ctypes.c_size_t))
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class SourceVec:
     """A piece that lies in several places of this process.
 
     Attributes:
@@ -44,7 +44,7 @@ class Spread:
         return self.addresses[0] if self.addresses else 0
 
 
-class Assembly:
+class GatherTarget:
     """Where a piece belongs, stretch by stretch, that is spread over as many places elsewhere.
 
     Args:
@@ -63,16 +63,16 @@ class Assembly:
         """Of the piece, as of a tensor."""
         return self._numel
 
-    def calls(self, addresses: Sequence[int]) -> list[_Call]:
+    def calls(self, addresses: Sequence[int]) -> list[_ReadvCall]:
         """What the kernel is to do when the stretches are at those addresses of another process."""
         ranges = [
             (part.data_ptr(), address, part.numel() * self.dtype.itemsize)
             for part, address in zip(self._parts, addresses, strict=True)
         ]
-        return [_Call(batch) for batch in _batches(ranges)]
+        return [_ReadvCall(batch) for batch in _batches(ranges)]
 
 
-class Stretches:
+class ScatterTarget:
     """Where the elements of a piece belong when that is not one place.
 
     Args:
@@ -90,7 +90,7 @@ class Stretches:
         self._parts = parts
         self._targets = [target.view(-1) for _, target in parts]
         self._sources: tuple[int, list[torch.Tensor]] = -1, []
-        self._calls: tuple[int, list[_Call]] = -1, []
+        self._calls: tuple[int, list[_ReadvCall]] = -1, []
 
     def numel(self) -> int:
         """Of the piece, as of a tensor."""
@@ -105,7 +105,7 @@ class Stretches:
         if self._targets:  # else a rank behind the last row, whose shard is padding
             torch._foreach_copy_(self._targets, self._sources[1])
 
-    def calls(self, addresses: Sequence[int]) -> list[_Call]:
+    def calls(self, addresses: Sequence[int]) -> list[_ReadvCall]:
         """What the kernel is to do when the piece is at that one address of another process."""
         (address,) = addresses
         if self._calls[0] != address:
@@ -113,22 +113,22 @@ class Stretches:
                 (target.data_ptr(), address + start * self.dtype.itemsize, target.numel() * self.dtype.itemsize)
                 for start, target in self._parts
             ]
-            self._calls = address, [_Call(batch) for batch in _batches(ranges)]
+            self._calls = address, [_ReadvCall(batch) for batch in _batches(ranges)]
         return self._calls[1]
 
 
-class _Call:
+class _ReadvCall:
     """Ranges that one call copies: their addresses here and there, and their bytes."""
 
     def __init__(self, ranges: Sequence[tuple[int, int, int]]) -> None:
         self.count = len(ranges)
         self.num_bytes = sum(num_bytes for _, _, num_bytes in ranges)
-        self.here = _array([_Range(here, num_bytes) for here, _, num_bytes in ranges])
-        self.there = _array([_Range(there, num_bytes) for _, there, num_bytes in ranges])
+        self.here = _array([_IoVec(here, num_bytes) for here, _, num_bytes in ranges])
+        self.there = _array([_IoVec(there, num_bytes) for _, there, num_bytes in ranges])
 
 
-def _array(ranges: list[_Range]) -> ctypes.Array[_Range]:
-    return (_Range * len(ranges))(*ranges)
+def _array(ranges: list[_IoVec]) -> ctypes.Array[_IoVec]:
+    return (_IoVec * len(ranges))(*ranges)
 
 
 def _batches(ranges: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
@@ -137,7 +137,7 @@ def _batches(ranges: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int,
     for here, there, num_bytes in ranges:
         for done in range(0, num_bytes, _MAX_BYTES):
             part = here + done, there + done, min(num_bytes - done, _MAX_BYTES)
-            if len(batch) == MAX_RANGES or part[2] > room:
+            if len(batch) == IOV_MAX or part[2] > room:
                 yield batch
                 batch, room = [], _MAX_BYTES
             batch.append(part)
@@ -146,7 +146,7 @@ def _batches(ranges: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int,
         yield batch
 
 
-Target = torch.Tensor | Stretches | Assembly
+Target = torch.Tensor | ScatterTarget | GatherTarget
 
 
 def num_sources(out: Target) -> int:
@@ -168,7 +168,7 @@ def read_into(out: Target, process: int, addresses: Sequence[int]) -> None:
     Raises:
         OSError: The kernel refuses, or the process has ended, or has nothing there; or this is not Linux.
     """
-    parts = Assembly([out], out.numel(), out.dtype) if isinstance(out, torch.Tensor) else out
+    parts = GatherTarget([out], out.numel(), out.dtype) if isinstance(out, torch.Tensor) else out
     calls = parts.calls(addresses)
     function, done = _function(), 0
     for call in calls:
@@ -192,7 +192,7 @@ def _function() -> Callable[..., int]:
         function = ctypes.CDLL(None, use_errno=True).process_vm_readv
     except (AttributeError, OSError, TypeError) as error:
         raise OSError("this system has no process_vm_readv") from error
-    ranges = ctypes.POINTER(_Range)
+    ranges = ctypes.POINTER(_IoVec)
     function.argtypes = [ctypes.c_int, ranges, ctypes.c_ulong, ranges, ctypes.c_ulong, ctypes.c_ulong]
     function.restype = ctypes.c_ssize_t
     return function

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from mics_strategy.collectives.channel import Channel
-from mics_strategy.collectives.lane import Runner
-from mics_strategy.collectives.ledger import Ledger
-from mics_strategy.collectives.ops import Handle
-from mics_strategy.collectives.route import Message
+from mics_strategy.collectives.channel import RouteBinding
+from mics_strategy.collectives.lane import Executor
+from mics_strategy.collectives.ledger import TrafficLog
+from mics_strategy.collectives.ops import Work
+from mics_strategy.collectives.route import HopTraffic
 from mics_strategy.collectives.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OpRequest:
     """A collective as ranks know it; all that ranks share which are asked for the same."""
 
     name: str
@@ -25,7 +25,7 @@ class Asked:
     tag: int
 
 
-class Programs:
+class CollectiveQueue:
     """Names, counts and runs the programs of one channel.
 
     Args:
@@ -35,34 +35,34 @@ class Programs:
         ledger: Receives every stage.
     """
 
-    def __init__(self, channel: Channel, runner: Runner, workspace: Workspace, ledger: Ledger) -> None:
+    def __init__(self, channel: RouteBinding, runner: Executor, workspace: Workspace, ledger: TrafficLog) -> None:
         self._channel = channel
-        self._runner = runner
+        self._executor = runner
         self._workspace = workspace
-        self._ledger = ledger
-        self._where = " and ".join(transport.where for transport in channel.transports)
+        self._traffic_log = ledger
+        self._where = " and ".join(transport.description for transport in channel.transports)
 
-    def ask(self, kind: str, what: str, numel: int, dtype: torch.dtype) -> Asked:
+    def next_op(self, kind: str, what: str, numel: int, dtype: torch.dtype) -> OpRequest:
         """Write into the trails what is asked for."""
         for transport in self._channel.transports:
-            transport.trail.note(what)
-        count = self._channel.transports[0].trail.count
-        tag = zlib.crc32(f"{self._runner.name} {count} {kind} {what} {numel} {dtype}".encode()) % (2**31 - 1)
-        return Asked(f"{kind} of {what}", f"{numel} {dtype}", tag)
+            transport.fingerprint.update(what)
+        count = self._channel.transports[0].fingerprint.count
+        tag = zlib.crc32(f"{self._executor.name} {count} {kind} {what} {numel} {dtype}".encode()) % (2**31 - 1)
+        return OpRequest(f"{kind} of {what}", f"{numel} {dtype}", tag)
 
-    def write(self, messages: list[Message]) -> None:
+    def log(self, messages: list[HopTraffic]) -> None:
         """Count what is to be sent."""
         for m in messages:
-            self._ledger.write(m.collective, m.axis, m.ranks, m.dtype, m.full_bytes)
+            self._traffic_log.record(m.collective, m.axis, m.size, m.dtype, m.full_bytes)
 
-    def run(self, asked: Asked, program: Callable[[], None]) -> Handle:
+    def submit(self, asked: OpRequest, program: Callable[[], None]) -> Work:
         """Run a program, with the workspace to itself."""
 
         def in_workspace() -> None:
-            self._workspace.begin()
+            self._workspace.reset()
             program()
 
         name = f"{asked.name} over {self._where}"
-        work = self._runner.run(name, asked.size, self._channel.ranks, in_workspace)
+        work = self._executor.submit(name, asked.size, self._channel.ranks, in_workspace)
         works = [] if work is None else [work]
-        return Handle(name, works, is_queued=self._runner.is_queue, on_failure=self._channel.watch.explain)
+        return Work(name, works, is_queued=self._executor.is_async, on_failure=self._channel.watch.explain)

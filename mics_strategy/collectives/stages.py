@@ -15,23 +15,23 @@ from typing import Protocol
 import torch
 
 from mics_strategy.collectives.codecs import Codec
-from mics_strategy.collectives.coder import Coder
-from mics_strategy.collectives.transport import Transport, joined
+from mics_strategy.collectives.coder import Quantizer
+from mics_strategy.collectives.transport import Transport, as_one_view
 from mics_strategy.collectives.workspace import Workspace, aligned_bytes
 
-Finish = Callable[[], None]
-FinishSum = Callable[[torch.Tensor, bool], None]
+Completion = Callable[[], None]
+SumCompletion = Callable[[torch.Tensor, bool], None]
 
 
-class Stage(Protocol):
+class GroupAlgorithm(Protocol):
     """One step of a collective inside one group."""
 
     transport: Transport
 
-    def gather_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """Of workspace, for `begin_gather` of `numel` elements from each rank."""
+    def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
+        """Of workspace, for `start_all_gather` of `numel` elements from each rank."""
 
-    def begin_gather(self, rows: list[torch.Tensor], own: torch.Tensor, wire: torch.dtype, tag: int) -> Finish:
+    def start_all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, wire: torch.dtype, tag: int) -> Completion:
         """Put every rank's `own` into its row, the same bits on all ranks.
 
         Args:
@@ -41,10 +41,10 @@ class Stage(Protocol):
             tag: Of the transfer, the same on all ranks.
         """
 
-    def sum_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """Of workspace, for `begin_sum` of `numel` elements for each rank."""
+    def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
+        """Of workspace, for `start_reduce_scatter` of `numel` elements for each rank."""
 
-    def begin_sum(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> FinishSum:
+    def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
         """Add what all ranks have for this one.
 
         Args:
@@ -57,7 +57,7 @@ class Stage(Protocol):
         """
 
 
-class PlainStage:
+class PlainAlgorithm:
     """Sends numbers as they are, or rounded to a narrower dtype.
 
     Args:
@@ -69,16 +69,16 @@ class PlainStage:
         self.transport = transport
         self._workspace = workspace
 
-    def gather_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
+    def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
         """See `Stage.gather_bytes`."""
         return 0 if wire == dtype else self.transport.size * aligned_bytes((numel, wire))
 
-    def begin_gather(self, rows: list[torch.Tensor], own: torch.Tensor, wire: torch.dtype, tag: int) -> Finish:
-        """See `Stage.begin_gather`."""
+    def start_all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, wire: torch.dtype, tag: int) -> Completion:
+        """See `Stage.start_all_gather`."""
         if wire == own.dtype:
-            return self.transport.gather(rows, own, tag).wait
-        narrow = [self._workspace.take(own.numel(), wire) for _ in rows]
-        pieces = self.transport.gather(narrow, narrow[self.transport.index].copy_(own), tag)
+            return self.transport.all_gather(rows, own, tag).wait
+        narrow = [self._workspace.allocate(own.numel(), wire) for _ in rows]
+        pieces = self.transport.all_gather(narrow, narrow[self.transport.index].copy_(own), tag)
 
         def finish() -> None:
             pieces.wait()
@@ -87,24 +87,24 @@ class PlainStage:
 
         return finish
 
-    def sum_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `Stage.sum_bytes`."""
+    def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
+        """See `Stage.reduce_scatter_scratch_bytes`."""
         return (self.transport.size + 1) * aligned_bytes((numel, wire)) * (1 if wire == dtype else 2)
 
-    def begin_sum(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> FinishSum:
-        """See `Stage.begin_sum`."""
+    def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
+        """See `Stage.start_reduce_scatter`."""
         numel, size = pieces[0].numel(), self.transport.size
         if wire != pieces[0].dtype:
-            pieces = [self._workspace.take(numel, wire).copy_(piece) for piece in pieces]
+            pieces = [self._workspace.allocate(numel, wire).copy_(piece) for piece in pieces]
         if pieces[0].is_cuda:
             return self._begin_reduce_scatter(pieces)
         own = self.transport.index
-        arrived = [pieces[own] if index == own else self._workspace.take(numel, wire) for index in range(size)]
+        arrived = [pieces[own] if index == own else self._workspace.allocate(numel, wire) for index in range(size)]
         under_way = self.transport.exchange(arrived, pieces, tag)
 
         def finish(out: torch.Tensor, accumulate: bool) -> None:
             for index, piece in enumerate(arrived):
-                under_way.wait_for(index)
+                under_way.wait_recv(index)
                 if accumulate or index:
                     out.add_(piece)
                 else:
@@ -113,12 +113,12 @@ class PlainStage:
 
         return finish
 
-    def _begin_reduce_scatter(self, pieces: list[torch.Tensor]) -> FinishSum:
+    def _begin_reduce_scatter(self, pieces: list[torch.Tensor]) -> SumCompletion:
         """With NCCL's own, which adds in the wire dtype in no said order."""
         numel = pieces[0].numel()
-        total, full = self._workspace.take(numel, pieces[0].dtype), joined(pieces)
+        total, full = self._workspace.allocate(numel, pieces[0].dtype), as_one_view(pieces)
         if full is None:
-            full = self._workspace.take(len(pieces) * numel, pieces[0].dtype)
+            full = self._workspace.allocate(len(pieces) * numel, pieces[0].dtype)
             torch.cat(pieces, out=full)
         work = self.transport.reduce_scatter(total, full)
 
@@ -132,7 +132,7 @@ class PlainStage:
         return finish
 
 
-class CodedStage:
+class QuantizedAlgorithm:
     """Sends numbers encoded.
 
     Every rank decodes what travelled, its own share of a gather, too: all have the same bits. A rank's own share of a
@@ -149,57 +149,57 @@ class CodedStage:
         self.transport = transport
         self._workspace = workspace
         self._codec = codec
-        noise = workspace.noise_for(codec, transport.trail.ranks[transport.index])
-        self._coder = Coder(codec, device, noise)
+        noise = workspace.generator_for(codec, transport.fingerprint.ranks[transport.index])
+        self._quantizer = Quantizer(codec, device, noise)
 
     def _rows(self, numel: int) -> list[torch.Tensor]:
         num_bytes = self._codec.encoded_bytes(numel)
-        return [self._workspace.take(num_bytes, torch.uint8) for _ in range(self.transport.size)]
+        return [self._workspace.allocate(num_bytes, torch.uint8) for _ in range(self.transport.size)]
 
-    def gather_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
+    def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
         """See `Stage.gather_bytes`."""
         return self.transport.size * aligned_bytes((self._codec.encoded_bytes(numel), torch.uint8))
 
-    def begin_gather(self, rows: list[torch.Tensor], own: torch.Tensor, wire: torch.dtype, tag: int) -> Finish:
-        """See `Stage.begin_gather`."""
+    def start_all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, wire: torch.dtype, tag: int) -> Completion:
+        """See `Stage.start_all_gather`."""
         encoded = self._rows(own.numel())
         mine = encoded[self.transport.index]
-        self._coder.encode(own, mine)
-        pieces = self.transport.gather(encoded, mine, tag)
+        self._quantizer.encode(own, mine)
+        pieces = self.transport.all_gather(encoded, mine, tag)
 
         def finish() -> None:
             for index, (row, arrived) in enumerate(zip(rows, encoded, strict=True)):
-                pieces.wait_for(index)
-                self._coder.decode(arrived, row)
+                pieces.wait_recv(index)
+                self._quantizer.decode(arrived, row)
             pieces.wait()
 
         return finish
 
-    def sum_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `Stage.sum_bytes`."""
-        return 2 * self.gather_bytes(numel, dtype, wire) + aligned_bytes((numel, torch.float32))
+    def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
+        """See `Stage.reduce_scatter_scratch_bytes`."""
+        return 2 * self.all_gather_scratch_bytes(numel, dtype, wire) + aligned_bytes((numel, torch.float32))
 
-    def begin_sum(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> FinishSum:
-        """See `Stage.begin_sum`."""
+    def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
+        """See `Stage.start_reduce_scatter`."""
         own, numel = self.transport.index, pieces[0].numel()
         outgoing, arrived = self._rows(numel), self._rows(numel)
         for index, (piece, encoded) in enumerate(zip(pieces, outgoing, strict=True)):
             if index != own:
-                self._coder.encode(piece, encoded)
+                self._quantizer.encode(piece, encoded)
         under_way = self.transport.exchange(arrived, outgoing, tag)
-        decoded = self._workspace.take(numel, torch.float32)
+        decoded = self._workspace.allocate(numel, torch.float32)
 
         def finish(out: torch.Tensor, accumulate: bool) -> None:
             if not accumulate:
                 out.zero_()
             for index, encoded in enumerate(arrived):
-                under_way.wait_for(index)
+                under_way.wait_recv(index)
                 if index == own:
                     out.add_(pieces[own])
                 elif out.dtype == torch.float32:
-                    self._coder.decode_add(encoded, out)
+                    self._quantizer.decode_add(encoded, out)
                 else:
-                    self._coder.decode(encoded, decoded)
+                    self._quantizer.decode(encoded, decoded)
                     out.add_(decoded)
             under_way.wait()
 

@@ -8,37 +8,37 @@ Pure.
 
 from __future__ import annotations
 
-GATHER = "all_gather"
+ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_REDUCE = "all_reduce"
 ALL_TO_ALL = "all_to_all"  # with pieces of any sizes: what a rank sends is what it holds for others
 
 
-def gather_bytes(full_bytes: int, ranks: int) -> int:
-    """Sent per rank by an all-gather of `full_bytes` over `ranks`: its own shard to each of the others' needs.
+def all_gather_bytes(full_bytes: int, size: int) -> int:
+    """Sent per rank by an all-gather of `full_bytes` over `size`: its own shard to each of the others' needs.
 
     Source:
         MiCS (arXiv:2205.00119) section 3.3, ``(p - 1) M / p``.
     """
-    return full_bytes // ranks * (ranks - 1)
+    return full_bytes // size * (size - 1)
 
 
-def reduce_scatter_bytes(full_bytes: int, ranks: int) -> int:
-    """Sent per rank by a reduce-scatter of `full_bytes` over `ranks`.
+def reduce_scatter_bytes(full_bytes: int, size: int) -> int:
+    """Sent per rank by a reduce-scatter of `full_bytes` over `size`.
 
     Source:
         MiCS (arXiv:2205.00119) section 3.4, ``(p - 1) M / p``.
     """
-    return full_bytes // ranks * (ranks - 1)
+    return full_bytes // size * (size - 1)
 
 
-def all_reduce_bytes(full_bytes: int, ranks: int) -> int:
-    """Sent per rank by a ring all-reduce of `full_bytes` over `ranks`, rounded down.
+def all_reduce_bytes(full_bytes: int, size: int) -> int:
+    """Sent per rank by a ring all-reduce of `full_bytes` over `size`, rounded down.
 
     Source:
         AMSP (arXiv:2311.00257) equation A2, ``2 (p - 1) v / p``.
     """
-    return 2 * full_bytes * (ranks - 1) // ranks
+    return 2 * full_bytes * (size - 1) // size
 
 
-SENT_BYTES = {GATHER: gather_bytes, REDUCE_SCATTER: reduce_scatter_bytes, ALL_REDUCE: all_reduce_bytes}
+SENT_BYTES = {ALL_GATHER: all_gather_bytes, REDUCE_SCATTER: reduce_scatter_bytes, ALL_REDUCE: all_reduce_bytes}

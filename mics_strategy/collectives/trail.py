@@ -18,7 +18,7 @@ _MODULUS = (1 << 18) - 5  # the balances of a thousand ranks fit into 32 bits
 
 
 @dataclass(slots=True, kw_only=True)
-class Trail:
+class CollectiveFingerprint:
     """What one group was asked for, as this rank knows it.
 
     Attributes:
@@ -34,19 +34,19 @@ class Trail:
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=256))
     _hash: int = 0
 
-    def note(self, what: str) -> None:
+    def update(self, what: str) -> None:
         """The group is asked to move `what`."""
         self.count += 1
         self.recent.append(what)
         self._hash = zlib.crc32(what.encode(), self._hash)
 
     @property
-    def balance(self) -> int:
+    def digest(self) -> int:
         """Adds up to 0 over the ranks of the group when their trails agree; else but for 1 case in 250,000 not."""
         own = self._hash % _MODULUS
         return own * (len(self.ranks) - 1) if self.index == 0 else -own
 
-    def at(self, place: int) -> str:
+    def describe(self, place: int) -> str:
         """What the collective number `place` has moved."""
         start = self.count - len(self.recent)
         if place >= self.count:
@@ -54,13 +54,13 @@ class Trail:
         return f"`{self.recent[place - start]}`" if place >= start else "something long ago"
 
 
-def first_difference(trails: list[dict[str, Trail]]) -> str:
+def first_mismatch(fingerprints: list[dict[str, CollectiveFingerprint]]) -> str:
     """Where two ranks of a group have parted, in words.
 
     Args:
-        trails: By rank, then by name.
+        fingerprints: By rank, then by name.
     """
-    counts = [of_rank[STEPS].count if STEPS in of_rank else 0 for of_rank in trails]
+    counts = [of_rank[STEPS].count if STEPS in of_rank else 0 for of_rank in fingerprints]
     fewest, most = counts.index(min(counts)), counts.index(max(counts))
     if fewest != most:
         return (
@@ -68,14 +68,14 @@ def first_difference(trails: list[dict[str, Trail]]) -> str:
             "loss, as of an empty batch, must run a backward, too: of a loss that is zero, as by `(outputs.sum() * "
             "0).backward()`"
         )
-    for rank, own in enumerate(trails):
+    for rank, own in enumerate(fingerprints):
         for name, trail in own.items():
-            first = trails[trail.ranks[0]][name]
+            first = fingerprints[trail.ranks[0]][name]
             start = max(0, first.count - len(first.recent), trail.count - len(trail.recent))
             for place in range(start, max(first.count, trail.count)):
-                if first.at(place) != trail.at(place):
+                if first.describe(place) != trail.describe(place):
                     return (
-                        f"as transfer {place} of {name}, rank {first.ranks[0]} moved {first.at(place)} and rank {rank} "
-                        f"moved {trail.at(place)}"
+                        f"as transfer {place} of {name}, rank {first.ranks[0]} moved {first.describe(place)} and "
+                        f"rank {rank} moved {trail.describe(place)}"
                     )
     return "they parted more transfers ago than are kept"

@@ -22,21 +22,21 @@ import torch.distributed.nn  # DTensor imports it later, and then its default ar
 from torch.distributed.constants import default_pg_timeout
 
 from mics_strategy.collectives import greeting
-from mics_strategy.collectives.neighbour import Neighbour
-from mics_strategy.collectives.ops import Work
-from mics_strategy.collectives.process_memory import Assembly, Spread, Stretches
-from mics_strategy.collectives.trail import Trail
+from mics_strategy.collectives.neighbour import PeerConnection
+from mics_strategy.collectives.ops import BackendWork
+from mics_strategy.collectives.process_memory import GatherTarget, ScatterTarget, SourceVec
+from mics_strategy.collectives.trail import CollectiveFingerprint
 
 T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_GREETING_TAG = 0
+_HANDSHAKE_TAG = 0
 _CARRIED = frozenset(  # by gloo's and NCCL's own collectives; others travel as bytes
     (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 )
 
 
-class Pieces:
+class PendingExchange:
     """One piece from every rank, under way.
 
     Args:
@@ -44,25 +44,25 @@ class Pieces:
         departures: Of what this rank sends.
     """
 
-    __slots__ = ("_arrivals", "_departures")
+    __slots__ = ("_recvs", "_sends")
 
-    def __init__(self, arrivals: dict[int, Work], departures: list[Work]) -> None:
-        self._arrivals = arrivals
-        self._departures = departures
+    def __init__(self, arrivals: dict[int, BackendWork], departures: list[BackendWork]) -> None:
+        self._recvs = arrivals
+        self._sends = departures
 
-    def wait_for(self, index: int) -> None:
+    def wait_recv(self, index: int) -> None:
         """Make the piece of one rank valid."""
-        work = self._arrivals.pop(index, None)
+        work = self._recvs.pop(index, None)
         if work is not None:
             work.wait()
 
     def wait(self) -> None:
         """Make all pieces valid, and what was sent free to be overwritten."""
-        for index in list(self._arrivals):
-            self.wait_for(index)
-        for work in self._departures:
+        for index in list(self._recvs):
+            self.wait_recv(index)
+        for work in self._sends:
             work.wait()
-        self._departures = []
+        self._sends = []
 
 
 class Transport:
@@ -80,13 +80,13 @@ class Transport:
         self.index = group.rank()
         self.axis = axis
         ranks = dist.get_process_group_ranks(group)
-        self.where = f"{axis} (ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})"
-        self.trail = Trail(ranks=tuple(ranks), index=self.index)
+        self.description = f"{axis} (ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})"
+        self.fingerprint = CollectiveFingerprint(ranks=tuple(ranks), index=self.index)
         self.is_point_to_point = is_gloo(group, device_type)
         self._others = [(self.index + step) % self.size for step in range(1, self.size)]
-        self._neighbours: dict[int, Neighbour] = {}
+        self._connections: dict[int, PeerConnection] = {}
 
-    def read_memory(self) -> None:
+    def enable_peer_memory(self) -> None:
         """Let the ranks, all of one node, read one another's memory, if each can. Collective; nothing is under way.
 
         Cost:
@@ -94,19 +94,21 @@ class Transport:
         """
         if self.is_point_to_point:
             patience = timeout_of(self.group, "cpu")
-            self._neighbours = greeting.meet(self.trail.ranks, self.index, self._gather_greetings, patience)
+            self._connections = greeting.handshake(
+                self.fingerprint.ranks, self.index, self._gather_handshakes, patience
+            )
 
     @property
-    def reads_memory(self) -> bool:
+    def has_peer_memory(self) -> bool:
         """Whether ranks read what they need where the others have it."""
-        return bool(self._neighbours)
+        return bool(self._connections)
 
-    def _gather_greetings(self, own: torch.Tensor) -> torch.Tensor:
+    def _gather_handshakes(self, own: torch.Tensor) -> torch.Tensor:
         rows = own.new_zeros(self.size, own.numel())
-        self.gather(list(rows), own, _GREETING_TAG).wait()
+        self.all_gather(list(rows), own, _HANDSHAKE_TAG).wait()
         return rows
 
-    def gather(self, rows: list[torch.Tensor], own: torch.Tensor, tag: int) -> Pieces:
+    def all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, tag: int) -> PendingExchange:
         """Put every rank's `own` into its row, this rank's, too.
 
         Args:
@@ -121,14 +123,14 @@ class Transport:
         if own.data_ptr() != mine.data_ptr():
             mine.copy_(own)
         if self.is_point_to_point:
-            return self._post(rows, [mine] * self.size, tag)
-        rows, mine = [as_carried(row) for row in rows], as_carried(mine)
-        out = joined(rows)
+            return self._post_p2p(rows, [mine] * self.size, tag)
+        rows, mine = [as_wire_dtype(row) for row in rows], as_wire_dtype(mine)
+        out = as_one_view(rows)
         if out is not None:
-            return self._all_from(_all_gather(out, mine, group=self.group, async_op=True))
-        return self._all_from(dist.all_to_all(rows, [mine] * self.size, group=self.group, async_op=True))
+            return self._as_pending(_all_gather(out, mine, group=self.group, async_op=True))
+        return self._as_pending(dist.all_to_all(rows, [mine] * self.size, group=self.group, async_op=True))
 
-    def gather_apart(self, rows: list[Stretches], own: torch.Tensor, tag: int) -> Pieces:
+    def all_gather_into(self, rows: list[ScatterTarget], own: torch.Tensor, tag: int) -> PendingExchange:
         """Put every rank's `own` where the elements of its row belong. Where ranks read one another's memory.
 
         Args:
@@ -140,13 +142,17 @@ class Transport:
             (size - 1) * n read.
         """
         if not own.numel():
-            return Pieces({}, [])
+            return PendingExchange({}, [])
         departures = [self.send(own, index, tag) for index in self._others]
         rows[self.index].copy(own)
-        arrivals: dict[int, Work] = {o: self._neighbours[o].expect(rows[o], tag) for o in reversed(self._others)}
-        return Pieces(arrivals, departures)
+        arrivals: dict[int, BackendWork] = {
+            o: self._connections[o].post_recv(rows[o], tag) for o in reversed(self._others)
+        }
+        return PendingExchange(arrivals, departures)
 
-    def exchange_apart(self, incoming: dict[int, Assembly], outgoing: list[Spread], tag: int) -> Pieces:
+    def all_to_all_scattered(
+        self, incoming: dict[int, GatherTarget], outgoing: list[SourceVec], tag: int
+    ) -> PendingExchange:
         """Let every other rank read its row of `outgoing`, and read what each has for this one.
 
         Args:
@@ -157,11 +163,13 @@ class Transport:
         Cost:
             What `incoming` has is read.
         """
-        departures: list[Work] = [self._neighbours[o].offer(outgoing[o], tag) for o in self._others]
-        arrivals: dict[int, Work] = {o: self._neighbours[o].expect(incoming[o], tag) for o in reversed(self._others)}
-        return Pieces(arrivals, departures)
+        departures: list[BackendWork] = [self._connections[o].post_send(outgoing[o], tag) for o in self._others]
+        arrivals: dict[int, BackendWork] = {
+            o: self._connections[o].post_recv(incoming[o], tag) for o in reversed(self._others)
+        }
+        return PendingExchange(arrivals, departures)
 
-    def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> Pieces:
+    def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
         """Send every rank its row of `outgoing`, and put into a row of `incoming` what its rank has sent.
 
         Args:
@@ -173,33 +181,33 @@ class Transport:
             (size - 1) * n sent.
         """
         if self.is_point_to_point:
-            return self._post(incoming, outgoing, tag)
-        full, received = joined(outgoing), joined(incoming)
+            return self._post_p2p(incoming, outgoing, tag)
+        full, received = as_one_view(outgoing), as_one_view(incoming)
         if full is not None and received is not None:
-            return self._all_from(dist.all_to_all_single(received, full, group=self.group, async_op=True))
-        return self._all_from(dist.all_to_all(incoming, outgoing, group=self.group, async_op=True))
+            return self._as_pending(dist.all_to_all_single(received, full, group=self.group, async_op=True))
+        return self._as_pending(dist.all_to_all(incoming, outgoing, group=self.group, async_op=True))
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> BackendWork:
         """Send to the rank of that index, or let it read. Where messages go point to point."""
-        if self._neighbours:
-            return self._neighbours[to].offer(tensor, tag)
+        if self._connections:
+            return self._connections[to].post_send(tensor, tag)
         return self.group.send([tensor], to, tag)
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Work:
+    def recv(self, tensor: torch.Tensor, source: int, tag: int) -> BackendWork:
         """Receive from the rank of that index. Messages of one tag arrive in the order in which they were sent."""
-        if self._neighbours:
-            return self._neighbours[source].expect(tensor, tag)
+        if self._connections:
+            return self._connections[source].post_recv(tensor, tag)
         return self.group.recv([tensor], source, tag)
 
-    def _post(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> Pieces:
+    def _post_p2p(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
         if not outgoing[self.index].numel():
-            return Pieces({}, [])
-        arrivals: dict[int, Work] = {}
+            return PendingExchange({}, [])
+        arrivals: dict[int, BackendWork] = {}
         for index in reversed(self._others):
-            arrivals[index] = self.receive(incoming[index], index, tag)
-        return Pieces(arrivals, [self.send(outgoing[index], index, tag) for index in self._others])
+            arrivals[index] = self.recv(incoming[index], index, tag)
+        return PendingExchange(arrivals, [self.send(outgoing[index], index, tag) for index in self._others])
 
-    def meet(self, tag: int) -> None:
+    def barrier(self, tag: int) -> None:
         """Block until all ranks are at the same transfer, before one of gloo's own collectives, which have no tags.
 
         Each rank hears from those 1, 2, 4, ... places before it, each of which has heard from others by then.
@@ -217,50 +225,52 @@ class Transport:
             arrival.wait()
             step *= 2
 
-    def _all_from(self, work: Any) -> Pieces:
-        return Pieces(dict.fromkeys(range(self.size), work), [])
+    def _as_pending(self, work: Any) -> PendingExchange:
+        return PendingExchange(dict.fromkeys(range(self.size), work), [])
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> Work:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> BackendWork:
         """Sum every rank's `full` and keep this rank's slice, in their dtype, in no said order. On NCCL."""
-        work: Work = _reduce_scatter(out, full, group=self.group, async_op=True)
+        work: BackendWork = _reduce_scatter(out, full, group=self.group, async_op=True)
         return work
 
-    def gather_each(self, outs: list[torch.Tensor], owns: list[torch.Tensor]) -> Work:
+    def all_gather_coalesced(self, outs: list[torch.Tensor], owns: list[torch.Tensor]) -> BackendWork:
         """Gather several tensors in one launch, the ranks' side by side, [size * n] each. Elsewhere than on gloo."""
-        outs, owns = [as_carried(out) for out in outs], [as_carried(own) for own in owns]
-        work: Work = self.group.allgather_into_tensor_coalesced(outs, owns)
+        outs, owns = [as_wire_dtype(out) for out in outs], [as_wire_dtype(own) for own in owns]
+        work: BackendWork = self.group.allgather_into_tensor_coalesced(outs, owns)
         return work
 
-    def reduce_scatter_each(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> Work:
+    def reduce_scatter_coalesced(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> BackendWork:
         """Several reduce-scatters in one launch, see `reduce_scatter`. Elsewhere than on gloo."""
-        work: Work = self.group.reduce_scatter_tensor_coalesced(outs, fulls)
+        work: BackendWork = self.group.reduce_scatter_tensor_coalesced(outs, fulls)
         return work
 
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
+    def all_reduce(self, tensor: torch.Tensor) -> BackendWork:
         """Sum `tensor` over the ranks in place, in its dtype; every rank ends with the same bits."""
-        work: Work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        work: BackendWork = dist.all_reduce(tensor, group=self.group, async_op=True)
         return work
 
-    def all_to_all(self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int]) -> Work:
+    def all_to_all(
+        self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int]
+    ) -> BackendWork:
         """Exchange pieces of any sizes."""
-        work: Work = dist.all_to_all_single(out, full, out_numels, full_numels, group=self.group, async_op=True)
+        work: BackendWork = dist.all_to_all_single(out, full, out_numels, full_numels, group=self.group, async_op=True)
         return work
 
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+    def broadcast(self, tensor: torch.Tensor, source: int) -> BackendWork:
         """Copy the tensor of one rank, contiguous, to all, in place."""
-        work: Work = dist.broadcast(as_carried(tensor), group=self.group, group_src=source, async_op=True)
+        work: BackendWork = dist.broadcast(as_wire_dtype(tensor), group=self.group, group_src=source, async_op=True)
         return work
 
-    def share(self, value: T, source: int) -> T:
+    def broadcast_object(self, value: T, source: int) -> T:
         """The object of one rank, on all."""
         values = [value]
         dist.broadcast_object_list(values, group=self.group, group_src=source)
         return values[0]
 
-    def combine(self, value: torch.Tensor, *, is_max: bool) -> Work:
+    def all_reduce_scalar(self, value: torch.Tensor, *, is_max: bool) -> BackendWork:
         """The sum or the maximum of a tensor over the ranks, in place."""
         op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-        work: Work = dist.all_reduce(value, op=op, group=self.group, async_op=True)
+        work: BackendWork = dist.all_reduce(value, op=op, group=self.group, async_op=True)
         return work
 
     def cancel(self) -> None:
@@ -269,7 +279,7 @@ class Transport:
         Nothing else wakes a thread that waits for a message which will never come; when the interpreter ends around
         such a thread, the process is aborted.
         """
-        for neighbour in self._neighbours.values():
+        for neighbour in self._connections.values():
             neighbour.cancel()
         for other in self._others:  # until one is alive: where none is, nothing waits
             with suppress(RuntimeError):  # as meant: a receive that is late closes the connections of its group
@@ -277,7 +287,7 @@ class Transport:
 
     def close(self) -> None:
         """Let go of the group. Not collective; nothing may be under way."""
-        for neighbour in self._neighbours.values():
+        for neighbour in self._connections.values():
             neighbour.close()
         if dist.is_initialized():
             with suppress(ValueError):  # of a default group that is gone
@@ -285,7 +295,7 @@ class Transport:
         del self.group
 
 
-def as_carried(tensor: torch.Tensor) -> torch.Tensor:
+def as_wire_dtype(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor that is only to be copied, as one whose dtype every backend knows."""
     return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
 
@@ -312,7 +322,7 @@ def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta:
     return timeout
 
 
-def joined(rows: list[torch.Tensor]) -> torch.Tensor | None:
+def as_one_view(rows: list[torch.Tensor]) -> torch.Tensor | None:
     """The rows as one tensor without a copy; None where they do not lie side by side."""
     first = rows[0]
     storage = first.untyped_storage().data_ptr()

@@ -17,45 +17,45 @@ from dataclasses import dataclass
 from mics_strategy.collectives.bounded_store import BoundedStore
 from mics_strategy.errors import LifecycleError
 
-Place = tuple[str, frozenset[int]]
-GRACE_S = 2.5  # for the notes of ranks that have begun to wait later
+QueueKey = tuple[str, frozenset[int]]
+STALL_GRACE_S = 2.5  # for the notes of ranks that have begun to wait later
 _POLL_S = 0.1
 _NUM_KEPT = 64  # transfers of one place that are remembered
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OpId:
     """A transfer that a lane was asked for: the how manieth among these ranks, what it moves, how much, among whom."""
 
-    lane: str
+    queue: str
     number: int
-    what: str
+    label: str
     size: str
     ranks: frozenset[int]
 
     @property
-    def place(self) -> Place:
+    def queue_key(self) -> QueueKey:
         """Where it has its number. Ranks that share it count alike; of other transfers one may have more."""
-        return self.lane, self.ranks
+        return self.queue, self.ranks
 
     def __str__(self) -> str:
-        return f"the {self.what[0].lower()}{self.what[1:]}"
+        return f"the {self.label[0].lower()}{self.label[1:]}"
 
-    def size_beside(self, other: Asked) -> str:
+    def size_beside(self, other: OpId) -> str:
         """How much it moves, where it is not told from the other by what it moves."""
-        return f" of {self.size}" if self.what == other.what else ""
+        return f" of {self.size}" if self.label == other.label else ""
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
+class _Report:
     """What a rank waits for, how many transfers it was asked for so far, and how many backwards it has begun."""
 
-    asked: Asked
-    counts: dict[Place, int]
+    op: OpId
+    counts: dict[QueueKey, int]
     num_backwards: int
 
 
-class Watch:
+class DesyncWatchdog:
     """The notes of one model's transfers.
 
     Args:
@@ -71,20 +71,20 @@ class Watch:
         self._rank = rank
         self._bounded = BoundedStore()
         self._store = self._bounded.store
-        self._counts: Counter[Place] = Counter()
-        self._asked: defaultdict[Place, deque[Asked]] = defaultdict(lambda: deque(maxlen=_NUM_KEPT))
+        self._counts: Counter[QueueKey] = Counter()
+        self._ops: defaultdict[QueueKey, deque[OpId]] = defaultdict(lambda: deque(maxlen=_NUM_KEPT))
         self.num_backwards = 0
-        self._noted: Asked | None = None
+        self._reported: OpId | None = None
         self._silent: set[int] = set()  # ranks that did not wait for anything when the notes were read last
 
-    def ask(self, lane: str, what: str, size: str, ranks: frozenset[int]) -> Asked:
+    def record(self, queue: str, label: str, size: str, ranks: frozenset[int]) -> OpId:
         """A lane is asked for a transfer."""
-        asked = Asked(lane, self._counts[lane, ranks], what.split(" over ")[0], size, ranks)
-        self._counts[asked.place] += 1
-        self._asked[asked.place].append(asked)
+        asked = OpId(queue, self._counts[queue, ranks], label.split(" over ")[0], size, ranks)
+        self._counts[asked.queue_key] += 1
+        self._ops[asked.queue_key].append(asked)
         return asked
 
-    def look(self, own: Asked) -> None:
+    def check(self, own: OpId) -> None:
         """Leave a note, and read those of the others.
 
         Args:
@@ -93,43 +93,43 @@ class Watch:
         Raises:
             LifecycleError: It will never come.
         """
-        self._noted = own
-        found = self._bounded.ask(lambda: self._compare(own))
+        self._reported = own
+        found = self._bounded.run_within(lambda: self._compare(own))
         if found:
             raise LifecycleError(found)
 
     def forget(self) -> None:
         """What this rank waited for has come."""
-        if self._noted is not None:
-            self._noted = None
-            self._bounded.ask(lambda: self._store.set(self._key(self._rank), ""))
+        if self._reported is not None:
+            self._reported = None
+            self._bounded.run_within(lambda: self._store.set(self._key(self._rank), ""))
 
-    def _compare(self, own: Asked) -> str:
-        self._leave_note(own)
+    def _compare(self, own: OpId) -> str:
+        self._publish_report(own)
         for rank in sorted(own.ranks - {self._rank}):
-            note = self._note_of(rank)
+            note = self._report_of(rank)
             if note is None:
                 continue
-            other, mine = note.asked, self._number(note.asked.place, note.asked.number)
+            other, mine = note.op, self._number(note.op.queue_key, note.op.number)
             is_deadlock = (
                 self._rank in other.ranks
-                and note.counts.get(own.place, 0) <= own.number
-                and self._counts[other.place] <= other.number
+                and note.counts.get(own.queue_key, 0) <= own.number
+                and self._counts[other.queue_key] <= other.number
             )
-            if mine is not None and (mine.what, mine.size) != (other.what, other.size):
+            if mine is not None and (mine.label, mine.size) != (other.label, other.size):
                 self._store.set(self._key("parted"), self._difference(mine, rank, note))
             elif is_deadlock:
                 self._store.set(self._key("parted"), self._difference(own, rank, note))
         self._silent = self._silent_now(own)
-        return self._parted()
+        return self._raise_desync()
 
-    def _number(self, place: Place, number: int) -> Asked | None:
+    def _number(self, place: QueueKey, number: int) -> OpId | None:
         """What this rank was asked for as the transfer of that number; None where it was not, or long ago."""
-        return next((asked for asked in self._asked[place] if asked.number == number), None)
+        return next((asked for asked in self._ops[place] if asked.number == number), None)
 
-    def _difference(self, own: Asked, rank: int, note: _Note) -> str:
+    def _difference(self, own: OpId, rank: int, note: _Report) -> str:
         """For what this rank and another one wait in vain, and what to do."""
-        own_waits, its_waits = (self._rank, own, self.num_backwards), (rank, note.asked, note.num_backwards)
+        own_waits, its_waits = (self._rank, own, self.num_backwards), (rank, note.op, note.num_backwards)
         first, second = sorted([own_waits, its_waits], key=lambda each: each[0])
         found = (
             f"Ranks have parted, and wait for each other in vain: rank {first[0]} for {first[1]}"
@@ -149,21 +149,21 @@ class Watch:
             "expert. Or keep parameters whole with `params='none'`."
         )
 
-    def _leave_note(self, own: Asked) -> None:
+    def _publish_report(self, own: OpId) -> None:
         counts = [(lane, sorted(ranks), count) for (lane, ranks), count in self._counts.items()]
-        note = [own.lane, own.number, own.what, own.size, sorted(own.ranks), counts, self.num_backwards]
+        note = [own.queue, own.number, own.label, own.size, sorted(own.ranks), counts, self.num_backwards]
         self._store.set(self._key(self._rank), json.dumps(note))
 
-    def _note_of(self, rank: int) -> _Note | None:
+    def _report_of(self, rank: int) -> _Report | None:
         """The note of a rank; None where it does not wait."""
         text = self._store.get(self._key(rank)) if self._store.check([self._key(rank)]) else b""
         if not text:
             return None
         lane, number, what, size, ranks, counts, num_backwards = json.loads(text)
         by_place = {(lane, frozenset(ranks)): count for lane, ranks, count in counts}
-        return _Note(Asked(lane, number, what, size, frozenset(ranks)), by_place, num_backwards)
+        return _Report(OpId(lane, number, what, size, frozenset(ranks)), by_place, num_backwards)
 
-    def _parted(self) -> str:
+    def _raise_desync(self) -> str:
         return self._store.get(self._key("parted")).decode() if self._store.check([self._key("parted")]) else ""
 
     def explain(self) -> str:
@@ -175,38 +175,38 @@ class Watch:
         Raises:
             LifecycleError: Ranks have parted, as this or another one has found.
         """
-        found = self._bounded.ask(self._parted)
+        found = self._bounded.run_within(self._raise_desync)
         if found:
             raise LifecycleError(found)
-        own = self._noted
+        own = self._reported
         if own is None:
             return ""
-        self._bounded.ask(lambda: self._read_until_all_wait(own), within_s=GRACE_S)
+        self._bounded.run_within(lambda: self._read_until_all_wait(own), within_s=STALL_GRACE_S)
         if self._bounded.is_silent:
             return f"No answer from the store of the job either, which {self._bounded.holder} holds. "
         names = " and ".join(f"rank {rank}" for rank in sorted(self._silent))
         return f"No answer from {names}. " if names else ""
 
-    def _read_until_all_wait(self, own: Asked) -> None:
-        deadline_s = time.monotonic() + GRACE_S
+    def _read_until_all_wait(self, own: OpId) -> None:
+        deadline_s = time.monotonic() + STALL_GRACE_S
         while True:
             self._silent = self._silent_now(own)
             if not self._silent or time.monotonic() > deadline_s:
                 return
             time.sleep(_POLL_S)
 
-    def _silent_now(self, own: Asked) -> set[int]:
+    def _silent_now(self, own: OpId) -> set[int]:
         """Ranks for which this one waits, and those for which they wait, that wait for nothing themselves."""
         silent: set[int] = set()
         seen, ahead = {self._rank}, [own]
         while ahead:
             for rank in ahead.pop().ranks - seen:
                 seen.add(rank)
-                note = self._note_of(rank)
+                note = self._report_of(rank)
                 if note is None:
                     silent.add(rank)
                 else:
-                    ahead.append(note.asked)
+                    ahead.append(note.op)
         return silent
 
     def _key(self, of: int | str) -> str:

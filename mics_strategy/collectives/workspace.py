@@ -34,7 +34,7 @@ class Workspace:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
-    def noise_for(self, codec: Codec, seed: int) -> torch.Generator | None:
+    def generator_for(self, codec: Codec, seed: int) -> torch.Generator | None:
         """What the rounding of a codec draws from; None where it draws nothing."""
         if codec.rounding != "stochastic":
             return None
@@ -45,15 +45,15 @@ class Workspace:
         """Announce a transfer."""
         self.needed_bytes = max(self.needed_bytes, num_bytes)
 
-    def use(self, buffer: torch.Tensor) -> None:
+    def bind(self, buffer: torch.Tensor) -> None:
         """Take pieces of `buffer`, [needed_bytes] uint8, from now on."""
         self._buffer = buffer
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """A transfer starts; the one before has ended."""
         self._used = 0
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A piece for the transfer that runs, [numel], its values undefined.
 
         Raises:

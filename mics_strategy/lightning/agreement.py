@@ -48,7 +48,7 @@ def require_every_rank(occasion: int, timeout: timedelta) -> None:
         ) from error
 
 
-def on_every_rank(action: Callable[[], T]) -> T:
+def run_on_all_ranks(action: Callable[[], T]) -> T:
     """Do something local; if it fails on one rank, raise on all. Collective.
 
     Raises:

@@ -30,11 +30,11 @@ from mics_strategy import (
 )
 from mics_strategy.lightning import refusals
 from mics_strategy.lightning.agreement import require_every_rank
-from mics_strategy.lightning.files import Files, as_path, is_local, refuse_as_folder
+from mics_strategy.lightning.files import CheckpointFileMixin, as_path, check_not_folder, is_local
 from mics_strategy.lightning.framework import TrainerFramework, unwrap_optimizer
 
 
-class Checkpoints(Files):
+class TrainerCheckpointMixin(CheckpointFileMixin):
     """The part of the strategy that saves and restores. Mixed into a Lightning strategy."""
 
     framework: ClassVar[TrainerFramework]
@@ -107,19 +107,19 @@ class Checkpoints(Files):
         """
         path = self.broadcast(as_path(filepath))
         if not self.is_sharded:
-            refusals.shards_of_ranks_that_are_gone(self._state_dict_type)
+            refusals.check_ranks_remain(self._state_dict_type)
             self.write_file(checkpoint, path, storage_options)
             return
         if self._state_dict_type == "sharded":
             self._save_shards(checkpoint, path, storage_options)
             return
         if "optimizer_states" in checkpoint:
-            self.sharded.tell_pending()
+            self.sharded.warn_pending_gradients()
         self.write_file(checkpoint, path, storage_options)
 
     def _save_shards(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
         """Let every rank write; what the hooks have made of the state dict counts."""
-        refuse_as_folder(path, storage_options)
+        check_not_folder(path, storage_options)
         self._finish()
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         optimizers = self._stepping if "optimizer_states" in checkpoint else []
@@ -213,9 +213,9 @@ class Checkpoints(Files):
         """Load into shards: now, or when there are some. Until then hooks may change the plain model."""
         self._to_load = (checkpoint["state_dict"], strict)
         if self.is_sharded:
-            self.load_what_waits()
+            self.load_pending_optimizers()
 
-    def load_what_waits(self) -> None:
+    def load_pending_optimizers(self) -> None:
         """Load the state dict that was read before the model was sharded, if there is one."""
         waiting, self._to_load = self._to_load, None
         if waiting is not None:

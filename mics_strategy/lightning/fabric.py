@@ -21,21 +21,21 @@ from typing_extensions import override
 
 from mics_strategy import LifecycleError, ShardConfig, Sharded, shard
 from mics_strategy.lightning import refusals
-from mics_strategy.lightning.fabric_checkpoints import FabricCheckpoints
+from mics_strategy.lightning.fabric_checkpoints import FabricCheckpointMixin
 from mics_strategy.lightning.framework import (
     FabricFramework,
     load_fabric_framework,
     unwrap_module,
     unwrap_optimizer,
 )
-from mics_strategy.lightning.options import class_for
-from mics_strategy.lightning.processes import Processes, is_initialized
-from mics_strategy.lightning.units import UnitRule, move_what_is_not_sharded, rule_for
+from mics_strategy.lightning.options import make_strategy_class
+from mics_strategy.lightning.processes import ProcessGroupMixin, is_initialized
+from mics_strategy.lightning.units import UnitRule, move_unsharded, unit_rule_for
 
 _CLASS_NAMES = {"MiCSFabricStrategy": "lightning.fabric", "LightningFabricMiCSStrategy": "lightning_fabric"}
 
 if TYPE_CHECKING:
-    MiCSFabricStrategy: type[MiCSStrategyOfFabric]
+    MiCSFabricStrategy: type[FabricStrategyMixin]
 
 
 class ShardedModule(nn.Module):
@@ -72,7 +72,7 @@ class SyncControl:
         return module.sharded.micro_step(0, of=2 if enabled else 1)
 
 
-class MiCSStrategyOfFabric(FabricCheckpoints, Processes):  # for a type checker, these are the Trainer's
+class FabricStrategyMixin(FabricCheckpointMixin, ProcessGroupMixin):  # for a type checker, these are the Trainer's
     """Shards modules by a `ShardConfig`.
 
     The class for users is `mics_strategy.lightning.MiCSFabricStrategy`; this one is mixed into a namespace's
@@ -134,10 +134,12 @@ class MiCSStrategyOfFabric(FabricCheckpoints, Processes):  # for a type checker,
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout if timeout is not None else self.framework.default_timeout
-        self._state_dict_type = refusals.one_of("state_dict_type", state_dict_type, ("full", "sharded"))
+        self._state_dict_type = refusals.check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
         self._saves_asynchronously = save_asynchronously
-        refusals.asynchronous(state_dict_type, save_asynchronously)
-        self._start_method = refusals.one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        refusals.check_async_save(state_dict_type, save_asynchronously)
+        self._start_method = refusals.check_choice(
+            "start_method", start_method, ("popen", "spawn", "fork", "forkserver")
+        )
         self._backward_sync_control = SyncControl()
         self._handles: list[weakref.ref[Sharded]] = []
 
@@ -148,7 +150,7 @@ class MiCSStrategyOfFabric(FabricCheckpoints, Processes):  # for a type checker,
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
-        refusals.precision(self.framework, "precision", plugin)
+        refusals.check_precision(self.framework, "precision", plugin)
         self._precision = plugin
 
     def _set_world_ranks(self) -> None:
@@ -183,10 +185,10 @@ class MiCSStrategyOfFabric(FabricCheckpoints, Processes):  # for a type checker,
                 "`fabric.setup()` was called before the ranks were started. Call `fabric.launch()` first, right after "
                 "`Fabric(...)`."
             )
-        units = rule_for(module, self._units, every_child=False)
+        units = unit_rule_for(module, self._units, every_child=False)
         sharded = shard(module, self.config, units=units, device=self.root_device, initializer=self._initializer)
         self._handles = [*(reference for reference in self._handles if reference() is not None), weakref.ref(sharded)]
-        move_what_is_not_sharded(module, self.root_device)
+        move_unsharded(module, self.root_device)
         return ShardedModule(sharded)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -269,11 +271,11 @@ class MiCSStrategyOfFabric(FabricCheckpoints, Processes):  # for a type checker,
 
 
 def _has(handle: Sharded, parameter: torch.Tensor) -> bool:
-    return handle.owns(parameter) or handle.replaced(parameter) is not None
+    return handle.owns(parameter) or handle.sharded_param_for(parameter) is not None
 
 
 @functools.cache
-def fabric_strategy_for(namespace: str) -> type[MiCSStrategyOfFabric]:
+def fabric_strategy_for(namespace: str) -> type[FabricStrategyMixin]:
     """The strategy class for ``"lightning.fabric"`` or ``"lightning_fabric"``.
 
     Raises:
@@ -281,7 +283,7 @@ def fabric_strategy_for(namespace: str) -> type[MiCSStrategyOfFabric]:
     """
     framework = load_fabric_framework(namespace)
     name = next(name for name, of in _CLASS_NAMES.items() if of == namespace)
-    return class_for(MiCSStrategyOfFabric, framework, name)  # type: ignore[type-abstract]
+    return make_strategy_class(FabricStrategyMixin, framework, name)  # type: ignore[type-abstract]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,8 +28,8 @@ from mics_strategy import (
     newest_checkpoint,
     save_checkpoint,
 )
-from mics_strategy.lightning.agreement import on_every_rank
-from mics_strategy.lightning.files import Files, as_path, is_local, refuse_as_folder
+from mics_strategy.lightning.agreement import run_on_all_ranks
+from mics_strategy.lightning.files import CheckpointFileMixin, as_path, check_not_folder, is_local
 
 Filters = Mapping[str, Callable[[str, Any], bool]]
 _KEYS = "mics_strategy.fabric"  # in a folder: which keys of the user's state the model and the optimizers had
@@ -42,7 +42,7 @@ class _Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
-class FabricCheckpoints(Files):
+class FabricCheckpointMixin(CheckpointFileMixin):
     """The part of the Fabric strategy that saves and restores. Mixed into a Lightning strategy."""
 
     _state_dict_type: str
@@ -85,7 +85,7 @@ class FabricCheckpoints(Files):
             One file: all whole tensors on rank 0's CPU. A folder: this rank's share.
         """
         path, expected = self.broadcast((as_path(path), list(state)))
-        on_every_rank(lambda: _refuse_other_keys(list(state), expected))
+        run_on_all_ranks(lambda: _check_keys(list(state), expected))
         filters = filter or {}
         if self._state_dict_type == "sharded":
             self._save_folder(path, state, storage_options, filters)
@@ -103,7 +103,7 @@ class FabricCheckpoints(Files):
         return handle.full_state_dict()
 
     def _save_folder(self, path: str | Path, state: dict[str, Any], storage_options: Any, filters: Filters) -> None:
-        refuse_as_folder(path, storage_options)
+        check_not_folder(path, storage_options)
         models, optimizers = self._sharded_in(state), _optimizers_in(state)
         parts = sorted(set(filters) & set(optimizers))
         if parts:
@@ -165,7 +165,7 @@ class FabricCheckpoints(Files):
         if handle is not None and isinstance(state, nn.Module) and is_plain:
             load_weights(path, handle, strict=strict, weights_only=weights_only is not False)
             return {}
-        found = on_every_rank(lambda: self.read_file(path, weights_only, "`fabric.load(..., weights_only=False)`"))
+        found = run_on_all_ranks(lambda: self.read_file(path, weights_only, "`fabric.load(..., weights_only=False)`"))
         if isinstance(state, nn.Module | Optimizer):
             self._restore({"": state}, "", found, strict)
             return {}
@@ -173,7 +173,7 @@ class FabricCheckpoints(Files):
 
     def _restore_all(self, state: dict[str, Any], found: dict[str, Any], strict: bool) -> dict[str, Any]:
         """Restore what `found` has, in place; the rest of it."""
-        _refuse_missing(state, found, strict)
+        _check_none_missing(state, found, strict)
         for key in [key for key in state if key in found]:
             self._restore(state, key, found[key], strict)
         return {key: value for key, value in found.items() if key not in state}
@@ -209,9 +209,9 @@ class FabricCheckpoints(Files):
         others = {key: value for key, value in state.items() if key not in models and key not in optimizers}
         in_order = {"model": next(iter(models), None), "optimizers": list(optimizers)[: opened.num_optimizers]}
         saved = extra.pop(_KEYS, in_order)
-        _refuse_missing(_only_one(models, "loaded") if models else (), (saved["model"],), strict)
-        _refuse_missing(optimizers, saved["optimizers"], strict)
-        _refuse_missing(others, extra, strict)
+        _check_none_missing(_only_one(models, "loaded") if models else (), (saved["model"],), strict)
+        _check_none_missing(optimizers, saved["optimizers"], strict)
+        _check_none_missing(others, extra, strict)
         chosen = _first(saved["optimizers"], optimizers)
         model = models.get(saved["model"])
         sharded = model if model is not None or not chosen else self.handle_of(chosen[0])
@@ -258,7 +258,7 @@ def _filtered(states: dict[str, Any], filters: Filters) -> dict[str, Any]:
     return found
 
 
-def _refuse_other_keys(keys: list[str], expected: list[str]) -> None:
+def _check_keys(keys: list[str], expected: list[str]) -> None:
     if keys != expected:
         raise ConfigError(
             f"The state to be saved has the keys {keys} here and {expected} on rank 0. Give every rank the same keys, "
@@ -266,7 +266,7 @@ def _refuse_other_keys(keys: list[str], expected: list[str]) -> None:
         )
 
 
-def _refuse_missing(wanted: Iterable[str], found: Collection[Any], strict: bool) -> None:
+def _check_none_missing(wanted: Iterable[str], found: Collection[Any], strict: bool) -> None:
     missing = [key for key in wanted if key not in found]
     if strict and missing:
         raise KeyError(

@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_map
 from mics_strategy import CheckpointError
 
 if TYPE_CHECKING:
-    from mics_strategy.lightning.processes import Processes as Base
+    from mics_strategy.lightning.processes import ProcessGroupMixin as Base
 else:
     Base = object
 
 
-class Files(Base):
+class CheckpointFileMixin(Base):
     """The part of a strategy that writes and reads single files. Mixed into a Lightning strategy."""
 
     def write_file(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
@@ -112,7 +112,7 @@ def is_local(path: str | Path) -> bool:
     return isinstance(path, Path) or "://" not in path
 
 
-def refuse_as_folder(path: str | Path, storage_options: Any) -> None:
+def check_not_folder(path: str | Path, storage_options: Any) -> None:
     """Refuse a place to which ranks cannot write a folder together.
 
     Raises:

@@ -17,7 +17,7 @@ from mics_strategy.lightning.framework import TrainerFramework
 
 
 @contextmanager
-def shown_as_trained(framework: TrainerFramework, trainer: Any, module: nn.Module) -> Iterator[None]:
+def with_frozen_as_trainable(framework: TrainerFramework, trainer: Any, module: nn.Module) -> Iterator[None]:
     """While `module` is sharded, let nothing be frozen that a callback may unfreeze.
 
     Which parameters a callback will unfreeze is its own affair, so all frozen ones get memory for their gradients.

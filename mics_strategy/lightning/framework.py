@@ -161,7 +161,7 @@ def unwrap_module(framework: FabricFramework, module: Any) -> Any:
     return module.module if isinstance(module, framework.module_wrapper) else module
 
 
-def check_sigterm_seldom(trainer: Any, every_n_steps: int) -> None:
+def throttle_sigterm_check(trainer: Any, every_n_steps: int) -> None:
     """Let the Trainer ask rank 0 for a SIGTERM in every n-th batch only; it does so in every batch, over the world."""
     loop = trainer.fit_loop.epoch_loop
     ask = getattr(type(loop), "_broadcast_sigterm_tensor", None)
@@ -175,7 +175,7 @@ def check_sigterm_seldom(trainer: Any, every_n_steps: int) -> None:
     loop._broadcast_sigterm_tensor = ask_seldom
 
 
-def use_no_grad(trainer: Any) -> None:
+def disable_inference_mode(trainer: Any) -> None:
     """Evaluate under `no_grad`: what `inference_mode` makes cannot be trained on, and the engine outlives a stage."""
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.inference_mode = False

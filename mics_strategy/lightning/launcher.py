@@ -21,7 +21,7 @@ else:
     Base = object
 
 
-class WholeWeights(Base):
+class FullWeightsMixin(Base):
     """The part of the launcher that collects results in the child processes. Mixed into Lightning's."""
 
     @override
@@ -50,13 +50,13 @@ _CLASS_NAMES = {
 
 
 @functools.cache
-def whole_weights_launcher(framework: TrainerFramework) -> type[Any]:
+def full_weights_launcher(framework: TrainerFramework) -> type[Any]:
     """The launcher for one namespace."""
     name = next(name for name, of in _CLASS_NAMES.items() if of == framework.name)
-    return type(name, (WholeWeights, framework.multiprocessing_launcher), {"__module__": __name__})
+    return type(name, (FullWeightsMixin, framework.multiprocessing_launcher), {"__module__": __name__})
 
 
 def __getattr__(name: str) -> Any:
     if name in _CLASS_NAMES:  # how a spawned process finds the class
-        return whole_weights_launcher(load_framework(_CLASS_NAMES[name]))
+        return full_weights_launcher(load_framework(_CLASS_NAMES[name]))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")

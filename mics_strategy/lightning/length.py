@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-def at_any_length(config: ShardConfig) -> ShardConfig:
+def without_codec_schedule(config: ShardConfig) -> ShardConfig:
     """The same configuration, with nothing said of the length of the training."""
     return config.replace(grad_codec_until=1.0, training_steps="unknown")
 

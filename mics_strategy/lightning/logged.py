@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 
-def log_plain_numbers(module: nn.Module) -> None:
+def log_dtensors(module: nn.Module) -> None:
     """Make ``module.log`` take DTensors. Idempotent."""
     attributes = vars(module)
     if not isinstance(attributes.get("log"), _PlainLog):

@@ -20,7 +20,7 @@ T = TypeVar("T")
 _OPTIONS = tuple(field.name for field in dataclasses.fields(ShardConfig))
 
 
-def spelled_out(initialise: Callable[..., None], framework: Framework) -> inspect.Signature:
+def expand_signature(initialise: Callable[..., None], framework: Framework) -> inspect.Signature:
     """The arguments with the options of `ShardConfig` spelled out, and types that a command line can parse.
 
     Args:
@@ -38,18 +38,18 @@ def spelled_out(initialise: Callable[..., None], framework: Framework) -> inspec
     for parameter in inspect.signature(initialise, eval_str=True).parameters.values():
         if parameter.kind is not parameter.VAR_KEYWORD:
             annotation = plugins[parameter.name] | None if parameter.name in plugins else parameter.annotation
-            parameters.append(parameter.replace(annotation=_text_last(annotation)))
+            parameters.append(parameter.replace(annotation=_str_last(annotation)))
     options = typing.get_type_hints(ShardConfig)
     parameters += [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_text_last(options[name] | None)
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_str_last(options[name] | None)
         )
         for name in _OPTIONS
     ]
     return inspect.Signature(parameters)
 
 
-def class_for(kind: type[T], framework: Framework, name: str) -> type[T]:
+def make_strategy_class(kind: type[T], framework: Framework, name: str) -> type[T]:
     """A strategy class of one namespace, whose arguments are spelled out.
 
     Args:
@@ -63,12 +63,12 @@ def class_for(kind: type[T], framework: Framework, name: str) -> type[T]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
 
-    __init__.__signature__ = spelled_out(kind.__init__, framework)  # type: ignore[attr-defined]
+    __init__.__signature__ = expand_signature(kind.__init__, framework)  # type: ignore[attr-defined]
     cls.__init__ = __init__  # type: ignore[misc]
     return cls
 
 
-def _text_last(annotation: Any) -> Any:
+def _str_last(annotation: Any) -> Any:
     """A union in which `str` is tried last: any argument on a command line would pass for one."""
     choices = typing.get_args(annotation)
     if str not in choices or typing.get_origin(annotation) not in (typing.Union, types.UnionType):

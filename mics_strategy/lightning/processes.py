@@ -25,7 +25,7 @@ else:
 T = TypeVar("T")
 
 
-class Processes(Base):
+class ProcessGroupMixin(Base):
     """The part of the strategy that starts processes and lets them communicate. Mixed into a Lightning strategy."""
 
     framework: ClassVar[Framework]
@@ -81,7 +81,7 @@ class Processes(Base):
 
     @override
     def _configure_launcher(self) -> None:
-        self._refuse_accelerator()
+        self._check_accelerator()
         if self._start_method == "popen":
             launcher = self.framework.subprocess_launcher
             self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -92,7 +92,7 @@ class Processes(Base):
         """The launcher of processes that are started from this one."""
         return self.framework.multiprocessing_launcher
 
-    def _refuse_accelerator(self) -> None:
+    def _check_accelerator(self) -> None:
         if not isinstance(self.accelerator, self.framework.cpu_or_cuda):
             raise ConfigError(
                 f"`accelerator={type(self.accelerator).__name__}` is not supported: shards live on CUDA devices or on "
@@ -150,7 +150,7 @@ def _leave_gloo() -> None:
         dist.destroy_process_group()
 
 
-def leave_as_it_is() -> None:
+def skip_group_teardown() -> None:
     """The run has failed: the default group may wait for a rank that is gone, and ending it would wait, too."""
     atexit.unregister(_leave_gloo)
 

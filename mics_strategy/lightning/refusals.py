@@ -8,7 +8,7 @@ from mics_strategy import CheckpointError, ConfigError
 from mics_strategy.lightning.framework import Framework, TrainerFramework
 
 
-def callbacks(framework: TrainerFramework, trainer: Any) -> None:
+def check_callbacks(framework: TrainerFramework, trainer: Any) -> None:
     """Refuse callbacks that deep-copy the model, or put other tensors in the place of its parameters.
 
     Raises:
@@ -29,7 +29,7 @@ def callbacks(framework: TrainerFramework, trainer: Any) -> None:
             )
 
 
-def precision(framework: Framework, argument: str, plugin: Any) -> None:
+def check_precision(framework: Framework, argument: str, plugin: Any) -> None:
     """Refuse precision plug-ins that belong to another strategy.
 
     Args:
@@ -49,7 +49,7 @@ def precision(framework: Framework, argument: str, plugin: Any) -> None:
         )
 
 
-def positive(name: str, value: int) -> int:
+def check_positive(name: str, value: int) -> int:
     """`value`, if it is 1 or more.
 
     Raises:
@@ -60,7 +60,7 @@ def positive(name: str, value: int) -> int:
     return value
 
 
-def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     """`value`, if it is one of `choices`.
 
     Raises:
@@ -71,7 +71,7 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> str:
     return value
 
 
-def shards_of_ranks_that_are_gone(state_dict_type: str) -> None:
+def check_ranks_remain(state_dict_type: str) -> None:
     """Refuse to write shards in a process that started the ranks and has whole weights only.
 
     Raises:
@@ -85,7 +85,7 @@ def shards_of_ranks_that_are_gone(state_dict_type: str) -> None:
         )
 
 
-def asynchronous(state_dict_type: str, save_asynchronously: bool) -> None:
+def check_async_save(state_dict_type: str, save_asynchronously: bool) -> None:
     """Refuse asynchronous saves of whole checkpoints by this strategy.
 
     Raises:
@@ -98,7 +98,7 @@ def asynchronous(state_dict_type: str, save_asynchronously: bool) -> None:
         )
 
 
-def explain(exception: BaseException) -> None:
+def add_advice(exception: BaseException) -> None:
     """Add to an error of torch what it means here."""
     if "its data is not allocated yet" in str(exception):
         exception.add_note(

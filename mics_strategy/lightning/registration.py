@@ -48,8 +48,8 @@ def register() -> None:
         loaded = sys.modules.get(module)
         if loaded is not None:
             register_in(loaded, namespace)
-    if not any(isinstance(finder, AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, AfterImport())
+    if not any(isinstance(finder, PostImportHook) for finder in sys.meta_path):
+        sys.meta_path.insert(0, PostImportHook())
 
 
 def register_in(strategies: ModuleType, namespace: str) -> None:
@@ -79,7 +79,7 @@ def names() -> Iterator[tuple[str, dict[str, str]]]:
         yield name, {"config": "mics", "start_method": start_method}
 
 
-class AfterImport:
+class PostImportHook:
     """A finder that finds nothing itself and acts when one of `REGISTRIES` was imported."""
 
     def __init__(self) -> None:
@@ -98,11 +98,11 @@ class AfterImport:
         finally:
             self._searched.discard(name)
         if spec is not None and spec.loader is not None:
-            _then_register(spec.loader, REGISTRIES[name])
+            _wrap_loader(spec.loader, REGISTRIES[name])
         return spec
 
 
-def _then_register(loader: Any, namespace: str) -> None:
+def _wrap_loader(loader: Any, namespace: str) -> None:
     execute = loader.exec_module
 
     def execute_and_register(module: ModuleType) -> None:

@@ -19,16 +19,21 @@ from typing_extensions import override
 
 from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, shard
 from mics_strategy.lightning import refusals
-from mics_strategy.lightning.checkpoints import Checkpoints
-from mics_strategy.lightning.finetuning import shown_as_trained
-from mics_strategy.lightning.framework import TrainerFramework, check_sigterm_seldom, load_framework, use_no_grad
-from mics_strategy.lightning.launcher import whole_weights_launcher
-from mics_strategy.lightning.length import at_any_length, grad_codec_steps
-from mics_strategy.lightning.logged import log_plain_numbers
-from mics_strategy.lightning.options import class_for
-from mics_strategy.lightning.processes import Processes, leave_as_it_is
+from mics_strategy.lightning.checkpoints import TrainerCheckpointMixin
+from mics_strategy.lightning.finetuning import with_frozen_as_trainable
+from mics_strategy.lightning.framework import (
+    TrainerFramework,
+    disable_inference_mode,
+    load_framework,
+    throttle_sigterm_check,
+)
+from mics_strategy.lightning.launcher import full_weights_launcher
+from mics_strategy.lightning.length import grad_codec_steps, without_codec_schedule
+from mics_strategy.lightning.logged import log_dtensors
+from mics_strategy.lightning.options import make_strategy_class
+from mics_strategy.lightning.processes import ProcessGroupMixin, skip_group_teardown
 from mics_strategy.lightning.steps import run_as_forward
-from mics_strategy.lightning.units import UnitRule, move_what_is_not_sharded, rule_for
+from mics_strategy.lightning.units import UnitRule, move_unsharded, unit_rule_for
 
 _HANDLE = "_mics_of_strategy"  # on the module, so that any strategy object finds it again
 _CLASS_NAMES = {"MiCSStrategy": "lightning.pytorch", "PytorchLightningMiCSStrategy": "pytorch_lightning"}
@@ -37,12 +42,12 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import ParallelStrategy as Base
 
-    MiCSStrategy: type[MiCSTrainerStrategy]
+    MiCSStrategy: type[TrainerStrategyMixin]
 else:
     Base = object
 
 
-class MiCSTrainerStrategy(Checkpoints, Processes, Base):
+class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
     """Shards a LightningModule by a `ShardConfig`.
 
     The class for users is `mics_strategy.lightning.MiCSStrategy`; this one is mixed into a namespace's
@@ -111,11 +116,13 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         self._process_group_backend = process_group_backend
         self._timeout = timeout if timeout is not None else self.framework.default_timeout
         self._load_weights_only = load_weights_only
-        self._state_dict_type = refusals.one_of("state_dict_type", state_dict_type, ("full", "sharded"))
+        self._state_dict_type = refusals.check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
         self._saves_asynchronously = save_asynchronously
-        refusals.asynchronous(state_dict_type, save_asynchronously)
-        self._sigterm_every = refusals.positive("sigterm_check_every_n_steps", sigterm_check_every_n_steps)
-        self._start_method = refusals.one_of("start_method", start_method, ("popen", "spawn", "fork", "forkserver"))
+        refusals.check_async_save(state_dict_type, save_asynchronously)
+        self._sigterm_every = refusals.check_positive("sigterm_check_every_n_steps", sigterm_check_every_n_steps)
+        self._start_method = refusals.check_choice(
+            "start_method", start_method, ("popen", "spawn", "fork", "forkserver")
+        )
 
     @property
     @override
@@ -124,7 +131,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        refusals.precision(self.framework, "precision_plugin", plugin)
+        refusals.check_precision(self.framework, "precision_plugin", plugin)
         self._precision_plugin = plugin
 
     # -- building ---------------------------------------------------------------------------------------------
@@ -151,15 +158,15 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
     @override
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
-        log_plain_numbers(model)
+        log_dtensors(model)
 
     @override
     def _multiprocessing_launcher(self) -> type[Any]:
-        return whole_weights_launcher(self.framework)
+        return full_weights_launcher(self.framework)
 
     @override
     def setup_environment(self) -> None:
-        refusals.callbacks(self.framework, self._trainer)
+        refusals.check_callbacks(self.framework, self._trainer)
         super().setup_environment()
 
     @contextmanager
@@ -174,16 +181,16 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         """Shard the model, once, and set up what the stage needs."""
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
-        use_no_grad(trainer)
+        disable_inference_mode(trainer)
         if self._sigterm_every > 1:
-            check_sigterm_seldom(trainer, self._sigterm_every)
+            throttle_sigterm_check(trainer, self._sigterm_every)
         self.shard_model()
-        if self.sharded.config != at_any_length(self.config):
+        if self.sharded.config != without_codec_schedule(self.config):
             raise ConfigError(
                 f"The model is sharded already, by {self.sharded.config}; asked for {self.config}. Build it anew, or "
                 "use the same strategy."
             )
-        self.load_what_waits()
+        self.load_pending_optimizers()
         self.model_to_device()
         self.barrier()
         if trainer.state.fn == self.framework.fitting:
@@ -199,15 +206,15 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         if self._layer_sync is not None:
             module = self._layer_sync.apply(module)
         module = self.precision_plugin.convert_module(module)
-        units = rule_for(module, self._units, every_child=not module.automatic_optimization)
-        with shown_as_trained(self.framework, self._trainer, module):
+        units = unit_rule_for(module, self._units, every_child=not module.automatic_optimization)
+        with with_frozen_as_trainable(self.framework, self._trainer, module):
             options: dict[str, Any] = {"units": units, "initializer": self._initializer, "device": self.root_device}
-            vars(module)[_HANDLE] = shard(module, at_any_length(self.config), **options)
+            vars(module)[_HANDLE] = shard(module, without_codec_schedule(self.config), **options)
         self._lightning_module = self.model = module
 
     @override
     def model_to_device(self) -> None:
-        move_what_is_not_sharded(self._module, self.root_device)
+        move_unsharded(self._module, self.root_device)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -235,7 +242,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
         with self.precision_plugin.train_step_context():
             if not self._module.automatic_optimization:
                 with self.sharded.micro_step(0, of=2):  # buffers stay each rank's, as with Lightning's DDP
-                    self.sharded.buffers.before_forward()
+                    self.sharded.buffers.pre_forward()
                     return self._module.training_step(*args, **kwargs)
             return run_as_forward(self._module, "training_step", args, kwargs)
 
@@ -271,8 +278,8 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        leave_as_it_is()
-        refusals.explain(exception)
+        skip_group_teardown()
+        refusals.add_advice(exception)
 
     @override
     def teardown(self) -> None:
@@ -287,7 +294,7 @@ class MiCSTrainerStrategy(Checkpoints, Processes, Base):
 
 
 @functools.cache
-def strategy_for(namespace: str) -> type[MiCSTrainerStrategy]:
+def strategy_for(namespace: str) -> type[TrainerStrategyMixin]:
     """The strategy class for ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
 
     Raises:
@@ -295,7 +302,7 @@ def strategy_for(namespace: str) -> type[MiCSTrainerStrategy]:
     """
     framework = load_framework(namespace)
     name = next(name for name, of in _CLASS_NAMES.items() if of == namespace)
-    return class_for(MiCSTrainerStrategy, framework, name)
+    return make_strategy_class(TrainerStrategyMixin, framework, name)
 
 
 def __getattr__(name: str) -> Any:

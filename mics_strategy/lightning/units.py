@@ -20,7 +20,7 @@ from mics_strategy import ConfigError
 UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
 
 
-def rule_for(module: nn.Module, units: UnitRule, *, every_child: bool) -> Any:
+def unit_rule_for(module: nn.Module, units: UnitRule, *, every_child: bool) -> Any:
     """What `shard(units=...)` takes.
 
     Args:
@@ -72,10 +72,10 @@ def _repeated_in_containers(module: nn.Module) -> Iterable[nn.Module]:
             )
 
 
-def move_what_is_not_sharded(module: nn.Module, device: torch.device) -> None:
+def move_unsharded(module: nn.Module, device: torch.device) -> None:
     """Move what is neither parameter nor buffer, such as the states of metrics; the engine has moved the rest."""
     if next(module.parameters(), None) is None:
         module.to(device)
     else:
         for child in module.children():
-            move_what_is_not_sharded(child, device)
+            move_unsharded(child, device)

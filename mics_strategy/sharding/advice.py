@@ -63,14 +63,14 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class PresetChoice:
     """The preset that was chosen, and the reasons as text."""
 
     preset: str
     reasons: str
 
 
-def recommended(trained_share: float) -> tuple[tuple[str, ...], str]:
+def candidate_presets(trained_share: float) -> tuple[tuple[str, ...], str]:
     """The triples (parameters, gradients, optimizer states) that PaRO's principles leave, and why.
 
     Args:
@@ -84,7 +84,7 @@ def recommended(trained_share: float) -> tuple[tuple[str, ...], str]:
     return _TRIPLES, "some parameters are trained: every order of scopes may pay"
 
 
-def advise(config: ShardConfig, workload: Workload, topology: Topology, world_size: int) -> Advice:
+def choose_preset(config: ShardConfig, workload: Workload, topology: Topology, world_size: int) -> PresetChoice:
     """Choose a preset.
 
     Args:
@@ -93,7 +93,7 @@ def advise(config: ShardConfig, workload: Workload, topology: Topology, world_si
         topology: Ranks of a node.
         world_size: Ranks of the job.
     """
-    triples, why = recommended(workload.trained_share)
+    triples, why = candidate_presets(workload.trained_share)
     candidates: dict[tuple[int, int, int], Candidate] = {}
     for triple in triples:
         candidate = _price(f"paro-{triple}", config, workload, topology, world_size)
@@ -102,7 +102,7 @@ def advise(config: ShardConfig, workload: Workload, topology: Topology, world_si
     limit = round(STATES_SHARE * workload.memory_bytes)
     fitting = [candidate for candidate in candidates.values() if candidate.states_bytes <= limit]
     chosen = min(fitting, key=_cost) if fitting else min(candidates.values(), key=lambda each: each.states_bytes)
-    return Advice(preset=chosen.preset, reasons=_explain(chosen, [*candidates.values()], workload, topology, why))
+    return PresetChoice(preset=chosen.preset, reasons=_explain(chosen, [*candidates.values()], workload, topology, why))
 
 
 def _price(preset: str, config: ShardConfig, workload: Workload, topology: Topology, world_size: int) -> Candidate:

@@ -22,36 +22,36 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from mics_strategy.collectives.by_size import AnyCollective
-from mics_strategy.collectives.ops import Handle
+from mics_strategy.collectives.by_size import AnyCommunicator
+from mics_strategy.collectives.ops import Work
 from mics_strategy.errors import LifecycleError
-from mics_strategy.mesh import Mesh
-from mics_strategy.sharding.direct import plan_direct
+from mics_strategy.mesh import ProcessGroups
+from mics_strategy.sharding.direct import plan_in_place_gather
 from mics_strategy.sharding.layout import BucketLayout
 from mics_strategy.sharding.parameter import ShardedParameter
 from mics_strategy.sharding.saved_versions import SavedVersions, UnshardedParameter
 from mics_strategy.shards import digest
 
 _COUNT_OF_WRITES = attrgetter("_version")
-_COUNT_OF_CHANGES = attrgetter("mics_changes")
+_COUNT_OF_CHANGES = attrgetter("mics_write_count")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSpec:
     """What a bucket is to hold, before anything is allocated.
 
-    `homes` lists for each parameter the (module, attribute) pairs that refer to it; more than one when it is
-    tied. `coalesces_gathers` and `coalesces_sums` say what travels as several tensors in one launch.
+    `locations` lists for each parameter the (module, attribute) pairs that refer to it; more than one when it is
+    tied. `coalesce_all_gather` and `coalesce_reduce_scatter` say what travels as several tensors in one launch.
     """
 
     name: str
     layout: BucketLayout
-    homes: tuple[tuple[tuple[nn.Module, str], ...], ...]
+    locations: tuple[tuple[tuple[nn.Module, str], ...], ...]
     master_dtype: torch.dtype
     param_dtype: torch.dtype
     trainable: bool
-    coalesces_gathers: bool = False
-    coalesces_sums: bool = False
+    coalesce_all_gather: bool = False
+    coalesce_reduce_scatter: bool = False
 
 
 class Bucket:
@@ -59,17 +59,17 @@ class Bucket:
 
     Args:
         spec: Names, shapes, dtypes.
-        mesh: The process groups.
-        master: [shard_numel], a piece of the optimizer arena.
-        params_shard: [numel_at(params scope)], or None (see the module's docstring).
-        secondary: [numel_at(secondary scope)] in the compute dtype, or None.
-        whole: [compact_numel] in the compute dtype: a piece of a slot, or memory of its own.
+        groups: The process groups.
+        master_shard: [shard_numel], a piece of the optimizer arena.
+        param_shard: [numel_at(params scope)], or None (see the module's docstring).
+        secondary_shard: [numel_at(secondary scope)] in the compute dtype, or None.
+        unsharded_buffer: [unpadded_numel] in the compute dtype: a piece of a slot, or memory of its own.
     """
 
     def __init__(
         self,
         spec: BucketSpec,
-        mesh: Mesh,
+        mesh: ProcessGroups,
         master: torch.Tensor,
         params_shard: torch.Tensor | None,
         secondary: torch.Tensor | None,
@@ -77,70 +77,70 @@ class Bucket:
     ) -> None:
         self.spec = spec
         self.layout = spec.layout
-        self.mesh = mesh
-        self.shards = mesh.trained if spec.trainable else mesh.frozen
-        self.master = master
-        self.params_shard = params_shard
-        self.secondary = secondary
-        self.whole = whole
-        views = self.layout.compact_views(whole)
+        self.groups = mesh
+        self.placement = mesh.trainable_placement if spec.trainable else mesh.frozen_placement
+        self.master_shard = master
+        self.param_shard = params_shard
+        self.secondary_shard = secondary
+        self.unsharded_buffer = whole
+        views = self.layout.unpadded_views(whole)
         # Each with a version counter of its own: a write to one in a forward is no modification of the others.
-        self.unsharded: list[nn.Parameter] = [
+        self.unsharded_params: list[nn.Parameter] = [
             UnshardedParameter(view.data, requires_grad=spec.trainable) for view in views
         ]
-        self._whole_views = [view.data for view in views]
-        self.saved = SavedVersions(spec.name, self.unsharded)
-        self.sharded: list[ShardedParameter] = []
-        self._direct = plan_direct(
-            self._gathers_whole, spec.layout, self._whole_views, spec.name, coalesces=spec.coalesces_gathers
+        self._unsharded_views = [view.data for view in views]
+        self.saved_versions = SavedVersions(spec.name, self.unsharded_params)
+        self.sharded_params: list[ShardedParameter] = []
+        self._zero_copy = plan_in_place_gather(
+            self._gathers_whole, spec.layout, self._unsharded_views, spec.name, coalesces=spec.coalesce_all_gather
         )
         self._copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self.updated_version = -1
+        self.synced_version = -1
         self._secondary_version = -1
         self.unsharded_version = -1
 
     @property
     def version(self) -> int:
         """Grows whenever a parameter of the bucket may have changed. Read often, so the loops are C's."""
-        return int(sum(map(_COUNT_OF_WRITES, self._watched)) + sum(map(_COUNT_OF_CHANGES, self.sharded)))
+        return int(sum(map(_COUNT_OF_WRITES, self._watched)) + sum(map(_COUNT_OF_CHANGES, self.sharded_params)))
 
     @cached_property
     def _watched(self) -> list[torch.Tensor]:
         """The parameters and their shards, each with a count of the writes that torch has seen."""
-        return [tensor for each in self.sharded for tensor in (each, each.local)]
+        return [tensor for each in self.sharded_params for tensor in (each, each.local)]
 
     @property
     def is_aliased(self) -> bool:
         """Whether the parameters are the master itself: nothing ever has to move."""
         return (
-            self.whole.data_ptr() == self.master.data_ptr()
-            and self.whole.dtype == self.master.dtype
+            self.unsharded_buffer.data_ptr() == self.master_shard.data_ptr()
+            and self.unsharded_buffer.dtype == self.master_shard.dtype
             and self.layout.full_numel > 0
         )
 
     @property
     def cast_size(self) -> tuple[int, torch.dtype]:
         """Elements, and their dtype, of what an update sends when that is not the master itself."""
-        return self.layout.shard_numel if self.shards.update is not None else 0, self.spec.param_dtype
+        return self.layout.shard_numel if self.placement.sync_comm is not None else 0, self.spec.param_dtype
 
     @property
-    def _gathers_whole(self) -> AnyCollective | None:
+    def _gathers_whole(self) -> AnyCommunicator | None:
         """What gathers into the parameters themselves, and leaves nothing of the flat form to be kept."""
-        of_shards = self.mesh.gather_params if self.secondary is None else self.mesh.gather_secondary
-        return self.shards.update if self.params_shard is None else of_shards
+        of_shards = self.groups.param_comm if self.secondary_shard is None else self.groups.secondary_comm
+        return self.placement.sync_comm if self.param_shard is None else of_shards
 
     @property
-    def is_staged(self) -> bool:
+    def needs_staging(self) -> bool:
         """Whether anything that arrives takes the flat form first."""
-        keeps_secondary = self.secondary is not None and self.mesh.gather_params is not None
-        return keeps_secondary or (self._gathers_whole is not None and self._direct is None)
+        keeps_secondary = self.secondary_shard is not None and self.groups.param_comm is not None
+        return keeps_secondary or (self._gathers_whole is not None and self._zero_copy is None)
 
     @property
     def needs_cast(self) -> bool:
         """Whether an update changes the dtype."""
         return self.spec.param_dtype != self.spec.master_dtype
 
-    def update(self, staging: torch.Tensor, cast: torch.Tensor) -> Handle | None:
+    def sync_params(self, staging: torch.Tensor, cast: torch.Tensor) -> Work | None:
         """Bring the optimizer's result to the parameter scope.
 
         Args:
@@ -151,63 +151,63 @@ class Bucket:
             The gather over the axes that the optimizer scope has and the parameter scope lacks; None when
             nothing travels.
         """
-        self.updated_version = self.version
-        across = self.shards.update
+        self.synced_version = self.version
+        across = self.placement.sync_comm
         if across is None:
-            self._update_in_place()
+            self._sync_in_place()
             return None
-        shard = self.master
+        shard = self.master_shard
         if self.needs_cast:
-            shard = cast.copy_(self.master)
-        if self.params_shard is not None:
-            return across.gather(self.params_shard, shard, self.spec.name)
-        return self._gather_whole(across, staging, shard)
+            shard = cast.copy_(self.master_shard)
+        if self.param_shard is not None:
+            return across.all_gather(self.param_shard, shard, self.spec.name)
+        return self._all_gather(across, staging, shard)
 
-    def _update_in_place(self) -> None:
-        if self.params_shard is not None:
-            if self.params_shard.data_ptr() != self.master.data_ptr():
-                self.params_shard.copy_(self.master)
+    def _sync_in_place(self) -> None:
+        if self.param_shard is not None:
+            if self.param_shard.data_ptr() != self.master_shard.data_ptr():
+                self.param_shard.copy_(self.master_shard)
         elif not self.is_aliased:
-            self.whole.copy_(self.master)
+            self.unsharded_buffer.copy_(self.master_shard)
 
-    def unshard(self, staging: torch.Tensor, *, again: bool) -> Handle | None:
+    def unshard(self, staging: torch.Tensor, *, for_backward: bool) -> Work | None:
         """Gather the whole parameters.
 
         Args:
             staging: [full_numel] in the compute dtype.
-            again: For a backward: from the secondary shards, if a forward has left them.
+            for_backward: For a backward: from the secondary shards, if a forward has left them.
 
         Returns:
             The gather, which ends with the parameters in place; None when they are not sharded.
         """
-        self.unsharded_version = self.updated_version
-        if again and self.secondary is not None and self._secondary_version == self.updated_version:
-            return self._unshard_secondary(staging, self.secondary)
-        gather = self.mesh.gather_params
-        if gather is None or self.params_shard is None:
+        self.unsharded_version = self.synced_version
+        if for_backward and self.secondary_shard is not None and self._secondary_version == self.synced_version:
+            return self._unshard_secondary(staging, self.secondary_shard)
+        gather = self.groups.param_comm
+        if gather is None or self.param_shard is None:
             return None
-        if self.secondary is None:
-            return self._gather_whole(gather, staging, self.params_shard)
-        return gather.gather(staging, self.params_shard, self.spec.name).then(lambda: self._arrived(staging))
+        if self.secondary_shard is None:
+            return self._all_gather(gather, staging, self.param_shard)
+        return gather.all_gather(staging, self.param_shard, self.spec.name).then(lambda: self._on_gathered(staging))
 
-    def _unshard_secondary(self, staging: torch.Tensor, secondary: torch.Tensor) -> Handle | None:
-        gather = self.mesh.gather_secondary
+    def _unshard_secondary(self, staging: torch.Tensor, secondary: torch.Tensor) -> Work | None:
+        gather = self.groups.secondary_comm
         if gather is None:
             self._copy_out(secondary)
             return None
-        return self._gather_whole(gather, staging, secondary)
+        return self._all_gather(gather, staging, secondary)
 
-    def _gather_whole(self, across: AnyCollective, staging: torch.Tensor, shard: torch.Tensor) -> Handle:
+    def _all_gather(self, across: AnyCommunicator, staging: torch.Tensor, shard: torch.Tensor) -> Work:
         """Gather shards into the parameters: straight, or by way of the flat form."""
-        if self._direct is not None:
-            return self._direct(shard)
-        return across.gather(staging, shard, self.spec.name).then(lambda: self._copy_out(staging))
+        if self._zero_copy is not None:
+            return self._zero_copy(shard)
+        return across.all_gather(staging, shard, self.spec.name).then(lambda: self._copy_out(staging))
 
-    def _arrived(self, flat: torch.Tensor) -> None:
-        if self.secondary is not None:
-            index = self.mesh.secondary_span.index(self.mesh.rank)
-            self.secondary.copy_(flat.view(-1, self.secondary.numel())[index])
-            self._secondary_version = self.updated_version
+    def _on_gathered(self, flat: torch.Tensor) -> None:
+        if self.secondary_shard is not None:
+            index = self.groups.secondary_span.index(self.groups.rank)
+            self.secondary_shard.copy_(flat.view(-1, self.secondary_shard.numel())[index])
+            self._secondary_version = self.synced_version
         self._copy_out(flat)
 
     def _copy_out(self, flat: torch.Tensor) -> None:
@@ -221,9 +221,9 @@ class Bucket:
     def _pair_views(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views of the parameters, and of their places in the flat form."""
         targets, sources = [], []
-        for position, view in enumerate(self._whole_views):
-            for piece, part in self.layout.pieces(flat, view, position):
-                is_scalar = self.layout.regions[position].dim is None
+        for position, view in enumerate(self._unsharded_views):
+            for piece, part in self.layout.copy_pairs(flat, view, position):
+                is_scalar = self.layout.param_slices[position].dim is None
                 targets.append(view if is_scalar else part)
                 sources.append(piece[0] if is_scalar else piece)
         return targets, sources
@@ -237,28 +237,28 @@ class Bucket:
         Raises:
             LifecycleError: The written parameter holds decoded numbers, not those of the shards.
         """
-        written = self.saved.written()
+        written = self.saved_versions.written()
         if not written:
             return False
-        if self.mesh.scopes.has_coded_params:
+        if self.groups.scopes.has_quantized_params:
             raise LifecycleError(
-                f"A forward wrote into parameter `{self.layout.regions[written[0]].name}`, whose gathered values were "
-                "encoded (`weight_codec`) and would replace the exact ones. Write into it after `optimizer.step()`, "
-                "under `torch.no_grad()`, or use weight_codec='none'."
+                f"A forward wrote into parameter `{self.layout.param_slices[written[0]].name}`, whose gathered values "
+                "were encoded (`weight_codec`) and would replace the exact ones. Write into it after "
+                "`optimizer.step()`, under `torch.no_grad()`, or use weight_codec='none'."
             )
-        master = self.master.data  # not a write that the version counter of all other parameters should see
+        master = self.master_shard.data  # not a write that the version counter of all other parameters should see
         for position in written:
-            region, index = self.layout.regions[position], self.shards.index
-            shard = region.local_view(master, index)
-            own = region.slice_of(self._whole_views[position], index)
+            region, index = self.layout.param_slices[position], self.placement.index
+            shard = region.view_in(master, index)
+            own = region.narrow(self._unsharded_views[position], index)
             shard.copy_(torch.where(own == shard.to(own.dtype), shard, own.to(shard.dtype)))
-            self.sharded[position].mics_changes += 1
-            self.mesh.written.append(digest(self._whole_views[position]))
-        self.saved.accept_writes(self.version)
+            self.sharded_params[position].mics_write_count += 1
+            self.groups.traffic_log.append(digest(self._unsharded_views[position]))
+        self.saved_versions.accept_writes(self.version)
         return True
 
     def load(self, position: int, value: torch.Tensor) -> None:
         """Keep this rank's piece of the whole parameter `value`."""
-        region = self.layout.regions[position]
-        index = self.shards.index
-        region.local_view(self.master, index).copy_(region.slice_of(value, index))
+        region = self.layout.param_slices[position]
+        index = self.placement.index
+        region.view_in(self.master_shard, index).copy_(region.narrow(value, index))

@@ -26,7 +26,7 @@ _unwrapped = torch._C._functorch.get_unwrapped
 
 
 @dataclass(slots=True)
-class Memory:
+class MemoryTracker:
     """Bytes that the engine allocated, by purpose."""
 
     bytes_by_purpose: dict[str, int] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Memory:
 
 
 def arena(
-    memory: Memory, purpose: str, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device
+    memory: MemoryTracker, purpose: str, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device
 ) -> list[torch.Tensor]:
     """One allocation per dtype, cut into consecutive pieces.
 
@@ -72,7 +72,7 @@ def packed_bytes(sizes: Sequence[tuple[int, torch.dtype]]) -> int:
     return sum(math.ceil(numel * dtype.itemsize / _ALIGN_BYTES) * _ALIGN_BYTES for numel, dtype in sizes)
 
 
-def cut(buffer: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+def carve_views(buffer: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
     """Typed views of a byte buffer, side by side, each aligned.
 
     The views have a version counter of their own: autograd saves parameters that live here, and a later
@@ -86,7 +86,7 @@ def cut(buffer: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[
     return views
 
 
-class Views:
+class CachedViews:
     """The views that `cut` gives of buffers which are lent again and again: made once of each.
 
     Args:
@@ -98,13 +98,13 @@ class Views:
         self._num_bytes = packed_bytes(sizes)
         self._of: dict[int, list[torch.Tensor]] = {}
 
-    def of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+    def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Views of a lent buffer; the empty one, which is lent where nothing travels, as it is for every size."""
         if buffer.numel() < self._num_bytes:
             return [buffer] * len(self._sizes)
         address = buffer.data_ptr()
         if address not in self._of:
-            self._of[address] = cut(buffer, self._sizes)
+            self._of[address] = carve_views(buffer, self._sizes)
         return self._of[address]
 
 
@@ -116,7 +116,7 @@ def levels_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return levels
 
 
-class Tenant(Protocol):
+class Resident(Protocol):
     """A unit that lives in a slot."""
 
     def evict(self) -> None:
@@ -129,7 +129,7 @@ class Slot:
 
     buffer: torch.Tensor
     is_shared: bool = False
-    tenant: Tenant | None = None
+    resident: Resident | None = None
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is stored here."""
@@ -140,11 +140,11 @@ class Slot:
             and tensor.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
         )
 
-    def take(self, tenant: Tenant) -> None:
-        """Make `tenant` the one whose parameters are here."""
-        if self.tenant is not None and self.tenant is not tenant:
-            self.tenant.evict()
-        self.tenant = tenant
+    def acquire(self, tenant: Resident) -> None:
+        """Make `resident` the one whose parameters are here."""
+        if self.resident is not None and self.resident is not tenant:
+            self.resident.evict()
+        self.resident = tenant
 
 
 def _always() -> bool:
@@ -152,37 +152,37 @@ def _always() -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Staging:
+class StagingBuffer:
     """A buffer that one transfer after another borrows.
 
     Attributes:
-        land: Called when the next borrower comes.
-        is_needed: Whether the borrower still fills the buffer.
-        may_land: Whether the borrower may be asked to land what it has filled so far.
+        on_reuse: Called when the next borrower comes.
+        is_busy: Whether the borrower still fills the buffer.
+        may_reuse: Whether the borrower may be asked to land what it has filled so far.
     """
 
     buffer: torch.Tensor
-    land: Callable[[], None] | None = None
-    is_needed: Callable[[], bool] = bool
-    may_land: Callable[[], bool] = _always
+    on_reuse: Callable[[], None] | None = None
+    is_busy: Callable[[], bool] = bool
+    may_reuse: Callable[[], bool] = _always
 
-    def take(
+    def acquire(
         self, land: Callable[[], None], is_needed: Callable[[], bool], may_land: Callable[[], bool]
     ) -> torch.Tensor:
         """Borrow the buffer from whoever had it."""
-        before, self.land = self.land, None
+        before, self.on_reuse = self.on_reuse, None
         if before is not None:
             before()
-        if self.is_needed():
+        if self.is_busy():
             raise LifecycleError(
                 "A buffer is asked for while its borrower still fills it: gradients would be lost. This is a defect of "
                 "the schedule; please report it."
             )
-        self.land, self.is_needed, self.may_land = land, is_needed, may_land
+        self.on_reuse, self.is_busy, self.may_reuse = land, is_needed, may_land
         return self.buffer
 
 
-class StagingRing:
+class StagingPool:
     """Stagings handed out in turn.
 
     One more is allocated, for good, when each is still being filled and none may be sent before another: where
@@ -196,31 +196,33 @@ class StagingRing:
         device: Where.
     """
 
-    def __init__(self, memory: Memory, purpose: str, count: int, num_bytes: int, device: torch.device) -> None:
-        self._allocate: Callable[[], Staging] = lambda: Staging(memory.zeros(purpose, num_bytes, torch.uint8, device))
-        self._stagings = [self._allocate() for _ in range(count if num_bytes else 0)]
+    def __init__(self, memory: MemoryTracker, purpose: str, count: int, num_bytes: int, device: torch.device) -> None:
+        self._allocate: Callable[[], StagingBuffer] = lambda: StagingBuffer(
+            memory.zeros(purpose, num_bytes, torch.uint8, device)
+        )
+        self._buffers = [self._allocate() for _ in range(count if num_bytes else 0)]
         self._next = 0
 
-    def take(
+    def acquire(
         self,
-        land: Callable[[], None],
-        is_needed: Callable[[], bool] = bool,
-        may_land: Callable[[], bool] = _always,
+        on_reuse: Callable[[], None],
+        is_busy: Callable[[], bool] = bool,
+        may_reuse: Callable[[], bool] = _always,
     ) -> torch.Tensor:
         """The next buffer in turn, after whoever had it has landed. Empty when nothing of this kind travels.
 
         Args:
-            land: Called when the next borrower comes.
-            is_needed: Whether the borrower still fills the buffer, so that another one is to be lent, if there is one.
-            may_land: Whether the borrower may be asked to land although it still fills the buffer.
+            on_reuse: Called when the next borrower comes.
+            is_busy: Whether the borrower still fills the buffer, so that another one is to be lent, if there is one.
+            may_reuse: Whether the borrower may be asked to land although it still fills the buffer.
         """
-        if not self._stagings:
+        if not self._buffers:
             return torch.empty(0, dtype=torch.uint8)
-        in_turn = self._stagings[self._next :] + self._stagings[: self._next]
-        free = (each for each in in_turn if not each.is_needed())
-        staging = next(free, None) or next((each for each in in_turn if each.may_land()), None)
+        in_turn = self._buffers[self._next :] + self._buffers[: self._next]
+        free = (each for each in in_turn if not each.is_busy())
+        staging = next(free, None) or next((each for each in in_turn if each.may_reuse()), None)
         if staging is None:
             staging = self._allocate()
-            self._stagings.append(staging)
-        self._next = (self._stagings.index(staging) + 1) % len(self._stagings)
-        return staging.take(land, is_needed, may_land)
+            self._buffers.append(staging)
+        self._next = (self._buffers.index(staging) + 1) % len(self._buffers)
+        return staging.acquire(on_reuse, is_busy, may_reuse)

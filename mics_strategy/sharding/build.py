@@ -13,54 +13,54 @@ from dataclasses import dataclass
 import torch
 
 from mics_strategy.config import ShardConfig, sum_dtype_of
-from mics_strategy.mesh import Mesh
+from mics_strategy.mesh import ProcessGroups
 from mics_strategy.sharding import coalescing
 from mics_strategy.sharding.bucket import Bucket, BucketSpec
-from mics_strategy.sharding.buffers import Memory, Slot, StagingRing, arena, cut, packed_bytes
-from mics_strategy.sharding.direct import coalesced_of
-from mics_strategy.sharding.engine import Engine, GatherBuffers, Timing
-from mics_strategy.sharding.gradients.gradient import BucketGradient
+from mics_strategy.sharding.buffers import MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
+from mics_strategy.sharding.direct import coalesced_comm_for
+from mics_strategy.sharding.engine import Engine, GatherBuffers, OverlapPolicy
+from mics_strategy.sharding.gradients.gradient import GradBucket
 from mics_strategy.sharding.gradients.reducer import Reducer, ReducerBuffers, second_hop_bytes
-from mics_strategy.sharding.gradients.usage import CommonWay, usage_numel
-from mics_strategy.sharding.layout import plan_bucket
+from mics_strategy.sharding.gradients.usage import DesyncCheck, usage_numel
+from mics_strategy.sharding.layout import make_layout
 from mics_strategy.sharding.parameter import make_sharded_parameter
 from mics_strategy.sharding.replicas import ReplicaCheck
 from mics_strategy.sharding.streams import Streams
 from mics_strategy.sharding.unit import Unit
-from mics_strategy.sharding.wrap import OwnedParameter, UnitModule
+from mics_strategy.sharding.wrap import ParamRef, UnitSpec
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class BuildContext:
     """Where a model is built: its configuration, process groups, device and the account of its memory."""
 
     config: ShardConfig
-    mesh: Mesh
+    groups: ProcessGroups
     device: torch.device
-    memory: Memory
+    memory: MemoryTracker
 
 
-def plan_buckets(unit: UnitModule, site: Site) -> list[BucketSpec]:
+def make_bucket_specs(unit: UnitSpec, context: BuildContext) -> list[BucketSpec]:
     """The buckets of a unit: its parameters by dtype and trainability, in order of first appearance."""
-    by_kind: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = defaultdict(list)
+    by_kind: dict[tuple[torch.dtype, bool], list[ParamRef]] = defaultdict(list)
     for entry in unit.parameters:
         by_kind[entry.parameter.dtype, entry.parameter.requires_grad].append(entry)
     specs = []
     for (dtype, trainable), entries in by_kind.items():
-        shards = site.mesh.trained if trainable else site.mesh.frozen
-        param_dtype = site.config.param_dtype_of(dtype)
+        shards = context.groups.trainable_placement if trainable else context.groups.frozen_placement
+        param_dtype = context.config.param_dtype_of(dtype)
         specs.append(
             BucketSpec(
                 name=f"{unit.name or '(root)'}{'' if trainable else ' (frozen)'}",
-                layout=plan_bucket(
+                layout=make_layout(
                     [(entry.name, entry.parameter.shape) for entry in entries],
                     shards.degree,
-                    site.mesh.scopes.block_numel(is_trainable=trainable),
+                    context.groups.scopes.block_numel(is_trainable=trainable),
                     itemsize=min(dtype.itemsize, param_dtype.itemsize),
                 ),
-                homes=tuple(tuple(entry.homes) for entry in entries),
+                locations=tuple(tuple(entry.locations) for entry in entries),
                 master_dtype=dtype,
                 param_dtype=param_dtype,
                 trainable=trainable,
@@ -69,23 +69,23 @@ def plan_buckets(unit: UnitModule, site: Site) -> list[BucketSpec]:
     return specs
 
 
-def build_units(modules: list[UnitModule], site: Site) -> list[Unit]:
+def build_units(modules: list[UnitSpec], context: BuildContext) -> list[Unit]:
     """Units with all their parameter memory; values are not filled in yet."""
-    specs = [plan_buckets(module, site) for module in modules]
-    specs = coalescing.choose(specs, site.config, site.mesh, site.device)
+    specs = [make_bucket_specs(module, context) for module in modules]
+    specs = coalescing.choose_coalescing(specs, context.config, context.groups, context.device)
     flat = [spec for of_unit in specs for spec in of_unit]
-    scopes, memory, device = site.mesh.scopes, site.memory, site.device
+    scopes, memory, device = context.groups.scopes, context.memory, context.device
     masters = arena(memory, "optimizer shards", [(spec.layout.shard_numel, spec.master_dtype) for spec in flat], device)
-    shards = _params_shards(flat, masters, site)
-    secondary = _secondary_shards(flat, site)
-    slots = _slots(modules, specs, site)
+    shards = _allocate_param_shards(flat, masters, context)
+    secondary = _allocate_secondary_shards(flat, context)
+    slots = _slots(modules, specs, context)
     units, start = [], 0
-    whole_memory = iter(_whole_for_good(flat, masters, site)) if scopes.params == 1 else None
+    whole_memory = iter(_persistent_param_buffers(flat, masters, context)) if scopes.params == 1 else None
     for index, (module, of_unit, slot) in enumerate(zip(modules, specs, slots, strict=True)):
-        sizes = [(spec.layout.compact_numel, spec.param_dtype) for spec in of_unit]
-        wholes = [next(whole_memory) for _ in of_unit] if whole_memory is not None else cut(slot.buffer, sizes)
+        sizes = [(spec.layout.unpadded_numel, spec.param_dtype) for spec in of_unit]
+        wholes = [next(whole_memory) for _ in of_unit] if whole_memory is not None else carve_views(slot.buffer, sizes)
         buckets = [
-            Bucket(spec, site.mesh, masters[start + i], shards[start + i], secondary[start + i], whole)
+            Bucket(spec, context.groups, masters[start + i], shards[start + i], secondary[start + i], whole)
             for i, (spec, whole) in enumerate(zip(of_unit, wholes, strict=True))
         ]
         start += len(of_unit)
@@ -93,96 +93,104 @@ def build_units(modules: list[UnitModule], site: Site) -> list[Unit]:
     return units
 
 
-def _params_shards(specs: list[BucketSpec], masters: list[torch.Tensor], site: Site) -> list[torch.Tensor | None]:
-    scopes = site.mesh.scopes
+def _allocate_param_shards(
+    specs: list[BucketSpec], masters: list[torch.Tensor], context: BuildContext
+) -> list[torch.Tensor | None]:
+    scopes = context.groups.scopes
     if scopes.params == 1:
         return [None] * len(specs)
     own = [spec for spec in specs if spec.layout.ranks != scopes.params or spec.param_dtype != spec.master_dtype]
     sizes = [(spec.layout.numel_at(scopes.params), spec.param_dtype) for spec in own]
-    pieces = iter(arena(site.memory, "parameter shards", sizes, site.device))
+    pieces = iter(arena(context.memory, "parameter shards", sizes, context.device))
     keep = set(map(id, own))
     return [next(pieces) if id(spec) in keep else master for spec, master in zip(specs, masters, strict=True)]
 
 
-def _secondary_shards(specs: list[BucketSpec], site: Site) -> list[torch.Tensor | None]:
-    if not site.mesh.has_secondary:
+def _allocate_secondary_shards(specs: list[BucketSpec], context: BuildContext) -> list[torch.Tensor | None]:
+    if not context.groups.has_secondary:
         return [None] * len(specs)
-    sizes = [(spec.layout.numel_at(site.mesh.scopes.secondary), spec.param_dtype) for spec in specs]
-    return [*arena(site.memory, "secondary parameter shards", sizes, site.device)]
+    sizes = [(spec.layout.numel_at(context.groups.scopes.secondary), spec.param_dtype) for spec in specs]
+    return [*arena(context.memory, "secondary parameter shards", sizes, context.device)]
 
 
-def _whole_for_good(specs: list[BucketSpec], masters: list[torch.Tensor], site: Site) -> list[torch.Tensor]:
+def _persistent_param_buffers(
+    specs: list[BucketSpec], masters: list[torch.Tensor], context: BuildContext
+) -> list[torch.Tensor]:
     """Memory of parameters that are not sharded: the optimizer's own where nothing distinguishes the two."""
     own = [spec for spec in specs if spec.layout.ranks > 1 or spec.param_dtype != spec.master_dtype]
     pieces = iter(
         arena(
-            site.memory,
+            context.memory,
             "unsharded parameters",
-            [(spec.layout.compact_numel, spec.param_dtype) for spec in own],
-            site.device,
+            [(spec.layout.unpadded_numel, spec.param_dtype) for spec in own],
+            context.device,
         )
     )
     keep = set(map(id, own))
     return [(next(pieces) if id(spec) in keep else master).data for spec, master in zip(specs, masters, strict=True)]
 
 
-def _slots(modules: list[UnitModule], specs: list[list[BucketSpec]], site: Site) -> list[Slot]:
+def _slots(modules: list[UnitSpec], specs: list[list[BucketSpec]], context: BuildContext) -> list[Slot]:
     """Bind every unit to a slot: units of one nesting depth take turns on one more slot than are gathered ahead."""
-    if site.mesh.scopes.params == 1:
+    if context.groups.scopes.params == 1:
         return [Slot(_NO_BYTES) for _ in modules]
     bound: dict[tuple[int, int], list[int]] = defaultdict(list)
     seen: dict[int, int] = defaultdict(int)
     for index, module in enumerate(modules):
-        bound[module.depth, seen[module.depth] % (site.config.prefetch + 1)].append(index)
+        bound[module.depth, seen[module.depth] % (context.config.prefetch + 1)].append(index)
         seen[module.depth] += 1
     slots: dict[int, Slot] = {}
     for indices in bound.values():
         size = max(
-            packed_bytes([(spec.layout.compact_numel, spec.param_dtype) for spec in specs[index]]) for index in indices
+            packed_bytes([(spec.layout.unpadded_numel, spec.param_dtype) for spec in specs[index]]) for index in indices
         )
-        slot = Slot(site.memory.zeros("slots", size, torch.uint8, site.device), is_shared=len(indices) > 1)
+        slot = Slot(context.memory.zeros("slots", size, torch.uint8, context.device), is_shared=len(indices) > 1)
         slots.update(dict.fromkeys(indices, slot))
     return [slots[index] for index in range(len(modules))]
 
 
-def add_sharded_parameters(units: list[Unit], modules: list[UnitModule], site: Site) -> None:
+def add_sharded_parameters(units: list[Unit], modules: list[UnitSpec], context: BuildContext) -> None:
     """Label the optimizer shards as parameters and put them into the modules."""
     for unit, module in zip(units, modules, strict=True):
         requires_grad = {entry.name: entry.parameter.requires_grad for entry in module.parameters}
         for bucket in unit.buckets:
-            for region in bucket.layout.regions:
-                sharded = make_sharded_parameter(bucket.master, region, bucket.shards, requires_grad[region.name])
-                bucket.sharded.append(sharded)
-        unit.place_sharded()
+            for region in bucket.layout.param_slices:
+                sharded = make_sharded_parameter(
+                    bucket.master_shard, region, bucket.placement, requires_grad[region.name]
+                )
+                bucket.sharded_params.append(sharded)
+        unit.register_sharded()
 
 
-def build_engine(units: list[Unit], modules: list[UnitModule], site: Site) -> Engine:
+def build_engine(units: list[Unit], modules: list[UnitSpec], context: BuildContext) -> Engine:
     """The engine over `units`, with every buffer that gathers and reductions need."""
-    config, overlap = site.config, site.config.overlap
-    gradients = _gradients(units, site)
-    streams = Streams(site.device)
-    buffers = _reducer_buffers(gradients, modules, site)
-    _add_workspaces(units, gradients, site)
+    config, overlap = context.config, context.config.overlap
+    gradients = _gradients(units, context)
+    streams = Streams(context.device)
+    buffers = _reducer_buffers(gradients, modules, context)
+    _allocate_workspaces(units, gradients, context)
     reducer = Reducer(
         gradients=gradients,
         units=units,
-        mesh=site.mesh,
+        groups=context.groups,
         streams=streams,
         buffers=buffers,
         overlap_reduce="reduce" in overlap,
         overlap_second_hop="second_hop" in overlap,
-        way=CommonWay(
+        desync_check=DesyncCheck(
             buffers.usage,
-            site.mesh,
-            ReplicaCheck([bucket for unit in units for bucket in unit.buckets], site.mesh, config.steps_between_checks),
+            context.groups,
+            ReplicaCheck(
+                [bucket for unit in units for bucket in unit.buckets], context.groups, config.steps_between_checks
+            ),
         ),
     )
     return Engine(
         units,
         reducer,
         streams,
-        _gather_buffers(units, site),
-        Timing(
+        _gather_buffers(units, context),
+        OverlapPolicy(
             prefetch=config.prefetch if "gather" in overlap else 0,
             second_hop_every_backward=config.second_hop == "micro_step",
             update_at_once="update" not in overlap,
@@ -190,20 +198,20 @@ def build_engine(units: list[Unit], modules: list[UnitModule], site: Site) -> En
     )
 
 
-def _gather_buffers(units: list[Unit], site: Site) -> GatherBuffers:
-    mesh, memory, count = site.mesh, site.memory, site.config.prefetch
-    staged = [unit.buckets if unit.is_staged else [] for unit in units]
+def _gather_buffers(units: list[Unit], context: BuildContext) -> GatherBuffers:
+    mesh, memory, count = context.groups, context.memory, context.config.prefetch
+    staged = [unit.buckets if unit.needs_staging else [] for unit in units]
     flat = [packed_bytes([(b.layout.full_numel, b.spec.param_dtype) for b in buckets]) for buckets in staged]
     shard = [packed_bytes([bucket.cast_size for bucket in unit.buckets]) for unit in units]
-    update = mesh.trained.update
+    update = mesh.trainable_placement.sync_comm
     casts = update is not None and any(bucket.needs_cast for unit in units for bucket in unit.buckets)
-    staging = StagingRing(memory, "gather stagings", count, max(flat), site.device)
-    cast = StagingRing(memory, "cast stagings", count, max(shard) if casts else 0, site.device)
+    staging = StagingPool(memory, "gather stagings", count, max(flat), context.device)
+    cast = StagingPool(memory, "cast stagings", count, max(shard) if casts else 0, context.device)
     return GatherBuffers(staging=staging, cast=cast)
 
 
-def _gradients(units: list[Unit], site: Site) -> dict[int, list[BucketGradient]]:
-    scopes, memory, device = site.mesh.scopes, site.memory, site.device
+def _gradients(units: list[Unit], context: BuildContext) -> dict[int, list[GradBucket]]:
+    scopes, memory, device = context.groups.scopes, context.memory, context.device
     buckets = [bucket for unit in units for bucket in unit.trainable]
     wide = [sum_dtype_of(bucket.spec.master_dtype) for bucket in buckets]
     sums = arena(
@@ -224,12 +232,12 @@ def _gradients(units: list[Unit], site: Site) -> dict[int, list[BucketGradient]]
     sizes = [(buckets[i].layout.shard_numel, buckets[i].spec.master_dtype) for i in narrow]
     casts = dict(zip(narrow, arena(memory, "cast gradients", sizes, device), strict=True))
     made = iter(
-        BucketGradient(
+        GradBucket(
             bucket,
             sums[i],
             results[i],
             casts.get(i, results[i]),
-            site.config.wire_dtype_of(bucket.spec.master_dtype),
+            context.config.wire_dtype_of(bucket.spec.master_dtype),
         )
         for i, bucket in enumerate(buckets)
     )
@@ -237,63 +245,69 @@ def _gradients(units: list[Unit], site: Site) -> dict[int, list[BucketGradient]]
 
 
 def _reducer_buffers(
-    gradients: dict[int, list[BucketGradient]], modules: list[UnitModule], site: Site
+    gradients: dict[int, list[GradBucket]], modules: list[UnitSpec], context: BuildContext
 ) -> ReducerBuffers:
-    mesh, memory, device = site.mesh, site.memory, site.device
+    mesh, memory, device = context.groups, context.memory, context.device
     flat = {
         index: packed_bytes([(g.bucket.layout.full_numel, g.wire_dtype) for g in of_unit])
-        if mesh.reduce_grads is not None
+        if mesh.grad_comm is not None
         else 0
         for index, of_unit in gradients.items()
     }
     by_depth: dict[int, list[int]] = defaultdict(list)
     for index in gradients:
         by_depth[modules[index].depth].append(index)
-    collecting: dict[int, StagingRing] = {}
+    collecting: dict[int, StagingPool] = {}
     for indices in by_depth.values():
-        count = min(len(indices), 2 if "reduce" in site.config.overlap else 1)
-        ring = StagingRing(memory, "gradient stagings", count, max(flat[index] for index in indices), device)
+        count = min(len(indices), 2 if "reduce" in context.config.overlap else 1)
+        ring = StagingPool(memory, "gradient stagings", count, max(flat[index] for index in indices), device)
         collecting.update(dict.fromkeys(indices, ring))
     largest = max(flat.values(), default=0)
     wires = [second_hop_bytes(g, mesh) for gs in gradients.values() for g in gs]
-    count = sum(len(g.bucket.layout.regions) for gs in gradients.values() for g in gs)
+    count = sum(len(g.bucket.layout.param_slices) for gs in gradients.values() for g in gs)
     return ReducerBuffers(
-        collecting=collecting,
-        zeros=memory.zeros("zero gradients", largest, torch.uint8, device) if largest else _NO_BYTES,
-        second_hop=StagingRing(memory, "second hop stagings", 2, max(wires, default=0), device),
+        flat_pools=collecting,
+        zero_grad_pool=memory.zeros("zero gradients", largest, torch.uint8, device) if largest else _NO_BYTES,
+        second_hop=StagingPool(memory, "second hop stagings", 2, max(wires, default=0), device),
         usage=memory.zeros("parameter usage", usage_numel(count), torch.int32, device),
     )
 
 
-def _add_workspaces(units: list[Unit], gradients: dict[int, list[BucketGradient]], site: Site) -> None:
+def _allocate_workspaces(units: list[Unit], gradients: dict[int, list[GradBucket]], context: BuildContext) -> None:
     """Memory of what is under way, as much as the largest transfer of each kind needs."""
-    mesh, scopes = site.mesh, site.mesh.scopes
+    mesh, scopes = context.groups, context.groups.scopes
     for bucket in (bucket for unit in units for bucket in unit.buckets):
         layout, dtype = bucket.layout, bucket.spec.param_dtype
         for collective, numel in (
-            (mesh.gather_params, layout.numel_at(scopes.params)),
-            (mesh.gather_secondary, layout.numel_at(scopes.secondary)),
-            (bucket.shards.update, layout.shard_numel),
+            (mesh.param_comm, layout.numel_at(scopes.params)),
+            (mesh.secondary_comm, layout.numel_at(scopes.secondary)),
+            (bucket.placement.sync_comm, layout.shard_numel),
         ):
             if collective is not None:
-                collective.reserve_gather(numel, dtype)
-                coalesced = coalesced_of(collective, layout, dtype.itemsize) if bucket.spec.coalesces_gathers else None
+                collective.reserve_all_gather(numel, dtype)
+                coalesced = (
+                    coalesced_comm_for(collective, layout, dtype.itemsize) if bucket.spec.coalesce_all_gather else None
+                )
                 if coalesced is not None:
-                    coalesced.reserve_gather(numel, dtype)
-    variants = [(mesh.reduce_grads, mesh.second_scatter, mesh.second_reduce)]
+                    coalesced.reserve_all_gather(numel, dtype)
+    variants = [(mesh.grad_comm, mesh.outer_grad_comm, mesh.replica_comm)]
     if scopes.codecs.first_hop is not None or scopes.codecs.second_hop is not None:
-        variants.append(mesh.uncoded)
+        variants.append(mesh.unquantized)
     of_buckets = [gradient for of_unit in gradients.values() for gradient in of_unit]
     for gradient, (first, scatter, replicas) in itertools.product(of_buckets, variants):
         layout, wire, dtype = gradient.bucket.layout, gradient.wire_dtype, gradient.result.dtype
         if first is not None:
-            first.reserve_reduce(layout.full_numel, wire, dtype)
-            coalesced = coalesced_of(first, layout, wire.itemsize) if gradient.bucket.spec.coalesces_sums else None
+            first.reserve_reduce_scatter(layout.full_numel, wire, dtype)
+            coalesced = (
+                coalesced_comm_for(first, layout, wire.itemsize)
+                if gradient.bucket.spec.coalesce_reduce_scatter
+                else None
+            )
             if coalesced is not None:
-                coalesced.reserve_reduce(layout.numel_at(scopes.grads), wire)
+                coalesced.reserve_reduce_scatter(layout.numel_at(scopes.grads), wire)
         if scatter is not None:
-            scatter.reserve_reduce(layout.numel_at(scopes.grads), wire, dtype)
+            scatter.reserve_reduce_scatter(layout.numel_at(scopes.grads), wire, dtype)
         if replicas is not None:
             replicas.reserve_all_reduce(layout.shard_numel, wire, dtype)
     for workspace in mesh.workspaces.values():
-        workspace.use(site.memory.zeros("workspaces", workspace.needed_bytes, torch.uint8, site.device))
+        workspace.bind(context.memory.zeros("workspaces", workspace.needed_bytes, torch.uint8, context.device))

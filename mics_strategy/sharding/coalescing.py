@@ -17,33 +17,33 @@ import torch.distributed as dist
 
 from mics_strategy.agreement import gather_objects
 from mics_strategy.collectives import decisions
-from mics_strategy.collectives.by_size import AnyCollective
-from mics_strategy.collectives.calibration import moved_by
-from mics_strategy.collectives.decisions import Links
+from mics_strategy.collectives.by_size import AnyCommunicator
+from mics_strategy.collectives.calibration import backend_key
+from mics_strategy.collectives.decisions import TuningKey
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
-from mics_strategy.mesh import Mesh
+from mics_strategy.mesh import ProcessGroups
 from mics_strategy.sharding import trial
 from mics_strategy.sharding.bucket import BucketSpec
-from mics_strategy.sharding.direct import coalesced_of
-from mics_strategy.sharding.trial import SUM, Answer, Question
+from mics_strategy.sharding.direct import coalesced_comm_for
+from mics_strategy.sharding.trial import REDUCE_SCATTER, Candidate, Measurement
 
 
-def choose(
-    specs: list[list[BucketSpec]], config: ShardConfig, mesh: Mesh, device: torch.device
+def choose_coalescing(
+    specs: list[list[BucketSpec]], config: ShardConfig, groups: ProcessGroups, device: torch.device
 ) -> list[list[BucketSpec]]:
     """The same buckets, with what is coalesced of each. Collective where something is measured.
 
     Args:
         specs: Of every unit, the same on all ranks.
         config: Says whether.
-        mesh: The process groups.
+        groups: The process groups.
         device: Of the tensors.
 
     Raises:
         ConfigError: On every rank: it is asked for, and no bucket can be.
     """
-    asked = {id(spec): _questions(spec, config, mesh) for of_unit in specs for spec in of_unit}
+    asked = {id(spec): _candidates(spec, config, groups) for of_unit in specs for spec in of_unit}
     questions = {question.text: question for of_spec in asked.values() for question in of_spec}
     if config.coalesce is True and not questions:
         raise ConfigError(
@@ -52,58 +52,70 @@ def choose(
             "Use 'auto'."
         )
     if config.coalesce == "auto":
-        yes = _measured(questions, mesh, device)
+        yes = _benchmarked(questions, groups, device)
     else:
         yes = set(questions) if config.coalesce else set()
 
     def decided(spec: BucketSpec) -> BucketSpec:
-        purposes = {question.purpose for question in asked[id(spec)] if question.text in yes}
-        return dataclasses.replace(spec, coalesces_gathers=bool(purposes - {SUM}), coalesces_sums=SUM in purposes)
+        purposes = {question.role for question in asked[id(spec)] if question.text in yes}
+        return dataclasses.replace(
+            spec,
+            coalesce_all_gather=bool(purposes - {REDUCE_SCATTER}),
+            coalesce_reduce_scatter=REDUCE_SCATTER in purposes,
+        )
 
     return [[decided(spec) for spec in of_unit] for of_unit in specs]
 
 
-def _questions(spec: BucketSpec, config: ShardConfig, mesh: Mesh) -> list[Question]:
+def _candidates(spec: BucketSpec, config: ShardConfig, groups: ProcessGroups) -> list[Candidate]:
     """What of a bucket can be coalesced."""
     found = []
-    gathers, purpose = _gather_of(spec, mesh)
+    gathers, purpose = _all_gather_candidate(spec, groups)
     wire_dtype = config.wire_dtype_of(spec.master_dtype)
-    sums = mesh.reduce_grads if spec.trainable and spec.param_dtype == wire_dtype else None
-    for across, for_what, dtype in ((gathers, purpose, spec.param_dtype), (sums, SUM, wire_dtype)):
-        coalesced = coalesced_of(across, spec.layout, dtype.itemsize) if across is not None else None
+    sums = groups.grad_comm if spec.trainable and spec.param_dtype == wire_dtype else None
+    for across, for_what, dtype in ((gathers, purpose, spec.param_dtype), (sums, REDUCE_SCATTER, wire_dtype)):
+        coalesced = coalesced_comm_for(across, spec.layout, dtype.itemsize) if across is not None else None
         if coalesced is not None:
             stages = coalesced.num_stages
-            found.append(Question(purpose=for_what, layout=spec.layout, dtype=dtype, num_stages=stages))
+            found.append(Candidate(role=for_what, layout=spec.layout, dtype=dtype, num_stages=stages))
     return found
 
 
-def _gather_of(spec: BucketSpec, mesh: Mesh) -> tuple[AnyCollective | None, str]:
+def _all_gather_candidate(spec: BucketSpec, groups: ProcessGroups) -> tuple[AnyCommunicator | None, str]:
     """What gathers a bucket into the parameters themselves, and leaves nothing of the flat form to be kept."""
-    if mesh.scopes.params == 1:
-        return (mesh.trained if spec.trainable else mesh.frozen).update, "update"
-    return (mesh.gather_secondary, "secondary") if mesh.has_secondary else (mesh.gather_params, "gather")
+    if groups.scopes.params == 1:
+        return (groups.trainable_placement if spec.trainable else groups.frozen_placement).sync_comm, "param_sync"
+    return (
+        (groups.secondary_comm, "secondary_all_gather")
+        if groups.has_secondary
+        else (groups.param_comm, "param_all_gather")
+    )
 
 
-def _measured(questions: dict[str, Question], mesh: Mesh, device: torch.device) -> set[str]:
+def _benchmarked(questions: dict[str, Candidate], groups: ProcessGroups, device: torch.device) -> set[str]:
     """Those that are faster in one launch: as found before by this process, by jobs before, or now."""
-    mover = moved_by(mesh.control.transport.group, device) if mesh.control is not None else None
-    if mesh.control is None or mover is None or not questions:
+    mover = backend_key(groups.world_group.transport.group, device) if groups.world_group is not None else None
+    if groups.world_group is None or mover is None or not questions:
         return set()
     known = _known.setdefault(dist.group.WORLD, {})
-    spans = {text: mesh.scopes.span_of(question.purpose) for text, question in questions.items()}
+    spans = {text: groups.scopes.span_of(question.role) for text, question in questions.items()}
     new = [text for text in questions if (mover, text, spans[text]) not in known]
     if new:
-        hosts = gather_objects(socket.gethostname())[:: mesh.scopes.ranks_per_node]
-        links = {text: Links.of(text, spans[text], hosts, mesh.scopes.ranks_per_node, mover) for text in new}
-        recalled = [decisions.recall(links[text]) for text in new] if mesh.rank == 0 else []
-        kept = dict(zip(new, mesh.control.share(recalled, 0), strict=True))
-        answers = {
-            text: trial.measure(questions[text], mesh, mesh.control, device) for text in new if kept[text] is None
+        hosts = gather_objects(socket.gethostname())[:: groups.scopes.ranks_per_node]
+        links = {
+            text: TuningKey.for_this_job(text, spans[text], hosts, groups.scopes.ranks_per_node, mover) for text in new
         }
-        mesh.ledger.take()
-        if mesh.rank == 0:
+        recalled = [decisions.load(links[text]) for text in new] if groups.rank == 0 else []
+        kept = dict(zip(new, groups.world_group.broadcast_object(recalled, 0), strict=True))
+        answers = {
+            text: trial.benchmark(questions[text], groups, groups.world_group, device)
+            for text in new
+            if kept[text] is None
+        }
+        groups.ledger.drain()
+        if groups.rank == 0:
             for text, answer in answers.items():
-                decisions.keep(links[text], int(answer.coalesces), [answer])
+                decisions.store(links[text], int(answer.coalesces), [answer])
             print(report({text: (questions[text], answers.get(text), kept[text]) for text in new}), flush=True)
         for text in new:
             known[mover, text, spans[text]] = answers[text].coalesces if text in answers else bool(kept[text])
@@ -113,11 +125,11 @@ def _measured(questions: dict[str, Question], mesh: Mesh, device: torch.device) 
 _known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], bool]] = weakref.WeakKeyDictionary()
 
 
-def report(found: dict[str, tuple[Question, Answer | None, int | None]]) -> str:
+def report(found: dict[str, tuple[Candidate, Measurement | None, int | None]]) -> str:
     """What was decided, and how to pin it, as text."""
     lines = ["mics_strategy decided by `coalesce='auto'` which tensors travel in one launch, without a flat form:"]
     for question, answer, kept in found.values():
-        what = "sum" if question.purpose == SUM else "gather"
+        what = "sum" if question.role == REDUCE_SCATTER else "gather"
         size = f"{len(question.shapes)} tensors, {question.layout.full_numel * question.dtype.itemsize:,} B"
         if answer is None:
             lines.append(f"  {what} of {size}: {'one launch' if kept else 'flat'}, measured by a job before")

@@ -13,29 +13,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mics_strategy.sharding.layout import Region
+from mics_strategy.sharding.layout import ParamSlice
 
 
-def deal(sizes_bytes: list[int], loads_bytes: list[int]) -> list[int]:
+def assign_owners(sizes_bytes: list[int], owner_bytes: list[int]) -> list[int]:
     """The owner of each tensor.
 
     Args:
         sizes_bytes: Of the tensors.
-        loads_bytes: What each rank owns already; grows by what it is given.
+        owner_bytes: What each rank owns already; grows by what it is given.
     """
     owners = [0] * len(sizes_bytes)
     for position in sorted(range(len(sizes_bytes)), key=lambda position: (-sizes_bytes[position], position)):
-        owner = min(range(len(loads_bytes)), key=lambda rank: (loads_bytes[rank], rank))
-        loads_bytes[owner] += sizes_bytes[position]
+        owner = min(range(len(owner_bytes)), key=lambda rank: (owner_bytes[rank], rank))
+        owner_bytes[owner] += sizes_bytes[position]
         owners[position] = owner
     return owners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deal:
+class OwnerAssignment:
     """Tensors of one bucket that are updated whole, and the rank of the optimizer scope that updates each."""
 
-    regions: tuple[Region, ...]
+    regions: tuple[ParamSlice, ...]
     owners: tuple[int, ...]
     ranks: int
 

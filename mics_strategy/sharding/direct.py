@@ -10,20 +10,20 @@ from collections.abc import Callable
 
 import torch
 
-from mics_strategy.collectives.apart import Apart
-from mics_strategy.collectives.by_size import AnyCollective, BySize
-from mics_strategy.collectives.coalesced import Coalesced, Parts
-from mics_strategy.collectives.collective import Collective
-from mics_strategy.collectives.ops import Handle
-from mics_strategy.collectives.process_memory import Stretches
+from mics_strategy.collectives.apart import PeerMemoryCommunicator
+from mics_strategy.collectives.by_size import AnyCommunicator, SizeDispatch
+from mics_strategy.collectives.coalesced import CoalescedCommunicator, RowViews
+from mics_strategy.collectives.collective import Communicator
+from mics_strategy.collectives.ops import Work
+from mics_strategy.collectives.process_memory import ScatterTarget
 from mics_strategy.sharding.layout import BucketLayout
 
-DirectGather = Callable[[torch.Tensor], Handle]
+InPlaceGather = Callable[[torch.Tensor], Work]
 
 
-def plan_direct(
-    across: AnyCollective | None, layout: BucketLayout, wholes: list[torch.Tensor], name: str, *, coalesces: bool
-) -> DirectGather | None:
+def plan_in_place_gather(
+    across: AnyCommunicator | None, layout: BucketLayout, wholes: list[torch.Tensor], name: str, *, coalesces: bool
+) -> InPlaceGather | None:
     """What gathers a shard into the parameters themselves; None where they take the flat form first.
 
     Args:
@@ -36,42 +36,51 @@ def plan_direct(
     if across is None:
         return None
     flat = [whole.view(-1) for whole in wholes]
-    coalesced = coalesced_of(across, layout, wholes[0].itemsize) if coalesces and wholes else None
+    coalesced = coalesced_comm_for(across, layout, wholes[0].itemsize) if coalesces and wholes else None
     if coalesced is not None:
-        return in_one_launch(coalesced, layout, flat, name)
-    if isinstance(across, Collective) and across.apart is not None and not any(r.dim for r in layout.regions):
-        return _reads(across.apart, across.size, layout, flat, name)
+        return coalesced_gather(coalesced, layout, flat, name)
+    if (
+        isinstance(across, Communicator)
+        and across.peer_memory is not None
+        and not any(r.dim for r in layout.param_slices)
+    ):
+        return peer_read_gather(across.peer_memory, across.size, layout, flat, name)
     return None
 
 
-def coalesced_of(across: AnyCollective, layout: BucketLayout, itemsize: int) -> Coalesced | None:
+def coalesced_comm_for(across: AnyCommunicator, layout: BucketLayout, itemsize: int) -> CoalescedCommunicator | None:
     """What moves the tensors of a bucket in one launch, each whole; None where that cannot be."""
-    if not layout.is_even:
+    if not layout.is_evenly_divisible:
         return None
-    chosen = across.of(layout.full_numel * itemsize) if isinstance(across, BySize) else across
+    chosen = across.for_bytes(layout.full_numel * itemsize) if isinstance(across, SizeDispatch) else across
     return chosen.coalesced
 
 
-def parts_of(layout: BucketLayout, size: int, dtype: torch.dtype) -> Parts:
+def parts_of(layout: BucketLayout, size: int, dtype: torch.dtype) -> RowViews:
     """What the slice of each of `size` ranks has of every parameter."""
-    places = [(region.offset, region.chunk_numel) for region in layout.regions]
-    return Parts(layout.ranks // size, places, dtype)
+    places = [(region.offset, region.chunk_numel) for region in layout.param_slices]
+    return RowViews(layout.ranks // size, places, dtype)
 
 
-def in_one_launch(coalesced: Coalesced, layout: BucketLayout, wholes: list[torch.Tensor], name: str) -> DirectGather:
+def coalesced_gather(
+    coalesced: CoalescedCommunicator, layout: BucketLayout, wholes: list[torch.Tensor], name: str
+) -> InPlaceGather:
     """What gathers a shard into `wholes`, each flat, as several tensors."""
     parts = parts_of(layout, coalesced.size, wholes[0].dtype)
-    return lambda shard: coalesced.gather(wholes, shard, parts, name)
+    return lambda shard: coalesced.all_gather(wholes, shard, parts, name)
 
 
-def _reads(apart: Apart, size: int, layout: BucketLayout, wholes: list[torch.Tensor], name: str) -> DirectGather:
+def peer_read_gather(
+    apart: PeerMemoryCommunicator, size: int, layout: BucketLayout, wholes: list[torch.Tensor], name: str
+) -> InPlaceGather:
+    """An all-gather that reads the other ranks' shards straight into the parameters."""
     dtype = wholes[0].dtype if wholes else torch.float32
     found = []
-    for rows in layout.slices(size):
+    for rows in layout.shard_slices(size):
         parts = [
             (each.offset, wholes[each.position].narrow(0, each.start or 0, each.numel))
-            for each in layout.stretches(rows)
-            if layout.regions[each.position].dim == 0 or each.row == 0  # a scalar: every row has the same
+            for each in layout.extents(rows)
+            if layout.param_slices[each.position].dim == 0 or each.row == 0  # a scalar: every row has the same
         ]
-        found.append(Stretches(parts, len(rows) * layout.shard_numel, dtype))
-    return lambda shard: apart.gather(found, shard, name)
+        found.append(ScatterTarget(parts, len(rows) * layout.shard_numel, dtype))
+    return lambda shard: apart.all_gather(found, shard, name)

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch.autograd.graph import Node
 
-from mics_strategy.sharding.order import Call
+from mics_strategy.sharding.order import ForwardCall
 
-Callback = Callable[[Call], None]
+Callback = Callable[[ForwardCall], None]
 
 
 class DoubleBackward:
@@ -31,9 +31,9 @@ class DoubleBackward:
     def __init__(self, before_node: Callback, before_made_node: Callback) -> None:
         self._before_node = before_node
         self._before_made_node = before_made_node
-        self._hooked: set[tuple[Call, Node]] = set()
+        self._hooked: set[tuple[ForwardCall, Node]] = set()
 
-    def follow(self, call: Call, entry: Node) -> None:
+    def follow(self, call: ForwardCall, entry: Node) -> None:
         """Put hooks on the nodes that the forward `call` has made, as far as `entry` leads to them."""
         pending = [entry]
         while pending:
@@ -47,7 +47,7 @@ class DoubleBackward:
             node.register_hook(lambda grad_inputs, _: self._follow_made(call, grad_inputs))
             pending += following
 
-    def _follow_made(self, call: Call, grads: tuple[Any, ...]) -> None:
+    def _follow_made(self, call: ForwardCall, grads: tuple[Any, ...]) -> None:
         for grad in grads:
             node = None if grad is None else grad.grad_fn
             if node is not None and (call, node) not in self._hooked:

@@ -8,7 +8,7 @@ from torch import nn
 
 from mics_strategy.sharding.bucket import Bucket
 from mics_strategy.sharding.engine import Engine
-from mics_strategy.sharding.gradients.gradient import BucketGradient
+from mics_strategy.sharding.gradients.gradient import GradBucket
 
 
 class EngineLink:
@@ -20,7 +20,7 @@ class EngineLink:
         gradient: Of the bucket; None where it is frozen.
     """
 
-    def __init__(self, engine: Engine, bucket: Bucket, gradient: BucketGradient | None) -> None:
+    def __init__(self, engine: Engine, bucket: Bucket, gradient: GradBucket | None) -> None:
         self._engine = weakref.ref(engine)
         self._bucket = weakref.ref(bucket)
         self._gradient = None if gradient is None else weakref.ref(gradient)
@@ -40,7 +40,7 @@ class EngineLink:
     def unsharded(self, position: int) -> nn.Parameter | None:
         """See `GradientOwner`."""
         bucket = self._bucket()
-        return None if bucket is None else bucket.unsharded[position]
+        return None if bucket is None else bucket.unsharded_params[position]
 
     def belongs_to(self, engine: Engine) -> bool:
         """Whether it is that engine's."""

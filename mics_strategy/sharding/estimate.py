@@ -16,10 +16,10 @@ from torch import nn
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
-from mics_strategy.mesh import Mesh
+from mics_strategy.mesh import ProcessGroups
 from mics_strategy.scopes import Scopes, resolve_scopes
-from mics_strategy.sharding.buffers import Memory
-from mics_strategy.sharding.build import Site, add_sharded_parameters, build_engine, build_units
+from mics_strategy.sharding.buffers import MemoryTracker
+from mics_strategy.sharding.build import BuildContext, add_sharded_parameters, build_engine, build_units
 from mics_strategy.sharding.wrap import UnitRule, find_units
 from mics_strategy.topology import Topology
 
@@ -71,9 +71,9 @@ def estimate_memory(
     world_size = num_nodes * ranks_per_node
     topology = Topology(ranks_per_node=ranks_per_node)
     scopes = resolve_scopes(config.replace(topology=topology), topology, world_size)
-    modules, memory = find_units(model, units), Memory()
-    with _pretended_job(world_size), torch.no_grad():
-        site = Site(config=config, mesh=Mesh(scopes, "cpu"), device=_META, memory=memory)
+    modules, memory = find_units(model, units), MemoryTracker()
+    with _fake_process_group(world_size), torch.no_grad():
+        site = BuildContext(config=config, groups=ProcessGroups(scopes, "cpu"), device=_META, memory=memory)
         built = build_units(modules, site)
         add_sharded_parameters(built, modules, site)
         build_engine(built, modules, site)
@@ -85,7 +85,7 @@ def estimate_memory(
 
 
 @contextmanager
-def _pretended_job(world_size: int) -> Iterator[None]:
+def _fake_process_group(world_size: int) -> Iterator[None]:
     """A process group of which this is rank 0, and in which nobody answers."""
     dist.init_process_group("fake", rank=0, world_size=world_size)
     try:

@@ -18,8 +18,11 @@ from torch import nn
 
 from mics_strategy.errors import LifecycleError
 
-_TOGETHER = "_is_fsdp_managed_module"  # transformers asks for it: must ranks run the module together?
-_ALONE = ("generate_batch", "init_continuous_batching")  # each rank runs its own number of forwards, in a thread
+_SYNCED_FLAG = "_is_fsdp_managed_module"  # transformers asks for it: must ranks run the module together?
+_PER_RANK_METHODS = (
+    "generate_batch",
+    "init_continuous_batching",
+)  # each rank runs its own number of forwards, in a thread
 
 
 def prepare_generation(model: nn.Module, *, ranks_need_each_other: bool) -> None:
@@ -32,12 +35,12 @@ def prepare_generation(model: nn.Module, *, ranks_need_each_other: bool) -> None
     if hasattr(model, "generation_config") and callable(getattr(model, "generate", None)):
         _count_as_forward(model, model.generate, ranks_need_each_other)
     for module in model.modules() if ranks_need_each_other else ():
-        for name in _ALONE:
+        for name in _PER_RANK_METHODS:
             if callable(getattr(type(module), name, None)):
-                setattr(module, name, _refuse_alone)
+                setattr(module, name, _block_on_one_rank)
 
 
-def _refuse_alone(*_: Any, **__: Any) -> NoReturn:
+def _block_on_one_rank(*_: Any, **__: Any) -> NoReturn:
     raise LifecycleError(
         "Continuous batching (`generate_batch`) lets every rank run as many forwards as its own texts take, and ranks "
         "that hold parts of the parameters must run all of them together. Use `generate`, or `params='none'`."
@@ -55,7 +58,7 @@ def _count_as_forward(model: nn.Module, generate: Any, ranks_need_each_other: bo
 
         model.forward = entered
         try:
-            with torch.no_grad(), _together(model) if ranks_need_each_other else nullcontext():
+            with torch.no_grad(), _synced_generation(model) if ranks_need_each_other else nullcontext():
                 return model(*args, **kwargs)
         finally:
             model.forward = forward
@@ -64,19 +67,19 @@ def _count_as_forward(model: nn.Module, generate: Any, ranks_need_each_other: bo
 
 
 @contextmanager
-def _together(model: nn.Module) -> Iterator[None]:
+def _synced_generation(model: nn.Module) -> Iterator[None]:
     """Have transformers keep ranks together, meanwhile: the compiler asks for the same name, to trace differently."""
-    modules = [module for module in model.modules() if _TOGETHER not in module.__dict__]
+    modules = [module for module in model.modules() if _SYNCED_FLAG not in module.__dict__]
     with ExitStack() as stack:
         for module in modules:
-            setattr(module, _TOGETHER, True)
-            stack.callback(delattr, module, _TOGETHER)
+            setattr(module, _SYNCED_FLAG, True)
+            stack.callback(delattr, module, _SYNCED_FLAG)
             if callable(getattr(module, "generate", None)):
-                stack.callback(module.register_forward_pre_hook(_with_mask_of_its_text, with_kwargs=True).remove)
+                stack.callback(module.register_forward_pre_hook(_trim_attention_mask, with_kwargs=True).remove)
         yield
 
 
-def _with_mask_of_its_text(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _trim_attention_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Cut the mask of a rank that goes on for the others: without a cache its text has ended and its mask grows."""
     text, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     has_cache = kwargs.get("use_cache") or kwargs.get("past_key_values") is not None

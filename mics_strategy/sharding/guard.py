@@ -19,16 +19,16 @@ from mics_strategy.errors import LifecycleError
 from mics_strategy.sharding.parameter import ShardedParameter
 
 
-def refuse_conversions(modules: Iterable[nn.Module]) -> None:
+def block_conversions(modules: Iterable[nn.Module]) -> None:
     """Make ``to()``, ``half()``, ``cuda()`` and the like of `modules` refuse to convert sharded parameters.
 
     A conversion that changes no parameter (to the device and dtype that they have) still reaches the buffers.
     """
     for module in modules:
-        object.__setattr__(module, "_apply", _Conversion(module))
+        object.__setattr__(module, "_apply", _BlockedApply(module))
 
 
-class _Conversion:
+class _BlockedApply:
     """Stands in for ``nn.Module._apply`` of one sharded module."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -56,30 +56,30 @@ class _Conversion:
         return self._module
 
 
-def refuse_copies(modules: Iterable[nn.Module]) -> None:
+def block_copies(modules: Iterable[nn.Module]) -> None:
     """Make pickling and deep-copying `modules` fail with a reason."""
     for module in modules:
-        object.__setattr__(module, "__reduce_ex__", _refuse_copy)  # pickle and copy look at the object first
+        object.__setattr__(module, "__reduce_ex__", _raise_on_copy)  # pickle and copy look at the object first
 
 
-def _refuse_copy(_: Any) -> NoReturn:
+def _raise_on_copy(_: Any) -> NoReturn:
     raise LifecycleError(
         "A sharded model cannot be pickled or copied: each rank has only its shards. Use `full_state_dict()`, or "
         "copy the plain model before `shard()`."
     )
 
 
-def refuse_saving_shards(modules: Iterable[nn.Module]) -> None:
+def block_saving_shards(modules: Iterable[nn.Module]) -> None:
     """Make `save_pretrained` of transformers, peft and diffusers refuse to write shards.
 
     Left alone it fails over views and pointers of DTensors, on some ranks or on rank 0 only.
     """
     for module in modules:
         if hasattr(type(module), "save_pretrained"):
-            object.__setattr__(module, "save_pretrained", _Saving(module, cast("Any", module).save_pretrained))
+            object.__setattr__(module, "save_pretrained", _CheckedSave(module, cast("Any", module).save_pretrained))
 
 
-class _Saving:
+class _CheckedSave:
     """Stands in for ``save_pretrained`` of one sharded module."""
 
     def __init__(self, module: nn.Module, save: Callable[..., Any]) -> None:
@@ -107,22 +107,22 @@ class _Saving:
         return self._save(*args, **kwargs)
 
 
-def recover_before_reading(model: nn.Module, recover: Callable[[], None]) -> None:
-    """Have `recover` called before the model's parameters are listed, cleared or saved.
+def reset_before_access(model: nn.Module, reset: Callable[[], None]) -> None:
+    """Have `reset` called before the model's parameters are listed, cleared or saved.
 
     A backward that raises leaves whole parameters in the modules, and autograd tells nobody that it has ended.
     """
     listed = model.named_parameters
 
     def named_parameters(_: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        recover()
+        reset()
         return listed(*args, **kwargs)
 
     object.__setattr__(model, "named_parameters", MethodType(named_parameters, model))
-    model.register_state_dict_pre_hook(lambda *_: recover())
+    model.register_state_dict_pre_hook(lambda *_: reset())
 
 
-def refuse_other_parameters(model: nn.Module, known: dict[int, str]) -> bool:
+def check_parameters_unchanged(model: nn.Module, known: dict[int, str]) -> bool:
     """Refuse parameters that were added, swapped or removed after `shard()`.
 
     Args:

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mics_strategy.errors import LifecycleError
 from mics_strategy.sharding.engine import Engine
-from mics_strategy.sharding.gradients.gradient import BucketGradient
-from mics_strategy.sharding.order import Call
+from mics_strategy.sharding.gradients.gradient import GradBucket
+from mics_strategy.sharding.order import ForwardCall
 from mics_strategy.sharding.unit import Unit
 
 T = TypeVar("T")
@@ -35,17 +35,15 @@ def install(engine: Engine, before_root_forward: Callable[[], None]) -> None:
     """
     modules = {unit.module for unit in engine.units}
     for unit in engine.units:
-        entered = _watch_forward(engine, unit, before_root_forward if unit.index == 0 else None)
+        entered = _hook_forward(engine, unit, before_root_forward if unit.index == 0 else None)
         if unit.slot.is_shared and not unit.trainable:
-            _watch_inside(engine, unit.module, entered, modules)
+            _hook_inner_modules(engine, unit.module, entered, modules)
         for gradient in engine.reducer.gradients.get(unit.index, []):
-            for position, parameter in enumerate(gradient.bucket.unsharded):
+            for position, parameter in enumerate(gradient.bucket.unsharded_params):
                 parameter.register_post_accumulate_grad_hook(_gradient_hook(engine, unit, gradient, position))
 
 
-def _gradient_hook(
-    engine: Engine, unit: Unit, gradient: BucketGradient, position: int
-) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(engine: Engine, unit: Unit, gradient: GradBucket, position: int) -> Callable[[torch.Tensor], None]:
     """The hook of one unsharded parameter.
 
     It refers to the engine weakly: a tensor's hooks belong to C++, where Python's garbage collection does not see the
@@ -56,12 +54,12 @@ def _gradient_hook(
     def hook(parameter: torch.Tensor) -> None:
         alive, of_unit, of_bucket = weak_engine(), weak_unit(), weak_gradient()
         if alive is not None and of_unit is not None and of_bucket is not None:
-            alive.on_gradient(of_unit, of_bucket, position, cast("nn.Parameter", parameter))
+            alive.on_grad(of_unit, of_bucket, position, cast("nn.Parameter", parameter))
 
     return hook
 
 
-def _watch_inside(engine: Engine, module: nn.Module, entered: list[Call], units: set[nn.Module]) -> None:
+def _hook_inner_modules(engine: Engine, module: nn.Module, entered: list[ForwardCall], units: set[nn.Module]) -> None:
     """Watch the outputs of the modules inside a frozen unit, up to those inside other units.
 
     A backward may enter there (features that a hook has taken) and arrives at no parameter whose gradient would show
@@ -81,12 +79,12 @@ def _watch_inside(engine: Engine, module: nn.Module, entered: list[Call], units:
     for child in module.children():
         if child not in units:
             child.register_forward_hook(cast("Any", torch.compiler.disable)(after))
-            _watch_inside(engine, child, entered, units)
+            _hook_inner_modules(engine, child, entered, units)
 
 
-def _watch_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) -> list[Call]:
+def _hook_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) -> list[ForwardCall]:
     """Put hooks around the forward of a unit. Returns the list of its calls that have not ended."""
-    entered: list[Call] = []
+    entered: list[ForwardCall] = []
     compute_dtype = next((b.spec.param_dtype for b in unit.buckets if b.needs_cast), None)
 
     def before(
@@ -94,8 +92,8 @@ def _watch_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None)
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if first is not None:
             first()
-        entered.append(engine.before_forward(unit))
-        if compute_dtype is None or torch.is_autocast_enabled(unit.buckets[0].whole.device.type):
+        entered.append(engine.pre_forward(unit))
+        if compute_dtype is None or torch.is_autocast_enabled(unit.buckets[0].unsharded_buffer.device.type):
             return None
         return cast_floating(args, compute_dtype), cast_floating(kwargs, compute_dtype)
 
@@ -105,9 +103,9 @@ def _watch_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None)
         tensors = list(tensors_in(outputs))
         is_lasting = not unit.slot.is_shared or not any(map(unit.slot.holds, tensors))
         if not is_lasting:
-            outputs = _outlasting(unit, outputs)
+            outputs = _clone_slot_views(unit, outputs)
             tensors = list(tensors_in(outputs))
-        engine.after_forward(entered.pop(), tensors)
+        engine.post_forward(entered.pop(), tensors)
         return None if is_lasting else outputs
 
     disable: Any = torch.compiler.disable
@@ -116,7 +114,7 @@ def _watch_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None)
     return entered
 
 
-def _outlasting(unit: Unit, outputs: T) -> T:
+def _clone_slot_views(unit: Unit, outputs: T) -> T:
     """The outputs of a unit with copies of what lies in its slot: parameters, and views of them.
 
     Other units overwrite the slot, and autograd, which keeps the outputs for their users' backwards, does not see it.

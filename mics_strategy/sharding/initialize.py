@@ -19,7 +19,7 @@ Initializer = Callable[[nn.Module], None]
 _NO_VALUE = {dtype: torch.iinfo(dtype).min for dtype in (torch.int16, torch.int32, torch.int64)}
 
 
-def without_value(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+def empty_sentinel_like(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Memory for a tensor on the meta device; NaN (the least whole number) until somebody gives it a value."""
     empty = torch.empty_like(like, device=device)
     if empty.dtype in _NO_VALUE:
@@ -35,7 +35,7 @@ def find_initializer(model: nn.Module) -> Initializer:
     gives values only to what ``reset_parameters`` leaves without.
     """
     by_transformers = _modules_of_transformers(model)
-    author = _author(model)
+    author = _defining_package(model)
     adapters = _adapter_initializations(model)
 
     def initialize(module: nn.Module) -> None:
@@ -43,13 +43,13 @@ def find_initializer(model: nn.Module) -> Initializer:
         owner = by_transformers.get(module)
         if owner is not None:
             owner._init_weights(module)
-            if is_unfilled(module) and callable(own):  # of a class that transformers does not know
+            if is_uninitialized(module) and callable(own):  # of a class that transformers does not know
                 own()
                 owner._init_weights(module)
         else:
             if callable(own):
                 own()
-            if author is not None and is_unfilled(module):
+            if author is not None and is_uninitialized(module):
                 author._init_weights(module)
         _reset_adapters(module, adapters)
 
@@ -58,7 +58,7 @@ def find_initializer(model: nn.Module) -> Initializer:
 
 def describe_initializer(model: nn.Module) -> str:
     """A line for users: what gives a model on the meta device its first values, and what does not."""
-    by_transformers, author = _modules_of_transformers(model), _author(model)
+    by_transformers, author = _modules_of_transformers(model), _defining_package(model)
     ways = ["`_init_weights()` of transformers"] if by_transformers else []
     if any(module not in by_transformers for module in model.modules() if _own_tensors(module)):
         ways.append("each module's `reset_parameters()`")
@@ -86,7 +86,7 @@ def _modules_of_transformers(model: nn.Module) -> dict[nn.Module, Any]:
     return owners
 
 
-def _author(model: nn.Module) -> Any:
+def _defining_package(model: nn.Module) -> Any:
     """The first module with a method ``_init_weights`` that is not of transformers; None without one."""
     by_transformers = _modules_of_transformers(model)
     others = (module for module in model.modules() if module not in by_transformers)
@@ -97,7 +97,7 @@ def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
-def is_unfilled(module: nn.Module) -> bool:
+def is_uninitialized(module: nn.Module) -> bool:
     """Whether a tensor of the module itself has no value yet."""
     return any(_has_no_value(tensor) for tensor in _own_tensors(module))
 
@@ -110,14 +110,14 @@ def _has_no_value(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and bool(tensor.isnan().all())
 
 
-def refuse_unfilled(modules: list[nn.Module]) -> None:
+def check_initialized(modules: list[nn.Module]) -> None:
     """Refuse values that nobody has given.
 
     Raises:
         ConfigError: Naming the class of the first module whose initialisation left one out.
     """
     for module in modules:
-        if is_unfilled(module):
+        if is_uninitialized(module):
             raise ConfigError(
                 f"{type(module).__name__} is on the meta device and nothing gives its tensors values: it has no "
                 "`reset_parameters()` that does, and `_init_weights()` of the model leaves it out. Give it one, pass "

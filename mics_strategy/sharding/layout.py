@@ -27,7 +27,7 @@ _MAX_PADDING = 1 / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
+class ParamSlice:
     """One parameter inside its bucket's shard."""
 
     name: str
@@ -50,7 +50,7 @@ class Region:
     def _length(self) -> int:
         return max(1, self.shape[self.dim]) if self.dim is not None else 1
 
-    def rows(self, index: int) -> tuple[int, int]:
+    def shard_range(self, index: int) -> tuple[int, int]:
         """Start and number of positions along `dim` that shard `index` owns."""
         if self.dim is None:
             return 0, 1
@@ -62,24 +62,24 @@ class Region:
         if self.dim is None:
             return self.shape
         shape = list(self.shape)
-        shape[self.dim] = self.rows(index)[1]
+        shape[self.dim] = self.shard_range(index)[1]
         return torch.Size(shape)
 
-    def local_view(self, shard: torch.Tensor, index: int) -> torch.Tensor:
+    def view_in(self, shard: torch.Tensor, index: int) -> torch.Tensor:
         """The piece that shard `index` owns, as a contiguous view of the flat `shard` [shard_numel]."""
         shape = self.local_shape(index)
         return shard[self.offset : self.offset + shape.numel()].view(shape)
 
-    def slice_of(self, full: torch.Tensor, index: int) -> torch.Tensor:
+    def narrow(self, full: torch.Tensor, index: int) -> torch.Tensor:
         """The piece that shard `index` owns, as a view of the whole parameter `full`."""
         if self.dim is None:
             return full
-        start, length = self.rows(index)
+        start, length = self.shard_range(index)
         return full.narrow(self.dim, start, length)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class Extent:
     """Elements of one parameter that are side by side in the flat form.
 
     Attributes:
@@ -104,7 +104,7 @@ class BucketLayout:
     Each begins at a multiple of `align` elements.
     """
 
-    regions: tuple[Region, ...]
+    param_slices: tuple[ParamSlice, ...]
     ranks: int
     shard_numel: int
     align: int = ALIGN_NUMEL
@@ -117,23 +117,23 @@ class BucketLayout:
     @property
     def padding_numel(self) -> int:
         """Elements of the flat form that belong to no parameter."""
-        return self.full_numel - sum(region.numel for region in self.regions)
+        return self.full_numel - sum(region.numel for region in self.param_slices)
 
     def numel_at(self, degree: int) -> int:
         """Elements of a shard over `degree` ranks; `degree` divides `ranks`."""
         return self.full_numel // degree
 
     @property
-    def compact_numel(self) -> int:
+    def unpadded_numel(self) -> int:
         """Elements of the parameters side by side, each whole, every one aligned; on one rank the shard itself."""
         if self.ranks == 1:
             return self.shard_numel
-        return sum(_aligned(region.numel, self.align) for region in self.regions)
+        return sum(_aligned(region.numel, self.align) for region in self.param_slices)
 
-    def compact_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The whole parameters side by side, as contiguous views of `buffer` [compact_numel]."""
+    def unpadded_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The whole parameters side by side, as contiguous views of `buffer` [unpadded_numel]."""
         views, offset = [], 0
-        for region in self.regions:
+        for region in self.param_slices:
             start = region.offset if self.ranks == 1 else offset
             views.append(buffer[start : start + region.numel].view(region.shape))
             offset += _aligned(region.numel, self.align)
@@ -147,8 +147,8 @@ class BucketLayout:
             rows: Of the flat form, which the slice holds.
         """
         table, found = slice_.view(len(rows), self.shard_numel), []
-        starts = [region.offset for region in self.regions]
-        for region, end in zip(self.regions, [*starts[1:], self.shard_numel], strict=True):
+        starts = [region.offset for region in self.param_slices]
+        for region, end in zip(self.param_slices, [*starts[1:], self.shard_numel], strict=True):
             rest = region.offset + region.chunk_numel
             found.append(table[:, rest:end])
             if region.dim is None or not region.chunk:
@@ -161,11 +161,11 @@ class BucketLayout:
         return [view for view in found if view.numel()]
 
     @property
-    def is_even(self) -> bool:
+    def is_evenly_divisible(self) -> bool:
         """Whether every parameter is its chunks in the order of the ranks, so that none is padded."""
-        return all(region.dim == 0 and 0 < region.chunk * self.ranks == region.shape[0] for region in self.regions)
+        return all(region.dim == 0 and 0 < region.chunk * self.ranks == region.shape[0] for region in self.param_slices)
 
-    def even_view(self, flat: torch.Tensor, position: int) -> torch.Tensor | None:
+    def strided_view(self, flat: torch.Tensor, position: int) -> torch.Tensor | None:
         """Where one parameter is in the flat form, as one view, [chunks, elements of each]; None where it takes more.
 
         One is enough where all chunks along dimension 0 are whole; the parameter itself, if it is contiguous, is in the
@@ -175,29 +175,29 @@ class BucketLayout:
             flat: [full_numel], the flat form.
             position: Which region.
         """
-        region = self.regions[position]
+        region = self.param_slices[position]
         if region.dim != 0 or not region.chunk or region.shape[0] % region.chunk:
             return None
         table = flat.view(self.ranks, self.shard_numel)[: region.shape[0] // region.chunk]
         return table[:, region.offset : region.offset + region.chunk_numel]
 
-    def slices(self, count: int) -> list[range]:
+    def shard_slices(self, count: int) -> list[range]:
         """The rows of the flat form that each of `count` ranks has as its slice; `count` divides `ranks`."""
         each = self.ranks // count
         return [range(index * each, (index + 1) * each) for index in range(count)]
 
-    def stretches(self, rows: range) -> list[Stretch]:
+    def extents(self, rows: range) -> list[Extent]:
         """What lies side by side in some rows of the flat form, one row after the other; padding is in none."""
         found = []
         for place, row in enumerate(rows):
-            for position, region in enumerate(self.regions):
+            for position, region in enumerate(self.param_slices):
                 numel, offset = region.local_shape(row).numel(), self.shard_numel * place + region.offset
                 if numel:
-                    start = None if region.dim else region.rows(row)[0] * (region.chunk_numel // region.chunk)
-                    found.append(Stretch(position=position, row=row, numel=numel, offset=offset, start=start))
+                    start = None if region.dim else region.shard_range(row)[0] * (region.chunk_numel // region.chunk)
+                    found.append(Extent(position=position, row=row, numel=numel, offset=offset, start=start))
         return found
 
-    def pieces(
+    def copy_pairs(
         self, flat: torch.Tensor, full: torch.Tensor, position: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs of equal-shaped views (in the flat form, in the whole parameter) that cover one parameter.
@@ -210,7 +210,7 @@ class BucketLayout:
             full: The whole parameter, or a tensor of its shape.
             position: Which region.
         """
-        region = self.regions[position]
+        region = self.param_slices[position]
         table = flat.view(self.ranks, self.shard_numel)[:, region.offset : region.offset + region.chunk_numel]
         if region.dim is None:
             yield table.view(self.ranks, *region.shape), full.expand(self.ranks, *region.shape)
@@ -227,14 +227,14 @@ class BucketLayout:
         yield from self._rest(table, full, region, whole)
 
     def _rest(
-        self, table: torch.Tensor, full: torch.Tensor, region: Region, whole: int
+        self, table: torch.Tensor, full: torch.Tensor, region: ParamSlice, whole: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The chunk that is shorter than the others, when there is one."""
         if whole < self.ranks and (rest := region.local_shape(whole)).numel():
-            yield table[whole, : rest.numel()].view(rest), region.slice_of(full, whole)
+            yield table[whole, : rest.numel()].view(rest), region.narrow(full, whole)
 
 
-def plan_bucket(
+def make_layout(
     parameters: list[tuple[str, torch.Size]], ranks: int, block_numel: int = 1, *, itemsize: int = 2
 ) -> BucketLayout:
     """Lay out the parameters of one bucket, in their order.
@@ -250,15 +250,15 @@ def plan_bucket(
     """
     align = max(ALIGN_NUMEL, _ALIGN_BYTES // itemsize)
     block_numel = math.lcm(align, block_numel)
-    regions: list[Region] = []
+    regions: list[ParamSlice] = []
     offset = 0
     for name, shape in parameters:
         dim = _choose_dim(shape, ranks)
         chunk = 1 if dim is None else -(-shape[dim] // ranks)
-        region = Region(name=name, shape=shape, dim=dim, chunk=chunk, offset=offset)
+        region = ParamSlice(name=name, shape=shape, dim=dim, chunk=chunk, offset=offset)
         regions.append(region)
         offset += _aligned(region.chunk_numel, block_numel)
-    return BucketLayout(regions=tuple(regions), ranks=ranks, shard_numel=offset, align=align)
+    return BucketLayout(param_slices=tuple(regions), ranks=ranks, shard_numel=offset, align=align)
 
 
 def _choose_dim(shape: torch.Size, ranks: int) -> int | None:

@@ -3,11 +3,11 @@
 Four small machines, each one table from (state, event) to the next state. What a table does not list is
 illegal and raises; nothing infers a state from whether some attribute is None.
 
-- `Content`: what a unit's slot holds for it.
-- `Phase`: who is using the unit's parameters. A forward inside the backward is a recomputation and changes
+- `UnshardState`: what a unit's slot holds for it.
+- `UnitPhase`: who is using the unit's parameters. A forward inside the backward is a recomputation and changes
   nothing.
 - `Collection`: the buffer in which one backward's gradients wait for their reduction.
-- `Gradient`: the accumulated gradient. PARTIAL still lacks other ranks' parts; SHARDED is the mean over all
+- `AccumulatorState`: the accumulated gradient. PARTIAL still lacks other ranks' parts; SHARDED is the mean over all
   ranks.
 
 Pure.
@@ -21,7 +21,7 @@ from typing import TypeVar
 from mics_strategy.errors import LifecycleError
 
 
-class Content(Enum):
+class UnshardState(Enum):
     """What the slot holds for its unit."""
 
     SHARDED = "sharded"
@@ -29,7 +29,7 @@ class Content(Enum):
     UNSHARDED = "unsharded"
 
 
-class Phase(Enum):
+class UnitPhase(Enum):
     """Who uses the unit's unsharded parameters."""
 
     IDLE = "idle"
@@ -37,7 +37,7 @@ class Phase(Enum):
     BACKWARD = "backward"
 
 
-class Collection(Enum):
+class GradBufferState(Enum):
     """Where one backward's gradients of a bucket are."""
 
     EMPTY = "empty"
@@ -45,7 +45,7 @@ class Collection(Enum):
     REDUCING = "reducing"
 
 
-class Gradient(Enum):
+class AccumulatorState(Enum):
     """What the gradient accumulator of a bucket holds."""
 
     NONE = "none"
@@ -53,46 +53,46 @@ class Gradient(Enum):
     SHARDED = "sharded"
 
 
-S = TypeVar("S", Content, Phase, Collection, Gradient)
+S = TypeVar("S", UnshardState, UnitPhase, GradBufferState, AccumulatorState)
 
-CONTENT: dict[tuple[Content, str], Content] = {
-    (Content.SHARDED, "gather"): Content.UNSHARDING,
-    (Content.UNSHARDING, "arrive"): Content.UNSHARDED,
-    (Content.UNSHARDED, "evict"): Content.SHARDED,
+UNSHARD_TRANSITIONS: dict[tuple[UnshardState, str], UnshardState] = {
+    (UnshardState.SHARDED, "gather"): UnshardState.UNSHARDING,
+    (UnshardState.UNSHARDING, "arrive"): UnshardState.UNSHARDED,
+    (UnshardState.UNSHARDED, "evict"): UnshardState.SHARDED,
 }
 
-PHASE: dict[tuple[Phase, str], Phase] = {
-    (Phase.IDLE, "enter_forward"): Phase.FORWARD,
-    (Phase.FORWARD, "exit_forward"): Phase.IDLE,
-    (Phase.IDLE, "enter_backward"): Phase.BACKWARD,
-    (Phase.BACKWARD, "enter_backward"): Phase.BACKWARD,
-    (Phase.BACKWARD, "enter_forward"): Phase.BACKWARD,
-    (Phase.BACKWARD, "exit_forward"): Phase.BACKWARD,
-    (Phase.BACKWARD, "exit_backward"): Phase.IDLE,
+PHASE_TRANSITIONS: dict[tuple[UnitPhase, str], UnitPhase] = {
+    (UnitPhase.IDLE, "enter_forward"): UnitPhase.FORWARD,
+    (UnitPhase.FORWARD, "exit_forward"): UnitPhase.IDLE,
+    (UnitPhase.IDLE, "enter_backward"): UnitPhase.BACKWARD,
+    (UnitPhase.BACKWARD, "enter_backward"): UnitPhase.BACKWARD,
+    (UnitPhase.BACKWARD, "enter_forward"): UnitPhase.BACKWARD,
+    (UnitPhase.BACKWARD, "exit_forward"): UnitPhase.BACKWARD,
+    (UnitPhase.BACKWARD, "exit_backward"): UnitPhase.IDLE,
 }
 
-COLLECTION: dict[tuple[Collection, str], Collection] = {
-    (Collection.EMPTY, "collect"): Collection.FILLING,
-    (Collection.FILLING, "collect"): Collection.FILLING,
-    (Collection.EMPTY, "launch"): Collection.REDUCING,
-    (Collection.FILLING, "launch"): Collection.REDUCING,
-    (Collection.REDUCING, "land"): Collection.EMPTY,
-    (Collection.FILLING, "abandon"): Collection.EMPTY,
-    (Collection.EMPTY, "abandon"): Collection.EMPTY,
+GRAD_BUFFER_TRANSITIONS: dict[tuple[GradBufferState, str], GradBufferState] = {
+    (GradBufferState.EMPTY, "collect"): GradBufferState.FILLING,
+    (GradBufferState.FILLING, "collect"): GradBufferState.FILLING,
+    (GradBufferState.EMPTY, "launch"): GradBufferState.REDUCING,
+    (GradBufferState.FILLING, "launch"): GradBufferState.REDUCING,
+    (GradBufferState.REDUCING, "land"): GradBufferState.EMPTY,
+    (GradBufferState.FILLING, "abandon"): GradBufferState.EMPTY,
+    (GradBufferState.EMPTY, "abandon"): GradBufferState.EMPTY,
 }
 
-GRADIENT: dict[tuple[Gradient, str], Gradient] = {
-    (Gradient.NONE, "accumulate"): Gradient.PARTIAL,
-    (Gradient.PARTIAL, "accumulate"): Gradient.PARTIAL,
-    (Gradient.SHARDED, "accumulate"): Gradient.PARTIAL,
-    (Gradient.PARTIAL, "finish"): Gradient.SHARDED,
-    (Gradient.NONE, "clear"): Gradient.NONE,
-    (Gradient.PARTIAL, "clear"): Gradient.NONE,
-    (Gradient.SHARDED, "clear"): Gradient.NONE,
+ACCUMULATOR_TRANSITIONS: dict[tuple[AccumulatorState, str], AccumulatorState] = {
+    (AccumulatorState.NONE, "accumulate"): AccumulatorState.PARTIAL,
+    (AccumulatorState.PARTIAL, "accumulate"): AccumulatorState.PARTIAL,
+    (AccumulatorState.SHARDED, "accumulate"): AccumulatorState.PARTIAL,
+    (AccumulatorState.PARTIAL, "finish"): AccumulatorState.SHARDED,
+    (AccumulatorState.NONE, "clear"): AccumulatorState.NONE,
+    (AccumulatorState.PARTIAL, "clear"): AccumulatorState.NONE,
+    (AccumulatorState.SHARDED, "clear"): AccumulatorState.NONE,
 }
 
 
-def advance(table: dict[tuple[S, str], S], state: S, event: str, subject: str) -> S:
+def transition(table: dict[tuple[S, str], S], state: S, event: str, subject: str) -> S:
     """The state after `event`.
 
     Args:

@@ -12,25 +12,25 @@ import torch
 from torch import nn
 
 from mics_strategy.agreement import gather_objects
-from mics_strategy.mesh import Mesh
+from mics_strategy.mesh import ProcessGroups
 from mics_strategy.sharding.bucket import Bucket
 from mics_strategy.sharding.initialize import (
     Initializer,
+    check_initialized,
     describe_initializer,
+    empty_sentinel_like,
     find_initializer,
-    refuse_unfilled,
-    without_value,
 )
 from mics_strategy.sharding.unit import Unit
-from mics_strategy.sharding.wrap import UnitModule
+from mics_strategy.sharding.wrap import UnitSpec
 
 _WORDS = 1 << 24  # looked at together
 
 
-def fill(
+def materialize(
     model: nn.Module,
-    units: list[tuple[UnitModule, Unit]],
-    mesh: Mesh,
+    units: list[tuple[UnitSpec, Unit]],
+    mesh: ProcessGroups,
     initializer: Initializer | str,
     device: torch.device,
 ) -> None:
@@ -54,25 +54,29 @@ def fill(
             torch.manual_seed(seed)
         for module, unit in sorted(units, key=lambda pair: -pair[0].depth):
             values = {entry.name: entry.parameter.detach() for entry in module.parameters}
-            values.update(initialized(module, initialize, device))
+            values.update(initialized_values(module, initialize, device))
             if is_auto:  # else whoever gave the initializer may load the rest
-                refuse_unfilled(own_modules(module))
-            _keep_shards(values, unit.buckets, mesh, device)
+                check_initialized(modules_of(module))
+            _load_shards(values, unit.buckets, mesh, device)
             _put_parameters(module, {entry.name: entry.parameter for entry in module.parameters})
 
 
-def _keep_shards(values: dict[str, torch.Tensor], buckets: list[Bucket], mesh: Mesh, device: torch.device) -> None:
+def _load_shards(
+    values: dict[str, torch.Tensor], buckets: list[Bucket], mesh: ProcessGroups, device: torch.device
+) -> None:
     """Shard whole values, rank 0's where ranks disagree.
 
     Cost: one small object gather, and a broadcast of every parameter that differs.
     """
     everyone = gather_objects({name: fingerprint(value) for name, value in values.items()})
     for bucket in buckets:
-        for position, region in enumerate(bucket.layout.regions):
+        for position, region in enumerate(bucket.layout.param_slices):
             value = values[region.name].to(device)
-            if mesh.control is not None and any(other[region.name] != everyone[0][region.name] for other in everyone):
+            if mesh.world_group is not None and any(
+                other[region.name] != everyone[0][region.name] for other in everyone
+            ):
                 value = value.clone()
-                mesh.control.broadcast(value, region.name)
+                mesh.world_group.broadcast(value, region.name)
             bucket.load(position, value)
 
 
@@ -93,39 +97,39 @@ def fingerprint(value: torch.Tensor) -> tuple[int, int]:
     return plain, weighted
 
 
-def initialized(unit: UnitModule, initializer: Initializer, device: torch.device) -> dict[str, torch.Tensor]:
+def initialized_values(unit: UnitSpec, initializer: Initializer, device: torch.device) -> dict[str, torch.Tensor]:
     """Give what is on the meta device of one unit memory and values; whole parameters, by name.
 
     The random generators must have the same state on all ranks. Modules that have values keep them.
     """
-    modules = own_modules(unit)
+    modules = modules_of(unit)
     missing = [entry for entry in unit.parameters if entry.parameter.is_meta]
-    with_values = {module for entry in unit.parameters if not entry.parameter.is_meta for module, _ in entry.homes}
+    with_values = {module for entry in unit.parameters if not entry.parameter.is_meta for module, _ in entry.locations}
     unfilled = [module for module in modules if any(b is not None and b.is_meta for b in module._buffers.values())]
     if not missing and not unfilled:
         return {}
-    values = {entry.name: without_value(entry.parameter, device) for entry in missing}
+    values = {entry.name: empty_sentinel_like(entry.parameter, device) for entry in missing}
     _put_parameters(unit, {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()})
     for module in unfilled:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = without_value(buffer, device)
+                module._buffers[name] = empty_sentinel_like(buffer, device)
     for module in reversed(modules):
         if module not in with_values:
             initializer(module)
     return values
 
 
-def _put_parameters(unit: UnitModule, parameters: dict[str, nn.Parameter]) -> None:
+def _put_parameters(unit: UnitSpec, parameters: dict[str, nn.Parameter]) -> None:
     for entry in unit.parameters:
         if entry.name in parameters:
-            for module, attribute in entry.homes:
+            for module, attribute in entry.locations:
                 module._parameters[attribute] = parameters[entry.name]
 
 
-def own_modules(unit: UnitModule) -> list[nn.Module]:
+def modules_of(unit: UnitSpec) -> list[nn.Module]:
     """Modules whose parameters or buffers belong to the unit, in module order; without those of inner units."""
-    from_parameters = {module for entry in unit.parameters for module, _ in entry.homes}
+    from_parameters = {module for entry in unit.parameters for module, _ in entry.locations}
     inner = {module for child in unit.inner for module in child.modules()}
     return [module for module in unit.module.modules() if module in from_parameters or module not in inner]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mics_strategy.collectives.route import Message, all_reduce_messages, gather_messages, reduce_messages
+from mics_strategy.collectives.route import HopTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
 from mics_strategy.collectives.traffic import SENT_BYTES
 from mics_strategy.scopes import Scopes
 
@@ -93,38 +93,38 @@ def step_traffic(kinds: Sequence[ParameterKind], scopes: Scopes, num_micro_steps
     sizes = {axis.name: axis.size for axis in scopes.axes}
     between = inside = 0
     for times, message in (pair for kind in kinds for pair in _messages(kind, scopes, num_micro_steps)):
-        sent = times * SENT_BYTES[message.collective](message.full_bytes, message.ranks)
+        sent = times * SENT_BYTES[message.collective](message.full_bytes, message.size)
         in_node = math.prod(sizes[name] for name in message.axis.split("+") if name.startswith("intra_node"))
-        if in_node < message.ranks:  # a ring passes each of its nodes once; as many rings as the node has groups
+        if in_node < message.size:  # a ring passes each of its nodes once; as many rings as the node has groups
             between += sent * scopes.ranks_per_node // in_node
         if in_node > 1:
             inside += sent
     return StepTraffic(between_nodes_bytes=between, inside_node_bytes=inside)
 
 
-def _messages(kind: ParameterKind, scopes: Scopes, num_micro_steps: int) -> Iterator[tuple[int, Message]]:
+def _messages(kind: ParameterKind, scopes: Scopes, num_micro_steps: int) -> Iterator[tuple[int, HopTraffic]]:
     """What all parameters of a kind send in a step, as if they were one bucket, and how often."""
     param, wire = _DTYPES[kind.param_bytes], _DTYPES[kind.wire_bytes]
-    for_backward = "secondary" if scopes.secondary < scopes.params else "gather"
+    for_backward = "secondary_all_gather" if scopes.secondary < scopes.params else "param_all_gather"
     for purpose, times, numel in (
-        ("gather", num_micro_steps, kind.numel),
+        ("param_all_gather", num_micro_steps, kind.numel),
         (for_backward, num_micro_steps, kind.numel),
-        ("update", int(kind.is_trained), kind.numel // scopes.params),
+        ("param_sync", int(kind.is_trained), kind.numel // scopes.params),
     ):
         route = scopes.route(purpose, numel * kind.param_bytes)
-        for message in gather_messages(route, numel, param) if route is not None else ():
+        for message in all_gather_traffic(route, numel, param) if route is not None else ():
             yield times, message
     if not kind.is_trained:
         return
     for purpose, times, numel in (
-        ("reduce", num_micro_steps, kind.numel),
-        ("second_scatter", 1, kind.numel // scopes.grads),
+        ("grad_reduce_scatter", num_micro_steps, kind.numel),
+        ("second_hop_reduce_scatter", 1, kind.numel // scopes.grads),
     ):
         route = scopes.route(purpose, numel * kind.wire_bytes)
-        for message in reduce_messages(route, numel, wire) if route is not None else ():
+        for message in reduce_scatter_traffic(route, numel, wire) if route is not None else ():
             yield times, message
     numel = kind.numel // scopes.optimizer
-    route = scopes.route("second_reduce", numel * kind.wire_bytes)
+    route = scopes.route("second_hop_all_reduce", numel * kind.wire_bytes)
     if route is not None:
-        for message in all_reduce_messages(route, numel, wire, _SUM_DTYPE):
+        for message in all_reduce_traffic(route, numel, wire, _SUM_DTYPE):
             yield 1, message

@@ -19,7 +19,7 @@ from mics_strategy.sharding.unit import Unit
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class ForwardCall:
     """One forward of a unit.
 
     A recomputed one belongs to a backward of its own, inside the backward that asked for it (reentrant checkpoints).
@@ -52,17 +52,17 @@ class Call:
 
 
 @dataclass(slots=True)
-class LiveCalls:
+class PendingBackwards:
     """Forwards whose backward has not happened, in the order in which they ended."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ForwardCall] = field(default_factory=list)
 
-    def push(self, call: Call) -> None:
+    def push(self, call: ForwardCall) -> None:
         """A forward has ended."""
         self.calls.append(call)
         call.unit.num_live_calls += 1
 
-    def pop_until(self, call: Call) -> Iterator[Call]:
+    def pop_until(self, call: ForwardCall) -> Iterator[ForwardCall]:
         """Remove `call`, and remove and give, latest first, the calls that ended after it: the backward skips them.
 
         Gives nothing for a call that is not live any more: a second backward through one graph.
@@ -81,12 +81,12 @@ class LiveCalls:
             self.calls.remove(call)
             call.unit.num_live_calls -= 1
 
-    def drain(self) -> Iterator[Call]:
+    def drain(self) -> Iterator[ForwardCall]:
         """Remove and give all, latest first."""
         while self.calls:
             yield self._pop()
 
-    def _pop(self) -> Call:
+    def _pop(self) -> ForwardCall:
         call = self.calls.pop()
         call.unit.num_live_calls -= 1
         return call
@@ -98,7 +98,7 @@ class LiveCalls:
 
     def reduction_order(self) -> list[Unit]:
         """Units by the time of their first live call, latest first: the order in which they can be complete."""
-        first: dict[int, Call] = {}
+        first: dict[int, ForwardCall] = {}
         for call in self.calls:
             known = first.get(call.unit.index)
             if known is None or call.enter < known.enter:
@@ -108,7 +108,7 @@ class LiveCalls:
         return [call.unit for call in sorted(first.values(), key=lambda call: -call.enter)]
 
 
-class CommonOrder:
+class GlobalOrder:
     """All units in an order that does not depend on what this rank runs.
 
     Args:
@@ -118,7 +118,7 @@ class CommonOrder:
     def __init__(self, units: list[Unit]) -> None:
         self.units = list(units)
         self.is_agreed = False
-        self._place = {unit.index: place for place, unit in enumerate(units)}
+        self._positions = {unit.index: place for place, unit in enumerate(units)}
         self._num_given = 0
 
     def agree(self, entered: list[list[int]]) -> None:
@@ -128,7 +128,7 @@ class CommonOrder:
             entered: Of every rank, the same on all of them.
         """
         merged: list[int] = []
-        for order in (*entered, sorted(self._place)):
+        for order in (*entered, sorted(self._positions)):
             place = 0
             for index in order:
                 if index not in merged:
@@ -136,68 +136,68 @@ class CommonOrder:
                 place = merged.index(index) + 1
         by_index = {unit.index: unit for unit in self.units}
         self.units = [by_index[index] for index in merged]
-        self._place = {index: place for place, index in enumerate(merged)}
+        self._positions = {index: place for place, index in enumerate(merged)}
         self.is_agreed = True
 
     def restart(self) -> None:
         """Parameters have changed: every unit is due again."""
         self._num_given = 0
 
-    def up_to(self, unit: Unit) -> list[Unit]:
+    def take_until(self, unit: Unit) -> list[Unit]:
         """The units that are due before `unit` or with it, and were not given since `restart`."""
-        start, self._num_given = self._num_given, max(self._num_given, self._place[unit.index] + 1)
+        start, self._num_given = self._num_given, max(self._num_given, self._positions[unit.index] + 1)
         return self.units[start : self._num_given]
 
-    def rest(self) -> list[Unit]:
+    def take_rest(self) -> list[Unit]:
         """All that is still due."""
-        return self.up_to(self.units[-1])
+        return self.take_until(self.units[-1])
 
 
 @dataclass(slots=True)
-class RecordedOrder:
+class ExecutionOrder:
     """What the first training pass did: the units that its forward entered and that its backward needed, in order."""
 
-    entered: list[int] = field(default_factory=list)
-    needed: list[int] = field(default_factory=list)
+    forward: list[int] = field(default_factory=list)
+    backward: list[int] = field(default_factory=list)
     is_frozen: bool = False
     is_complete: bool = False
     _cursor: int = -1
-    _is_second_try: bool = False
+    _is_retry: bool = False
 
-    def enter(self, index: int) -> None:
+    def record_forward(self, index: int) -> None:
         """A unit's forward begins."""
         if not self.is_frozen:
-            self.entered.append(index)
-            self._cursor = len(self.entered) - 1
+            self.forward.append(index)
+            self._cursor = len(self.forward) - 1
             return
         following = self._cursor + 1
-        if following < len(self.entered) and self.entered[following] == index:
+        if following < len(self.forward) and self.forward[following] == index:
             self._cursor = following
-        elif index in self.entered:
-            self._cursor = self.entered.index(index)
+        elif index in self.forward:
+            self._cursor = self.forward.index(index)
 
-    def need(self, index: int) -> None:
+    def record_backward(self, index: int) -> None:
         """The backward needs a unit's parameters."""
         if not self.is_complete:
-            self.needed.append(index)
+            self.backward.append(index)
 
-    def forget_needed(self) -> None:
+    def forget_backward(self) -> None:
         """Other parameters than before get gradients, so the backward may need other units: record it again."""
-        self.needed, self.is_complete = [], False
+        self.backward, self.is_complete = [], False
 
     def freeze(self) -> None:
         """The first forward is over."""
-        self.is_frozen = self.is_frozen or bool(self.entered)
+        self.is_frozen = self.is_frozen or bool(self.forward)
 
     def complete(self, *, followed_all: bool = True) -> None:
         """The first backward is over. One that left a forward behind (a sanity check) says little: record again."""
         if self.is_complete:
             return
-        if not followed_all and not self._is_second_try:
-            self.entered, self.needed, self.is_frozen, self._is_second_try = [], [], False, True
+        if not followed_all and not self._is_retry:
+            self.forward, self.backward, self.is_frozen, self._is_retry = [], [], False, True
         else:
-            self.is_complete = bool(self.needed)
+            self.is_complete = bool(self.backward)
 
-    def ahead(self, count: int) -> list[int]:
+    def upcoming(self, count: int) -> list[int]:
         """Indices of the next units, nearest first; none while the order is being recorded."""
-        return self.entered[self._cursor + 1 : self._cursor + 1 + count] if self.is_frozen else []
+        return self.forward[self._cursor + 1 : self._cursor + 1 + count] if self.is_frozen else []

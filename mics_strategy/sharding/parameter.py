@@ -18,10 +18,10 @@ from typing_extensions import override
 
 from mics_strategy.collectives.full_tensor import full_tensor
 from mics_strategy.errors import LifecycleError
-from mics_strategy.sharding.layout import Region
-from mics_strategy.shards import ReplicaRandom, Shards
+from mics_strategy.sharding.layout import ParamSlice
+from mics_strategy.shards import ReplicaRandom, ShardPlacement
 
-_stored_grad: Any = torch.Tensor.grad  # the descriptor under the property below
+_raw_grad: Any = torch.Tensor.grad  # the descriptor under the property below
 _MIXED = "got mixed torch.Tensor and DTensor"  # in an error of torch
 
 
@@ -38,7 +38,7 @@ class GradientOwner(Protocol):
         """The parameter at `position` as a forward uses it; None when the model is gone."""
 
 
-class _SeenWhole(DTensor):
+class _FullTensorDTensor(DTensor):
     """A DTensor that our own gather puts together, and that is compared with any tensor as a whole; both collective.
 
     Random numbers that are drawn into it, or like it, are the same on all replicas.
@@ -83,11 +83,11 @@ class _SeenWhole(DTensor):
         return self.detach().__reduce_ex__(protocol)
 
 
-class ShardedGradient(_SeenWhole):
+class ShardedGradient(_FullTensorDTensor):
     """The gradient of a `ShardedParameter`. What is computed from it, a copy too, is a plain DTensor."""
 
 
-class ShardedParameter(_SeenWhole):
+class ShardedParameter(_FullTensorDTensor):
     """A parameter of which this rank holds one shard.
 
     Reading `grad` is collective while reductions are due (after a backward, before the first read), as every
@@ -97,42 +97,42 @@ class ShardedParameter(_SeenWhole):
     mics_name: str
     mics_owner: GradientOwner
     mics_position: int
-    mics_changes: int
-    mics_region: Region
+    mics_write_count: int
+    mics_slice: ParamSlice
     mics_index: int
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The mean gradient over all ranks and micro-steps so far, or None."""
         self.mics_owner.finish_gradients()
-        return self.stored_grad
+        return self.raw_grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None and value is self.stored_grad:
+        if value is not None and value is self.raw_grad:
             return
         self.mics_owner.clear_gradient(self.mics_position)
-        self.stored_grad = value
+        self.raw_grad = value
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
 
     @property
-    def stored_grad(self) -> torch.Tensor | None:
+    def raw_grad(self) -> torch.Tensor | None:
         """What autograd's own slot holds; finishes nothing."""
-        return cast("torch.Tensor | None", _stored_grad.__get__(self))
+        return cast("torch.Tensor | None", _raw_grad.__get__(self))
 
-    @stored_grad.setter
-    def stored_grad(self, value: torch.Tensor | None) -> None:
-        _stored_grad.__set__(self, value)
+    @raw_grad.setter
+    def raw_grad(self, value: torch.Tensor | None) -> None:
+        _raw_grad.__set__(self, value)
 
     @property
     def data(self) -> torch.Tensor:
         """An alias that shares the version counter, so that writing through it is noticed."""
         alias = self.detach()
-        alias.__class__ = _SeenWhole
-        cast("_SeenWhole", alias).mics_random = self.mics_random
+        alias.__class__ = _FullTensorDTensor
+        cast("_FullTensorDTensor", alias).mics_random = self.mics_random
         return alias
 
     @data.setter
@@ -150,7 +150,7 @@ class ShardedParameter(_SeenWhole):
         """This rank's shard: a view of the optimizer arena."""
         return self._local_tensor
 
-    def labelled(self, local: torch.Tensor) -> DTensor:
+    def like_self(self, local: torch.Tensor) -> DTensor:
         """Something of this parameter's shape, cut as it is, of which `local` is this rank's piece."""
         return DTensor.from_local(
             local, self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride()
@@ -167,7 +167,7 @@ class ShardedParameter(_SeenWhole):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for parameter in value if isinstance(value, (list, tuple)) else (value,):
                         if isinstance(parameter, ShardedParameter):
-                            parameter.mics_changes += 1
+                            parameter.mics_write_count += 1
         return result
 
     @override
@@ -194,7 +194,7 @@ class ShardedParameter(_SeenWhole):
 
 def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw into shards, or like them: the same numbers on all replicas, others on every shard."""
-    like = next(arg for arg in args if isinstance(arg, _SeenWhole))
+    like = next(arg for arg in args if isinstance(arg, _FullTensorDTensor))
     local_args, local_kwargs = tree_map_only(DTensor, lambda each: each._local_tensor, (args, kwargs))
     with like.mics_random.drawing():
         drawn = func(*local_args, **local_kwargs)
@@ -254,40 +254,40 @@ def _explained(error: RuntimeError, args: tuple[Any, ...]) -> str:
     )
 
 
-def is_cut(parameter: torch.Tensor) -> bool:
+def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether ranks hold different parts of a parameter."""
     return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
 
 def make_sharded_parameter(
-    master: torch.Tensor, region: Region, shards: Shards, requires_grad: bool
+    master: torch.Tensor, slice_: ParamSlice, placement: ShardPlacement, requires_grad: bool
 ) -> ShardedParameter:
     """Label this rank's piece of a parameter as a DTensor of the whole one.
 
     Args:
         master: [shard_numel], a piece of the optimizer arena; stays the storage.
-        region: Where the parameter is in it, the shape of the whole, and the dimension that is cut.
-        shards: Which one this rank holds, and the label of all.
+        slice_: Where the parameter is in it, the shape of the whole, and the dimension that is cut.
+        placement: Which one this rank holds, and the label of all.
         requires_grad: Of the plain parameter.
     """
-    tensor = label(region.local_view(master, shards.index), region, shards)
+    tensor = as_dtensor(slice_.view_in(master, placement.index), slice_, placement)
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     sharded = cast("ShardedParameter", parameter)
     sharded.__class__ = ShardedParameter
-    sharded.mics_name = region.name
-    sharded.mics_changes = 0
-    sharded.mics_region = region
-    sharded.mics_index = shards.index
-    sharded.mics_random = shards.random
+    sharded.mics_name = slice_.name
+    sharded.mics_write_count = 0
+    sharded.mics_slice = slice_
+    sharded.mics_index = placement.index
+    sharded.mics_random = placement.random
     if requires_grad:
         placements = sharded.placements
         cast("Any", torch.Tensor).register_hook(sharded, lambda grad: _like_parameter(grad, placements))
     return sharded
 
 
-def label_gradient(local: torch.Tensor, region: Region, shards: Shards) -> ShardedGradient:
+def grad_as_dtensor(local: torch.Tensor, region: ParamSlice, shards: ShardPlacement) -> ShardedGradient:
     """See `label`; what a parameter shows as its gradient."""
-    labelled = label(local, region, shards)
+    labelled = as_dtensor(local, region, shards)
     labelled.__class__ = ShardedGradient
     gradient = cast("ShardedGradient", labelled)
     gradient.mics_random = shards.random
@@ -299,7 +299,7 @@ def _like_parameter(grad: torch.Tensor, placements: tuple[Placement, ...]) -> to
     return grad.redistribute(placements=placements) if isinstance(grad, DTensor) else grad
 
 
-def label(local: torch.Tensor, region: Region, shards: Shards) -> DTensor:
+def as_dtensor(local: torch.Tensor, region: ParamSlice, shards: ShardPlacement) -> DTensor:
     """A DTensor whose local part is `local` and whose global shape is the region's."""
     mesh = shards.device_mesh
     names = mesh.mesh_dim_names or ()

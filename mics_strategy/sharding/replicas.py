@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from mics_strategy.agreement import gather_objects
-from mics_strategy.mesh import Mesh
+from mics_strategy.mesh import ProcessGroups
 from mics_strategy.sharding.bucket import Bucket
-from mics_strategy.shards import digest, weight_of
+from mics_strategy.shards import digest, digest_weight
 
 CHECKED_AT_START = 10  # optimizer steps
 
@@ -22,13 +22,13 @@ class ReplicaCheck:
 
     Args:
         buckets: Of all units, in the same order on all ranks.
-        mesh: Says which ranks hold the same shards.
+        groups: Says which ranks hold the same shards.
         every: Optimizer steps between two checks after the first steps; 0 for none; -1 for none at all.
     """
 
-    def __init__(self, buckets: list[Bucket], mesh: Mesh, every: int) -> None:
+    def __init__(self, buckets: list[Bucket], groups: ProcessGroups, every: int) -> None:
         self._buckets = buckets
-        self._mesh = mesh
+        self._groups = groups
         self._every = every
         self._num_steps = 0
 
@@ -39,24 +39,24 @@ class ReplicaCheck:
             One read of the shards, when due; nothing waits for it.
         """
         self._num_steps += 1
-        written, self._mesh.written = self._mesh.written, []
-        weight = weight_of(self._mesh.rank, self._mesh.scopes.world_size)
+        written, self._groups.traffic_log = self._groups.traffic_log, []
+        weight = digest_weight(self._groups.rank, self._groups.scopes.world_size)
         found = [weight * each for each in written]
         is_periodic = self._every > 0 and self._num_steps % self._every == 0
         if self._every >= 0 and (self._num_steps <= CHECKED_AT_START or is_periodic):
             for place, bucket in enumerate(self._buckets):
-                found.append((2 * place + 1) * weight_of(*self._place(bucket)) * digest(bucket.master))
+                found.append((2 * place + 1) * digest_weight(*self._place(bucket)) * digest(bucket.master_shard))
         return torch.stack(found).sum().to(torch.int32) if found else None
 
     def _place(self, bucket: Bucket) -> tuple[int, int]:
         """Which replica of the bucket's shard this rank holds, and of how many."""
-        scopes = self._mesh.scopes
-        span = scopes.span(bucket.shards.degree, scopes.world_size)
-        return span.index(self._mesh.rank), span.size
+        scopes = self._groups.scopes
+        span = scopes.span(bucket.placement.degree, scopes.world_size)
+        return span.index(self._groups.rank), span.size
 
     def describe(self) -> str:
         """What differs, and what to do. Collective, on the default group."""
-        own = [(bucket.shards.index, int(digest(bucket.master))) for bucket in self._buckets]
+        own = [(bucket.placement.index, int(digest(bucket.master_shard))) for bucket in self._buckets]
         everyone = gather_objects(own)
         for place, bucket in enumerate(self._buckets):
             first: dict[int, tuple[int, int]] = {}  # rank and digest, by shard

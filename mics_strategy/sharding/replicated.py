@@ -21,33 +21,33 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from mics_strategy.collectives.peers import Peers, without_repetition
-from mics_strategy.sharding.build import Site
+from mics_strategy.collectives.peers import ControlGroup, as_dense
+from mics_strategy.sharding.build import BuildContext
 from mics_strategy.sharding.engine import Engine
-from mics_strategy.sharding.lifecycle import Phase
+from mics_strategy.sharding.lifecycle import UnitPhase
 
 LARGE_BYTES = 1 << 16
 
 
-class ReplicatedBuffers:
+class ModuleBuffers:
     """The buffers of one model.
 
     Args:
         model: Its buffers are moved to the device.
-        site: For rank 0's values, and whether they count in training.
+        context: For rank 0's values, and whether they count in training.
         engine: Knows what the model is doing.
     """
 
-    def __init__(self, model: nn.Module, site: Site, engine: Engine) -> None:
+    def __init__(self, model: nn.Module, context: BuildContext, engine: Engine) -> None:
         self._model = model
-        self._mesh = site.mesh
-        self._device = device = site.device
+        self._groups = context.groups
+        self._device = device = context.device
         self._engine = engine
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
                     module._buffers[name] = buffer.to(device)
-        in_training, is_whole = site.config.broadcast_buffers, site.mesh.gather_params is None
+        in_training, is_whole = context.config.broadcast_buffers, context.groups.param_comm is None
         self._with_gradients = in_training and is_whole
         self._with_forwards = in_training and not is_whole
         self._is_due = True  # before the first training forward, and after each whose gradients are synchronised
@@ -56,13 +56,13 @@ class ReplicatedBuffers:
         self._flat = torch.empty(0, dtype=torch.uint8, device=device)
         engine.on_gradients = self._on_gradients
 
-    def before_forward(self) -> None:
+    def pre_forward(self) -> None:
         """Take over rank 0's buffers when the model is about to be evaluated, or trained after a synchronisation.
 
         Called for every forward of the root, and by who uses the model without it. A forward inside of another one, and
         a recomputation, see what the first one has seen.
         """
-        if self._engine.is_recomputing or self._engine.units[0].phase is Phase.FORWARD:
+        if self._engine.is_recomputing or self._engine.units[0].phase is UnitPhase.FORWARD:
             return
         if not self._model.training:
             self.synchronize()
@@ -85,17 +85,17 @@ class ReplicatedBuffers:
 
     def synchronize(self) -> None:
         """Take over rank 0's buffers if the model may have been trained since the last time. Collective."""
-        if self._may_differ and self._mesh.control is not None:
+        if self._may_differ and self._groups.world_group is not None:
             named = {name: buffer for name, buffer in self._model.named_buffers() if buffer.numel()}
             if named:
                 counted = tuple(buffer for buffer in named.values() if not buffer.is_inference())
                 # What was made in inference mode may be written in it only, and has no version.
                 with torch.inference_mode(), _unsafe_preserve_version_counter(counted):
-                    once = {name: without_repetition(buffer) for name, buffer in named.items()}
-                    self._take_over(once, self._mesh.control)
+                    once = {name: as_dense(buffer) for name, buffer in named.items()}
+                    self._adopt_values(once, self._groups.world_group)
         self._may_differ = False
 
-    def _take_over(self, named: dict[str, torch.Tensor], control: Peers) -> None:
+    def _adopt_values(self, named: dict[str, torch.Tensor], control: ControlGroup) -> None:
         large = {name: buffer for name, buffer in named.items() if _num_bytes(buffer) >= LARGE_BYTES}
         for name in self._unchanged(large, control):
             del named[name], large[name]
@@ -114,7 +114,7 @@ class ReplicatedBuffers:
                 buffer.copy_(piece)
         self._sent.update({name: buffer.clone() for name, buffer in large.items()})
 
-    def _unchanged(self, large: dict[str, torch.Tensor], control: Peers) -> list[str]:
+    def _unchanged(self, large: dict[str, torch.Tensor], control: ControlGroup) -> list[str]:
         """Names of those that are on all ranks what was last sent."""
         if not large:
             return []
@@ -123,7 +123,7 @@ class ReplicatedBuffers:
             dtype=torch.int32,
             device=self._device,
         )
-        flags = control.combine(changed, is_max=True).tolist()
+        flags = control.all_reduce_scalar(changed, is_max=True).tolist()
         return [name for name, flag in zip(large, flags, strict=True) if not flag]
 
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mics_strategy.collectives.ledger import Sent
-from mics_strategy.sharding.gradients.gradient import BucketGradient
+from mics_strategy.collectives.ledger import IssuedCollective
+from mics_strategy.sharding.gradients.gradient import GradBucket
 from mics_strategy.sharding.schedule import BucketPlan, Plan, UnitPlan
 from mics_strategy.sharding.unit import Unit
 
@@ -24,7 +24,7 @@ class TrafficRow:
     sent_bytes: int
 
 
-def compare(plan: Plan, sent: Counter[Sent]) -> tuple[TrafficRow, ...]:
+def compare(plan: Plan, sent: Counter[IssuedCollective]) -> tuple[TrafficRow, ...]:
     """Planned and sent side by side, by axis and collective.
 
     Args:
@@ -55,7 +55,7 @@ def compare(plan: Plan, sent: Counter[Sent]) -> tuple[TrafficRow, ...]:
     )
 
 
-def plan_unit(unit: Unit, gradients: Sequence[BucketGradient], slot: int) -> UnitPlan:
+def unit_plan_of(unit: Unit, gradients: Sequence[GradBucket], slot: int) -> UnitPlan:
     """What the plan must know of a unit.
 
     Args:
@@ -74,7 +74,7 @@ def plan_unit(unit: Unit, gradients: Sequence[BucketGradient], slot: int) -> Uni
                 wire_dtype=bucket.spec.param_dtype if gradient is None else gradient.wire_dtype,
                 sum_dtype=bucket.spec.param_dtype if gradient is None else gradient.accumulator.dtype,
                 trainable=bucket.spec.trainable,
-                has_gradients=any(sharded.requires_grad for sharded in bucket.sharded),
+                has_gradients=any(sharded.requires_grad for sharded in bucket.sharded_params),
             )
         )
     return UnitPlan(name=unit.name, slot=slot, buckets=tuple(buckets))

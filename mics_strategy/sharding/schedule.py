@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mics_strategy.collectives.route import Message, all_reduce_messages, gather_messages, reduce_messages
+from mics_strategy.collectives.route import HopTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
 from mics_strategy.collectives.traffic import ALL_REDUCE, ALL_TO_ALL, SENT_BYTES
 from mics_strategy.scopes import Scopes
-from mics_strategy.sharding.dealing import Deal
+from mics_strategy.sharding.dealing import OwnerAssignment
 from mics_strategy.sharding.layout import BucketLayout
 
 USAGE_DTYPE = torch.int32
@@ -47,44 +47,44 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholePlan:
+class OwnedPlan:
     """What of a bucket matters that has tensors which an optimizer updates whole, on the rank of shard `index`."""
 
     name: str
-    deal: Deal
+    assignment: OwnerAssignment
     index: int
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepShape:
+class StepOrder:
     """What one optimizer step looks like.
 
     Attributes:
-        entered: Units in the order in which a forward enters them.
-        needed: Units in the order in which the backward needs their parameters.
+        forward: Units in the order in which a forward enters them.
+        backward: Units in the order in which the backward needs their parameters.
         num_micro_steps: Forwards and backwards per step.
         second_hop_every_backward: Whether the second hop is not left to the step.
     """
 
-    entered: tuple[int, ...]
-    needed: tuple[int, ...]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
     num_micro_steps: int
     second_hop_every_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """One collective of a step. `moment` is forward, backward, second_hop or update; bytes are per rank."""
+class PlannedCollective:
+    """One collective of a step. `phase` is forward, backward, second_hop or update; bytes are per rank."""
 
     collective: str
     axis: str
-    ranks: int
+    size: int
     dtype: torch.dtype
     full_bytes: int
     sent_bytes: int
     unit: str
-    moment: str
+    phase: str
     micro_step: int
 
 
@@ -92,7 +92,7 @@ class Planned:
 class Plan:
     """Every collective of one optimizer step, in the order of its moment."""
 
-    collectives: tuple[Planned, ...]
+    collectives: tuple[PlannedCollective, ...]
     num_micro_steps: int
 
     def sent_bytes(self, axis: str | None = None) -> int:
@@ -104,7 +104,7 @@ class Plan:
         counts: Counter[tuple[str, str, str, str]] = Counter()
         sent: Counter[tuple[str, str, str, str]] = Counter()
         for planned in self.collectives:
-            key = (planned.moment, planned.axis, planned.collective, str(planned.dtype).removeprefix("torch."))
+            key = (planned.phase, planned.axis, planned.collective, str(planned.dtype).removeprefix("torch."))
             counts[key] += 1
             sent[key] += planned.sent_bytes
         rows = [("moment", "axis", "collective", "dtype", "count", "sent MB")]
@@ -119,7 +119,7 @@ class Plan:
         )
 
 
-def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepShape, whole: tuple[WholePlan, ...] = ()) -> Plan:
+def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepOrder, whole: tuple[OwnedPlan, ...] = ()) -> Plan:
     """Plan one optimizer step in steady state: the step before has run the same way.
 
     What `hierarchical="auto"` has left open because no job has measured it is planned in two stages.
@@ -138,9 +138,9 @@ def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepShape, who
             planner.micro_step = micro_step
             planner.forward_and_backward(shape)
             if shape.second_hop_every_backward:
-                planner.second_hop(shape.needed)
+                planner.second_hop(shape.backward)
         if not shape.second_hop_every_backward:
-            planner.second_hop(shape.needed)
+            planner.second_hop(shape.backward)
         planner.update(whole)
     return Plan(collectives=tuple(planner.planned), num_micro_steps=shape.num_micro_steps)
 
@@ -151,7 +151,7 @@ class _Planner:
 
     units: tuple[UnitPlan, ...]
     scopes: Scopes
-    planned: list[Planned] = field(default_factory=list)
+    planned: list[PlannedCollective] = field(default_factory=list)
     micro_step: int = 0
     _tenants: dict[int, int] = field(default_factory=dict)
     _updated: set[BucketPlan] = field(default_factory=set)
@@ -162,12 +162,12 @@ class _Planner:
         self._updated = {bucket for bucket in self._updated if not (bucket.trainable and bucket.has_gradients)}
         self._secondary &= self._updated
 
-    def forward_and_backward(self, shape: StepShape) -> None:
-        for index in shape.entered:
+    def forward_and_backward(self, shape: StepOrder) -> None:
+        for index in shape.forward:
             self._unshard(index, "forward")
-        for index in shape.needed:
+        for index in shape.backward:
             self._unshard(index, "backward")
-        first_entered = [index for index in dict.fromkeys(shape.entered) if index in shape.needed]
+        first_entered = [index for index in dict.fromkeys(shape.forward) if index in shape.backward]
         if self.scopes.params == 1:  # ranks may run different units, so all are reduced
             first_entered = list(range(len(self.units)))
         for index in reversed(first_entered):
@@ -181,55 +181,55 @@ class _Planner:
         for bucket in unit.buckets:
             if bucket not in self._updated:
                 self._updated.add(bucket)
-                self._gather("update", bucket, bucket.layout.numel_at(scopes.params), unit.name, moment)
+                self._gather("param_sync", bucket, bucket.layout.numel_at(scopes.params), unit.name, moment)
             from_secondary = moment == "backward" and bucket in self._secondary
             if scopes.secondary < scopes.params:
                 self._secondary.add(bucket)
-            purpose = "secondary" if from_secondary else "gather"
+            purpose = "secondary_all_gather" if from_secondary else "param_all_gather"
             self._gather(purpose, bucket, bucket.layout.full_numel, unit.name, moment)
 
     def _gather(self, purpose: str, bucket: BucketPlan, numel: int, unit: str, moment: str) -> None:
         route = self.scopes.route(purpose, numel * bucket.param_dtype.itemsize)
         if route is not None:
-            self._add(gather_messages(route, numel, bucket.param_dtype), unit, moment)
+            self._add(all_gather_traffic(route, numel, bucket.param_dtype), unit, moment)
 
     def _reduce(self, index: int) -> None:
         for bucket in self._reduced(index):
-            messages = self._reduction("reduce", bucket.layout.full_numel, bucket.wire_dtype)
+            messages = self._reduction("grad_reduce_scatter", bucket.layout.full_numel, bucket.wire_dtype)
             self._add(messages, self.units[index].name, "backward")
 
-    def _reduction(self, purpose: str, numel: int, wire: torch.dtype) -> list[Message]:
+    def _reduction(self, purpose: str, numel: int, wire: torch.dtype) -> list[HopTraffic]:
         route = self.scopes.route(purpose, numel * wire.itemsize)
-        return reduce_messages(route, numel, wire) if route is not None else []
+        return reduce_scatter_traffic(route, numel, wire) if route is not None else []
 
     def second_hop(self, needed: tuple[int, ...]) -> None:
         scopes = self.scopes
         world = scopes.span(1, scopes.world_size)
         num_parameters = sum(
-            len(bucket.layout.regions) for index in range(len(self.units)) for bucket in self._trainable(index)
+            len(bucket.layout.param_slices) for index in range(len(self.units)) for bucket in self._trainable(index)
         )
         if num_parameters and world.size > 1:
             num_bytes = (num_parameters + 1) * USAGE_DTYPE.itemsize
-            usage = Message(ALL_REDUCE, world.name, world.size, USAGE_DTYPE, num_bytes)
+            usage = HopTraffic(ALL_REDUCE, world.name, world.size, USAGE_DTYPE, num_bytes)
             self._add([usage], "(usage)", "second_hop")
         for index in sorted(set(needed), reverse=True):
             for bucket in self._reduced(index):
                 layout, wire = bucket.layout, bucket.wire_dtype
-                messages = self._reduction("second_scatter", layout.numel_at(scopes.grads), wire)
-                replicas = scopes.route("second_reduce", layout.shard_numel * wire.itemsize)
+                messages = self._reduction("second_hop_reduce_scatter", layout.numel_at(scopes.grads), wire)
+                replicas = scopes.route("second_hop_all_reduce", layout.shard_numel * wire.itemsize)
                 if replicas is not None:
-                    messages += all_reduce_messages(replicas, layout.shard_numel, wire, bucket.sum_dtype)
+                    messages += all_reduce_traffic(replicas, layout.shard_numel, wire, bucket.sum_dtype)
                 self._add(messages, self.units[index].name, "second_hop")
 
-    def update(self, whole: tuple[WholePlan, ...]) -> None:
+    def update(self, whole: tuple[OwnedPlan, ...]) -> None:
         span = self.scopes.span(1, self.scopes.optimizer)
         for bucket in whole:
-            rows, wholes = bucket.deal.rows_numels(bucket.index), bucket.deal.whole_numels(bucket.index)
+            rows, wholes = bucket.assignment.rows_numels(bucket.index), bucket.assignment.whole_numels(bucket.index)
             for pieces, num_bytes in ((rows, 2 * bucket.dtype.itemsize), (wholes, bucket.dtype.itemsize)):
                 full = sum(pieces) * num_bytes  # values and gradients to the owners; new values back
                 sent = full - pieces[bucket.index] * num_bytes
                 self.planned.append(
-                    Planned(
+                    PlannedCollective(
                         *(ALL_TO_ALL, span.name, span.size, bucket.dtype, full, sent, bucket.name, "update"),
                         self.micro_step,
                     )
@@ -243,9 +243,11 @@ class _Planner:
     def _trainable(self, index: int) -> Iterator[BucketPlan]:
         return (bucket for bucket in self.units[index].buckets if bucket.trainable)
 
-    def _add(self, messages: list[Message], unit: str, moment: str) -> None:
+    def _add(self, messages: list[HopTraffic], unit: str, moment: str) -> None:
         for m in messages:
-            sent = SENT_BYTES[m.collective](m.full_bytes, m.ranks)
+            sent = SENT_BYTES[m.collective](m.full_bytes, m.size)
             self.planned.append(
-                Planned(m.collective, m.axis, m.ranks, m.dtype, m.full_bytes, sent, unit, moment, self.micro_step)
+                PlannedCollective(
+                    m.collective, m.axis, m.size, m.dtype, m.full_bytes, sent, unit, moment, self.micro_step
+                )
             )

@@ -12,23 +12,23 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mics_strategy.agreement import on_every_rank
-from mics_strategy.collectives.ledger import Sent
+from mics_strategy.agreement import run_on_all_ranks
+from mics_strategy.collectives.ledger import IssuedCollective
 from mics_strategy.errors import ConfigError, LifecycleError
 from mics_strategy.scopes import Scopes
 from mics_strategy.sharding import guard, state
-from mics_strategy.sharding.build import Site
+from mics_strategy.sharding.build import BuildContext
 from mics_strategy.sharding.engine import Engine
 from mics_strategy.sharding.engine_link import EngineLink
 from mics_strategy.sharding.optimizer import norm
 from mics_strategy.sharding.optimizer.step import StepHooks, adopt
-from mics_strategy.sharding.optimizer.whole import WholeTensors, deal_by_bucket
+from mics_strategy.sharding.optimizer.whole import OwnerExchange, assign_owners_by_bucket
 from mics_strategy.sharding.parameter import ShardedParameter
-from mics_strategy.sharding.replicated import ReplicatedBuffers
-from mics_strategy.sharding.report import TrafficRow, compare, plan_unit
-from mics_strategy.sharding.schedule import Plan, StepShape, WholePlan, plan_step
+from mics_strategy.sharding.replicated import ModuleBuffers
+from mics_strategy.sharding.report import TrafficRow, compare, unit_plan_of
+from mics_strategy.sharding.schedule import OwnedPlan, Plan, StepOrder, plan_step
 from mics_strategy.sharding.unit import Unit
-from mics_strategy.sharding.wrap import UnitModule
+from mics_strategy.sharding.wrap import UnitSpec
 
 
 class Sharded:
@@ -43,84 +43,88 @@ class Sharded:
         grad_codec_steps: The step from which gradients travel as they are; None for never.
     """
 
-    def __init__(self, model: nn.Module, site: Site, engine: Engine, modules: list[UnitModule]) -> None:
+    def __init__(self, model: nn.Module, context: BuildContext, engine: Engine, modules: list[UnitSpec]) -> None:
         self.model = model
-        self.config = site.config
-        self.memory = site.memory
-        self._mesh = site.mesh
+        self.config = context.config
+        self.memory = context.memory
+        self._groups = context.groups
         self.steps_done = 0
-        self.grad_codec_steps = site.config.grad_codec_steps
+        self.grad_codec_steps = context.config.grad_codec_steps
         self.keeps_optimizer_whole = self.scopes.optimizer == 1
         self.optimizer_layout = self.config.optimizer_layout
-        self.device = site.device
-        self.random = site.mesh.trained.random
+        self.device = context.device
+        self.random = context.groups.trainable_placement.random
         self._engine = engine
         self._units = engine.units
-        self._replaced: Any = WeakIdKeyDictionary()
+        self._sharded_params: Any = WeakIdKeyDictionary()
         self._link(modules)
-        self.buffers = ReplicatedBuffers(model, site, engine)
-        self._last_step: tuple[int, Counter[Sent]] = (1, Counter())
-        self._loads_bytes = [0] * self.scopes.optimizer  # of whole tensors, by their owner
-        self._updated_whole: list[WholeTensors] = []  # in the last step
+        self.buffers = ModuleBuffers(model, context, engine)
+        self._last_step: tuple[int, Counter[IssuedCollective]] = (1, Counter())
+        self._owner_bytes = [0] * self.scopes.optimizer  # of whole tensors, by their owner
+        self._stepped_whole: list[OwnerExchange] = []  # in the last step
         self._is_check_due = self._is_step_over = True
         self._step_hooks = StepHooks(self)
 
-    def _link(self, modules: list[UnitModule]) -> None:
+    def _link(self, modules: list[UnitSpec]) -> None:
         for unit, module in zip(self._units, modules, strict=True):
             plain = {entry.name: entry.parameter for entry in module.parameters}
             gradients = iter(self._engine.reducer.gradients.get(unit.index, []))
             for bucket in unit.buckets:
                 link = EngineLink(self._engine, bucket, next(gradients) if bucket.spec.trainable else None)
-                for position, sharded in enumerate(bucket.sharded):
+                for position, sharded in enumerate(bucket.sharded_params):
                     sharded.__dict__.update(plain[sharded.mics_name].__dict__)  # marks that users put on parameters
                     sharded.mics_owner, sharded.mics_position = link, position
-                    self._replaced[plain[sharded.mics_name]] = sharded
+                    self._sharded_params[plain[sharded.mics_name]] = sharded
 
     @property
     def parameters(self) -> list[ShardedParameter]:
         """All sharded parameters, unit by unit."""
-        return [sharded for unit in self._units for bucket in unit.buckets for sharded in bucket.sharded]
+        return [sharded for unit in self._units for bucket in unit.buckets for sharded in bucket.sharded_params]
 
     @property
     def units(self) -> list[Unit]:
         """The units, in module order; the root is the first."""
         return self._units
 
-    def before_forward(self) -> None:
+    def pre_forward(self) -> None:
         """The model is about to run: see once per step that it is still the model that was sharded."""
         self._step_hooks.recover()
         if self._is_check_due:
             buckets = [bucket for unit in self._units for bucket in unit.buckets]
-            pairs = [pair for bucket in buckets for pair in zip(bucket.sharded, bucket.layout.regions, strict=True)]
+            pairs = [
+                pair
+                for bucket in buckets
+                for pair in zip(bucket.sharded_params, bucket.layout.param_slices, strict=True)
+            ]
             known = {id(sharded): region.name for sharded, region in pairs}
-            self._is_check_due = not guard.refuse_other_parameters(self.model, known)
+            self._is_check_due = not guard.check_parameters_unchanged(self.model, known)
         if self._is_step_over and self.model.training and torch.is_grad_enabled():
             self._begin_step()
-        self.buffers.before_forward()
+        self.buffers.pre_forward()
 
     def _begin_step(self) -> None:
-        self._mesh.ledger.take()  # what evaluation has sent belongs to no step
+        self._groups.ledger.drain()  # what evaluation has sent belongs to no step
         self._is_step_over = False
         if self.grad_codec_steps is not None and self.steps_done >= self.grad_codec_steps:
             self.grad_codec_steps = None
-            self._mesh.drop_grad_codecs()
+            self._groups.disable_grad_codecs()
 
     @property
     def scopes(self) -> Scopes:
         """Ranks and axes of every model state in this job, and what is encoded between them."""
-        return self._mesh.scopes
+        return self._groups.scopes
 
-    def note_changes(self) -> None:
+    def mark_modified(self) -> None:
         """Say that parameters were written behind torch's back: by a kernel of your own, or through `to_local().data`.
 
         Every other way of writing into a parameter is noticed, but for ``torch._foreach_*`` on torch 2.11.
         """
         for parameter in self.parameters:
-            parameter.mics_changes += 1
+            parameter.mics_write_count += 1
 
-    def recover(self) -> None:
+    def reset_after_error(self) -> None:
         """Clean up after a backward that raised, before anything looks at the model's parameters."""
-        self._engine.recover()
+        self._engine.reset_after_error()
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
         """Point an optimizer that was built on the plain parameters at the sharded ones; groups and states are kept.
@@ -135,7 +139,7 @@ class Sharded:
             ConfigError: On every rank, for an optimizer over other parameters, or one that needs whole
                 tensors.
         """
-        on_every_rank(lambda: adopt(optimizer, self, self._step_hooks))
+        run_on_all_ranks(lambda: adopt(optimizer, self, self._step_hooks))
         return optimizer
 
     @contextmanager
@@ -178,9 +182,9 @@ class Sharded:
             LifecycleError: The norm is not finite and `error_if_nonfinite` is set.
             ConfigError: `only` holds what is no parameter of this sharded model.
         """
-        parameters = self.parameters if only is None else self._chosen(only)
+        parameters = self.parameters if only is None else self._select(only)
         self._engine.finish_gradients()
-        total = norm.total_norm(parameters, self._mesh, norm_type)
+        total = norm.total_norm(parameters, self._groups, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise LifecycleError(
                 f"The gradient norm is {total.item()}. Lower the learning rate or the loss scale, or look for the "
@@ -189,7 +193,7 @@ class Sharded:
         norm.clip(parameters, total, max_norm)
         return total
 
-    def _chosen(self, only: Iterable[torch.Tensor]) -> list[ShardedParameter]:
+    def _select(self, only: Iterable[torch.Tensor]) -> list[ShardedParameter]:
         chosen = {id(parameter): parameter for parameter in only}
         foreign = [parameter for parameter in chosen.values() if not self.owns(parameter)]
         if foreign:
@@ -206,22 +210,27 @@ class Sharded:
     @property
     def plan(self) -> Plan:
         """Every collective of an optimizer step with as many micro-steps as the last one had (before it, one)."""
-        recorded = self._engine.recorded
+        recorded = self._engine.order
         in_order = tuple(range(len(self._units)))
-        shape = StepShape(
-            entered=tuple(recorded.entered) if recorded.is_frozen else in_order,
-            needed=tuple(recorded.needed) if recorded.is_complete else (0, *reversed(in_order[1:])),
+        shape = StepOrder(
+            forward=tuple(recorded.forward) if recorded.is_frozen else in_order,
+            backward=tuple(recorded.backward) if recorded.is_complete else (0, *reversed(in_order[1:])),
             num_micro_steps=self._last_step[0],
             second_hop_every_backward=self.config.second_hop == "micro_step",
         )
-        dealt = [bucket for wholes in self._updated_whole for bucket in wholes.buckets]
+        dealt = [bucket for wholes in self._stepped_whole for bucket in wholes.buckets]
         whole = tuple(
-            WholePlan(name=bucket.name, deal=bucket.deal, index=self._mesh.trained.index, dtype=bucket.dtype)
+            OwnedPlan(
+                name=bucket.name,
+                assignment=bucket.assignment,
+                index=self._groups.trainable_placement.index,
+                dtype=bucket.dtype,
+            )
             for bucket in dealt
         )
         slots = {id(unit.slot): unit.index for unit in reversed(self._units)}
         gradients = self._engine.reducer.gradients
-        units = (plan_unit(unit, gradients.get(unit.index, []), slots[id(unit.slot)]) for unit in self._units)
+        units = (unit_plan_of(unit, gradients.get(unit.index, []), slots[id(unit.slot)]) for unit in self._units)
         return plan_step(tuple(units), self.scopes, shape, whole)
 
     def traffic(self) -> tuple[TrafficRow, ...]:
@@ -246,7 +255,7 @@ class Sharded:
 
     def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The plain optimizer's state dict on rank 0's CPU; empty on other ranks. Collective."""
-        return state.full_optimizer_state_dict(optimizer, self._step_hooks.step_of(optimizer).owner_of, self._mesh)
+        return state.full_optimizer_state_dict(optimizer, self._step_hooks.step_of(optimizer).owner_of, self._groups)
 
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a plain optimizer's state dict; every rank passes the whole one."""
@@ -259,27 +268,27 @@ class Sharded:
     @property
     def index(self) -> int:
         """Which shard of the optimizer scope this rank holds."""
-        return self._mesh.trained.index
+        return self._groups.trainable_placement.index
 
     @property
     def replica(self) -> tuple[int, int]:
         """This rank's number among those that hold the same shards, and their count."""
         span = self.scopes.span(self.scopes.optimizer, self.scopes.world_size)
-        return span.index(self._mesh.rank), span.size
+        return span.index(self._groups.rank), span.size
 
     @property
     def pending_micro_steps(self) -> int:
         """Micro-steps since the last optimizer step whose gradients are still here. Not in any checkpoint."""
         return self._engine.num_pending
 
-    def tell_pending(self) -> None:
+    def warn_pending_gradients(self) -> None:
         """Say once, on rank 0, that the checkpoint which is being made will not hold gradients that are here."""
-        self._engine.tell_pending()
+        self._engine.warn_pending_gradients()
 
     @property
     def generators(self) -> list[torch.Generator]:
         """What stochastic rounding of codecs draws from, on this rank."""
-        return self._mesh.generators
+        return self._groups.generators
 
     def synchronize_buffers(self) -> None:
         """Give every rank rank 0's buffers. Collective."""
@@ -293,36 +302,36 @@ class Sharded:
             and parameter.mics_owner.belongs_to(self._engine)
         )
 
-    def replaced(self, parameter: torch.Tensor) -> ShardedParameter | None:
+    def sharded_param_for(self, parameter: torch.Tensor) -> ShardedParameter | None:
         """The sharded parameter in the place of the plain `parameter` of before."""
-        return cast("ShardedParameter | None", self._replaced.get(parameter))
+        return cast("ShardedParameter | None", self._sharded_params.get(parameter))
 
-    def before_update(self) -> None:
+    def pre_step(self) -> None:
         """An optimizer is about to read gradients."""
         self._engine.finish_gradients()
 
-    def deal(self, parameters: list[ShardedParameter]) -> WholeTensors:
+    def assign_owners(self, parameters: list[ShardedParameter]) -> OwnerExchange:
         """Give each of `parameters` that is trained an owner among the ranks of the optimizer scope, and memory there.
 
         Raises:
             LifecycleError: There is nobody to deal them to.
         """
-        across = self._mesh.among_shards
+        across = self._groups.shard_group
         if across is None:
             raise LifecycleError("Every rank holds whole tensors. This is a defect of the engine; please report it.")
         buckets = [bucket for unit in self._units for bucket in unit.trainable]
-        dealt = deal_by_bucket(buckets, set(parameters), self._loads_bytes)
-        return WholeTensors(dealt, across, self._mesh.trained.index, self.memory, self.device)
+        dealt = assign_owners_by_bucket(buckets, set(parameters), self._owner_bytes)
+        return OwnerExchange(dealt, across, self._groups.trainable_placement.index, self.memory, self.device)
 
-    def after_update(self, wholes: list[WholeTensors]) -> None:
+    def post_step(self, wholes: list[OwnerExchange]) -> None:
         """An optimizer has changed its parameters, some of them whole."""
-        self._engine.after_step()
+        self._engine.post_step()
         self._is_check_due = self._is_step_over = True
         if self._engine.num_backwards:
-            self._last_step = (self._engine.num_backwards, self._mesh.ledger.take())
+            self._last_step = (self._engine.num_backwards, self._groups.ledger.drain())
             self._engine.num_backwards = 0
-            self._updated_whole = [*wholes]
+            self._stepped_whole = [*wholes]
             self.steps_done += 1
         else:  # another optimizer of the same step
-            self._last_step[1].update(self._mesh.ledger.take())
-            self._updated_whole += wholes
+            self._last_step[1].update(self._groups.ledger.drain())
+            self._stepped_whole += wholes

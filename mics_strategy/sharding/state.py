@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from mics_strategy.agreement import gather_objects, on_every_rank
+from mics_strategy.agreement import gather_objects, run_on_all_ranks
 from mics_strategy.collectives.full_tensor import full_tensor
 from mics_strategy.errors import CheckpointError
-from mics_strategy.mesh import Mesh
-from mics_strategy.sharding.optimizer.quantized import is_quantized, local_of, piece_of, put_together
-from mics_strategy.sharding.parameter import ShardedParameter, is_cut
+from mics_strategy.mesh import ProcessGroups
+from mics_strategy.sharding.optimizer.quantized import concat_quantized, is_quantized, slice_quantized, to_local
+from mics_strategy.sharding.parameter import ShardedParameter, is_sharded
 
 StateDict = dict[str, Any]
 OwnerOf = Callable[[torch.Tensor], int | None]
@@ -52,7 +52,7 @@ def load_full_state_dict(model: nn.Module, state: StateDict, *, strict: bool) ->
     return model.load_state_dict(pieces, strict=strict)
 
 
-def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, mesh: Mesh) -> StateDict:
+def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, mesh: ProcessGroups) -> StateDict:
     """The plain optimizer's state dict on rank 0's CPU, integer ids kept; empty on other ranks. Collective.
 
     Args:
@@ -63,7 +63,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, mesh: Mes
     Raises:
         CheckpointError: States of a kind that cannot be put together.
     """
-    on_every_rank(lambda: _refuse_special(optimizer, owner_of))
+    run_on_all_ranks(lambda: _refuse_special(optimizer, owner_of))
     state = optimizer.state_dict()
     quantized = _quantized_rows(state["state"])
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -92,12 +92,12 @@ def _refuse_special(optimizer: Optimizer, owner_of: OwnerOf) -> None:
         CheckpointError: Naming the kind.
     """
     for parameter, states in optimizer.state.items():
-        are_rows = is_cut(parameter) and owner_of(parameter) is None
+        are_rows = is_sharded(parameter) and owner_of(parameter) is None
         for key, value in states.items():
             if isinstance(value, torch.Tensor):
-                is_strange = not is_quantized(value) and type(local_of(value)) not in (torch.Tensor, nn.Parameter)
+                is_strange = not is_quantized(value) and type(to_local(value)) not in (torch.Tensor, nn.Parameter)
                 is_strange |= are_rows and value.numel() > 1 and not isinstance(value, DTensor)
-                what = f"is a {type(local_of(value)).__name__} {list(value.shape)}"
+                what = f"is a {type(to_local(value)).__name__} {list(value.shape)}"
             else:
                 is_strange = isinstance(value, (dict, list, tuple)) and _holds_tensor(value)
                 what = f"holds tensors inside a {type(value).__name__}"
@@ -124,25 +124,25 @@ def _quantized_rows(states: dict[int, StateDict]) -> set[tuple[int, str]]:
     return set().union(*gather_objects(own))
 
 
-def _quantized_on_rank_zero(value: torch.Tensor, parameter: ShardedParameter, mesh: Mesh) -> torch.Tensor:
+def _quantized_on_rank_zero(value: torch.Tensor, parameter: ShardedParameter, mesh: ProcessGroups) -> torch.Tensor:
     """The whole state as the plain optimizer keeps it; an empty tensor on other ranks."""
-    local, dim = local_of(value).detach().cpu(), parameter.mics_region.dim
-    if mesh.among_shards is None or dim is None or not is_cut(parameter):
+    local, dim = to_local(value).detach().cpu(), parameter.mics_slice.dim
+    if mesh.shard_group is None or dim is None or not is_sharded(parameter):
         return _to_rank_zero(local)
     pieces = []
-    for source in range(mesh.trained.degree):
-        piece = mesh.among_shards.share(local if source == mesh.trained.index else None, source)
+    for source in range(mesh.trainable_placement.degree):
+        piece = mesh.shard_group.broadcast_object(local if source == mesh.trainable_placement.index else None, source)
         if dist.get_rank() == 0 and piece is not None:
             pieces.append(piece)
-    return put_together(pieces, dim, parameter.shape) if pieces else torch.empty(0)
+    return concat_quantized(pieces, dim, parameter.shape) if pieces else torch.empty(0)
 
 
-def _from_owner(entry: StateDict | None, owner: int, mesh: Mesh) -> StateDict | None:
+def _from_owner(entry: StateDict | None, owner: int, mesh: ProcessGroups) -> StateDict | None:
     """The states of a parameter that one rank of the optimizer scope has, on all of them, on the CPU."""
-    if mesh.among_shards is None:
+    if mesh.shard_group is None:
         return entry
     sent = None if entry is None else {key: _on_cpu(value) for key, value in entry.items()}
-    return mesh.among_shards.share(sent, owner)
+    return mesh.shard_group.broadcast_object(sent, owner)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -182,7 +182,7 @@ def _to_rank_zero(value: torch.Tensor) -> torch.Tensor:
     """The whole tensor, on the CPU; an empty one on ranks that do not keep it."""
     whole = value.detach()
     if is_quantized(whole):
-        return piece_of(whole.cpu(), None, 0, 0)
+        return slice_quantized(whole.cpu(), None, 0, 0)
     if isinstance(whole, DTensor):
         whole = full_tensor(whole)
     if dist.get_rank() != 0:
@@ -199,7 +199,7 @@ def _piece(value: Any, own: object) -> Any:
     if not value.dim():
         return DTensor.from_local(value.clone(), own.device_mesh, own.placements, run_check=False)
     if is_quantized(value):
-        region = own.mics_region
-        return own.labelled(piece_of(value, region.dim, *region.rows(own.mics_index)).to(own.device))
-    local = own.mics_region.slice_of(value, own.mics_index).to(own.device, copy=True)
-    return own.labelled(local)
+        region = own.mics_slice
+        return own.like_self(slice_quantized(value, region.dim, *region.shard_range(own.mics_index)).to(own.device))
+    local = own.mics_slice.narrow(value, own.mics_index).to(own.device, copy=True)
+    return own.like_self(local)

@@ -14,14 +14,14 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from mics_strategy.collectives.ops import Handle
+from mics_strategy.collectives.ops import Work
 
-Stage = Callable[[], Handle | None]
+Op = Callable[[], Work | None]
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Chain:
+class OpChain:
     """Collectives one after the other.
 
     Args:
@@ -31,26 +31,26 @@ class Chain:
     """
 
     def __init__(
-        self, stages: list[Stage], finish: Callable[[], None] | None = None, stream: torch.cuda.Stream | None = None
+        self, stages: list[Op], finish: Callable[[], None] | None = None, stream: torch.cuda.Stream | None = None
     ) -> None:
-        self._handles: list[Handle] = []
+        self._handles: list[Work] = []
         self._finish = finish
         self._device = stream.device if stream is not None else None
         self._done: torch.cuda.Event | None = None
         self._ordered: set[torch.cuda.Stream] = set()  # streams that have waited for the event
-        self._kept: list[torch.Tensor] = []  # what the device still reads when the host has gone on
+        self._keepalive: list[torch.Tensor] = []  # what the device still reads when the host has gone on
         self.is_done = False
         if stream is None:
             self._start(stages)
         else:
             self._run_on(stream, stages)
 
-    def _start(self, stages: list[Stage]) -> None:
+    def _start(self, stages: list[Op]) -> None:
         for stage in stages:
             handle = stage()
             if handle is None:
                 continue
-            self._kept += handle.kept
+            self._keepalive += handle.keepalive
             if handle.is_queued:
                 self._handles.append(handle)
             else:
@@ -64,7 +64,7 @@ class Chain:
         if finish is not None:
             finish()
 
-    def _run_on(self, stream: torch.cuda.Stream, stages: list[Stage]) -> None:
+    def _run_on(self, stream: torch.cuda.Stream, stages: list[Op]) -> None:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             self._start(stages)
@@ -73,12 +73,12 @@ class Chain:
             self._done.record(stream)
 
     @property
-    def has_arrived(self) -> bool:
+    def has_completed(self) -> bool:
         """Whether `wait` would not block, as far as ranks may act on it.
 
         Never on CUDA: what is launched on a stream, ranks launch in one order, whatever has arrived where.
         """
-        return self._done is None and all(handle.has_arrived for handle in self._handles)
+        return self._done is None and all(handle.has_completed for handle in self._handles)
 
     def wait(self) -> None:
         """Make all results valid on the current stream of the chain's device; on the CPU, now.
@@ -94,7 +94,7 @@ class Chain:
         elif not self.is_done:
             self.is_done = True
             self._drain()
-        self._kept.clear()  # memory that is used anew now is written behind the event
+        self._keepalive.clear()  # memory that is used anew now is written behind the event
 
 
 class Streams:
@@ -110,20 +110,20 @@ class Streams:
         self._reduce = torch.cuda.Stream(device, priority=-1) if is_cuda else None
         self._second_hop = torch.cuda.Stream(device) if is_cuda else None
 
-    def gather(self, *stages: Stage) -> Chain:
+    def gather(self, *stages: Op) -> OpChain:
         """Start a chain that brings parameters."""
-        return Chain(list(stages), stream=self._gather)
+        return OpChain(list(stages), stream=self._gather)
 
-    def reduce(self, *stages: Stage, finish: Callable[[], None] | None = None) -> Chain:
+    def reduce(self, *stages: Op, finish: Callable[[], None] | None = None) -> OpChain:
         """Start a chain that takes gradients away, on a stream of higher priority: no gather delays it."""
-        return Chain(list(stages), finish, self._reduce)
+        return OpChain(list(stages), finish, self._reduce)
 
-    def second_hop(self, *stages: Stage, finish: Callable[[], None]) -> Chain:
+    def second_hop(self, *stages: Op, finish: Callable[[], None]) -> OpChain:
         """Start the second hop of a gradient, on a stream of its own: ranks may start first hops meanwhile.
 
         On one stream for both hops, ranks that order them differently would wait for one another forever.
         """
-        return Chain(list(stages), finish, self._second_hop)
+        return OpChain(list(stages), finish, self._second_hop)
 
 
 def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:

@@ -10,10 +10,10 @@ import torch
 from mics_strategy.config import ShardConfig
 from mics_strategy.sharding.advice import Workload
 from mics_strategy.sharding.model_states import ParameterKind
-from mics_strategy.sharding.wrap import UnitModule
+from mics_strategy.sharding.wrap import UnitSpec
 
 
-def workload(modules: list[UnitModule], config: ShardConfig, memory_bytes: int) -> Workload:
+def workload_from_units(modules: list[UnitSpec], config: ShardConfig, memory_bytes: int) -> Workload:
     """What has to be placed.
 
     Args:

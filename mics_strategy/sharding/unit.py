@@ -15,10 +15,10 @@ from torch import nn
 
 from mics_strategy.errors import LifecycleError
 from mics_strategy.sharding.bucket import Bucket
-from mics_strategy.sharding.buffers import Slot, StagingRing, Views
-from mics_strategy.sharding.lifecycle import CONTENT, PHASE, Content, Phase, advance
+from mics_strategy.sharding.buffers import CachedViews, Slot, StagingPool
+from mics_strategy.sharding.lifecycle import PHASE_TRANSITIONS, UNSHARD_TRANSITIONS, UnitPhase, UnshardState, transition
 from mics_strategy.sharding.parameter import ShardedParameter
-from mics_strategy.sharding.streams import Chain, Stage, Streams, outside_transforms
+from mics_strategy.sharding.streams import Op, OpChain, Streams, outside_transforms
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -34,7 +34,7 @@ class Unit:
         slot: Where it is unsharded.
 
     Attributes:
-        is_staged: Whether anything that arrives takes the flat form first.
+        needs_staging: Whether anything that arrives takes the flat form first.
     """
 
     def __init__(self, name: str, index: int, module: nn.Module, buckets: list[Bucket], slot: Slot) -> None:
@@ -43,17 +43,17 @@ class Unit:
         self.module = module
         self.buckets = buckets
         self.slot = slot
-        self.content = Content.SHARDED
-        self.phase = Phase.IDLE
+        self.unshard_state = UnshardState.SHARDED
+        self.phase = UnitPhase.IDLE
         self.num_live_calls = 0
         self.earliest_enter = -1
         self.backward_enter = -1
-        self._flats = Views([(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in buckets])
-        self._casts = Views([bucket.cast_size for bucket in buckets])
-        self.is_staged = any(bucket.is_staged for bucket in buckets)
+        self._flats = CachedViews([(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in buckets])
+        self._casts = CachedViews([bucket.cast_size for bucket in buckets])
+        self.needs_staging = any(bucket.needs_staging for bucket in buckets)
         self._forward_depth = 0
-        self._arrival: Chain | None = None
-        self._homes: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
+        self._pending_unshard: OpChain | None = None
+        self._locations: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
 
     @property
     def trainable(self) -> list[Bucket]:
@@ -61,45 +61,45 @@ class Unit:
         return [bucket for bucket in self.buckets if bucket.spec.trainable]
 
     @property
-    def is_fresh(self) -> bool:
+    def is_up_to_date(self) -> bool:
         """Whether the slot holds (or is about to hold) the current parameters, so that nothing has to travel."""
-        return self.content is not Content.SHARDED and all(
+        return self.unshard_state is not UnshardState.SHARDED and all(
             bucket.unsharded_version == bucket.version for bucket in self.buckets
         )
 
-    def start_unshard(self, streams: Streams, staging: StagingRing, cast: StagingRing, *, again: bool) -> None:
+    def start_unshard(self, streams: Streams, staging: StagingPool, cast: StagingPool, *, for_backward: bool) -> None:
         """Begin to gather, unless the slot already holds the current parameters.
 
         Args:
             streams: Where the transfer runs.
             staging: Lends a buffer for the flat form of all buckets in the compute dtype.
             cast: Lends a buffer for this rank's shards in the compute dtype.
-            again: For a backward, after the forward of the same step.
+            for_backward: For a backward, after the forward of the same step.
         """
-        if not self.is_fresh:
-            self._start_unshard(streams, staging, cast, again=again)
+        if not self.is_up_to_date:
+            self._start_unshard(streams, staging, cast, for_backward=for_backward)
 
     @outside_transforms
-    def _start_unshard(self, streams: Streams, staging: StagingRing, cast: StagingRing, *, again: bool) -> None:
+    def _start_unshard(self, streams: Streams, staging: StagingPool, cast: StagingPool, *, for_backward: bool) -> None:
         self.finish_unshard()
-        self._arrival = None
-        self.slot.take(self)
+        self._pending_unshard = None
+        self.slot.acquire(self)
         for bucket in self.buckets:
-            bucket.saved.reshard()  # also where its own memory gets other values: nothing may read it meanwhile
-        if self.content is Content.UNSHARDED:
-            self.content = advance(CONTENT, self.content, "evict", self.name)
-        self.content = advance(CONTENT, self.content, "gather", self.name)
-        flats, casts = self._borrow(staging, cast)
-        stages: list[Stage] = []
+            bucket.saved_versions.reshard()  # also where its own memory gets other values
+        if self.unshard_state is UnshardState.UNSHARDED:
+            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
+        self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "gather", self.name)
+        flats, casts = self._acquire_buffers(staging, cast)
+        stages: list[Op] = []
         for bucket, flat, shard in zip(self.buckets, flats, casts, strict=True):
-            if bucket.updated_version != bucket.version:
-                stages.append(partial(bucket.update, flat, shard))
-            stages.append(partial(bucket.unshard, flat, again=again))
-        self._arrival = streams.gather(*stages)
+            if bucket.synced_version != bucket.version:
+                stages.append(partial(bucket.sync_params, flat, shard))
+            stages.append(partial(bucket.unshard, flat, for_backward=for_backward))
+        self._pending_unshard = streams.gather(*stages)
         for bucket in self.buckets:
             bucket.unsharded_version = bucket.version
 
-    def update(self, streams: Streams, staging: StagingRing, cast: StagingRing) -> None:
+    def sync_params(self, streams: Streams, staging: StagingPool, cast: StagingPool) -> None:
         """Bring the optimizer's result to the parameter scope now, instead of in front of the next use.
 
         Args:
@@ -107,118 +107,122 @@ class Unit:
             staging: As for `start_unshard`.
             cast: As for `start_unshard`.
         """
-        flats, casts = self._borrow(staging, cast)
+        flats, casts = self._acquire_buffers(staging, cast)
         for bucket, flat, shard in zip(self.buckets, flats, casts, strict=True):
-            if bucket.updated_version != bucket.version:
-                streams.gather(partial(bucket.update, flat, shard)).wait()
+            if bucket.synced_version != bucket.version:
+                streams.gather(partial(bucket.sync_params, flat, shard)).wait()
 
-    def _borrow(self, staging: StagingRing, cast: StagingRing) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _acquire_buffers(
+        self, staging: StagingPool, cast: StagingPool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views for every bucket: its flat form, and this rank's shard (where it is updated), in the compute dtype."""
-        flat = staging.take(self.finish_unshard) if self.is_staged else _NOTHING
-        return self._flats.of(flat), self._casts.of(cast.take(self.finish_unshard))
+        flat = staging.acquire(self.finish_unshard) if self.needs_staging else _NOTHING
+        return self._flats.views_of(flat), self._casts.views_of(cast.acquire(self.finish_unshard))
 
     def finish_unshard(self) -> None:
         """Make the gathered parameters usable on the current stream, which may be another one at the next use."""
-        if self._arrival is None:
+        if self._pending_unshard is None:
             return
-        if self.content is Content.UNSHARDING:
-            self._finish(self._arrival)
+        if self.unshard_state is UnshardState.UNSHARDING:
+            self._finish(self._pending_unshard)
         else:
-            self._arrival.wait()
+            self._pending_unshard.wait()
 
     @outside_transforms
-    def _finish(self, arrival: Chain) -> None:
+    def _finish(self, arrival: OpChain) -> None:
         arrival.wait()
-        self.content = advance(CONTENT, self.content, "arrive", self.name)
+        self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "arrive", self.name)
         for bucket in self.buckets:
-            bucket.saved.unshard(bucket.unsharded_version)
+            bucket.saved_versions.unshard(bucket.unsharded_version)
 
     def evict(self) -> None:
         """Give the slot up; autograd refuses a backward that still needs the parameters (see `saved_versions`)."""
         self.finish_unshard()
-        if self.phase is Phase.FORWARD:
+        if self.phase is UnitPhase.FORWARD:
             raise LifecycleError(
                 f"Unit `{self.name}` is in its forward while another unit needs its slot. Units that are used at the "
                 "same time must be "
                 "nested in one another; pass the outer class to `shard(units=...)`, or raise `prefetch`."
             )
-        if self.content is Content.UNSHARDED:
-            self.content = advance(CONTENT, self.content, "evict", self.name)
+        if self.unshard_state is UnshardState.UNSHARDED:
+            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
         for bucket in self.buckets:
-            bucket.saved.reshard()
+            bucket.saved_versions.reshard()
 
-    def refuse_unfrozen(self) -> None:
+    def check_still_frozen(self) -> None:
         """See, before anything moves, that no parameter requires gradients for which there is no memory."""
         for bucket in self.buckets:
             if not bucket.spec.trainable:
-                for sharded in bucket.sharded:
-                    refuse_unfrozen(bucket, sharded)
+                for sharded in bucket.sharded_params:
+                    check_still_frozen(bucket, sharded)
 
     def enter_forward(self) -> None:
         """Put the whole parameters into the module, for a forward or a recomputation."""
         if self._forward_depth == 0:
-            self.phase = advance(PHASE, self.phase, "enter_forward", self.name)
-            self._put_unsharded()
+            self.phase = transition(PHASE_TRANSITIONS, self.phase, "enter_forward", self.name)
+            self._register_unsharded()
         self._forward_depth += 1
 
     def exit_forward(self) -> None:
         """The forward is over, or has raised."""
         self._forward_depth -= 1
         if self._forward_depth == 0:
-            self.phase = advance(PHASE, self.phase, "exit_forward", self.name)
+            self.phase = transition(PHASE_TRANSITIONS, self.phase, "exit_forward", self.name)
             for bucket in self.buckets:
                 bucket.keep_writes()
-            if self.phase is Phase.IDLE:
-                self._put_sharded()
+            if self.phase is UnitPhase.IDLE:
+                self._register_sharded()
 
     def enter_backward(self, entered: int) -> None:
         """Put the whole parameters into the module, for the backward of the forward that was entered then."""
         self.backward_enter = entered
-        self.phase = advance(PHASE, self.phase, "enter_backward", self.name)
-        self._put_unsharded()
+        self.phase = transition(PHASE_TRANSITIONS, self.phase, "enter_backward", self.name)
+        self._register_unsharded()
 
     def exit_backward(self) -> None:
         """No backward of this unit can follow in this pass."""
-        self.phase = advance(PHASE, self.phase, "exit_backward", self.name)
-        self._put_sharded()
+        self.phase = transition(PHASE_TRANSITIONS, self.phase, "exit_backward", self.name)
+        self._register_sharded()
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Forget a pass that an exception ended."""
         self._forward_depth = 0
         self.num_live_calls = 0
-        self.phase = Phase.IDLE
-        self._put_sharded()
+        self.phase = UnitPhase.IDLE
+        self._register_sharded()
 
-    def place_sharded(self) -> None:
+    def register_sharded(self) -> None:
         """Put the sharded parameters into the modules, whatever is there."""
         for module, attribute, _, sharded in self._places():
             module._parameters[attribute] = sharded
 
-    def _put_unsharded(self) -> None:
+    def _register_unsharded(self) -> None:
         for module, attribute, unsharded, sharded in self._places():
             if module._parameters[attribute] is sharded:  # not what `torch.func.functional_call` has put there
                 module._parameters[attribute] = unsharded
                 if unsharded.requires_grad != sharded.requires_grad:
                     unsharded.requires_grad_(sharded.requires_grad)
 
-    def _put_sharded(self) -> None:
+    def _register_sharded(self) -> None:
         for module, attribute, unsharded, sharded in self._places():
             if module._parameters[attribute] is unsharded:
                 module._parameters[attribute] = sharded
 
     def _places(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
         """Every attribute that refers to a parameter, with its two forms. Made once, as parameters stay the same."""
-        if self._homes is None:
-            self._homes = [
+        if self._locations is None:
+            self._locations = [
                 (module, attribute, unsharded, cast("nn.Parameter", sharded))
                 for bucket in self.buckets
-                for homes, unsharded, sharded in zip(bucket.spec.homes, bucket.unsharded, bucket.sharded, strict=True)
+                for homes, unsharded, sharded in zip(
+                    bucket.spec.locations, bucket.unsharded_params, bucket.sharded_params, strict=True
+                )
                 for module, attribute in homes
             ]
-        return self._homes
+        return self._locations
 
 
-def refuse_unfrozen(bucket: Bucket, sharded: ShardedParameter) -> None:
+def check_still_frozen(bucket: Bucket, sharded: ShardedParameter) -> None:
     """A parameter that was frozen when the model was sharded has no gradient memory.
 
     Raises:

@@ -54,7 +54,7 @@ def _own_gpu() -> torch.device:
     return torch.device("cuda", current)
 
 
-def initializer(given: object) -> None:
+def check_initializer(given: object) -> None:
     """Refuse words that mean nothing.
 
     Raises:
@@ -64,7 +64,7 @@ def initializer(given: object) -> None:
         raise ConfigError(f"`initializer={given!r}` is neither 'auto' nor a function of a module. Use one of them.")
 
 
-def model(module: nn.Module, target: torch.device) -> None:
+def check_model(module: nn.Module, target: torch.device) -> None:
     """Refuse what cannot be sharded.
 
     Raises:
@@ -87,10 +87,10 @@ def model(module: nn.Module, target: torch.device) -> None:
                 "weight.norm(dim=1, keepdim=True).clamp(min=1e-7)).clamp(max=1))`."
             )
     for name, parameter in module.named_parameters():
-        _refuse_parameter(name, parameter, target)
+        _check_parameter(name, parameter, target)
 
 
-def _refuse_parameter(name: str, parameter: nn.Parameter, target: torch.device) -> None:
+def _check_parameter(name: str, parameter: nn.Parameter, target: torch.device) -> None:
     if isinstance(parameter, DTensor):
         raise ConfigError(f"`{name}` is a DTensor: something else has sharded this model. Shard the plain model.")
     if type(parameter) is not nn.Parameter:
@@ -122,13 +122,13 @@ def _refuse_parameter(name: str, parameter: nn.Parameter, target: torch.device) 
         )
 
 
-def describe(module: nn.Module) -> str:
+def model_fingerprint(module: nn.Module) -> str:
     """A short text that is equal on two ranks when their models have the same parameters, in the same order."""
     lines = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in module.named_parameters()]
     return f"{len(lines)} parameters, digest {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
 
 
-def on_meta(module: nn.Module) -> str:
+def count_meta_tensors(module: nn.Module) -> str:
     """How much of the model has no values yet."""
     num = sum(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     return f"{num} parameters and buffers without values"

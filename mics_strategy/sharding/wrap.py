@@ -24,26 +24,26 @@ _LEAST_SHARE = 0.05
 
 
 @dataclass(slots=True)
-class OwnedParameter:
+class ParamRef:
     """One parameter of a unit: its first name, the tensor, and every (module, attribute) that refers to it."""
 
     name: str
     parameter: nn.Parameter
-    homes: list[tuple[nn.Module, str]] = field(default_factory=list)
+    locations: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class UnitModule:
+class UnitSpec:
     """A module chosen as unit, the number of units around it, those just inside it, and its own parameters."""
 
     name: str
     module: nn.Module
     depth: int
-    parameters: list[OwnedParameter] = field(default_factory=list)
+    parameters: list[ParamRef] = field(default_factory=list)
     inner: list[nn.Module] = field(default_factory=list)
 
 
-def find_units(model: nn.Module, rule: UnitRule) -> list[UnitModule]:
+def find_units(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
     """The units of `model` in module order, root first, with their parameters.
 
     Args:
@@ -55,12 +55,12 @@ def find_units(model: nn.Module, rule: UnitRule) -> list[UnitModule]:
         ConfigError: The rule matches nothing, or is of another type.
     """
     chosen = _choose(model, rule) | {model}
-    units: dict[nn.Module, UnitModule] = {}
-    around: dict[str, tuple[UnitModule, ...]] = {}  # outermost first; a module in two places has two paths
+    units: dict[nn.Module, UnitSpec] = {}
+    around: dict[str, tuple[UnitSpec, ...]] = {}  # outermost first; a module in two places has two paths
     for name, module in model.named_modules(remove_duplicate=False):
         outer = around[name.rpartition(".")[0]] if name else ()
         if module in chosen and module not in units:
-            units[module] = UnitModule(name=name, module=module, depth=len(outer))
+            units[module] = UnitSpec(name=name, module=module, depth=len(outer))
             if outer:
                 outer[-1].inner.append(module)
         around[name] = (*outer, units[module]) if module in chosen else outer
@@ -145,18 +145,18 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _assign_parameters(model: nn.Module, around: dict[str, tuple[UnitModule, ...]]) -> None:
+def _assign_parameters(model: nn.Module, around: dict[str, tuple[UnitSpec, ...]]) -> None:
     """Give every parameter to the innermost unit that contains all places where modules refer to it."""
-    owned: dict[torch.Tensor, OwnedParameter] = {}
-    places: dict[torch.Tensor, list[tuple[UnitModule, ...]]] = defaultdict(list)
+    owned: dict[torch.Tensor, ParamRef] = {}
+    places: dict[torch.Tensor, list[tuple[UnitSpec, ...]]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
             if parameter is None:
                 continue
             name = f"{path}.{attribute}" if path else attribute
-            entry = owned.setdefault(parameter, OwnedParameter(name=name, parameter=parameter))
-            if (module, attribute) not in entry.homes:
-                entry.homes.append((module, attribute))
+            entry = owned.setdefault(parameter, ParamRef(name=name, parameter=parameter))
+            if (module, attribute) not in entry.locations:
+                entry.locations.append((module, attribute))
             places[parameter].append(around[path])
     for parameter, entry in owned.items():
         chains = places[parameter]

@@ -14,7 +14,7 @@ from torch import nn
 from mics_strategy import Codec, ConfigError, ShardConfig, Topology
 from mics_strategy.accelerate import MiCSPlugin, launch
 from mics_strategy.cli import main
-from mics_strategy.launch_file import Answers, default_answers, launch_line, write_launch_file
+from mics_strategy.launch_file import LaunchAnswers, default_answers, launch_line, write_launch_file
 from tests.accelerate.launchers import sent, written
 
 STRATEGY = "  fsdp_sharding_strategy: "
@@ -60,7 +60,7 @@ OPTIONS = {
 def test_options_of_the_file_arrive(arrives: object, name: str) -> None:
     text, expected = OPTIONS[name]
     arrives(text)
-    assert launch.is_asked_for()
+    assert launch.is_enabled()
     assert launch.config() == expected
     assert MiCSPlugin().config == expected
 
@@ -118,7 +118,7 @@ def test_what_the_script_says_outranks_the_file(arrives: object) -> None:
 
 def test_a_file_of_fsdp_asks_for_nothing(arrives: object) -> None:
     arrives("", "--fsdp_version", "2")
-    assert not launch.is_asked_for()
+    assert not launch.is_enabled()
     assert MiCSPlugin().config == ShardConfig.preset("mics")
 
 
@@ -198,8 +198,8 @@ def test_other_parallelism_is_refused(arrives: object, sizes: dict[str, int], ma
 # -- mics config -----------------------------------------------------------------------------------------------
 
 ANSWERS = {
-    "one machine": Answers(device="gpu", processes_per_machine=8, precision="bf16"),
-    "several": Answers(
+    "one machine": LaunchAnswers(device="gpu", processes_per_machine=8, precision="bf16"),
+    "several": LaunchAnswers(
         device="gpu",
         num_machines=4,
         processes_per_machine=8,
@@ -210,7 +210,7 @@ ANSWERS = {
         partition_size=16,
         layer_class="LlamaDecoderLayer",
     ),
-    "cpu": Answers(device="cpu", processes_per_machine=2, precision="no", partition_size="world", preset="auto"),
+    "cpu": LaunchAnswers(device="cpu", processes_per_machine=2, precision="no", partition_size="world", preset="auto"),
 }
 
 
@@ -218,7 +218,7 @@ def read_by_us(file: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...
     with monkeypatch.context() as patch:
         for name, value in sent("--config_file", file, "--main_process_port", "0").items():
             patch.setenv(name, value)
-        assert launch.is_asked_for()
+        assert launch.is_enabled()
         precision = os.environ["ACCELERATE_MIXED_PRECISION"]
         return launch.config(), launch.layer_classes(), precision, MiCSPlugin().activation_checkpointing
 
@@ -321,4 +321,4 @@ def test_an_end_of_answers_writes_nothing(
 )
 def test_impossible_answers_are_refused(given: dict[str, object], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        Answers(**{"device": "gpu", "processes_per_machine": 8, "precision": "no", **given})
+        LaunchAnswers(**{"device": "gpu", "processes_per_machine": 8, "precision": "no", **given})

@@ -20,7 +20,7 @@ from torch import nn
 
 from mics_strategy import ConfigError
 from mics_strategy.accelerate import MiCSAccelerator, MiCSPlugin
-from mics_strategy.launch_file import Answers, launch_line, write_launch_file
+from mics_strategy.launch_file import LaunchAnswers, launch_line, write_launch_file
 from tests.accelerate import script
 from tests.accelerate.launchers import BIN, ON_CPU, ended, launched, sent, started, written
 from tests.accelerate.runs import PLAIN, accelerator, assert_same, forget, run
@@ -45,7 +45,7 @@ def seen(folder: Path, world_size: int) -> list[dict[str, Any]]:
 
 
 def test_the_launcher_with_our_file_trains_what_one_process_trains(tmp_path: Path) -> None:
-    answers = Answers(device="cpu", processes_per_machine=2, precision="no", preset="zero3", layer_class="Linear")
+    answers = LaunchAnswers(device="cpu", processes_per_machine=2, precision="no", preset="zero3", layer_class="Linear")
     file, train = tmp_path / "mics.yaml", train_script(tmp_path)
     write_launch_file(file, answers)
     setting, *command, _ = launch_line(file, answers).split()

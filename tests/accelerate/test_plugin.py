@@ -146,7 +146,7 @@ def test_a_stock_plugin_is_upgraded_with_what_both_share() -> None:
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Block"],
     )
-    plugin = MiCSPlugin.upgraded(stock)
+    plugin = MiCSPlugin.from_fsdp_plugin(stock)
     assert plugin.config == ShardConfig()
     assert plugin.state_dict_type.name == "FULL_STATE_DICT"
     assert plugin.activation_checkpointing is True
@@ -167,9 +167,9 @@ def test_a_stock_plugin_is_upgraded_with_what_both_share() -> None:
 def test_a_stock_plugin_that_asks_for_more_is_refused(options: dict[str, Any]) -> None:
     stock = FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **options})
     with pytest.raises(ConfigError, match=r"of an FSDP plugin.*is not offered"):
-        MiCSPlugin.upgraded(stock)
+        MiCSPlugin.from_fsdp_plugin(stock)
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_stock_plugin_that_asks_for_nothing_is_upgraded(version: int) -> None:
-    assert MiCSPlugin.upgraded(FullyShardedDataParallelPlugin(fsdp_version=version)).config == ShardConfig()
+    assert MiCSPlugin.from_fsdp_plugin(FullyShardedDataParallelPlugin(fsdp_version=version)).config == ShardConfig()

@@ -58,7 +58,7 @@ def test_a_script_finds_what_it_finds_without_us(
     assert [os.path.realpath(found[1]), *found[2:]] == [os.path.realpath(expected[1]), *expected[2:]]
     assert found[0] == expected[0]
     assert ended.value.code == 4
-    assert launch.is_asked_for()
+    assert launch.is_enabled()
     for name in ("beside", "package", "package.beside", "package.module"):
         sys.modules.pop(name, None)
 
@@ -90,6 +90,6 @@ def test_a_launcher_that_asks_for_something_else_is_refused(
     monkeypatch.setenv(f"ACCELERATE_USE_{other}", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     with pytest.raises(ConfigError, match="fsdp_version: mics"):
-        launch.ask_for()
+        launch.enable()
     assert main(["package/train.py"]) == 2
     assert "asks for" in capsys.readouterr().err

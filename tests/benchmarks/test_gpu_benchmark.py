@@ -121,7 +121,7 @@ class WritesZeros:
 
 def test_wrong_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong_operations(Codec(bits=8), CPU) == []
-    monkeypatch.setattr("benchmarks.gpu_codecs.Coder", WritesZeros)
+    monkeypatch.setattr("benchmarks.gpu_codecs.Quantizer", WritesZeros)
     found = wrong_operations(Codec(bits=8), CPU)
     assert [name.split()[0] for name in found] == ["encode", "decode", "encode", "decode", "decode_add", "encode_sum"]
 

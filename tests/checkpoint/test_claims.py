@@ -14,7 +14,7 @@ import pytest
 
 from mics_strategy import CheckpointError
 from mics_strategy.checkpoint import claims, storage
-from mics_strategy.checkpoint.folder import whole_folder
+from mics_strategy.checkpoint.folder import atomic_checkpoint_folder
 from mics_strategy.checkpoint.save import save_checkpoint
 from tests.checkpoint.test_sharded import run_of
 from tests.checkpoint.test_storage import names, write
@@ -43,7 +43,7 @@ def test_a_draft_of_a_living_process_is_left_alone_and_one_of_a_dead_process_rem
         assert writer.stdout is not None
         draft = Path(writer.stdout.readline().strip())
         with pytest.raises(CheckpointError, match=rf"`{path}` is being saved by another job: process {writer.pid} on"):
-            storage.begin(path)
+            storage.begin_draft(path)
         assert names(tmp_path) == sorted(["last", draft.name])
         writer.kill()
     write(path, 2)
@@ -76,7 +76,7 @@ def test_a_process_elsewhere_is_alive_while_it_counts(tmp_path: Path) -> None:
     thread.start()
     try:
         with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on node-7 writes its draft"):
-            storage.begin(tmp_path / "last")
+            storage.begin_draft(tmp_path / "last")
     finally:
         is_over.set()
         thread.join()
@@ -109,17 +109,17 @@ def save(ctx: RankContext, run: Run, path: Path) -> None:
 
 
 def save_folder(ctx: RankContext, path: Path) -> None:
-    with whole_folder(path) as draft:
+    with atomic_checkpoint_folder(path) as draft:
         (draft / "notes").write_text("of mine")
 
 
 def test_two_jobs_that_save_to_one_folder_are_told_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     path, run = tmp_path / "last", run_of("mics", ranks_per_node=1)
-    draft = storage.begin(path)  # this process is the other job
+    draft = storage.begin_draft(path)  # this process is the other job
     for job in (lambda: ranks(2, save, run, path), lambda: ranks(2, save_folder, path)):
         raises_on_every_rank(job, CheckpointError, rf"`{path}` is being saved by another job: process {os.getpid()} on")
     assert names(tmp_path) == [draft.name]
-    storage.discard(draft)
+    storage.abort(draft)
     ranks(2, save_folder, path)
     assert names(path) == ["manifest.json", "notes"]
     assert [*storage.read_manifest(path).files] == ["notes"]
@@ -136,7 +136,7 @@ def test_a_link_stays_and_its_target_is_replaced(ranks: RankPool, tmp_path: Path
         target.mkdir(parents=True)
     link.symlink_to(Path("..", "disk", "step-1"))
     if way == "aside":
-        with mock.patch.object(storage, "_exchange", return_value=False):
+        with mock.patch.object(storage, "_swap", return_value=False):
             write(storage.real(link), 2)
     else:
         ranks(2, save, run_of("mics", ranks_per_node=1), link)
@@ -149,7 +149,7 @@ def test_a_link_stays_and_its_target_is_replaced(ranks: RankPool, tmp_path: Path
 
 
 def interrupted(ctx: RankContext, path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), whole_folder(path):
+    with pytest.raises(KeyboardInterrupt), atomic_checkpoint_folder(path):
         raise KeyboardInterrupt
     save_folder(ctx, path)
 

@@ -10,6 +10,7 @@ from torch.optim import SGD
 
 from mics_strategy import (
     OpenCheckpoint,
+    atomic_checkpoint_folder,
     check_checkpoint,
     is_checkpoint,
     load_checkpoint,
@@ -19,7 +20,6 @@ from mics_strategy import (
     remove_checkpoint,
     save_checkpoint,
     shard,
-    whole_folder,
 )
 from tests.accelerate import runs as accelerate_runs
 from tests.lightning import fabric_runs, runs
@@ -46,7 +46,7 @@ def by_hand(ctx: RankContext, folder: Path) -> list[Path | None]:
     assert load_checkpoint(place, sharded, optimizers) == OpenCheckpoint(place).extra == {"epoch": 1}
     assert load_newest_checkpoint(Place(folder), sharded, optimizers) == {"epoch": 1}
     assert not load_weights(place, sharded).missing_keys
-    with whole_folder(Place(folder / "two"), [sharded]) as draft:
+    with atomic_checkpoint_folder(Place(folder / "two"), [sharded]) as draft:
         (draft / f"{ctx.rank}").write_text("here")
     found = [newest_checkpoint(Place(folder))]
     torch.distributed.barrier()

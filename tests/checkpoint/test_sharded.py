@@ -21,9 +21,9 @@ from torch.optim import Muon
 
 from mics_strategy import CheckpointError, ConfigError, ShardConfig, Topology
 from mics_strategy.checkpoint.load import load_checkpoint
-from mics_strategy.checkpoint.pieces import Pieces
+from mics_strategy.checkpoint.pieces import ShardedSavePlanner
 from mics_strategy.checkpoint.save import PendingSave, finish_saves, save_checkpoint
-from mics_strategy.checkpoint.state import held
+from mics_strategy.checkpoint.state import local_state
 from tests import models
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.sharding.training import Run, Training, assert_identical, start, whole
@@ -256,7 +256,7 @@ def names_written(ctx: RankContext, run: Run, path: Path) -> tuple[list[str], in
     """Names of the pieces that this rank writes, and their bytes."""
     training = start(ctx, run)
     training.step(0)
-    pieces = Pieces(held(training.sharded, [training.optimizer]))
+    pieces = ShardedSavePlanner(local_state(training.sharded, [training.optimizer]))
     items = pieces.plan.items
     num_bytes = sum(
         i.tensor_data.chunk.sizes.numel() * i.tensor_data.properties.dtype.itemsize for i in items if i.tensor_data

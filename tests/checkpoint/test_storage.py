@@ -19,10 +19,10 @@ from mics_strategy.checkpoint.manifest import FORMAT, NAME, FileEntry, Manifest
 
 
 def write(path: Path, step: int, content: bytes = b"numbers") -> None:
-    draft = storage.begin(path)
+    draft = storage.begin_draft(path)
     (draft / "data").write_bytes(content)
     storage.write_manifest(draft, manifest(step, {"data": storage.entry_of(draft / "data")}))
-    storage.publish(draft, path)
+    storage.commit(draft, path)
 
 
 def manifest(step: int, files: dict[str, FileEntry]) -> Manifest:
@@ -36,7 +36,7 @@ def _way(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "exchange":
         yield
         return
-    with mock.patch.object(storage, "_exchange", return_value=False):
+    with mock.patch.object(storage, "_swap", return_value=False):
         yield
 
 
@@ -58,7 +58,7 @@ def test_this_file_system_exchanges_in_one_step(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
-    assert storage._exchange(tmp_path / "one", tmp_path / "other")
+    assert storage._swap(tmp_path / "one", tmp_path / "other")
     assert (tmp_path / "one" / "file").read_text() == "other"
 
 
@@ -87,7 +87,7 @@ def test_a_kill_between_any_two_steps_leaves_a_whole_one(tmp_path: Path, stop: i
     with mock.patch.multiple(os, rename=dying(os.rename), fsync=dying(os.fsync)):
         with (
             mock.patch.object(storage.shutil, "rmtree", dying(storage.shutil.rmtree)),
-            mock.patch.object(storage, "_exchange", dying(storage._exchange)),
+            mock.patch.object(storage, "_swap", dying(storage._swap)),
         ):
             try:
                 write(path, 2, b"new")
@@ -141,13 +141,13 @@ def test_newest_first_by_step(tmp_path: Path) -> None:
     for name, step in (("b", 30), ("a", 200), ("c", 4)):
         write(tmp_path / name, step)
     (tmp_path / "unfinished").mkdir()
-    storage.begin(tmp_path / "d")
+    storage.begin_draft(tmp_path / "d")
     assert [path.name for path in storage.newest_first(tmp_path)] == ["a", "b", "c"]
     assert storage.newest_first(tmp_path / "nowhere") == []
 
 
 def test_a_name_that_begins_like_another_is_left_alone(tmp_path: Path) -> None:
-    other = storage.begin(tmp_path / "last.epoch")
+    other = storage.begin_draft(tmp_path / "last.epoch")
     write(tmp_path / "last", 1)
     assert other.is_dir()
 
@@ -222,7 +222,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     thesis.write_text("five years")
     for path in (thesis.parent, thesis):
         with pytest.raises(CheckpointError, match="is no sharded checkpoint"):
-            storage.begin(path)
+            storage.begin_draft(path)
     assert thesis.read_text() == "five years"
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", 1)
@@ -232,10 +232,10 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with mock.patch.object(Path, "mkdir", side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))):
         with pytest.raises(CheckpointError, match=rf"`{tmp_path}` cannot be written \(Read-only file system\)"):
-            storage.begin(tmp_path / "step-1")
+            storage.begin_draft(tmp_path / "step-1")
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a file system that nobody can write, such as /proc")
 def test_a_file_system_that_nobody_can_write_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"`/proc/checkpoints` cannot be written"):
-        storage.begin(Path("/proc/checkpoints/step-1"))
+        storage.begin_draft(Path("/proc/checkpoints/step-1"))

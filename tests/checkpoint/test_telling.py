@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from mics_strategy import CheckpointError, save_checkpoint, shard
 from mics_strategy.checkpoint import telling
-from mics_strategy.checkpoint.telling import Telling
+from mics_strategy.checkpoint.telling import StoreChannel
 from tests.checkpoint.test_sharded import run_of
 from tests.ranks import RankContext, RankPool
 from tests.sharding.training import start
@@ -30,14 +30,14 @@ def _impatient() -> Iterator[None]:
 @pytest.mark.usefixtures("_impatient")
 def test_a_slow_rank_is_waited_for_and_a_silent_one_is_not() -> None:
     store = dist.HashStore()
-    slow, listener = Telling(store, "one", 3), Telling(store, "one", 0)
-    with slow.alive():
+    slow, listener = StoreChannel(store, "one", 3), StoreChannel(store, "one", 0)
+    with slow.heartbeat():
         begun = time.monotonic()
         with pytest.raises(CheckpointError, match="Rank 2 has given no sign of life"):
-            listener.hear("share 2", 2)
+            listener.recv("share 2", 2)
         assert time.monotonic() - begun > 0.5
-        slow.tell("share 3", b"here")
-        assert listener.hear("share 3", 3) == b"here"
+        slow.send("share 3", b"here")
+        assert listener.recv("share 3", 3) == b"here"
 
 
 def late(ctx: RankContext, folder: Path) -> None:
@@ -126,13 +126,13 @@ class Bomb:
 
 def _save_beside_a_stranger(ctx: RankContext, folder: Path, kind: str) -> str:
     """What every rank is told when something else stands in the store in the place of rank 1's words."""
-    training, tell = start(ctx, run_of("mics")), Telling.tell
+    training, tell = start(ctx, run_of("mics")), StoreChannel.send
     strange = {"pickled": pickle.dumps(Bomb(folder / "ran")), "of another kind": b'{"items": [], "paths": 3}'}[kind]
 
-    def instead(self: Telling, what: str, value: bytes) -> None:
+    def instead(self: StoreChannel, what: str, value: bytes) -> None:
         tell(self, what, strange if what == "share 1" else value)
 
-    with mock.patch.object(Telling, "tell", instead), pytest.raises(CheckpointError) as caught:
+    with mock.patch.object(StoreChannel, "send", instead), pytest.raises(CheckpointError) as caught:
         save_checkpoint(folder / "one", training.sharded)
     return str(caught.value)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, load_weights, shard
 from mics_strategy.checkpoint import formats
-from mics_strategy.checkpoint.weights import Difference, prefix_between
+from mics_strategy.checkpoint.weights import IncompatibleKeys, prefix_between
 from tests import models
 from tests.checkpoint.test_interop import build_fsdp2, save_from_fsdp2
 from tests.checkpoint.test_sharded import run_of, save_after
@@ -34,17 +34,19 @@ def state_of(case: Callable[[], models.Case]) -> dict[str, Tensor]:
     return state
 
 
-def state_after(training: Training, path: Path, **options: Any) -> tuple[dict[str, Tensor], Difference]:
+def state_after(training: Training, path: Path, **options: Any) -> tuple[dict[str, Tensor], IncompatibleKeys]:
     """What the model holds, and what was not on both sides."""
     difference = load_weights(path, training.sharded, **options)
     return {name: whole(value) for name, value in training.model.state_dict().items()}, difference
 
 
-def load(ctx: RankContext, run: Run, path: Path, options: State | None = None) -> tuple[dict[str, Tensor], Difference]:
+def load(
+    ctx: RankContext, run: Run, path: Path, options: State | None = None
+) -> tuple[dict[str, Tensor], IncompatibleKeys]:
     return state_after(start(ctx, run), path, **(options or {}))
 
 
-NOTHING = Difference(missing_keys=[], unexpected_keys=[])
+NOTHING = IncompatibleKeys(missing_keys=[], unexpected_keys=[])
 
 
 def write_index(folder: Path, name: str, files: dict[str, list[str]]) -> None:
@@ -122,7 +124,9 @@ FORMATS: dict[str, Callable[[State, Path], Path]] = {
 }
 
 
-def load_each(ctx: RankContext, run: Run, paths: dict[str, Path]) -> dict[str, tuple[dict[str, Tensor], Difference]]:
+def load_each(
+    ctx: RankContext, run: Run, paths: dict[str, Path]
+) -> dict[str, tuple[dict[str, Tensor], IncompatibleKeys]]:
     """One after the other, with other values in between."""
     training, found = start(ctx, run), {}
     for kind, path in paths.items():
@@ -147,7 +151,7 @@ def test_every_format_arrives_bit_for_bit(ranks: RankPool, tmp_path: Path) -> No
 CASES = (models.conv_bn, models.scalar, models.tied)
 
 
-def load_cases(ctx: RankContext, run: Run, folder: Path) -> list[tuple[dict[str, Tensor], Difference]]:
+def load_cases(ctx: RankContext, run: Run, folder: Path) -> list[tuple[dict[str, Tensor], IncompatibleKeys]]:
     """Each from its file, which is opened anew for every tensor."""
     usual, formats.MAPPED_BYTES = formats.MAPPED_BYTES, 0
     try:
@@ -235,7 +239,7 @@ def test_names_dtypes_and_extra_states(ranks: RankPool, tmp_path: Path) -> None:
     torch.save(head, tmp_path / "head.pt")
     torch.save(with_prefix(one, "a.") | with_prefix(other, "b."), tmp_path / "two.pt")
     for loose, weight, last, note in ranks(2, load_into_another, tmp_path):
-        assert loose == Difference(missing_keys=["_extra_state", "linear.bias"], unexpected_keys=["head.weight"])
+        assert loose == IncompatibleKeys(missing_keys=["_extra_state", "linear.bias"], unexpected_keys=["head.weight"])
         assert weight.dtype == torch.float32
         assert torch.equal(weight, head["enc.linear.weight"].float())
         assert torch.equal(last, other["linear.weight"])

@@ -63,7 +63,7 @@ def measure(ctx: RankContext, folder: Path) -> tuple[dict[str, float], float]:
             parameter.local.zero_()
         found[kind] = peak_growth(lambda kind=kind: load_weights(folder / f"x.{kind}", sharded))
         for layer, parameter in enumerate(sharded.parameters):
-            assert torch.equal(parameter.local, parameter.mics_region.slice_of(values(layer), parameter.mics_index))
+            assert torch.equal(parameter.local, parameter.mics_slice.narrow(values(layer), parameter.mics_index))
     with mock.patch.object(formats, "MAPPED_BYTES", 0):
         found["anew"] = peak_growth(lambda: load_weights(folder / "x.safetensors", sharded))
     return found, peak_growth(lambda: load_whole(folder / "x.torch", sharded))

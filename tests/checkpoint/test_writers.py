@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mics_strategy import CheckpointError, ShardConfig, Topology, save_checkpoint, shard
-from mics_strategy.checkpoint.pieces import Pieces
-from mics_strategy.checkpoint.state import held
-from mics_strategy.checkpoint.writers import Copy, Piece, written_here
+from mics_strategy.checkpoint.pieces import ShardedSavePlanner
+from mics_strategy.checkpoint.state import local_state
+from mics_strategy.checkpoint.writers import ReplicaId, SaveItem, items_to_write
 from tests.checkpoint.test_sharded import run_of
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.sharding.training import forget_meshes, start
@@ -26,7 +26,8 @@ def test_copies_share_the_bytes(count: int) -> None:
     chance = random.Random(count)
     sizes = {f"layer.{number}": chance.choice([0, 4, 1000, 50_000]) for number in range(40)}
     by_copy = [
-        written_here(Piece(name, size, Copy(index, count)) for name, size in sizes.items()) for index in range(count)
+        items_to_write(SaveItem(name, size, ReplicaId(index, count)) for name, size in sizes.items())
+        for index in range(count)
     ]
     assert sorted(name for names in by_copy for name in names) == sorted(sizes)
     share = sum(sizes.values()) / count
@@ -34,8 +35,8 @@ def test_copies_share_the_bytes(count: int) -> None:
 
 
 def test_the_order_does_not_matter() -> None:
-    pieces = [Piece(f"layer.{number}", number % 3, Copy(number % 2, 2)) for number in range(20)]
-    assert written_here(pieces) == written_here(reversed(pieces))
+    pieces = [SaveItem(f"layer.{number}", number % 3, ReplicaId(number % 2, 2)) for number in range(20)]
+    assert items_to_write(pieces) == items_to_write(reversed(pieces))
 
 
 def _everyone_alike(value: object) -> list[object]:
@@ -58,7 +59,7 @@ def planned(ctx: RankContext, ranks: range) -> list[list[tuple[str, int]]]:
             optimizer = torch.optim.AdamW(model.parameters())
             for p in model.parameters():
                 optimizer.state[p] = {key: p.labelled(torch.zeros_like(p.local)) for key in ("exp_avg", "exp_avg_sq")}
-            items = Pieces(held(sharded, [optimizer])).plan.items
+            items = ShardedSavePlanner(local_state(sharded, [optimizer])).plan.items
             found.append([(item.index.fqn, _num_bytes(item)) for item in items if item.tensor_data is not None])
             dist.destroy_process_group()
     return found

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mics_strategy import Codec
-from mics_strategy.collectives.codec_kernels import Kernels
-from mics_strategy.collectives.codec_tiles import Tiles
+from mics_strategy.collectives.codec_kernels import TritonCodec
+from mics_strategy.collectives.codec_tiles import TorchCodec
 from tests.seeds import seed_generators
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -42,7 +42,7 @@ def _buffer(codec: Codec, numel: int, device: torch.device) -> Tensor:
 
 def _encoded(codec: Codec, values: Tensor) -> Tensor:
     out = _buffer(codec, values.numel(), values.device)
-    Tiles(codec, values.device, None).encode(values, out)
+    TorchCodec(codec, values.device, None).encode(values, out)
     return out
 
 
@@ -57,7 +57,7 @@ def encode(bits: int, device: torch.device) -> list[str]:
     for (codec, numel), dtype in itertools.product(_codecs(bits), DTYPES):
         values = _values(numel, dtype).to(device)
         out = _buffer(codec, numel, device)
-        Kernels(codec, None).encode(values, out)
+        TritonCodec(codec, None).encode(values, out)
         if not torch.equal(out, _encoded(codec, values)):
             wrong.append(f"{codec} {numel} {dtype}")
     return wrong
@@ -73,7 +73,9 @@ def decode(bits: int, device: torch.device) -> list[str]:
         scales[0] = 1 + 2**-8  # many values half way between two bf16 numbers
         outs = torch.full((2, numel), 7.0, dtype=dtype, device=device)
         totals = torch.randn(numel).to(device).repeat(2, 1)
-        for worker, out, total in zip((Tiles(codec, device, None), Kernels(codec, None)), outs, totals, strict=True):
+        for worker, out, total in zip(
+            (TorchCodec(codec, device, None), TritonCodec(codec, None)), outs, totals, strict=True
+        ):
             worker.decode(encoded, out, accumulate=False)
             worker.decode(encoded, total, accumulate=True)
         if not (_is_same(*outs) and _is_same(*totals)):
@@ -89,7 +91,7 @@ def encode_sum(bits: int, device: torch.device) -> list[str]:
         pieces = torch.stack([_encoded(source, _values(numel, torch.float32).to(device)) for _ in range(3)])
         addend = torch.randn(numel).to(device) if has_addend else None
         outs = [_buffer(codec, numel, device) for _ in range(2)]
-        for worker, out in zip((Tiles(codec, device, None), Kernels(codec, None)), outs, strict=True):
+        for worker, out in zip((TorchCodec(codec, device, None), TritonCodec(codec, None)), outs, strict=True):
             worker.encode_sum(source, pieces, addend, numel, out)
         if not torch.equal(*outs):
             wrong.append(f"{codec} {source} {numel} {has_addend}")
@@ -103,9 +105,9 @@ def stochastic(bits: int, device: torch.device) -> list[str]:
     outs = []
     for seed in (1, 1, 2):
         outs.append(_buffer(codec, values.numel(), device))
-        Kernels(codec, torch.Generator().manual_seed(seed)).encode(values, outs[-1])
+        TritonCodec(codec, torch.Generator().manual_seed(seed)).encode(values, outs[-1])
     restored = torch.empty_like(values)
-    Tiles(Codec(bits=bits, block_size=64), device, None).decode(outs[0], restored, accumulate=False)
+    TorchCodec(Codec(bits=bits, block_size=64), device, None).decode(outs[0], restored, accumulate=False)
     scale, wanted = 1 / codec.largest_code, values[:64].double()
     share = wanted / scale - (wanted / scale).floor()
     bound = 6 * scale * (share * (1 - share) / repeats).sqrt() + 1e-5 * scale

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from mics_strategy.collectives.by_size import AnyCollective, BySize
+from mics_strategy.collectives.by_size import AnyCommunicator, SizeDispatch
 from mics_strategy.collectives.codecs import Codec
-from mics_strategy.collectives.collective import Collective
-from mics_strategy.collectives.crossover import TwoStages
+from mics_strategy.collectives.collective import Communicator
+from mics_strategy.collectives.crossover import HierarchicalThreshold
 from mics_strategy.collectives.workspace import Workspace
-from mics_strategy.mesh import Mesh
+from mics_strategy.mesh import ProcessGroups
 from mics_strategy.scopes import Codecs, Scopes
 from mics_strategy.topology import Axis
 from tests.ranks import RankContext
@@ -31,7 +31,7 @@ def scopes_of(ctx: RankContext, codec: Codec | None = None, links: str = "slow",
         secondary=ctx.world_size,
         axes=tuple(Axis(name=name, size=size, stride=strides[name]) for name, size in sizes.items() if size > 1),
         is_hierarchical=stages != 1,
-        two_stages=TwoStages(from_bytes=1 << 60 if stages == DIRECT else 0),
+        two_stages=HierarchicalThreshold(from_bytes=1 << 60 if stages == DIRECT else 0),
         codecs=Codecs(params=codec, first_hop=codec, is_on_all_links=links == "all"),
     )
 
@@ -45,9 +45,9 @@ class Network:
     """
 
     def __init__(self, ctx: RankContext, codec: Codec | None = None, links: str = "slow", stages: Stages = 2) -> None:
-        self.mesh = Mesh(scopes_of(ctx, codec, links, stages), "cpu")
-        self.one = _only(self.mesh.gather_params)
-        self.other = _only(self.mesh.reduce_grads)
+        self.mesh = ProcessGroups(scopes_of(ctx, codec, links, stages), "cpu")
+        self.one = _only(self.mesh.param_comm)
+        self.other = _only(self.mesh.grad_comm)
 
     @property
     def workspace(self) -> Workspace:
@@ -58,7 +58,7 @@ class Network:
         """Give each lane the memory that was announced for it, and forget the announcements."""
         for workspace in self.mesh.workspaces.values():
             num_bytes = max(0, workspace.needed_bytes + spare_bytes)
-            workspace.use(torch.full((num_bytes,), NAN_BYTE, dtype=torch.uint8))
+            workspace.bind(torch.full((num_bytes,), NAN_BYTE, dtype=torch.uint8))
             workspace.needed_bytes = 0
 
     def values(self, index: int, numel: int, dtype: torch.dtype = torch.float32, salt: int = 0) -> Tensor:
@@ -67,14 +67,14 @@ class Network:
 
     def gather(self, numel: int, what: str = "block", salt: int = 0) -> bool:
         """Gather `numel` numbers of each rank in the first lane; whether the result is right."""
-        self.one.reserve_gather(numel, torch.float32)
+        self.one.reserve_all_gather(numel, torch.float32)
         self.lend()
         out = torch.empty(self.one.size * numel)
-        self.one.gather(out, self.values(self.one.index, numel, salt=salt), what).wait()
+        self.one.all_gather(out, self.values(self.one.index, numel, salt=salt), what).wait()
         return torch.equal(out, torch.cat([self.values(i, numel, salt=salt) for i in range(self.one.size)]))
 
 
-def _only(found: AnyCollective | None) -> Collective:
+def _only(found: AnyCommunicator | None) -> Communicator:
     """The collective that is ever used."""
     assert found is not None
-    return found.small if isinstance(found, BySize) else found
+    return found.flat if isinstance(found, SizeDispatch) else found

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mics_strategy.collectives import route as routes
 from mics_strategy.collectives.codecs import Codec
-from mics_strategy.collectives.coder import Coder
-from mics_strategy.collectives.collective import Collective
-from mics_strategy.collectives.route import Route, Way
+from mics_strategy.collectives.coder import Quantizer
+from mics_strategy.collectives.collective import Communicator
+from mics_strategy.collectives.route import Algorithm, Route
 
 CPU = torch.device("cpu")
 
@@ -87,37 +87,37 @@ class Plain:
     ring: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, collective: Collective) -> "Plain":
+    def of(cls, collective: Communicator) -> "Plain":
         """What `collective` must give."""
-        slow, transport = collective.route.slow, collective.transports[0]
-        is_ring = slow.way is Way.RING and slow.codec is None and transport.is_point_to_point
-        ranks = transport.trail.ranks
+        slow, transport = collective.route.inter, collective.transports[0]
+        is_ring = slow.algorithm is Algorithm.RING and slow.codec is None and transport.is_point_to_point
+        ranks = transport.fingerprint.ranks
         ring = tuple(sorted(range(len(ranks)), key=lambda index: ranks[index])) if is_ring else ()
         return cls(collective.route, collective.index, ring)
 
     @property
     def _at_fast(self) -> int:
-        return self.index // self.route.slow.ranks
+        return self.index // self.route.inter.size
 
     @property
     def _at_slow(self) -> int:
-        return self.index % self.route.slow.ranks
+        return self.index % self.route.inter.size
 
     def gather(self, given: Sequence[Tensor]) -> Tensor:
         """All shards, each as it arrives."""
-        whole, slow = self.route.gather_codec, self.route.slow.codec
+        whole, slow = self.route.all_gather_codec, self.route.inter.codec
         if whole is not None:
             return torch.cat([coded(each, whole, each.dtype) for each in given])
         if slow is None:
             return torch.cat(list(given))
-        pieces = routes.pieces_of(self.route, given[0].numel(), given[0].itemsize)
+        pieces = routes.chunks_of(self.route, given[0].numel(), given[0].itemsize)
         return torch.cat([coded(each[a:b], slow, each.dtype) for each in given for a, b in pieces])
 
     def reduce(self, given: Sequence[Tensor], dtype: torch.dtype, start: Tensor | None) -> Tensor:
         """The sum of this rank's slice, added to `start`; `given` are in the wire dtype."""
         route, wire, numel = self.route, given[0].dtype, given[0].numel() // self.route.size
-        pieces = routes.pieces_of(route, numel, given[0].itemsize)
-        slow, fast = route.slow, route.fast
+        pieces = routes.chunks_of(route, numel, given[0].itemsize)
+        slow, fast = route.inter, route.intra
         if fast is None:
             rows = [each.view(route.size, -1)[self.index] for each in given]
             if self.ring:
@@ -130,8 +130,8 @@ class Plain:
             )
         # What each node of this rank's slow stage has, of its slice and of all their rows.
         nodes = [
-            self._node_sums(given, node, numel, pieces, dtype).view(slow.ranks, -1)[self._at_slow]
-            for node in range(slow.ranks)
+            self._node_sums(given, node, numel, pieces, dtype).view(slow.size, -1)[self._at_slow]
+            for node in range(slow.size)
         ]
         return torch.cat(
             [
@@ -148,12 +148,12 @@ class Plain:
         self, given: Sequence[Tensor], node: int, numel: int, pieces: list[tuple[int, int]], dtype: torch.dtype
     ) -> Tensor:
         route = self.route
-        assert route.fast is not None
-        of_node = [given[local * route.slow.ranks + node] for local in range(route.fast.ranks)]
-        slices = [each.view(route.fast.ranks, -1)[self._at_fast] for each in of_node]
-        parts = [(row * numel + a, row * numel + b) for row in range(route.slow.ranks) for a, b in pieces]
-        parts = [(0, route.slow.ranks * numel)] if len(pieces) == 1 else parts
-        codec = route.fast.codec
+        assert route.intra is not None
+        of_node = [given[local * route.inter.size + node] for local in range(route.intra.size)]
+        slices = [each.view(route.intra.size, -1)[self._at_fast] for each in of_node]
+        parts = [(row * numel + a, row * numel + b) for row in range(route.inter.size) for a, b in pieces]
+        parts = [(0, route.inter.size * numel)] if len(pieces) == 1 else parts
+        codec = route.intra.codec
         return torch.cat(
             [summed([s[a:b] for s in slices], self._at_fast, given[0].dtype, codec, None, dtype) for a, b in parts]
         )
@@ -162,35 +162,35 @@ class Plain:
         """The sum at every rank; `given` are in the dtype of the sum."""
         route, dtype, numel = self.route, given[0].dtype, given[0].numel()
         slice_numel = routes.all_reduce_slice(route, numel)
-        padding = torch.zeros(route.num_fast * slice_numel - numel, dtype=dtype)
-        padded = [torch.cat([each, padding]).view(route.num_fast, -1) for each in given]
-        pieces = routes.all_reduce_pieces(route, slice_numel, given[0].to(wire).itemsize)
+        padding = torch.zeros(route.ranks_per_node * slice_numel - numel, dtype=dtype)
+        padded = [torch.cat([each, padding]).view(route.ranks_per_node, -1) for each in given]
+        pieces = routes.all_reduce_chunks(route, slice_numel, given[0].to(wire).itemsize)
         slices = [
             torch.cat([self._all_reduced_piece([p[local][a:b] for p in padded], local, wire) for a, b in pieces])
-            for local in range(route.num_fast)
+            for local in range(route.ranks_per_node)
         ]
         return torch.cat(slices)[:numel]
 
     def _all_reduced_piece(self, given: list[Tensor], local: int, wire: torch.dtype) -> Tensor:
         """One piece of the slice of which the ranks at `local` in their nodes take care."""
-        route, dtype, ranks = self.route, given[0].dtype, self.route.slow.ranks
+        route, dtype, ranks = self.route, given[0].dtype, self.route.inter.size
         nodes = given
-        if route.fast is not None:
-            by_node = [[given[at * ranks + node] for at in range(route.fast.ranks)] for node in range(ranks)]
-            nodes = [summed(each, local, wire, route.fast.codec, None, dtype) for each in by_node]
+        if route.intra is not None:
+            by_node = [[given[at * ranks + node] for at in range(route.intra.size)] for node in range(ranks)]
+            nodes = [summed(each, local, wire, route.intra.codec, None, dtype) for each in by_node]
         rows = [each.view(ranks, -1) for each in nodes]
         if self.ring:
             narrow, none = [r.to(wire) for r in rows], self._start(None, rows[0].shape[1], dtype)
             totals = [summed_on_ring([r[own] for r in narrow], own, self.ring, none) for own in range(ranks)]
         else:
-            totals = [summed([r[own] for r in rows], own, wire, route.slow.codec, None, dtype) for own in range(ranks)]
-        whole = torch.cat([travelled(total, wire, route.slow.codec) for total in totals])
-        return whole if route.fast is None else whole.to(wire).to(dtype)
+            totals = [summed([r[own] for r in rows], own, wire, route.inter.codec, None, dtype) for own in range(ranks)]
+        whole = torch.cat([travelled(total, wire, route.inter.codec) for total in totals])
+        return whole if route.intra is None else whole.to(wire).to(dtype)
 
 
 @functools.cache  # it allocates tiles; the tests of one process run one after the other
-def _coder(codec: Codec) -> Coder:
-    return Coder(codec, CPU)
+def _coder(codec: Codec) -> Quantizer:
+    return Quantizer(codec, CPU)
 
 
 def _part(start: Tensor | None, a: int, b: int) -> Tensor | None:

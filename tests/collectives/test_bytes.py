@@ -8,10 +8,10 @@ import torch
 
 from mics_strategy.collectives import route as routes
 from mics_strategy.collectives.codecs import Codec
-from mics_strategy.collectives.collective import Collective
-from mics_strategy.collectives.ledger import Ledger
-from mics_strategy.collectives.ops import Handle
-from mics_strategy.collectives.route import Message
+from mics_strategy.collectives.collective import Communicator
+from mics_strategy.collectives.ledger import TrafficLog
+from mics_strategy.collectives.ops import Work
+from mics_strategy.collectives.route import HopTraffic
 from mics_strategy.collectives.traffic import SENT_BYTES
 from tests.collectives.networks import DIRECT, Network, Stages
 from tests.ranks import RankContext, RankPool
@@ -21,31 +21,33 @@ FP32, BF16 = torch.float32, torch.bfloat16
 INT8, INT4 = Codec(bits=8, block_size=6), Codec(bits=4, block_size=64)
 
 
-def kinds_of(messages: Iterable[Message]) -> Counter[Kind]:
+def kinds_of(messages: Iterable[HopTraffic]) -> Counter[Kind]:
     kinds: Counter[Kind] = Counter()
     for m in messages:
-        kinds[m.dtype, m.ranks] += SENT_BYTES[m.collective](m.full_bytes, m.ranks)
+        kinds[m.dtype, m.size] += SENT_BYTES[m.collective](m.full_bytes, m.size)
     return kinds
 
 
-def written(ledger: Ledger) -> Counter[Kind]:
+def written(ledger: TrafficLog) -> Counter[Kind]:
     kinds: Counter[Kind] = Counter()
-    for sent, times in ledger.take().items():
-        kinds[sent.dtype, sent.ranks] += times * sent.sent_bytes
+    for sent, times in ledger.drain().items():
+        kinds[sent.dtype, sent.size] += times * sent.sent_bytes
     return kinds
 
 
-def started(one: Collective, kind: str, numel: int) -> tuple[Handle, list[Message]]:
+def started(one: Communicator, kind: str, numel: int) -> tuple[Work, list[HopTraffic]]:
     """A collective under way, and what is planned for it; `numel` of a shard, or of a whole all-reduce."""
     full = torch.zeros(one.size * numel, dtype=BF16)
     if kind == "gather":
-        return one.gather(full, full[:numel].clone(), "block"), routes.gather_messages(one.route, full.numel(), BF16)
+        return one.all_gather(full, full[:numel].clone(), "block"), routes.all_gather_traffic(
+            one.route, full.numel(), BF16
+        )
     if kind == "reduce":
-        handle = one.reduce(torch.empty(numel), full, False, "block")
-        return handle, routes.reduce_messages(one.route, full.numel(), BF16)
+        handle = one.reduce_scatter(torch.empty(numel), full, False, "block")
+        return handle, routes.reduce_scatter_traffic(one.route, full.numel(), BF16)
     wire = BF16 if kind == "narrow all-reduce" else FP32
     handle = one.all_reduce(torch.zeros(numel), wire, "block")
-    return handle, routes.all_reduce_messages(one.route, numel, wire, FP32)
+    return handle, routes.all_reduce_traffic(one.route, numel, wire, FP32)
 
 
 def different(ctx: RankContext, codec: Codec | None, links: str, num_stages: Stages) -> list[str]:
@@ -53,8 +55,8 @@ def different(ctx: RankContext, codec: Codec | None, links: str, num_stages: Sta
     network = Network(ctx, codec, links, num_stages)
     one, found = network.one, []
     for numel in (1, 24, 1001, 70_001):
-        one.reserve_gather(numel, BF16)
-        one.reserve_reduce(one.size * numel, BF16, FP32)
+        one.reserve_all_gather(numel, BF16)
+        one.reserve_reduce_scatter(one.size * numel, BF16, FP32)
         one.reserve_all_reduce(numel, BF16, FP32)
         one.reserve_all_reduce(numel, FP32, FP32)
         network.lend()
@@ -84,7 +86,7 @@ def leaving(ctx: RankContext, numel: int) -> int:
     """Bytes that this rank sends to other nodes in a gather in two stages."""
     network = Network(ctx)
     with CountC10d() as counted:
-        network.one.gather(torch.empty(numel), torch.zeros(numel // ctx.world_size), "block").wait()
+        network.one.all_gather(torch.empty(numel), torch.zeros(numel // ctx.world_size), "block").wait()
     return counted.kinds[FP32, ctx.num_nodes]
 
 

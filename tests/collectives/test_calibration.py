@@ -15,10 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mics_strategy import ShardConfig, Topology
 from mics_strategy.collectives import calibration, decisions
-from mics_strategy.collectives.by_size import BySize
-from mics_strategy.collectives.calibration import Finding, report
-from mics_strategy.collectives.crossover import SIZES_BYTES, Crossing, Timing, threshold_bytes
-from mics_strategy.mesh import Mesh
+from mics_strategy.collectives.by_size import SizeDispatch
+from mics_strategy.collectives.calibration import TuningResult, report
+from mics_strategy.collectives.crossover import SIZES_BYTES, SizeTiming, TunableCollective, threshold_bytes
+from mics_strategy.mesh import ProcessGroups
 from mics_strategy.scopes import Scopes, resolve_scopes
 from tests.ranks import RankContext, RankPool, simulate
 
@@ -29,8 +29,8 @@ LOG = "mics_strategy.collectives.decisions"
 class Seen:
     """What one rank saw of one mesh."""
 
-    findings: list[Finding]
-    decided: tuple[tuple[Crossing, int], ...]
+    findings: list[TuningResult]
+    decided: tuple[tuple[TunableCollective, int], ...]
     measured: list[str]
     warnings: list[str]
 
@@ -38,9 +38,9 @@ class Seen:
 @contextmanager
 def watched() -> Iterator[tuple[list[str], list[str]]]:
     """Collectives that are measured inside, and warnings about the cache."""
-    measure, measured, warnings = calibration.measure, [], []
+    measure, measured, warnings = calibration.benchmark, [], []
 
-    def counted(collective: str, *args: Any) -> tuple[Timing, ...]:
+    def counted(collective: str, *args: Any) -> tuple[SizeTiming, ...]:
         measured.append(collective)
         return measure(collective, *args)
 
@@ -51,7 +51,7 @@ def watched() -> Iterator[tuple[list[str], list[str]]]:
     listener = Listener()
     logging.getLogger(LOG).addHandler(listener)
     try:
-        with mock.patch.object(calibration, "measure", counted):
+        with mock.patch.object(calibration, "benchmark", counted):
             yield measured, warnings
     finally:
         logging.getLogger(LOG).removeHandler(listener)
@@ -69,8 +69,8 @@ def see(ctx: RankContext, cache: Path, presets: list[str], options: dict | None 
         patch.setenv("XDG_CACHE_HOME", str(cache))
         for preset in presets:
             with watched() as (measured, warnings):
-                mesh = Mesh(scopes_of(ctx, preset, **(options or {})), "cpu")
-            seen.append(Seen(mesh.findings, mesh.scopes.two_stages.measured, measured, warnings))
+                mesh = ProcessGroups(scopes_of(ctx, preset, **(options or {})), "cpu")
+            seen.append(Seen(mesh.tuning_results, mesh.scopes.two_stages.measured, measured, warnings))
             assert not mesh.ledger.entries
     return seen
 
@@ -90,12 +90,12 @@ def test_ranks_measure_agree_and_keep_what_they_found(ranks: RankPool, tmp_path:
         assert finding.from_bytes == threshold_bytes(finding.timings)
     # A second model of the job has the same, and measures nothing; another one only what is new.
     assert (second.measured, second.decided) == ([], first.decided)
-    assert not any(finding.is_news for finding in second.findings)
+    assert not any(finding.was_measured for finding in second.findings)
     assert third.measured == ["all_reduce"]
     # Another job finds it on the disk.
     [[again]] = [found[:1] for found in calibrated(ranks, tmp_path, ["zero3"])[:1]]
     assert (again.measured, again.decided, again.warnings) == ([], first.decided, [])
-    assert all(finding.is_news and not finding.timings for finding in again.findings)
+    assert all(finding.was_measured and not finding.timings for finding in again.findings)
 
 
 def test_a_damaged_cache_costs_a_measurement_and_a_line_of_rank_0(ranks: RankPool, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_all_ranks_take_what_rank_0_knows(ranks: RankPool, tmp_path: Path) -> No
 
 def _see_apart(ctx: RankContext, cache: Path) -> tuple[dict[str, int], list[str]]:
     """Only rank 0 finds something in its cache."""
-    with mock.patch.object(decisions, "recall", return_value=12345 if ctx.rank == 0 else None):
+    with mock.patch.object(decisions, "load", return_value=12345 if ctx.rank == 0 else None):
         [seen] = see(ctx, cache / str(ctx.rank), ["zero3"])
     return {collective: from_bytes for (collective, _), from_bytes in seen.decided}, seen.measured
 
@@ -133,29 +133,29 @@ def _see_apart(ctx: RankContext, cache: Path) -> tuple[dict[str, int], list[str]
 )
 def test_nothing_is_measured_where_nothing_is_to_be_decided(preset: str, options: dict) -> None:
     config = ShardConfig.preset(preset, **options)
-    assert resolve_scopes(config, Topology(ranks_per_node=4), 8).undecided() == {}
-    assert resolve_scopes(ShardConfig.preset("zero3"), Topology(ranks_per_node=8), 8).undecided() == {}
-    assert resolve_scopes(ShardConfig.preset("zero3"), Topology(ranks_per_node=1), 8).undecided() == {}
+    assert resolve_scopes(config, Topology(ranks_per_node=4), 8).untuned() == {}
+    assert resolve_scopes(ShardConfig.preset("zero3"), Topology(ranks_per_node=8), 8).untuned() == {}
+    assert resolve_scopes(ShardConfig.preset("zero3"), Topology(ranks_per_node=1), 8).untuned() == {}
 
 
 def test_what_is_not_encoded_is_still_measured() -> None:
     scopes = resolve_scopes(ShardConfig.preset("zero3", weight_codec="int8"), Topology(ranks_per_node=4), 8)
-    assert [*scopes.undecided().values()] == ["reduce"]
+    assert [*scopes.untuned().values()] == ["grad_reduce_scatter"]
 
 
 def test_simulated_ranks_measure_nothing() -> None:
     def job(ctx: RankContext) -> bool:
-        mesh = Mesh(scopes_of(ctx), "cpu")
-        return mesh.findings == [] and not isinstance(mesh.gather_params, BySize)
+        mesh = ProcessGroups(scopes_of(ctx), "cpu")
+        return mesh.tuning_results == [] and not isinstance(mesh.param_comm, SizeDispatch)
 
     assert simulate(4, job, ranks_per_node=2) == [True] * 4
 
 
 def _fake(ctx: RankContext) -> bool:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    mesh = Mesh(scopes_of(replace(ctx, world_size=8, ranks_per_node=4)), "cpu")
+    mesh = ProcessGroups(scopes_of(replace(ctx, world_size=8, ranks_per_node=4)), "cpu")
     dist.destroy_process_group()
-    return mesh.findings == [] and not isinstance(mesh.gather_params, BySize)
+    return mesh.tuning_results == [] and not isinstance(mesh.param_comm, SizeDispatch)
 
 
 def test_a_transport_that_moves_nothing_measures_nothing(ranks: RankPool) -> None:
@@ -164,16 +164,16 @@ def test_a_transport_that_moves_nothing_measures_nothing(ranks: RankPool) -> Non
 
 def _chosen(ctx: RankContext, from_bytes: int) -> list[tuple[str, bool]]:
     """Which of two transfers, of fewer bytes than `from_bytes` and of as many, goes in which way."""
-    with mock.patch.object(decisions, "recall", return_value=from_bytes):
-        mesh = Mesh(scopes_of(ctx), "cpu")
-    both, found = mesh.gather_params, []
-    assert isinstance(both, BySize)
+    with mock.patch.object(decisions, "load", return_value=from_bytes):
+        mesh = ProcessGroups(scopes_of(ctx), "cpu")
+    both, found = mesh.param_comm, []
+    assert isinstance(both, SizeDispatch)
     for numel in (from_bytes // 16 - 1, from_bytes // 16):
-        both.gather(torch.empty(4 * numel), torch.zeros(numel), "block").wait()
-        axes = sorted(sent.axis for sent in mesh.ledger.take())
-        routes = mesh.scopes.route("gather", 16 * numel)
+        both.all_gather(torch.empty(4 * numel), torch.zeros(numel), "block").wait()
+        axes = sorted(sent.axis for sent in mesh.ledger.drain())
+        routes = mesh.scopes.route("param_all_gather", 16 * numel)
         assert routes is not None
-        found.append(("+".join(axes), routes.fast is None))
+        found.append(("+".join(axes), routes.intra is None))
     return found
 
 
@@ -185,9 +185,9 @@ def test_what_was_found_decides_how_a_tensor_travels(ranks: RankPool) -> None:
 def test_the_report_says_what_was_found_and_how_to_pin_it() -> None:
     scopes = resolve_scopes(ShardConfig.preset("zero3"), Topology(ranks_per_node=4), 8)
     gathers, sums = [
-        Finding(collective=collective, span=span, from_bytes=from_bytes, timings=timings)
+        TuningResult(collective=collective, span=span, from_bytes=from_bytes, timings=timings)
         for ((collective, span), from_bytes, timings) in zip(
-            scopes.undecided(), (16384, 65536), ((), (Timing(1024, 1e-3, 2e-3, True),)), strict=True
+            scopes.untuned(), (16384, 65536), ((), (SizeTiming(1024, 1e-3, 2e-3, True),)), strict=True
         )
     ]
     text = report([gathers, sums])
@@ -196,4 +196,4 @@ def test_the_report_says_what_was_found_and_how_to_pin_it() -> None:
     assert [line.split()[-1] for line in text.splitlines()[3:6]] == ["1,024", "1.00", "2.00"]
     assert "`hierarchical=65536` pins" in text
     assert "`hierarchical=True` pins" in report([replace(sums, from_bytes=0)])
-    assert report([replace(gathers, is_news=False)]) == report([]) == ""
+    assert report([replace(gathers, was_measured=False)]) == report([]) == ""

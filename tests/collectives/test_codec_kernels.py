@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from mics_strategy import Codec
-from mics_strategy.collectives.codec_tiles import Tiles
-from mics_strategy.collectives.coder import LARGEST_KERNEL_BLOCK, Coder, load_kernels
+from mics_strategy.collectives.codec_tiles import TorchCodec
+from mics_strategy.collectives.coder import LARGEST_KERNEL_BLOCK, Quantizer, load_kernels
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("encode", "decode", "encode_sum", "stochastic")
@@ -141,12 +141,12 @@ def test_a_coder_on_a_gpu_writes_the_bits_of_one_on_a_cpu(bits: int, block_size:
     outs = []
     for device in map(torch.device, ("cpu", "cuda")):
         outs.append(torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=device))
-        Coder(codec, device).encode(values.to(device), outs[-1])
+        Quantizer(codec, device).encode(values.to(device), outs[-1])
         rows = outs[-1].repeat(2, 1)
-        Coder(codec, device).encode_sum(rows, values.numel(), outs[-1])
+        Quantizer(codec, device).encode_sum(rows, values.numel(), outs[-1])
     assert torch.equal(outs[0], outs[1].cpu())
     restored = torch.empty(values.numel(), device="cuda")
     expected = torch.empty(values.numel())
-    Coder(codec, torch.device("cuda")).decode(outs[1], restored)
-    Tiles(codec, torch.device("cpu"), None).decode(outs[0], expected, accumulate=False)
+    Quantizer(codec, torch.device("cuda")).decode(outs[1], restored)
+    TorchCodec(codec, torch.device("cpu"), None).decode(outs[0], expected, accumulate=False)
     assert torch.equal(restored.cpu(), expected)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mics_strategy import Codec, ConfigError, ShapeError
 from mics_strategy.collectives.codec_tiles import TILE_NUMEL
-from mics_strategy.collectives.coder import Coder
+from mics_strategy.collectives.coder import Quantizer
 from tests.collectives import naive_codec
 
 CPU = torch.device("cpu")
@@ -26,8 +26,8 @@ sizes = pytest.mark.parametrize("block_size", [2, 6, 64, 256, HUGE])
 numels = pytest.mark.parametrize("numel", [0, 1, 2, 3, 63, 64, 65, 256, 769])
 
 
-def coder(codec: Codec, seed: int = 0) -> Coder:
-    return Coder(codec, CPU, torch.Generator().manual_seed(seed))
+def coder(codec: Codec, seed: int = 0) -> Quantizer:
+    return Quantizer(codec, CPU, torch.Generator().manual_seed(seed))
 
 
 def encoded(codec: Codec, values: Tensor) -> Tensor:
@@ -176,8 +176,8 @@ def test_one_bad_value_poisons_its_block_and_no_other(bits: int, bad: float, pla
     encoding = encoded(codec, values)
     assert decoded(codec, encoding, 9).isnan().tolist() == [i // 4 == place // 4 for i in range(9)]
     rows = torch.stack([encoding, encoded(codec, torch.ones(9))])
-    assert codec.is_poisoned(rows, 9).tolist() == [True, False]
-    assert codec.is_poisoned(encoding, 9).item() is True
+    assert codec.has_nonfinite(rows, 9).tolist() == [True, False]
+    assert codec.has_nonfinite(encoding, 9).item() is True
 
 
 @bits
@@ -371,7 +371,7 @@ def test_unknown_words_are_refused(word: object) -> None:
 
 def test_stochastic_rounding_without_a_generator_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no generator.*torch.Generator\(\)"):
-        Coder(Codec(bits=8, rounding="stochastic"), CPU)
+        Quantizer(Codec(bits=8, rounding="stochastic"), CPU)
 
 
 def wrong_buffers() -> list[tuple[str, tuple[object, ...]]]:
@@ -410,7 +410,7 @@ def test_an_addend_that_does_not_fit_is_refused() -> None:
 
 def test_scales_of_a_buffer_of_another_size_are_refused() -> None:
     with pytest.raises(ShapeError, match="does not hold 100 values"):
-        Codec(bits=8).is_poisoned(torch.zeros(128, dtype=torch.uint8), 100)
+        Codec(bits=8).has_nonfinite(torch.zeros(128, dtype=torch.uint8), 100)
 
 
 def test_coding_loads_no_kernels_on_a_cpu() -> None:

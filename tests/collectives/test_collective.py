@@ -7,7 +7,7 @@ import torch
 
 from mics_strategy.collectives import route as routes
 from mics_strategy.collectives.codecs import Codec
-from mics_strategy.collectives.route import Route, Way
+from mics_strategy.collectives.route import Algorithm, Route
 from mics_strategy.errors import LifecycleError, ShapeError
 from tests.collectives.networks import DIRECT, Network, Stages
 from tests.collectives.plain import Plain
@@ -39,11 +39,11 @@ def sizes_of(ctx: RankContext, codec: Codec | None) -> tuple[int, ...]:
 def check_gather(network: Network, numel: int) -> Iterator[str]:
     one = network.one
     for dtype in (*WIRES, FP64):
-        one.reserve_gather(numel, dtype)
+        one.reserve_all_gather(numel, dtype)
         network.lend()
         shard, out = network.values(one.index, numel, dtype), torch.full((one.size * numel,), torch.nan, dtype=dtype)
         before = shard.clone()
-        one.gather(out, shard, "block").wait()
+        one.all_gather(out, shard, "block").wait()
         expected = Plain.of(one).gather([network.values(i, numel, dtype) for i in range(one.size)])
         if not (torch.equal(out, expected) and torch.equal(shard, before)):
             yield f"gather of {numel} {dtype}"
@@ -51,7 +51,7 @@ def check_gather(network: Network, numel: int) -> Iterator[str]:
 
 def pairs_of(route: Route, numel: int) -> list[tuple[torch.dtype, torch.dtype]]:
     """Wires and sums; fewer where it takes long."""
-    if route.is_coded:
+    if route.is_quantized:
         return [(FP32, FP32), (BF16, FP32), (FP32, FP64)]
     return [*((wire, FP32) for wire in (WIRES if numel < 1000 else WIRES[:2])), (FP64, FP64), (FP32, FP64)]
 
@@ -60,12 +60,12 @@ def check_reduce(network: Network, numel: int) -> Iterator[str]:
     one = network.one
     for wire, dtype in pairs_of(one.route, numel):
         for accumulate in (False, True):
-            one.reserve_reduce(one.size * numel, wire, dtype)
+            one.reserve_reduce_scatter(one.size * numel, wire, dtype)
             network.lend()
             full = network.values(one.index, one.size * numel, wire)
             before, start = full.clone(), network.values(99, numel, dtype)
             out = start.clone() if accumulate else torch.full_like(start, torch.nan)
-            one.reduce(out, full, accumulate, "block").wait()
+            one.reduce_scatter(out, full, accumulate, "block").wait()
             given = [network.values(i, one.size * numel, wire) for i in range(one.size)]
             expected = Plain.of(one).reduce(given, dtype, start if accumulate else None)
             if not (torch.equal(out, expected) and torch.equal(full, before)):
@@ -78,7 +78,9 @@ def check_all_reduce(network: Network, numel: int) -> Iterator[str]:
         one.reserve_all_reduce(numel * one.size, wire, dtype)
         network.lend()
         given = [network.values(i, one.size * numel, dtype) for i in range(one.size)]
-        is_left_to_backend = one.route.slow.way is Way.DIRECT and not one.transports[0].is_point_to_point
+        is_left_to_backend = (
+            one.route.inter.algorithm is Algorithm.ALL_TO_ALL and not one.transports[0].is_point_to_point
+        )
         if routes.is_plain_all_reduce(one.route, wire, dtype) or (is_left_to_backend and wire == dtype):
             given = [each.mul(8).round() for each in given]  # no sum rounds: its order is the transport's
         tensor = given[one.index].clone()
@@ -145,11 +147,11 @@ def same_bits(ctx: RankContext, codec: Codec | None, links: str, num_stages: Sta
     """What this rank holds after a gather, and after all-reduces of random numbers."""
     network = Network(ctx, codec, links, num_stages)
     one, held = network.one, []
-    one.reserve_gather(50, FP32)
+    one.reserve_all_gather(50, FP32)
     one.reserve_all_reduce(203, FP32, FP32)
     network.lend()
     out = torch.empty(one.size * 50)
-    one.gather(out, network.values(one.index, 50), "block").wait()
+    one.all_gather(out, network.values(one.index, 50), "block").wait()
     held.append(out.tolist())
     for wire in WIRES:
         one.reserve_all_reduce(203, wire, FP32)
@@ -173,8 +175,8 @@ def asked_at_once(ctx: RankContext, order: list[int]) -> bool:
     network = Network(ctx)
     one, other = network.one, network.other
     for lane in (one, other):
-        lane.reserve_gather(8, FP32)
-        lane.reserve_reduce(4 * 8, FP32, FP32)
+        lane.reserve_all_gather(8, FP32)
+        lane.reserve_reduce_scatter(4 * 8, FP32, FP32)
         lane.reserve_all_reduce(8, BF16, FP32)
     network.lend()
     handles, outs, expected = [], [], []
@@ -183,15 +185,15 @@ def asked_at_once(ctx: RankContext, order: list[int]) -> bool:
             plain, number = Plain.of(lane), 10 * salt + place
             given = [network.values(i, 32, salt=number) for i in range(4)]
             gathered, total, for_all = torch.empty(128), torch.empty(8), given[lane.index].clone()
-            handles.append(lane.gather(gathered[:32], given[lane.index][:8], "gathered"))
-            handles.append(lane.reduce(total, given[lane.index], False, "reduced"))
+            handles.append(lane.all_gather(gathered[:32], given[lane.index][:8], "gathered"))
+            handles.append(lane.reduce_scatter(total, given[lane.index], False, "reduced"))
             handles.append(lane.all_reduce(for_all[:8], BF16, "summed"))
             outs += [gathered[:32], total, for_all[:8]]
             expected += [plain.gather([each[:8] for each in given]), plain.reduce(given, FP32, None)]
             expected.append(plain.all_reduce([each[:8] for each in given], BF16))
     for number in (*order, *order):
         handles[number].wait()
-        assert handles[number].has_arrived
+        assert handles[number].has_completed
     return all(torch.equal(out, each) for out, each in zip(outs, expected, strict=True))
 
 
@@ -203,11 +205,11 @@ def test_handles_of_two_lanes_may_be_waited_for_in_any_order_and_twice(ranks: Ra
 def nothing_at_all(ctx: RankContext, codec: Codec | None, num_stages: Stages) -> None:
     one = Network(ctx, codec, "all", num_stages).one
     empty = torch.empty(0)
-    one.reserve_gather(0, FP32)
-    one.reserve_reduce(0, BF16, FP32)
+    one.reserve_all_gather(0, FP32)
+    one.reserve_reduce_scatter(0, BF16, FP32)
     one.reserve_all_reduce(0, BF16, FP32)
-    one.gather(empty, empty, "block").wait()
-    one.reduce(empty, empty.bfloat16(), True, "block").wait()
+    one.all_gather(empty, empty, "block").wait()
+    one.reduce_scatter(empty, empty.bfloat16(), True, "block").wait()
     one.all_reduce(empty, BF16, "block").wait()
     one.all_reduce(empty, FP32, "block").wait()
 
@@ -223,14 +225,14 @@ def refused(ctx: RankContext) -> int:
     one, count = network.one, 0
     for out, shard in [(7, 2), (4, 4), (8, 3)]:
         with pytest.raises(ShapeError, match="of the layout"):
-            one.gather(torch.empty(out), torch.empty(shard), "block")
+            one.all_gather(torch.empty(out), torch.empty(shard), "block")
         with pytest.raises(ShapeError, match="of the layout"):
-            one.reduce(torch.empty(shard), torch.empty(out), False, "block")
+            one.reduce_scatter(torch.empty(shard), torch.empty(out), False, "block")
         count += 2
     with pytest.raises(ShapeError):
-        one.gather(torch.empty(8), torch.empty(2, dtype=BF16), "block")
+        one.all_gather(torch.empty(8), torch.empty(2, dtype=BF16), "block")
     assert not network.mesh.ledger.entries
-    assert [transport.trail.count for transport in one.transports] == [0, 0]
+    assert [transport.fingerprint.count for transport in one.transports] == [0, 0]
     return count
 
 
@@ -242,13 +244,13 @@ def take_too_much(ctx: RankContext, kind: str, codec: Codec | None) -> bool:
     """Whether a collective that is larger than any announced is refused, on all ranks before they send."""
     network = Network(ctx, codec, "slow")
     one = network.one
-    one.reserve_gather(8, FP32)
-    one.reserve_reduce(32, BF16, FP32)
+    one.reserve_all_gather(8, FP32)
+    one.reserve_reduce_scatter(32, BF16, FP32)
     one.reserve_all_reduce(32, BF16, FP32)
     network.lend()
     start = {
-        "gather": lambda: one.gather(torch.empty(4000), torch.empty(1000), "block"),
-        "reduce": lambda: one.reduce(torch.empty(1000), torch.empty(4000, dtype=BF16), False, "block"),
+        "gather": lambda: one.all_gather(torch.empty(4000), torch.empty(1000), "block"),
+        "reduce": lambda: one.reduce_scatter(torch.empty(1000), torch.empty(4000, dtype=BF16), False, "block"),
         "all_reduce": lambda: one.all_reduce(torch.empty(1000), BF16, "block"),
     }[kind]
     with pytest.raises(LifecycleError, match="were announced"):

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mics_strategy.collectives.lane import AtOnce, Lane, Program, Runner
-from mics_strategy.collectives.ops import Handle, Work
-from mics_strategy.collectives.watch import Asked
+from mics_strategy.collectives.lane import CommTask, CommThread, Executor, InlineExecutor
+from mics_strategy.collectives.ops import BackendWork, Work
+from mics_strategy.collectives.watch import OpId
 from mics_strategy.errors import CommunicationError, LifecycleError
 from tests.collectives.networks import Network
 from tests.ranks import RankContext, RankError, RankPool
@@ -26,10 +26,10 @@ WITHIN_S = 15.0  # far less than the timeout of a process group
 class NothingToSee:
     """In place of a watch: nobody waits in vain."""
 
-    def ask(self, lane: str, what: str, size: str, ranks: frozenset[int]) -> Asked:
-        return Asked(lane, 0, what, size, ranks)
+    def ask(self, lane: str, what: str, size: str, ranks: frozenset[int]) -> OpId:
+        return OpId(lane, 0, what, size, ranks)
 
-    def look(self, own: Asked) -> None:
+    def look(self, own: OpId) -> None:
         pass
 
     def forget(self) -> None:
@@ -37,8 +37,8 @@ class NothingToSee:
 
 
 @contextmanager
-def opened(name: str = "test") -> Iterator[Lane]:
-    lane = Lane(name, NothingToSee())
+def opened(name: str = "test") -> Iterator[CommThread]:
+    lane = CommThread(name, NothingToSee())
     try:
         yield lane
     finally:
@@ -50,8 +50,8 @@ def threads_of(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == f"mics {name}"]
 
 
-def run(runner: Runner, program: Program) -> Work | None:
-    return runner.run("Program", "1 number", frozenset([0]), program)
+def run(runner: Executor, program: CommTask) -> BackendWork | None:
+    return runner.submit("Program", "1 number", frozenset([0]), program)
 
 
 def test_programs_run_one_after_the_other_in_the_order_of_asking() -> None:
@@ -111,7 +111,7 @@ def test_a_failure_reaches_all_who_wait() -> None:
         go_on.wait()
         raise ValueError("for all")
 
-    def wait_for(work: Work) -> None:
+    def wait_for(work: BackendWork) -> None:
         try:
             work.wait()
         except ValueError as error:
@@ -141,7 +141,7 @@ def test_errors_of_the_transport_become_errors_of_communication(
         raise error
 
     with opened() as lane, pytest.raises(expected, match=str(error)):
-        Handle("Gather of block", [run(lane if is_lane else AtOnce(), fail)]).wait()
+        Work("Gather of block", [run(lane if is_lane else InlineExecutor(), fail)]).wait()
 
 
 def test_nothing_of_a_program_is_for_autograd() -> None:
@@ -162,13 +162,13 @@ def test_nothing_of_a_program_is_for_autograd() -> None:
 
 
 def test_a_lane_without_programs_has_no_thread_and_closes() -> None:
-    lane = Lane("idle", NothingToSee())
+    lane = CommThread("idle", NothingToSee())
     assert not threads_of("idle")
     lane.close([])
 
 
 def test_closing_twice_and_asking_again_is_fine() -> None:
-    lane, ran = Lane("again", NothingToSee()), []
+    lane, ran = CommThread("again", NothingToSee()), []
     for number in range(2):
         run(lane, lambda number=number: ran.append(number)).wait()
         lane.close([])
@@ -187,7 +187,7 @@ def test_closing_lets_programs_end_that_can() -> None:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["after success", "after a failure"])
 def test_a_forgotten_lane_ends_its_thread(fails: bool) -> None:
-    def use_and_forget(lane: Lane) -> None:
+    def use_and_forget(lane: CommThread) -> None:
         def program() -> None:
             if fails:
                 raise ValueError(f"of {lane}")
@@ -196,7 +196,7 @@ def test_a_forgotten_lane_ends_its_thread(fails: bool) -> None:
         with pytest.raises(ValueError, match="Lane") if fails else nullcontext():
             work.wait()
 
-    use_and_forget(Lane("forgotten", NothingToSee()))
+    use_and_forget(CommThread("forgotten", NothingToSee()))
     threads = threads_of("forgotten")
     gc.collect()
     for thread in threads:
@@ -221,12 +221,12 @@ def close_what_never_ends(ctx: RankContext, lanes: int) -> tuple[bool, int]:
     network = Network(ctx)
     one, other = network.one, network.other
     for collective in (one, other):
-        collective.reserve_gather(8, torch.float32)
+        collective.reserve_all_gather(8, torch.float32)
     network.lend()
     assert network.gather(8)
     if ctx.rank:
         return True, 0
-    handles = [lane.gather(torch.empty(8 * lane.size), torch.ones(8), "alone") for lane in (one, other)[:lanes]]
+    handles = [lane.all_gather(torch.empty(8 * lane.size), torch.ones(8), "alone") for lane in (one, other)[:lanes]]
     start_s = time.monotonic()
     network.mesh.stop()
     assert time.monotonic() - start_s < WITHIN_S
@@ -248,7 +248,7 @@ def close_after_a_peer_has_died(ctx: RankContext) -> None:
     """Rank 0 waits for ranks 2 and 3, which do nothing; rank 1, to which it is connected, too, dies."""
     network, has_closed = Network(ctx), ctx.tmp_path / "closed"
     assert network.gather(8)
-    handle = network.one.gather(torch.empty(32), torch.ones(8), "alone") if ctx.rank == 0 else None
+    handle = network.one.all_gather(torch.empty(32), torch.ones(8), "alone") if ctx.rank == 0 else None
     dist.barrier()
     if ctx.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -277,9 +277,11 @@ def fail_in_the_middle(ctx: RankContext) -> bool:
     """The workspace of the second of three is too small, on all ranks."""
     network = Network(ctx)
     one = network.one
-    one.reserve_reduce(32, torch.float32, torch.float32)
+    one.reserve_reduce_scatter(32, torch.float32, torch.float32)
     network.lend()
-    handles = [one.reduce(torch.empty(n), torch.zeros(4 * n), False, f"block {i}") for i, n in enumerate((8, 8000, 8))]
+    handles = [
+        one.reduce_scatter(torch.empty(n), torch.zeros(4 * n), False, f"block {i}") for i, n in enumerate((8, 8000, 8))
+    ]
     handles[0].wait()
     for handle in handles[1:]:
         with pytest.raises(LifecycleError, match="were announced"):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mics_strategy import ShardConfig
 from mics_strategy.collectives import process_memory
-from mics_strategy.collectives.neighbour import Neighbour
-from mics_strategy.collectives.process_memory import Assembly, Spread, Stretches
+from mics_strategy.collectives.neighbour import PeerConnection
+from mics_strategy.collectives.process_memory import GatherTarget, ScatterTarget, SourceVec
 from mics_strategy.errors import CommunicationError
 from tests import models
 from tests.collectives.networks import Network
@@ -31,10 +31,10 @@ READ = process_memory.read_into
 
 
 @contextmanager
-def neighbours() -> Iterator[tuple[Neighbour, Neighbour]]:
+def neighbours() -> Iterator[tuple[PeerConnection, PeerConnection]]:
     """Two that know each other, in one process, which reads its own memory."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pair = Neighbour(one, 1), Neighbour(other, 0)
+    pair = PeerConnection(one, 1), PeerConnection(other, 0)
     try:
         yield pair
     finally:
@@ -46,7 +46,7 @@ def neighbours() -> Iterator[tuple[Neighbour, Neighbour]]:
 def test_a_piece_is_read(numel: int) -> None:
     piece, out = torch.randn(numel), torch.full((numel,), torch.nan)
     with neighbours() as (one, other):
-        reading, offer = other.expect(out, 2), one.offer(piece, 2)
+        reading, offer = other.post_recv(out, 2), one.post_send(piece, 2)
         reading.wait()
         offer.wait()
     assert torch.equal(out, piece)
@@ -55,9 +55,9 @@ def test_a_piece_is_read(numel: int) -> None:
 def test_pieces_of_a_tag_come_in_the_order_of_sending_and_others_when_they_are_asked_for() -> None:
     outs = [torch.zeros(2) for _ in range(4)]
     with neighbours() as (one, other):
-        offers = [one.offer(torch.full((2,), float(number)), tag=number // 2) for number in range(4)]
+        offers = [one.post_send(torch.full((2,), float(number)), tag=number // 2) for number in range(4)]
         for place in (2, 0, 3, 1):
-            other.expect(outs[place], tag=place // 2).wait()
+            other.post_recv(outs[place], tag=place // 2).wait()
         for offer in reversed(offers):
             offer.wait()
     assert [out.tolist() for out in outs] == [[float(number)] * 2 for number in range(4)]
@@ -67,10 +67,10 @@ def test_more_notes_than_a_socket_holds_may_be_under_way_both_ways() -> None:
     count, given = 5000, torch.arange(5000.0)
     outs = [torch.zeros(count), torch.zeros(count)]
 
-    def exchange(own: Neighbour, out: Tensor) -> None:
-        offers = [own.offer(given[n : n + 1], 1) for n in range(count)]
+    def exchange(own: PeerConnection, out: Tensor) -> None:
+        offers = [own.post_send(given[n : n + 1], 1) for n in range(count)]
         for n in range(count):
-            own.expect(out[n : n + 1], 1).wait()
+            own.post_recv(out[n : n + 1], 1).wait()
         for offer in offers:
             offer.wait()
 
@@ -85,34 +85,34 @@ def test_more_notes_than_a_socket_holds_may_be_under_way_both_ways() -> None:
 
 def test_a_piece_may_not_be_overwritten_before_it_was_read() -> None:
     with neighbours() as (one, other):
-        offer, is_free = one.offer(torch.ones(3), 1), threading.Event()
+        offer, is_free = one.post_send(torch.ones(3), 1), threading.Event()
         thread = threading.Thread(target=lambda: (offer.wait(), is_free.set()))
         thread.start()
         assert not is_free.wait(0.1)
-        other.expect(torch.zeros(3), 1).wait()
+        other.post_recv(torch.zeros(3), 1).wait()
         assert is_free.wait(TIMEOUT_S)
         thread.join()
 
 
 def test_a_piece_of_another_size_is_found() -> None:
     with neighbours() as (one, other):
-        one.offer(torch.zeros(5), 1)
+        one.post_send(torch.zeros(5), 1)
         with pytest.raises(RuntimeError, match="rank 0 offers 20 bytes where 16 are expected"):
-            other.expect(torch.zeros(4), 1).wait()
+            other.post_recv(torch.zeros(4), 1).wait()
 
 
 @pytest.mark.parametrize(
     ("ends", "of_other"),
-    [(Neighbour.cancel, False), (Neighbour.cancel, True), (Neighbour.close, True)],
+    [(PeerConnection.cancel, False), (PeerConnection.cancel, True), (PeerConnection.close, True)],
     ids=["cancelled-here", "cancelled-there", "closed-there"],
 )
-def test_who_waits_is_woken(ends: Callable[[Neighbour], None], of_other: bool) -> None:
+def test_who_waits_is_woken(ends: Callable[[PeerConnection], None], of_other: bool) -> None:
     found: list[str] = []
     with neighbours() as (one, other):
 
         def wait() -> None:
             with pytest.raises(RuntimeError) as failure:
-                one.expect(torch.zeros(1), 1).wait()
+                one.post_recv(torch.zeros(1), 1).wait()
             found.append(str(failure.value))
 
         thread = threading.Thread(target=wait)
@@ -120,7 +120,7 @@ def test_who_waits_is_woken(ends: Callable[[Neighbour], None], of_other: bool) -
         ends(other if of_other else one)
         thread.join(TIMEOUT_S)
         with pytest.raises(RuntimeError, match="rank 1 cannot be told"):
-            one.offer(torch.zeros(1), 1)
+            one.post_send(torch.zeros(1), 1)
     assert found == ["rank 1 has closed the connection"]
 
 
@@ -128,7 +128,7 @@ def test_who_waits_is_woken(ends: Callable[[Neighbour], None], of_other: bool) -
 def test_a_piece_is_read_in_stretches_and_what_is_in_none_is_left_out(limits: dict[str, int]) -> None:
     piece, other_piece = torch.randn(100), torch.randn(100)
     starts, outs = (0, 40, 30, 90), [torch.full((numel,), torch.nan) for numel in (7, 50, 5, 1)]
-    stretches = Stretches([(start, out.view(1, -1)) for start, out in zip(starts, outs, strict=True)], 100, FP32)
+    stretches = ScatterTarget([(start, out.view(1, -1)) for start, out in zip(starts, outs, strict=True)], 100, FP32)
     fillings = [
         (piece, lambda: process_memory.read_into(stretches, os.getpid(), [piece.data_ptr()])),
         (other_piece, lambda: process_memory.read_into(stretches, os.getpid(), [other_piece.data_ptr()])),
@@ -147,23 +147,23 @@ def test_a_piece_is_read_in_stretches_and_what_is_in_none_is_left_out(limits: di
 
 
 def test_a_piece_of_padding_goes_nowhere() -> None:
-    nothing = Stretches([], 8, FP32)
+    nothing = ScatterTarget([], 8, FP32)
     with neighbours() as (one, other):
-        offer = one.offer(torch.zeros(8), 1)
+        offer = one.post_send(torch.zeros(8), 1)
         nothing.copy(torch.zeros(8))
-        other.expect(nothing, 1).wait()
+        other.post_recv(nothing, 1).wait()
         offer.wait()
 
 
 def test_a_piece_that_is_read_in_stretches_has_the_size_of_all_of_it() -> None:
     out, piece = torch.zeros(2), torch.arange(5.0)
     with neighbours() as (one, other):
-        one.offer(piece, 1)
-        other.expect(Stretches([(3, out)], 5, FP32), 1).wait()
+        one.post_send(piece, 1)
+        other.post_recv(ScatterTarget([(3, out)], 5, FP32), 1).wait()
         assert out.tolist() == [3.0, 4.0]
-        one.offer(torch.zeros(6), 1)
+        one.post_send(torch.zeros(6), 1)
         with pytest.raises(RuntimeError, match="rank 0 offers 24 bytes where 20 are expected"):
-            other.expect(Stretches([(3, out)], 5, FP32), 1).wait()
+            other.post_recv(ScatterTarget([(3, out)], 5, FP32), 1).wait()
 
 
 @pytest.mark.parametrize("limits", [{}, {"MAX_RANGES": 2}, {"_MAX_BYTES": 60}], ids=["one-call", "ranges", "bytes"])
@@ -171,12 +171,12 @@ def test_a_piece_that_is_spread_is_put_together(limits: dict[str, int]) -> None:
     given = [torch.randn(numel) for numel in (7, 50, 5, 1)]
     piece = torch.full((100,), torch.nan)
     parts = [piece[start : start + part.numel()] for start, part in zip((0, 40, 30, 90), given, strict=True)]
-    spread = Spread([part.data_ptr() for part in given], 400)
+    spread = SourceVec([part.data_ptr() for part in given], 400)
     with neighbours() as (one, other), ExitStack() as patched:
         for name, limit in limits.items():
             patched.enter_context(mock.patch.object(process_memory, name, limit))
-        offer = one.offer(spread, 1)
-        other.expect(Assembly(parts, 100, FP32), 1).wait()
+        offer = one.post_send(spread, 1)
+        other.post_recv(GatherTarget(parts, 100, FP32), 1).wait()
         offer.wait()
     assert all(torch.equal(part, source) for part, source in zip(parts, given, strict=True))
     assert piece.isnan().sum() == 100 - 63
@@ -184,9 +184,9 @@ def test_a_piece_that_is_spread_is_put_together(limits: dict[str, int]) -> None:
 
 def test_a_piece_that_is_all_padding_is_offered_and_read() -> None:
     with neighbours() as (one, other):
-        offers = [one.offer(Spread([], 8), 1), one.offer(torch.ones(2), 1)]
-        other.expect(Assembly([], 2, FP32), 1).wait()
-        other.expect(torch.zeros(2), 1).wait()
+        offers = [one.post_send(SourceVec([], 8), 1), one.post_send(torch.ones(2), 1)]
+        other.post_recv(GatherTarget([], 2, FP32), 1).wait()
+        other.post_recv(torch.zeros(2), 1).wait()
         for offer in reversed(offers):
             offer.wait()
 
@@ -194,9 +194,9 @@ def test_a_piece_that_is_all_padding_is_offered_and_read() -> None:
 def test_a_piece_that_is_spread_otherwise_than_expected_is_not_read() -> None:
     out = torch.zeros(4)
     with neighbours() as (one, other):
-        one.offer(Spread([out.data_ptr()], 16), 1)
+        one.post_send(SourceVec([out.data_ptr()], 16), 1)
         with pytest.raises(RuntimeError, match="rank 0 offers 1 stretches where 2 are expected"):
-            other.expect(Assembly([out[:2], out[2:]], 4, FP32), 1).wait()
+            other.post_recv(GatherTarget([out[:2], out[2:]], 4, FP32), 1).wait()
 
 
 def test_a_read_beyond_what_is_there_says_how_far_it_came() -> None:
@@ -230,14 +230,14 @@ def counted(ctx: RankContext, forbidden: str) -> tuple[int, int, list[Tensor]]:
         network = Network(ctx)
     one, other = network.one, network.other
     numel, size = 5000, one.size
-    one.reserve_gather(numel, FP32)
-    other.reserve_reduce(size * numel, FP32, FP32)
+    one.reserve_all_gather(numel, FP32)
+    other.reserve_reduce_scatter(size * numel, FP32, FP32)
     other.reserve_all_reduce(numel, torch.bfloat16, FP32)
     network.lend()
     results = [torch.zeros(size * numel), torch.zeros(numel), network.values(one.index, numel)]
     with CountC10d() as count:
-        one.gather(results[0], network.values(one.index, numel), "block").wait()
-        other.reduce(results[1], network.values(one.index, size * numel), False, "block").wait()
+        one.all_gather(results[0], network.values(one.index, numel), "block").wait()
+        other.reduce_scatter(results[1], network.values(one.index, size * numel), False, "block").wait()
         other.all_reduce(results[2], torch.bfloat16, "block").wait()
     return count.names["read"], count.names["send"], results
 
@@ -273,7 +273,7 @@ def lose_a_rank(ctx: RankContext, dies: str) -> None:
 
     with mock.patch.object(process_memory, "read_into", read_into if ctx.rank == 0 else READ):
         for _ in range(2):
-            one.gather(torch.empty(one.size * 8), torch.ones(8), "layers.3").wait()
+            one.all_gather(torch.empty(one.size * 8), torch.ones(8), "layers.3").wait()
 
 
 @pytest.mark.parametrize("dies", ["before", "after"])

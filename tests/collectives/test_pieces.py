@@ -53,17 +53,17 @@ def pipelined(ctx: RankContext, kind: str) -> bool:
     """Whether the second stage of the first piece begins before the first stage of the last piece is waited for."""
     network = Network(ctx)
     one, other, spy, numel = network.one, network.other, Spy(), EIGHT_PIECES
-    other.reserve_reduce(4 * numel, torch.float32, torch.float32)
+    other.reserve_reduce_scatter(4 * numel, torch.float32, torch.float32)
     other.reserve_all_reduce(2 * numel, torch.float32, torch.float32)
     network.lend()
     if kind == "gather":
-        with spy.on("gather"):
-            one.gather(torch.empty(4 * numel), torch.zeros(numel), "block").wait()
+        with spy.on("all_gather"):
+            one.all_gather(torch.empty(4 * numel), torch.zeros(numel), "block").wait()
         # The own row goes over the fast links at once, in 8 pieces; then the other row follows piece by piece.
         return spy.at("wait", "inter_node", 0) < spy.at("begin", "intra_node", 8) < spy.at("wait", "inter_node", 1)
     with spy.on("exchange"):
         if kind == "reduce":
-            other.reduce(torch.empty(numel), torch.zeros(4 * numel), False, "block").wait()
+            other.reduce_scatter(torch.empty(numel), torch.zeros(4 * numel), False, "block").wait()
         else:
             other.all_reduce(torch.zeros(2 * numel), torch.float32, "block").wait()
     rows = 2 if kind == "reduce" else 1

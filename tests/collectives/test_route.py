@@ -7,18 +7,18 @@ import torch
 
 from mics_strategy.collectives.codecs import Codec
 from mics_strategy.collectives.route import (
+    Algorithm,
     Hop,
-    Message,
+    HopTraffic,
     Route,
-    Routes,
-    Way,
-    all_reduce_messages,
+    SizedRoutes,
+    all_gather_traffic,
     all_reduce_slice,
-    cut,
-    gather_messages,
+    all_reduce_traffic,
+    chunks_of,
     is_plain_all_reduce,
-    pieces_of,
-    reduce_messages,
+    pipeline_chunks,
+    reduce_scatter_traffic,
 )
 from mics_strategy.collectives.traffic import SENT_BYTES
 
@@ -29,22 +29,22 @@ NUMELS = (1, 2, 5, 24, 1000, 16_384, 32_767, 32_768, 65_537, 131_072, 150_001, 1
 
 
 def route(nodes: int, per_node: int = 1, codec: Codec | None = None, links: str = "slow") -> Route:
-    fast = Hop(axis="intra_node", ranks=per_node, codec=codec if links == "all" else None)
-    return Route(slow=Hop(axis="inter_node", ranks=nodes, codec=codec), fast=fast if per_node > 1 else None)
+    fast = Hop(axis="intra_node", size=per_node, codec=codec if links == "all" else None)
+    return Route(inter=Hop(axis="inter_node", size=nodes, codec=codec), intra=fast if per_node > 1 else None)
 
 
-def slow(what: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> Message:
-    return Message(what, "inter_node", ranks, dtype, full_bytes)
+def slow(what: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> HopTraffic:
+    return HopTraffic(what, "inter_node", ranks, dtype, full_bytes)
 
 
-def fast(what: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> Message:
-    return Message(what, "intra_node", ranks, dtype, full_bytes)
+def fast(what: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> HopTraffic:
+    return HopTraffic(what, "intra_node", ranks, dtype, full_bytes)
 
 
 @pytest.mark.parametrize("numel", NUMELS)
 def test_pieces_cover_a_slice_once_and_in_order(numel: int) -> None:
     for itemsize, multiple in itertools.product((1, 2, 4, 8), (1, 2, 3, 6, 64, 256, 65_536, 200_000)):
-        pieces = cut(numel, itemsize, multiple)
+        pieces = pipeline_chunks(numel, itemsize, multiple)
         assert all(end == start for (_, end), (start, _) in itertools.pairwise(pieces))
         assert (pieces[0][0], pieces[-1][1]) == (0, numel)
         sizes = [end - start for start, end in pieces]
@@ -58,17 +58,17 @@ def test_pieces_cover_a_slice_once_and_in_order(numel: int) -> None:
     [(1, 4, 1), (32_767, 4, 1), (32_768, 4, 2), (65_536, 2, 2), (131_072, 4, 8), (10_000_000, 4, 8)],
 )
 def test_a_piece_has_64_kib_or_more_and_there_are_8_at_most(numel: int, itemsize: int, count: int) -> None:
-    assert len(cut(numel, itemsize)) == count
+    assert len(pipeline_chunks(numel, itemsize)) == count
 
 
 def test_nothing_has_no_pieces() -> None:
-    assert cut(0, 4) == []
+    assert pipeline_chunks(0, 4) == []
 
 
 @pytest.mark.parametrize("numel", NUMELS)
 def test_one_stage_goes_as_a_whole_unless_it_is_encoded(numel: int) -> None:
-    assert pieces_of(route(4), numel, 4) == [(0, numel)]
-    assert pieces_of(route(4, codec=INT8), numel, 4) == cut(numel, 4, 16)
+    assert chunks_of(route(4), numel, 4) == [(0, numel)]
+    assert chunks_of(route(4, codec=INT8), numel, 4) == pipeline_chunks(numel, 4, 16)
 
 
 @pytest.mark.parametrize("numel", NUMELS)
@@ -76,7 +76,7 @@ def test_one_stage_goes_as_a_whole_unless_it_is_encoded(numel: int) -> None:
 def test_pieces_of_what_is_encoded_hold_whole_blocks_and_equal_shares(numel: int, block: int) -> None:
     for ranks in (2, 3, 4):
         padded = -(-numel // ranks) * ranks
-        pieces = pieces_of(route(ranks, 2, Codec(bits=4, block_size=block)), padded, 4, ranks)
+        pieces = chunks_of(route(ranks, 2, Codec(bits=4, block_size=block)), padded, 4, ranks)
         assert all(start % block == 0 and (end - start) % ranks == 0 for start, end in pieces)
         assert pieces[-1][1] == padded
 
@@ -91,8 +91,8 @@ def test_pieces_of_what_is_encoded_hold_whole_blocks_and_equal_shares(numel: int
         (route(4, 2, INT8, "all"), [slow(GATHER, 4, U8, 4 * 16), fast(GATHER, 2, U8, 8 * 16)]),
     ],
 )
-def test_a_gather_of_64_numbers(given: Route, messages: list[Message]) -> None:
-    assert gather_messages(given, 64, FP32) == messages
+def test_a_gather_of_64_numbers(given: Route, messages: list[HopTraffic]) -> None:
+    assert all_gather_traffic(given, 64, FP32) == messages
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_a_gather_of_64_numbers(given: Route, messages: list[Message]) -> None:
         (route(4, 2, INT8, "all"), [fast(REDUCE, 2, U8, 2 * (32 + 16)), slow(REDUCE, 4, U8, 4 * 16)]),
     ],
 )
-def test_a_reduction_of_64_numbers(given: Route, messages: list[Message]) -> None:
-    assert reduce_messages(given, 64, BF16) == messages
+def test_a_reduction_of_64_numbers(given: Route, messages: list[HopTraffic]) -> None:
+    assert reduce_scatter_traffic(given, 64, BF16) == messages
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_a_reduction_of_64_numbers(given: Route, messages: list[Message]) -> Non
     ],
 )
 def test_an_all_reduce_of_61_numbers_that_become_64_or_whole_blocks(
-    given: Route, wire: torch.dtype, messages: list[Message]
+    given: Route, wire: torch.dtype, messages: list[HopTraffic]
 ) -> None:
-    assert all_reduce_messages(given, 61, wire, FP32) == messages
+    assert all_reduce_traffic(given, 61, wire, FP32) == messages
 
 
 @pytest.mark.parametrize("numel", NUMELS)
@@ -155,27 +155,27 @@ def test_only_one_plain_stage_is_left_to_the_transport() -> None:
 
 
 def test_a_direct_all_reduce_is_made_of_equal_shares() -> None:
-    direct = Route(slow=Hop(axis="inter_node", ranks=4, way=Way.DIRECT))
+    direct = Route(inter=Hop(axis="inter_node", size=4, algorithm=Algorithm.ALL_TO_ALL))
     assert not is_plain_all_reduce(direct, FP32, FP32)
-    assert all_reduce_messages(direct, 61, FP32, FP32) == [slow(ALL_REDUCE, 4, FP32, 4 * 64)]
+    assert all_reduce_traffic(direct, 61, FP32, FP32) == [slow(ALL_REDUCE, 4, FP32, 4 * 64)]
 
 
 def test_a_route_is_chosen_by_the_bytes_of_the_whole_tensor() -> None:
-    routes = Routes(large=route(4, 2), small=route(8), from_bytes=256)
-    assert [routes.of(full_bytes) is routes.small for full_bytes in (0, 255, 256, 1 << 40)] == [
+    routes = SizedRoutes(hierarchical=route(4, 2), flat=route(8), hierarchical_from_bytes=256)
+    assert [routes.for_bytes(full_bytes) is routes.flat for full_bytes in (0, 255, 256, 1 << 40)] == [
         True,
         True,
         False,
         False,
     ]
-    assert Routes(large=route(4, 2)).of(0) == route(4, 2)
+    assert SizedRoutes(hierarchical=route(4, 2)).for_bytes(0) == route(4, 2)
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (2, 8), (8, 2), (64, 8)])
 def test_a_node_sends_p_minus_k_of_p_shares_of_what_it_gathers_or_reduces(nodes: int, per_node: int) -> None:
     """MiCS (arXiv:2205.00119) section 3.3."""
     world, numel = nodes * per_node, 512 * 1024
-    for messages in (gather_messages, reduce_messages):
+    for messages in (all_gather_traffic, reduce_scatter_traffic):
         over_slow = next(m for m in messages(route(nodes, per_node), numel, FP32) if m.axis == "inter_node")
         sent = per_node * SENT_BYTES[over_slow.collective](over_slow.full_bytes, nodes)
         assert sent == (world - per_node) * 4 * numel // world

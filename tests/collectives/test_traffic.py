@@ -2,7 +2,7 @@
 
 import pytest
 
-from mics_strategy.collectives.traffic import all_reduce_bytes, gather_bytes, reduce_scatter_bytes
+from mics_strategy.collectives.traffic import all_gather_bytes, all_reduce_bytes, reduce_scatter_bytes
 
 MODEL = 2 * 3 * 5 * 7 * 64 * 1024  # bytes M, divided by every group size below
 GROUPS = (1, 2, 3, 5, 8, 16, 64)
@@ -11,21 +11,21 @@ groups = pytest.mark.parametrize("ranks", GROUPS)
 
 @groups
 def test_all_gather_sends_mics_formula_m6(ranks: int) -> None:
-    assert gather_bytes(MODEL, ranks) == (ranks - 1) * MODEL / ranks
+    assert all_gather_bytes(MODEL, ranks) == (ranks - 1) * MODEL / ranks
 
 
 @groups
 def test_reduce_scatter_sends_as_much_as_all_gather(ranks: int) -> None:
-    assert reduce_scatter_bytes(MODEL, ranks) == gather_bytes(MODEL, ranks)
+    assert reduce_scatter_bytes(MODEL, ranks) == all_gather_bytes(MODEL, ranks)
 
 
 @groups
 def test_all_reduce_sends_a_reduce_scatter_and_a_gather(ranks: int) -> None:
-    assert all_reduce_bytes(MODEL, ranks) == reduce_scatter_bytes(MODEL, ranks) + gather_bytes(MODEL, ranks)
+    assert all_reduce_bytes(MODEL, ranks) == reduce_scatter_bytes(MODEL, ranks) + all_gather_bytes(MODEL, ranks)
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert [f(MODEL, 1) for f in (gather_bytes, reduce_scatter_bytes, all_reduce_bytes)] == [0, 0, 0]
+    assert [f(MODEL, 1) for f in (all_gather_bytes, reduce_scatter_bytes, all_reduce_bytes)] == [0, 0, 0]
 
 
 def test_all_reduce_of_an_odd_size_is_rounded_down() -> None:
@@ -45,6 +45,6 @@ def test_paro_equation_1() -> None:
     """The gain of gathering inside groups: s (N-1)/N - s (M-1)/M - (g-1)/N = (s-1)(g-1)/N, in units of the model."""
     steps, world, group = 8, 64, 8
     nodes = world // group
-    flat = steps * gather_bytes(MODEL, world)
-    grouped = steps * gather_bytes(MODEL, group) + gather_bytes(MODEL // group, nodes)
+    flat = steps * all_gather_bytes(MODEL, world)
+    grouped = steps * all_gather_bytes(MODEL, group) + all_gather_bytes(MODEL // group, nodes)
     assert flat - grouped == MODEL * (steps - 1) * (nodes - 1) / world

@@ -2,23 +2,23 @@
 
 import pytest
 
-from mics_strategy.collectives.trail import Trail, first_difference
+from mics_strategy.collectives.trail import CollectiveFingerprint, first_mismatch
 
 
-def _trails(*moved: str) -> list[dict[str, Trail]]:
+def _trails(*moved: str) -> list[dict[str, CollectiveFingerprint]]:
     """One group; what each of its ranks has moved, a letter each."""
     ranks = tuple(range(4, 4 + len(moved)))
-    by_rank: list[dict[str, Trail]] = [{} for _ in range(4)]
+    by_rank: list[dict[str, CollectiveFingerprint]] = [{} for _ in range(4)]
     for index, letters in enumerate(moved):
-        trail = Trail(ranks=ranks, index=index)
+        trail = CollectiveFingerprint(ranks=ranks, index=index)
         for letter in letters:
-            trail.note(letter)
+            trail.update(letter)
         by_rank.append({"gathers": trail})
     return by_rank
 
 
 def _balance(*moved: str) -> int:
-    return sum(trail.balance for of_rank in _trails(*moved) for trail in of_rank.values())
+    return sum(trail.digest for of_rank in _trails(*moved) for trail in of_rank.values())
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -33,7 +33,10 @@ def test_different_trails_are_not(moved: tuple[str, ...]) -> None:
 
 
 def test_balances_of_a_thousand_ranks_fit_into_32_bits() -> None:
-    largest = max(abs(Trail(ranks=tuple(range(1024)), index=0, _hash=hash_).balance) for hash_ in range(0, 2**20, 997))
+    largest = max(
+        abs(CollectiveFingerprint(ranks=tuple(range(1024)), index=0, _hash=hash_).digest)
+        for hash_ in range(0, 2**20, 997)
+    )
     assert 3 * largest < 2**31
 
 
@@ -47,4 +50,4 @@ def test_balances_of_a_thousand_ranks_fit_into_32_bits() -> None:
     ],
 )
 def test_first_difference_is_named(moved: tuple[str, ...], words: str) -> None:
-    assert first_difference(_trails(*moved)) == words
+    assert first_mismatch(_trails(*moved)) == words

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from mics_strategy.agreement import gather_objects
 from mics_strategy.collectives import lane
 from mics_strategy.collectives.codecs import Codec
-from mics_strategy.collectives.ops import Handle
+from mics_strategy.collectives.ops import Work
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.errors import CommunicationError, LifecycleError
-from mics_strategy.mesh import Mesh
+from mics_strategy.mesh import ProcessGroups
 from mics_strategy.scopes import Scopes
 from mics_strategy.topology import Axis
 from tests.collectives.networks import DIRECT, Network, Stages
@@ -34,7 +34,7 @@ worlds = pytest.mark.parametrize(("world", "per_node"), [(2, 2), (2, 1), (4, 2)]
 
 @contextmanager
 def impatient(patience_s: float = 0.2) -> Iterator[None]:
-    with mock.patch.object(lane, "PATIENCE_S", patience_s), mock.patch.object(lane, "MAX_PATIENCE_S", patience_s):
+    with mock.patch.object(lane, "STALL_CHECK_S", patience_s), mock.patch.object(lane, "MAX_STALL_CHECK_S", patience_s):
         yield
 
 
@@ -51,19 +51,19 @@ def ready(ctx: RankContext, numel: int = 100) -> Network:
     network = Network(ctx)
     assert network.gather(8)
     for collective in (network.one, network.other):
-        collective.reserve_reduce(numel * ctx.world_size, FP32, FP32)
+        collective.reserve_reduce_scatter(numel * ctx.world_size, FP32, FP32)
         collective.reserve_all_reduce(numel, torch.bfloat16, FP32)
         collective.reserve_all_reduce(numel, FP32, FP32)
     network.lend()
     return network
 
 
-def gathered(network: Network, what: str, numel: int = 8) -> Handle:
-    return network.one.gather(torch.zeros(network.one.size * numel), torch.ones(numel), what)
+def gathered(network: Network, what: str, numel: int = 8) -> Work:
+    return network.one.all_gather(torch.zeros(network.one.size * numel), torch.ones(numel), what)
 
 
-def reduced(network: Network, what: str, numel: int = 8) -> Handle:
-    return network.other.reduce(torch.zeros(numel), torch.ones(network.one.size * numel), False, what)
+def reduced(network: Network, what: str, numel: int = 8) -> Work:
+    return network.other.reduce_scatter(torch.zeros(numel), torch.ones(network.one.size * numel), False, what)
 
 
 def ask_for_different_things(ctx: RankContext) -> None:
@@ -167,16 +167,16 @@ def let_nodes_differ(ctx: RankContext) -> bool:
     scopes = Scopes(
         world_size=4, ranks_per_node=2, params=2, grads=2, optimizer=4, secondary=2, axes=axes, is_hierarchical=True
     )
-    mesh = Mesh(scopes, "cpu")
-    assert mesh.gather_params is not None
-    assert mesh.trained.update is not None
+    mesh = ProcessGroups(scopes, "cpu")
+    assert mesh.param_comm is not None
+    assert mesh.trainable_placement.sync_comm is not None
     with impatient(0.05):
         for _ in range(1 - ctx.node):
-            mesh.gather_params.gather(torch.empty(8), torch.ones(4), "more").wait()
+            mesh.param_comm.all_gather(torch.empty(8), torch.ones(4), "more").wait()
         time.sleep(0.6 * ctx.node)
         for step in range(2):
             out = torch.empty(8)
-            mesh.trained.update.gather(out, torch.full((4,), float(step)), f"update {step}").wait()
+            mesh.trainable_placement.sync_comm.all_gather(out, torch.full((4,), float(step)), f"update {step}").wait()
             assert torch.equal(out, torch.full((8,), float(step)))
             time.sleep(0.6 * (1 - ctx.node))
     return True
@@ -194,16 +194,16 @@ def lose_a_rank(ctx: RankContext, kind: str, codec: Codec | None, num_stages: St
     network = Network(ctx, codec, "slow", num_stages)
     assert codec is not None or network.gather(8)
     one, numel = network.one, EIGHT_PIECES
-    one.reserve_gather(numel, FP32)
-    one.reserve_reduce(4 * numel, FP32, FP32)
+    one.reserve_all_gather(numel, FP32)
+    one.reserve_reduce_scatter(4 * numel, FP32, FP32)
     one.reserve_all_reduce(numel, FP32, FP32)
     network.lend()
     dist.barrier()
     with dying(after=int(len(one.transports) > 1 or codec is not None)) if ctx.rank == DYING else impatient():
         if kind == "gather":
-            one.gather(torch.empty(4 * numel), torch.ones(numel), "layers.3").wait()
+            one.all_gather(torch.empty(4 * numel), torch.ones(numel), "layers.3").wait()
         elif kind == "reduce":
-            one.reduce(torch.empty(numel), torch.ones(4 * numel), False, "layers.3").wait()
+            one.reduce_scatter(torch.empty(numel), torch.ones(4 * numel), False, "layers.3").wait()
         else:
             one.all_reduce(torch.ones(numel), FP32, "layers.3").wait()
 
@@ -252,20 +252,20 @@ def test_when_a_rank_dies_the_others_say_what_failed_and_among_whom(
 
 def lose_a_peer(ctx: RankContext, kind: str) -> None:
     """Rank 2 dies when the others begin; it is the source of what is broadcast."""
-    peers = Network(ctx).mesh.control
+    peers = Network(ctx).mesh.world_group
     assert peers is not None
     dist.barrier()
     if ctx.rank == DYING:
         os.kill(os.getpid(), signal.SIGKILL)
     tensor, source = torch.ones(4), [0, 2, 1, 3].index(DYING)  # nodes are the slower axis
     if kind == "Exchange":
-        peers.exchange(torch.empty(4), [1] * 4, tensor, [1] * 4, "layers.3").wait()
+        peers.all_to_all(torch.empty(4), [1] * 4, tensor, [1] * 4, "layers.3").wait()
     elif kind == "All-reduce":
         peers.all_reduce(tensor, "layers.3").wait()
     elif kind == "Broadcast":
         peers.broadcast(tensor, "layers.3", source)
     elif kind == "share":
-        peers.share(None, source)
+        peers.broadcast_object(None, source)
     else:
         gather_objects(ctx.rank)
 
@@ -299,9 +299,9 @@ class Refused:
 
 
 def send_what_is_refused(ctx: RankContext) -> bool:
-    peers = Network(ctx).mesh.control
+    peers = Network(ctx).mesh.world_group
     assert peers is not None
-    for send in (lambda: gather_objects(Refused()), lambda: peers.share(Refused(), peers.index)):
+    for send in (lambda: gather_objects(Refused()), lambda: peers.broadcast_object(Refused(), peers.index)):
         with pytest.raises(LifecycleError, match=r"^this cannot be pickled$"):
             send()
     return True

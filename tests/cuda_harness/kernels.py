@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mics_strategy.collectives.codec_tiles import Tiles
+from mics_strategy.collectives.codec_tiles import TorchCodec
 from mics_strategy.collectives.codecs import Codec
 from tests.cuda_harness.streams import alone, here, machine
 
@@ -14,7 +14,7 @@ class Kernels:
     """In the place of `codec_kernels.Kernels`."""
 
     def __init__(self, codec: Codec, generator: torch.Generator | None) -> None:
-        self._tiles = Tiles(codec, torch.device("cpu"), generator)
+        self._tiles = TorchCodec(codec, torch.device("cpu"), generator)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         with alone():

@@ -6,19 +6,19 @@ from unittest import mock
 
 import pytest
 
-from mics_strategy.collectives.ops import Handle
-from mics_strategy.sharding.streams import Chain
+from mics_strategy.collectives.ops import Work
+from mics_strategy.sharding.streams import OpChain
 from tests.cuda_harness.runs import config_of, one_of_many, run, start, told
 from tests.cuda_harness.streams import Stream
 from tests.cuda_harness.works import Works
 
 COALESCED: dict[str, Any] = {"coalesce": True, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
 TAKEN_AWAY: dict[str, tuple[object, str, Callable[..., Any], dict[str, Any]]] = {
-    "chains are waited for": (Chain, "wait", lambda chain: None, {}),
+    "chains are waited for": (OpChain, "wait", lambda chain: None, {}),
     "streams wait for streams": (Stream, "wait_stream", lambda *_: None, {}),
     "streams wait for events": (Stream, "wait_event", lambda *_: None, {}),
     "collectives are waited for": (Works, "waited_for", lambda *_: None, {}),
-    "gradients are kept": (Handle, "keep", lambda handle, tensors: handle, COALESCED),
+    "gradients are kept": (Work, "keep", lambda handle, tensors: handle, COALESCED),
 }
 
 

@@ -24,33 +24,65 @@ Rows = dict[str, tuple[int, int, int]]
 # Preset, nodes of 4 ranks, codec of gradients: by purpose the chains of a step of one micro-step over 5 units, and of
 # one chain the calls of collectives and the kernels.
 LAUNCHES: dict[tuple[str, int, str], Rows] = {
-    ("ddp", 2, "none"): {"second_reduce": (5, 4, 8)},
-    ("ddp", 16, "none"): {"second_reduce": (5, 4, 8)},
-    ("zero1", 2, "none"): {"update": (5, 3, 2), "second_scatter": (5, 2, 3)},
-    ("zero1", 16, "none"): {"update": (5, 17, 2), "second_scatter": (5, 2, 3)},
-    ("zero2", 2, "none"): {"update": (5, 3, 2), "reduce": (5, 2, 2)},
-    ("zero2", 16, "none"): {"update": (5, 17, 2), "reduce": (5, 2, 2)},
-    ("zero3", 2, "none"): {"gather": (7, 3, 2), "reduce": (5, 2, 2)},
-    ("zero3", 16, "none"): {"gather": (7, 17, 2), "reduce": (5, 2, 2)},
-    ("zero3", 2, "int8"): {"gather": (7, 3, 2), "reduce": (5, 2, 6)},
-    ("zero3", 16, "int8"): {"gather": (7, 17, 2), "reduce": (5, 2, 34)},
-    ("zeropp", 2, "none"): {"gather": (5, 3, 3), "reduce": (5, 2, 2), "secondary": (2, 1, 2)},
-    ("zeropp", 16, "none"): {"gather": (5, 17, 3), "reduce": (5, 2, 2), "secondary": (2, 1, 2)},
-    ("mics", 2, "none"): {"gather": (7, 1, 2), "reduce": (5, 1, 1), "second_reduce": (5, 1, 1)},
-    ("mics", 16, "none"): {"gather": (7, 1, 2), "reduce": (5, 1, 1), "second_reduce": (5, 1, 1)},
-    ("mics", 2, "int8"): {"gather": (7, 1, 2), "reduce": (5, 1, 2), "second_reduce": (5, 2, 12)},
-    ("mics", 16, "int8"): {"gather": (7, 1, 2), "reduce": (5, 1, 2), "second_reduce": (5, 2, 54)},
+    ("ddp", 2, "none"): {"second_hop_all_reduce": (5, 4, 8)},
+    ("ddp", 16, "none"): {"second_hop_all_reduce": (5, 4, 8)},
+    ("zero1", 2, "none"): {"param_sync": (5, 3, 2), "second_hop_reduce_scatter": (5, 2, 3)},
+    ("zero1", 16, "none"): {"param_sync": (5, 17, 2), "second_hop_reduce_scatter": (5, 2, 3)},
+    ("zero2", 2, "none"): {"param_sync": (5, 3, 2), "grad_reduce_scatter": (5, 2, 2)},
+    ("zero2", 16, "none"): {"param_sync": (5, 17, 2), "grad_reduce_scatter": (5, 2, 2)},
+    ("zero3", 2, "none"): {"param_all_gather": (7, 3, 2), "grad_reduce_scatter": (5, 2, 2)},
+    ("zero3", 16, "none"): {"param_all_gather": (7, 17, 2), "grad_reduce_scatter": (5, 2, 2)},
+    ("zero3", 2, "int8"): {"param_all_gather": (7, 3, 2), "grad_reduce_scatter": (5, 2, 6)},
+    ("zero3", 16, "int8"): {"param_all_gather": (7, 17, 2), "grad_reduce_scatter": (5, 2, 34)},
+    ("zeropp", 2, "none"): {
+        "param_all_gather": (5, 3, 3),
+        "grad_reduce_scatter": (5, 2, 2),
+        "secondary_all_gather": (2, 1, 2),
+    },
+    ("zeropp", 16, "none"): {
+        "param_all_gather": (5, 17, 3),
+        "grad_reduce_scatter": (5, 2, 2),
+        "secondary_all_gather": (2, 1, 2),
+    },
+    ("mics", 2, "none"): {
+        "param_all_gather": (7, 1, 2),
+        "grad_reduce_scatter": (5, 1, 1),
+        "second_hop_all_reduce": (5, 1, 1),
+    },
+    ("mics", 16, "none"): {
+        "param_all_gather": (7, 1, 2),
+        "grad_reduce_scatter": (5, 1, 1),
+        "second_hop_all_reduce": (5, 1, 1),
+    },
+    ("mics", 2, "int8"): {
+        "param_all_gather": (7, 1, 2),
+        "grad_reduce_scatter": (5, 1, 2),
+        "second_hop_all_reduce": (5, 2, 12),
+    },
+    ("mics", 16, "int8"): {
+        "param_all_gather": (7, 1, 2),
+        "grad_reduce_scatter": (5, 1, 2),
+        "second_hop_all_reduce": (5, 2, 54),
+    },
     ("paro-iig", 2, "none"): {
         "update+gather": (5, 2, 3),
-        "gather": (2, 1, 2),
-        "reduce": (5, 1, 1),
-        "second_scatter": (5, 1, 2),
+        "param_all_gather": (2, 1, 2),
+        "grad_reduce_scatter": (5, 1, 1),
+        "second_hop_reduce_scatter": (5, 1, 2),
     },
-    ("paro-nii", 2, "none"): {"update": (5, 1, 2), "reduce": (5, 1, 1), "second_reduce": (5, 1, 1)},
+    ("paro-nii", 2, "none"): {
+        "param_sync": (5, 1, 2),
+        "grad_reduce_scatter": (5, 1, 1),
+        "second_hop_all_reduce": (5, 1, 1),
+    },
 }
 IN_PIECES: dict[tuple[str, str], Rows] = {
-    ("zero3", "none"): {"gather": (7, 24, 9), "reduce": (5, 24, 48)},
-    ("mics", "int8"): {"gather": (7, 1, 2), "reduce": (5, 1, 2), "second_reduce": (5, 16, 61)},
+    ("zero3", "none"): {"param_all_gather": (7, 24, 9), "grad_reduce_scatter": (5, 24, 48)},
+    ("mics", "int8"): {
+        "param_all_gather": (7, 1, 2),
+        "grad_reduce_scatter": (5, 1, 2),
+        "second_hop_all_reduce": (5, 16, 61),
+    },
 }
 # A step on one node of 8 ranks, the model's and the optimizer's kernels included: collectives, kernels.
 ZERO3_TOTALS = (13, 124)

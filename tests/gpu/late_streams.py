@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu import pretended_ranks
 from benchmarks.gpu_training import Block, Shape
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.sharding.streams import Chain, Streams
+from mics_strategy.sharding.streams import OpChain, Streams
 
 CYCLES = 10_000_000  # about 6 ms
 SHAPE = Shape(width=256, layers=6, heads=4, feed_forward=512, vocabulary=1024, sequence=128, micro_batch=4)
@@ -52,9 +52,9 @@ def sleep() -> None:
 def late(variant: str) -> Iterator[None]:
     """Delay chains of one kind; in `control`, all of them, and nobody waits for any."""
     kinds: list[str] = []
-    start = Chain._start
+    start = OpChain._start
 
-    def started(chain: Chain, stages: list[Any]) -> None:
+    def started(chain: OpChain, stages: list[Any]) -> None:
         is_late = variant in ("late everything", "control") or (bool(kinds) and variant == f"late {kinds[-1]}")
         if is_late:
             sleep()
@@ -63,7 +63,7 @@ def late(variant: str) -> Iterator[None]:
             sleep()
 
     def of_kind(kind: str, method: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Chain:
+        def call(*args: Any, **kwargs: Any) -> OpChain:
             kinds.append(kind)
             try:
                 return method(*args, **kwargs)
@@ -72,16 +72,16 @@ def late(variant: str) -> Iterator[None]:
 
         return call
 
-    def forget(chain: Chain) -> None:
+    def forget(chain: OpChain) -> None:
         chain.is_done = True
-        chain._kept.clear()
+        chain._keepalive.clear()
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Chain, "_start", started))
+        stack.enter_context(mock.patch.object(OpChain, "_start", started))
         for name, kind in (("gather", "gathers"), ("reduce", "sums"), ("second_hop", "sums")):
             stack.enter_context(mock.patch.object(Streams, name, of_kind(kind, getattr(Streams, name))))
         if variant == "control":
-            stack.enter_context(mock.patch.object(Chain, "wait", forget))
+            stack.enter_context(mock.patch.object(OpChain, "wait", forget))
         yield
 
 

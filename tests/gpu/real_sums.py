@@ -50,7 +50,7 @@ def rank_main(rank: int, store: str, preset: str, options: dict[str, Any]) -> No
         optimizer.step()
         optimizer.zero_grad()
     for parameter in sharded.parameters:
-        rows = parameter.mics_region.slice_of(expected[parameter.mics_name], parameter.mics_index)
+        rows = parameter.mics_slice.narrow(expected[parameter.mics_name], parameter.mics_index)
         torch.testing.assert_close(parameter.local.detach().cpu(), rows, rtol=1e-4, atol=1e-5)
     dist.barrier()
     dist.destroy_process_group()

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from mics_strategy import ShardConfig
 from mics_strategy.errors import ConfigError
 from mics_strategy.lightning import MiCSStrategy, strategy_for
-from mics_strategy.lightning.registration import AfterImport, names, register, register_in
+from mics_strategy.lightning.registration import PostImportHook, names, register, register_in
 from tests.lightning.modules import Plain
 from tests.lightning.runs import trainer
 from tests.ranks import RankContext
@@ -52,7 +52,7 @@ def test_registering_again_changes_nothing() -> None:
     register()
     assert dict(StrategyRegistry) == before
     assert sys.meta_path == finders
-    assert sum(isinstance(finder, AfterImport) for finder in finders) == 1
+    assert sum(isinstance(finder, PostImportHook) for finder in finders) == 1
 
 
 def test_a_name_of_somebody_else_is_left_alone() -> None:

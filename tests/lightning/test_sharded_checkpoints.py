@@ -126,7 +126,7 @@ def keeping_one(ctx: RankContext, fails_from: int) -> tuple[list[list[str]], str
         callbacks=[callback],
         enable_checkpointing=True,
     )
-    publish = storage.publish
+    publish = storage.commit
 
     def noted(draft: Path, path: Path) -> None:
         seen.append(sorted(p.name for p in directory.iterdir() if storage.is_checkpoint(p) and p != draft))
@@ -135,7 +135,7 @@ def keeping_one(ctx: RankContext, fails_from: int) -> tuple[list[list[str]], str
         publish(draft, path)
 
     ended = ""
-    with mock.patch.object(storage, "publish", noted):
+    with mock.patch.object(storage, "commit", noted):
         try:
             fitting.fit(Regression(), loader())
         except CheckpointError as error:

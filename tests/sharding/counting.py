@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mics_strategy.collectives import process_memory
-from mics_strategy.collectives.process_memory import Assembly, Stretches, Target
+from mics_strategy.collectives.process_memory import GatherTarget, ScatterTarget, Target
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.sharding.schedule import Plan
 
@@ -53,19 +53,19 @@ class CountC10d(TorchDispatchMode):
             self._add(group, tensors[0].dtype, 2 * num_bytes * (group.size() - 1) // group.size())
             return all_reduce(group, tensors, *args)
 
-        receive, read_into = Transport.receive, process_memory.read_into
-        gather_apart, exchange_apart = Transport.gather_apart, Transport.exchange_apart
+        receive, read_into = Transport.recv, process_memory.read_into
+        gather_apart, exchange_apart = Transport.all_gather_into, Transport.all_to_all_scattered
         groups: dict[int, Any] = {}  # by the place of what they are to receive
 
         def noted(transport: Transport, tensor: torch.Tensor, *args: Any) -> Any:
             groups[_place(tensor)] = transport.group
             return receive(transport, tensor, *args)
 
-        def noted_apart(transport: Transport, rows: list[Stretches], *args: Any) -> Any:
+        def noted_apart(transport: Transport, rows: list[ScatterTarget], *args: Any) -> Any:
             groups.update(dict.fromkeys(map(_place, rows), transport.group))
             return gather_apart(transport, rows, *args)
 
-        def noted_exchange(transport: Transport, incoming: dict[int, Assembly], *args: Any) -> Any:
+        def noted_exchange(transport: Transport, incoming: dict[int, GatherTarget], *args: Any) -> Any:
             groups.update(dict.fromkeys(map(_place, incoming.values()), transport.group))
             return exchange_apart(transport, incoming, *args)
 
@@ -76,9 +76,9 @@ class CountC10d(TorchDispatchMode):
                 self._add(groups.pop(_place(out)), out.dtype, out.numel() * out.dtype.itemsize)
 
         self._patches = [
-            mock.patch.object(Transport, "receive", noted),
-            mock.patch.object(Transport, "gather_apart", noted_apart),
-            mock.patch.object(Transport, "exchange_apart", noted_exchange),
+            mock.patch.object(Transport, "recv", noted),
+            mock.patch.object(Transport, "all_gather_into", noted_apart),
+            mock.patch.object(Transport, "all_to_all_scattered", noted_exchange),
             mock.patch.object(process_memory, "read_into", counted_read),
             mock.patch.object(dist.ProcessGroup, "send", counted),
             mock.patch.object(dist.ProcessGroup, "allreduce", counted_all_reduce),
@@ -137,5 +137,5 @@ def planned_kinds(plan: Plan) -> Counter[Kind]:
     """The bytes of a plan in the same terms."""
     kinds: Counter[Kind] = Counter()
     for p in plan.collectives:
-        kinds[p.dtype, p.ranks] += p.sent_bytes
+        kinds[p.dtype, p.size] += p.sent_bytes
     return kinds

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from mics_strategy.collectives.apart import Apart
-from mics_strategy.collectives.collective import Collective
-from mics_strategy.collectives.ops import Handle
+from mics_strategy.collectives.apart import PeerMemoryCommunicator
+from mics_strategy.collectives.collective import Communicator
+from mics_strategy.collectives.ops import Work
 
 
 @contextmanager
@@ -23,13 +23,16 @@ def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
     hooks += [module.register_full_backward_hook(_backward(events, name)) for module, name in names.items()]
     originals = {
         (owner, name): getattr(owner, name)
-        for owner, names in ((Collective, ("gather", "reduce", "all_reduce")), (Apart, ("gather", "reduce")))
+        for owner, names in (
+            (Communicator, ("all_gather", "reduce_scatter", "all_reduce")),
+            (PeerMemoryCommunicator, ("all_gather", "reduce_scatter")),
+        )
         for name in names
     }
-    wait = Handle.wait
+    wait = Work.wait
     labels: dict[int, str] = {}
 
-    def spied_wait(handle: Handle) -> None:
+    def spied_wait(handle: Work) -> None:
         label = labels.pop(id(handle), None)
         wait(handle)
         if label is not None:
@@ -47,11 +50,11 @@ def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
 
     for (owner, kind), original in originals.items():
         setattr(owner, kind, spy(original, kind))
-    Handle.wait = spied_wait
+    Work.wait = spied_wait
     try:
         yield events
     finally:
-        Handle.wait = wait
+        Work.wait = wait
         for (owner, kind), original in originals.items():
             setattr(owner, kind, original)
         for hook in hooks:

@@ -23,8 +23,8 @@ def count_presets(ctx: RankContext, presets: list[str], rank: int) -> list[str]:
     wrong = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mesh, "gather_objects", _everyone_alike)
-        patch.setattr(mesh.Mesh, "balance", 0)  # the others' would make the sums 0
-        patch.setattr("mics_strategy.sharding.replicas.weight_of", lambda *_: 0)
+        patch.setattr(mesh.ProcessGroups, "desync_digest", 0)  # the others' would make the sums 0
+        patch.setattr("mics_strategy.sharding.replicas.digest_weight", lambda *_: 0)
         patch.setattr("mics_strategy.sharding.engine.gather_objects", _everyone_alike)
         patch.setattr("mics_strategy.sharding.materialize.gather_objects", _everyone_alike)
         for preset in presets:

@@ -11,10 +11,10 @@ from torch import nn
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, resolve_scopes
-from mics_strategy.sharding.advice import Workload, advise, recommended
-from mics_strategy.sharding.layout import plan_bucket
+from mics_strategy.sharding.advice import Workload, candidate_presets, choose_preset
+from mics_strategy.sharding.layout import make_layout
 from mics_strategy.sharding.model_states import ParameterKind, StepTraffic, step_traffic
-from mics_strategy.sharding.schedule import BucketPlan, StepShape, UnitPlan, plan_step
+from mics_strategy.sharding.schedule import BucketPlan, StepOrder, UnitPlan, plan_step
 from tests import models
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.sharding.chains import REAL, SIMULATED, chains
@@ -31,25 +31,25 @@ PRINTED = {
 
 def test_the_printed_table_is_corrected_by_its_own_principles() -> None:
     """ING, GNG and GIG shard parameters finer than gradients; III does not; with few, whole gradients decide."""
-    many, _ = recommended(1.0)
+    many, _ = candidate_presets(1.0)
     assert set(PRINTED["many"].split()) - set(many) == {"ing", "gng", "gig"}
     assert set(many) - set(PRINTED["many"].split()) == {"iii"}
-    few, _ = recommended(0.001)
+    few, _ = candidate_presets(0.001)
     assert set(PRINTED["peft"].split()) <= set(few)
     assert set(few) - set(PRINTED["peft"].split()) == {"nng", "ing"}
-    assert len(recommended(0.1)[0]) == 14
+    assert len(candidate_presets(0.1)[0]) == 14
 
 
 @pytest.mark.parametrize(("share", "num"), [(1.0, 10), (1 / 6, 10), (0.16, 14), (1 / 30, 14), (1 / 32, 6), (0.0, 6)])
 def test_the_share_of_trained_parameters_decides_which_rules_count(share: float, num: int) -> None:
-    assert len(recommended(share)[0]) == num
+    assert len(candidate_presets(share)[0]) == num
 
 
 def _planned_traffic(scopes: Scopes, num_micro_steps: int, numel: int) -> StepTraffic:
     """The plan of three trained units that displace one another, counted link by link."""
     units = []
     for index in range(3):
-        layout = plan_bucket([(f"{index}", torch.Size((numel,)))], scopes.optimizer)
+        layout = make_layout([(f"{index}", torch.Size((numel,)))], scopes.optimizer)
         bucket = BucketPlan(
             layout=layout,
             param_dtype=torch.bfloat16,
@@ -58,7 +58,7 @@ def _planned_traffic(scopes: Scopes, num_micro_steps: int, numel: int) -> StepTr
             trainable=True,
         )
         units.append(UnitPlan(name=str(index), slot=0, buckets=(bucket,)))
-    shape = StepShape(entered=(0, 1, 2), needed=(0, 1, 2), num_micro_steps=num_micro_steps)
+    shape = StepOrder(forward=(0, 1, 2), backward=(0, 1, 2), num_micro_steps=num_micro_steps)
     between = inside = 0
     sizes = {axis.name: axis.size for axis in scopes.axes}
     for planned in plan_step(tuple(units), scopes, shape).collectives:
@@ -67,7 +67,7 @@ def _planned_traffic(scopes: Scopes, num_micro_steps: int, numel: int) -> StepTr
             in_node *= sizes[name] if "intra" in name else 1
         if planned.unit == "(usage)":
             continue
-        between += planned.sent_bytes * scopes.ranks_per_node // in_node if planned.ranks > in_node else 0
+        between += planned.sent_bytes * scopes.ranks_per_node // in_node if planned.size > in_node else 0
         inside += planned.sent_bytes if in_node > 1 else 0
     return StepTraffic(between_nodes_bytes=between, inside_node_bytes=inside)
 
@@ -92,7 +92,7 @@ def _chosen(trained: float, frozen: float, memory: float, nodes: int = 4) -> str
     workload = Workload(
         kinds=_kinds(trained, frozen), slots_bytes=int((trained + frozen) / 8), memory_bytes=int(memory)
     )
-    return advise(AUTO, workload, Topology(ranks_per_node=8), 8 * nodes).preset
+    return choose_preset(AUTO, workload, Topology(ranks_per_node=8), 8 * nodes).preset
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_few_trained_parameters_keep_their_gradients_whole(memory: float, expe
 def test_one_node_has_nothing_to_save_between_nodes() -> None:
     """I and G are the same scopes there; each pair of equal scopes stands in the table once."""
     workload = Workload(kinds=_kinds(1e9, 0), slots_bytes=0, memory_bytes=80 * 10**9)
-    advice = advise(AUTO, workload, Topology(ranks_per_node=8), 8)
+    advice = choose_preset(AUTO, workload, Topology(ranks_per_node=8), 8)
     assert advice.preset == "paro-nni"
     assert [line.split()[0] for line in advice.reasons.splitlines()[3:]] == [
         *("paro-nnn", "paro-nni", "paro-nii", "paro-iii")
@@ -120,7 +120,7 @@ def test_one_node_has_nothing_to_save_between_nodes() -> None:
 
 def test_what_fits_nowhere_is_said() -> None:
     workload = Workload(kinds=_kinds(1e12, 0), slots_bytes=0, memory_bytes=10**9)
-    advice = advise(AUTO, workload, Topology(ranks_per_node=8), 64)
+    advice = choose_preset(AUTO, workload, Topology(ranks_per_node=8), 64)
     assert advice.preset == "paro-ggg"
     assert "too large" in advice.reasons
     assert advice.reasons.splitlines()[-1].endswith("chosen: the smallest, though too large")
@@ -128,11 +128,11 @@ def test_what_fits_nowhere_is_said() -> None:
 
 def test_reasons_name_the_share_the_rule_and_every_alternative() -> None:
     workload = Workload(kinds=_kinds(2e7, 6.7e9), slots_bytes=0, memory_bytes=16 * 10**9)
-    reasons = advise(AUTO, workload, Topology(ranks_per_node=8), 32).reasons
+    reasons = choose_preset(AUTO, workload, Topology(ranks_per_node=8), 32).reasons
     for words in ("`paro-ing`", "0.30%", "6,720,000,000 parameters", "4 nodes of 8", "gradients stay whole", "9.6 GB"):
         assert words in reasons
     assert [line.split()[0] for line in reasons.splitlines()[3:]] == [
-        f"paro-{triple}" for triple in recommended(0.003)[0]
+        f"paro-{triple}" for triple in candidate_presets(0.003)[0]
     ]
 
 

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mics_strategy import ConfigError, ShardConfig, Topology
-from mics_strategy.collectives.coalesced import Coalesced, Parts
-from mics_strategy.collectives.ops import Handle
+from mics_strategy.collectives.coalesced import CoalescedCommunicator, RowViews
+from mics_strategy.collectives.ops import Work
 from mics_strategy.collectives.transport import Transport
 from mics_strategy.sharding import coalescing, trial
-from mics_strategy.sharding.gradients.gradient import BucketGradient
-from mics_strategy.sharding.layout import plan_bucket
-from mics_strategy.sharding.streams import Chain
+from mics_strategy.sharding.gradients.gradient import GradBucket
+from mics_strategy.sharding.layout import make_layout
+from mics_strategy.sharding.streams import OpChain
 from tests import models
 from tests.models import Case
 from tests.ranks import RankContext, RankPool, raises_on_every_rank, simulate
@@ -30,7 +30,7 @@ from tests.reference import Batch
 from tests.sharding.training import Outcome, Run, assert_same, forget_meshes, plain, start, train
 
 Counts = collections.Counter[str]
-MOVERS = ("gather_each", "reduce_scatter_each", "gather", "exchange")
+MOVERS = ("all_gather_coalesced", "reduce_scatter_coalesced", "all_gather", "exchange")
 PRESETS = ("mics", "zero1", "zero2", "zero3", "zeropp", "paro-iig", "paro-nii", "paro-ing")
 
 
@@ -116,8 +116,8 @@ def test_it_trains_as_plain_does_in_one_launch_for_a_unit(preset: str) -> None:
         assert outcome.grad_norms == pytest.approx(trace.grad_norms, rel=1e-5)
         assert_same(outcome.grads[-1], trace.grads[-1])
         assert_same(outcome.parameters, trace.parameters)
-    assert counts["gather_each"]
-    assert bool(counts["reduce_scatter_each"]) is (run.config.grads != "none")
+    assert counts["all_gather_coalesced"]
+    assert bool(counts["reduce_scatter_coalesced"]) is (run.config.grads != "none")
 
 
 @pytest.mark.parametrize("preset", ["mics", "zero2", "zero3", "paro-iig"])
@@ -132,7 +132,9 @@ def test_units_that_are_not_even_take_the_flat_form_beside_the_others(preset: st
         assert outcome.grad_norms == pytest.approx(trace.grad_norms, rel=1e-5)
         assert_same(outcome.grads[-1], trace.grads[-1])
         assert_same(outcome.parameters, trace.parameters)
-    assert min(counts[name] for name in ("gather_each", "gather", "reduce_scatter_each", "exchange")) > 0
+    assert (
+        min(counts[name] for name in ("all_gather_coalesced", "all_gather", "reduce_scatter_coalesced", "exchange")) > 0
+    )
 
 
 @pytest.mark.parametrize("preset", ["mics", "zero3"])
@@ -157,7 +159,7 @@ def test_narrow_gradients_are_summed_in_one_launch() -> None:
     options = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
     with counted() as counts:
         one = simulate(4, _train, run_of("mics", coalesce=True, **options), ranks_per_node=2)
-    assert counts["reduce_scatter_each"]
+    assert counts["reduce_scatter_coalesced"]
     other = simulate(4, _train, run_of("mics", coalesce=False, **options), ranks_per_node=2)
     for name, value in one[0].parameters.items():
         assert torch.allclose(value, other[0].parameters[name], atol=2e-3)
@@ -166,8 +168,8 @@ def test_narrow_gradients_are_summed_in_one_launch() -> None:
 def test_gradients_of_another_dtype_than_the_wires_are_copied_and_parameters_are_not() -> None:
     with counted() as counts:
         simulate(4, _train, run_of("mics", coalesce=True, param_dtype="bfloat16"), ranks_per_node=2)
-    assert counts["gather_each"]
-    assert not counts["reduce_scatter_each"]
+    assert counts["all_gather_coalesced"]
+    assert not counts["reduce_scatter_coalesced"]
 
 
 def test_what_needs_no_flat_form_has_no_memory_for_one() -> None:
@@ -205,7 +207,7 @@ def test_other_words_are_refused(value: object) -> None:
 
 def _choose(ctx: RankContext, run: Run) -> list[tuple[bool, bool]]:
     units = start(ctx, run).sharded._engine.units
-    return [(b.spec.coalesces_gathers, b.spec.coalesces_sums) for unit in units for b in unit.buckets]
+    return [(b.spec.coalesce_all_gather, b.spec.coalesce_reduce_scatter) for unit in units for b in unit.buckets]
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
@@ -213,21 +215,26 @@ def test_what_is_faster_is_chosen_said_and_kept(
     is_faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(coalescing, "moved_by", lambda group, device: "threads")
+    monkeypatch.setattr(coalescing, "backend_key", lambda group, device: "threads")
     measured: list[str] = []
 
-    def measure(question: trial.Question, *arguments: Any) -> trial.Answer:
+    def measure(question: trial.Candidate, *arguments: Any) -> trial.Measurement:
         answer = real(question, *arguments)
         assert min(answer.flat_s, answer.coalesced_s) > 0
-        measured.append(question.purpose)
-        return trial.Answer(flat_s=2.0, coalesced_s=1.0 if is_faster else 3.0)
+        measured.append(question.role)
+        return trial.Measurement(flat_s=2.0, coalesced_s=1.0 if is_faster else 3.0)
 
-    real = trial.measure
-    monkeypatch.setattr(trial, "measure", measure)
+    real = trial.benchmark
+    monkeypatch.setattr(trial, "benchmark", measure)
     run = run_of("mics", even)
     expected = [(False, False), (is_faster, is_faster), (is_faster, is_faster)]
     assert simulate(2, _choose, run, ranks_per_node=2) == [expected] * 2
-    assert sorted(measured) == ["gather", "gather", "reduce", "reduce"]  # two ranks; units of equal shapes once
+    assert sorted(measured) == [
+        "param_all_gather",
+        "param_all_gather",
+        "grad_reduce_scatter",
+        "grad_reduce_scatter",
+    ]  # two ranks; units of equal shapes once
     said = capsys.readouterr().out
     chosen = "one launch" if is_faster else "flat"
     assert said.count(f"of 4 tensors, 2,176 B: {chosen}, measured now") == 2
@@ -238,48 +245,53 @@ def test_what_is_faster_is_chosen_said_and_kept(
 
 def test_one_and_two_stages_are_measured_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(coalescing, "moved_by", lambda group, device: "threads")
-    measure, asked = trial.measure, []
+    monkeypatch.setattr(coalescing, "backend_key", lambda group, device: "threads")
+    measure, asked = trial.benchmark, []
 
-    def watched(question: trial.Question, *arguments: Any) -> trial.Answer:
-        asked.append((question.purpose, question.num_stages))
+    def watched(question: trial.Candidate, *arguments: Any) -> trial.Measurement:
+        asked.append((question.role, question.num_stages))
         return measure(question, *arguments)
 
-    monkeypatch.setattr(trial, "measure", watched)
+    monkeypatch.setattr(trial, "benchmark", watched)
     for hierarchical in (True, False, True):
         simulate(4, _choose, run_of("zero3", even, hierarchical=hierarchical), ranks_per_node=2)
-    assert sorted(set(asked)) == [("gather", 1), ("gather", 2), ("reduce", 1), ("reduce", 2)]
+    assert sorted(set(asked)) == [
+        ("param_all_gather", 1),
+        ("param_all_gather", 2),
+        ("grad_reduce_scatter", 1),
+        ("grad_reduce_scatter", 2),
+    ]
     assert len(asked) == 4 * 4  # ranks; the third job asks for nothing
 
 
 def test_nothing_is_measured_where_times_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "measure", None)
+    monkeypatch.setattr(trial, "benchmark", None)
     assert simulate(2, _choose, run_of("mics", even), ranks_per_node=2) == [[(False, False)] * 3] * 2
 
 
 def test_gradients_that_arrive_twice_are_added_in_the_flat_form() -> None:
-    collect, run = BucketGradient.collect, run_of("mics", even, coalesce=True)
+    collect, run = GradBucket.add, run_of("mics", even, coalesce=True)
     trace = plain(run, 4)
 
-    def in_halves(self: BucketGradient, position: int, grad: Tensor) -> None:
+    def in_halves(self: GradBucket, position: int, grad: Tensor) -> None:
         for _ in range(2):
             collect(self, position, grad / 2)
 
-    with counted() as counts, mock.patch.object(BucketGradient, "collect", in_halves):
+    with counted() as counts, mock.patch.object(GradBucket, "add", in_halves):
         [outcome, *_] = simulate(4, _train, run, ranks_per_node=2)
-    assert counts["reduce_scatter_each"]
+    assert counts["reduce_scatter_coalesced"]
     assert_same(outcome.parameters, trace.parameters)
 
 
 def test_a_sum_holds_its_gradients() -> None:
-    reduce, held = Coalesced.reduce, []
+    reduce, held = CoalescedCommunicator.reduce_scatter, []
 
-    def watched(self: Coalesced, out: Tensor, fulls: list[Tensor], *arguments: Any) -> Handle:
+    def watched(self: CoalescedCommunicator, out: Tensor, fulls: list[Tensor], *arguments: Any) -> Work:
         handle = reduce(self, out, fulls, *arguments)
-        held.append(handle.kept is fulls and len(fulls) > 0)
+        held.append(handle.keepalive is fulls and len(fulls) > 0)
         return handle
 
-    with mock.patch.object(Coalesced, "reduce", watched):
+    with mock.patch.object(CoalescedCommunicator, "reduce_scatter", watched):
         simulate(2, _train, run_of("mics", coalesce=True))
     assert held
     assert all(held)
@@ -288,7 +300,7 @@ def test_a_sum_holds_its_gradients() -> None:
 def test_gradients_live_until_the_sum_has_been_waited_for() -> None:
     kept = [torch.zeros(3)]
     gradient = weakref.ref(kept[0])
-    chain = Chain([partial(Handle("a sum", []).keep, kept)])
+    chain = OpChain([partial(Work("a sum", []).keep_alive, kept)])
     del kept
     gc.collect()
     assert gradient() is not None
@@ -298,7 +310,7 @@ def test_gradients_live_until_the_sum_has_been_waited_for() -> None:
 
 def test_parts_of_several_rows_are_every_row_of_a_tensor() -> None:
     slice_ = torch.arange(12.0)
-    first, second = Parts(2, [(0, 2), (3, 1)], torch.float32).of(slice_)
+    first, second = RowViews(2, [(0, 2), (3, 1)], torch.float32).views_of(slice_)
     assert first.tolist() == [[0, 1], [6, 7]]
     assert second.tolist() == [[3], [9]]
 
@@ -309,4 +321,4 @@ def test_parts_of_several_rows_are_every_row_of_a_tensor() -> None:
     ids=str,
 )
 def test_a_bucket_is_even_where_all_its_parameters_are(shapes: list[tuple[int, ...]], is_even: bool) -> None:
-    assert plan_bucket([(str(shape), torch.Size(shape)) for shape in shapes], 4).is_even is is_even
+    assert make_layout([(str(shape), torch.Size(shape)) for shape in shapes], 4).is_evenly_divisible is is_even

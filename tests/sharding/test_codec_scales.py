@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mics_strategy import Codec, ConfigError, ShardConfig, load_checkpoint, save_checkpoint, shard
 from mics_strategy.collectives import route as routes
 from mics_strategy.collectives.route import Hop, Route
-from mics_strategy.sharding.layout import plan_bucket
+from mics_strategy.sharding.layout import make_layout
 from tests import models
 from tests.checkpoint.test_matrix import state_of
 from tests.ranks import RankContext, RankPool
@@ -96,25 +96,25 @@ def test_small_numbers_beside_large_ones_keep_their_digits(ranks: RankPool, pres
 def test_no_block_holds_two_parameters_wherever_shards_begin() -> None:
     shapes = [("gain", (9,)), ("weight", (9, 31)), ("scalar", ()), ("wide", (2, 64)), ("none", (0, 3))]
     for ranks, block in itertools.product((1, 2, 6), (2, 6, 256)):
-        layout = plan_bucket([(name, torch.Size(shape)) for name, shape in shapes], ranks, block)
+        layout = make_layout([(name, torch.Size(shape)) for name, shape in shapes], ranks, block)
         owners = torch.full((ranks, layout.shard_numel), -1)
-        for number, region in enumerate(layout.regions):
+        for number, region in enumerate(layout.param_slices):
             owners[:, region.offset : region.offset + region.chunk_numel] = number
         for of_block in owners.flatten().split(block):
             assert len({*of_block.tolist()} - {-1}) < 2
         assert all(layout.numel_at(degree) % block == 0 for degree in (1, 2, 3) if ranks % degree == 0)
         assert layout.padding_numel <= sum(
-            ranks * (region.chunk_numel + math.lcm(8, block)) - region.numel for region in layout.regions
+            ranks * (region.chunk_numel + math.lcm(8, block)) - region.numel for region in layout.param_slices
         )
 
 
 @pytest.mark.parametrize("degree", [1, 2, 6])
 def test_what_is_neither_padding_nor_a_parameter_is_nothing(degree: int) -> None:
     shapes = [(9,), (9, 31), (), (2, 64), (0, 3), (12, 2), (1,)]
-    layout = plan_bucket([(str(shape), torch.Size(shape)) for shape in shapes], 6, 32)
-    for rows in layout.slices(degree):
+    layout = make_layout([(str(shape), torch.Size(shape)) for shape in shapes], 6, 32)
+    for rows in layout.shard_slices(degree):
         slice_ = torch.zeros(layout.numel_at(degree), dtype=torch.int64)
-        for stretch in layout.stretches(rows):
+        for stretch in layout.extents(rows):
             slice_[stretch.offset : stretch.offset + stretch.numel] += 1
         for view in layout.padding_views(slice_, rows):
             view += 1
@@ -124,11 +124,11 @@ def test_what_is_neither_padding_nor_a_parameter_is_nothing(degree: int) -> None
 @pytest.mark.parametrize("numel", [1, 300, 70_000])
 def test_shares_of_an_all_reduce_begin_with_a_block(numel: int) -> None:
     codec = Codec(bits=8, block_size=256)
-    route = Route(slow=Hop(axis="slow", ranks=3, codec=codec), fast=Hop(axis="fast", ranks=2, codec=codec))
+    route = Route(inter=Hop(axis="slow", size=3, codec=codec), intra=Hop(axis="fast", size=2, codec=codec))
     slice_numel = routes.all_reduce_slice(route, numel)
     assert 2 * slice_numel >= numel
     assert slice_numel - numel / 2 <= 3 * 256
-    pieces = routes.all_reduce_pieces(route, slice_numel, 4)
+    pieces = routes.all_reduce_chunks(route, slice_numel, 4)
     assert [start for start, _ in pieces[1:]] + [slice_numel] == [end for _, end in pieces]
     assert all(start % 256 == 0 and (end - start) % (3 * 256) == 0 for start, end in pieces)
 

@@ -57,7 +57,7 @@ def local_shards(ctx: RankContext, run: Run) -> tuple[list[int], list[Tensor], l
         training.step(step)
     outputs = [training.model(training.case.batch(9, 9, 9)["x"]).detach()]
     span = training.sharded.scopes.span(training.sharded.scopes.optimizer, ctx.world_size)
-    return span.members(ctx.rank), [p.to_local().detach() for p in training.model.parameters()], outputs
+    return span.group_ranks(ctx.rank), [p.to_local().detach() for p in training.model.parameters()], outputs
 
 
 @pytest.mark.parametrize("options", [{}, {"reduce_dtype": "bfloat16"}, {"param_dtype": "bfloat16"}], ids=str)

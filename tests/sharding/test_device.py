@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from mics_strategy import ShardConfig, shard
-from mics_strategy.mesh import Mesh
+from mics_strategy.mesh import ProcessGroups
 from mics_strategy.sharding.optimizer.norm import total_norm
-from mics_strategy.sharding.streams import Chain, Streams
+from mics_strategy.sharding.streams import OpChain, Streams
 from mics_strategy.sharding.validate import target_device
 from tests.ranks import RankContext, RankPool
 
@@ -59,9 +59,9 @@ def cuda() -> Iterator[Cuda]:
         yield pretended
 
 
-def chain_on(index: int) -> Chain:
+def chain_on(index: int) -> OpChain:
     side: Any = Stream(torch.device("cuda", index))
-    return Chain([], stream=side)
+    return OpChain([], stream=side)
 
 
 def test_the_stream_of_the_models_device_waits_for_a_chain(cuda: Cuda) -> None:
@@ -88,7 +88,7 @@ def test_gathers_and_both_hops_of_gradients_have_streams_of_their_own() -> None:
     with mock.patch.object(torch.cuda, "Stream", make):
         streams = Streams(torch.device("cuda", 1))
     used: list[object] = []
-    with mock.patch("mics_strategy.sharding.streams.Chain", lambda *args, **kwargs: used.append((args, kwargs))):
+    with mock.patch("mics_strategy.sharding.streams.OpChain", lambda *args, **kwargs: used.append((args, kwargs))):
         streams.gather()
         streams.reduce()
         streams.second_hop(finish=lambda: None)
@@ -105,7 +105,7 @@ def use_a_gathered_unit_twice(ctx: RankContext) -> list[int]:
         unit = sharded._engine.units[-1]
         counts = []
         for _ in range(2):
-            with mock.patch.object(Chain, "wait", autospec=True) as wait:
+            with mock.patch.object(OpChain, "wait", autospec=True) as wait:
                 unit.finish_unshard()
             counts.append(wait.call_count)
     return counts
@@ -170,7 +170,7 @@ def shard_on_a_gpu(ctx: RankContext) -> list[int]:
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch.cuda, "set_device") as set_device,
         mock.patch.object(dist, "get_backend", return_value="nccl"),
-        mock.patch("mics_strategy.sharding.api.Mesh", side_effect=_Reached) as mesh,
+        mock.patch("mics_strategy.sharding.api.ProcessGroups", side_effect=_Reached) as mesh,
         pytest.raises(_Reached),
     ):
         shard(nn.Linear(2, 2), ShardConfig.preset("mics"))
@@ -195,10 +195,10 @@ def device_of_a_calibration(ctx: RankContext) -> list[torch.device]:
         return []
 
     device = torch.device("cpu", 0)
-    with mock.patch("mics_strategy.mesh.calibrate", calibrate):
+    with mock.patch("mics_strategy.mesh.autotune", calibrate):
         model = nn.Linear(2, 2)
         sharded = shard(model, "mics", device=device)
-    mesh: Mesh = sharded._mesh
+    mesh: ProcessGroups = sharded._groups
     return [*seen, mesh.device]
 
 

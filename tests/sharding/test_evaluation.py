@@ -234,7 +234,7 @@ def write_behind_and_say_so(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]
         before = training.model(x).clone()
         for name in ("4.weight", "4.bias"):
             training.model.get_parameter(name).to_local().data.mul_(2)
-        training.sharded.note_changes()
+        training.sharded.mark_modified()
         return before, training.model(x).clone()
 
 

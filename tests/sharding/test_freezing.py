@@ -117,7 +117,7 @@ def reductions(ctx: RankContext, run: Run) -> tuple[Counter[Kind], Counter[Kind]
         training.step(1)
     plan = training.sharded.plan
     of_gradients = [
-        c for c in plan.collectives if c.unit != "2" and (c.moment == "second_hop" or c.collective == "reduce_scatter")
+        c for c in plan.collectives if c.unit != "2" and (c.phase == "second_hop" or c.collective == "reduce_scatter")
     ]
     return counted.carried, planned_kinds(type(plan)(collectives=tuple(of_gradients), num_micro_steps=1))
 
@@ -297,7 +297,7 @@ def gathered_in_backward(ctx: RankContext, run: Run) -> list[set[str]]:
             parameter.requires_grad_(not name.startswith(prefixes))
         for step in range(3):
             training.step(step)
-        planned = [p for p in training.sharded.plan.collectives if p.moment == "backward"]
+        planned = [p for p in training.sharded.plan.collectives if p.phase == "backward"]
         found.append({p.unit for p in planned if p.collective == "all_gather"})
     return found
 

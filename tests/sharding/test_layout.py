@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from mics_strategy.sharding.layout import ALIGN_NUMEL, BucketLayout, plan_bucket
+from mics_strategy.sharding.layout import ALIGN_NUMEL, BucketLayout, make_layout
 
 RANKS = (1, 2, 3, 4, 7, 8, 16, 64)
 SHAPES = [
@@ -31,7 +31,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def _plan(ranks: int, *shapes: tuple[int, ...]) -> BucketLayout:
-    return plan_bucket([(f"p{i}", torch.Size(shape)) for i, shape in enumerate(shapes)], ranks)
+    return make_layout([(f"p{i}", torch.Size(shape)) for i, shape in enumerate(shapes)], ranks)
 
 
 def _numbered(shape: tuple[int, ...]) -> torch.Tensor:
@@ -41,7 +41,7 @@ def _numbered(shape: tuple[int, ...]) -> torch.Tensor:
 def _flat(layout: BucketLayout, wholes: list[torch.Tensor]) -> torch.Tensor:
     flat = torch.full((layout.full_numel,), -1.0, dtype=torch.float64)
     for position, whole in enumerate(wholes):
-        for piece, part in layout.pieces(flat, whole, position):
+        for piece, part in layout.copy_pairs(flat, whole, position):
             piece.copy_(part)
     return flat
 
@@ -49,15 +49,15 @@ def _flat(layout: BucketLayout, wholes: list[torch.Tensor]) -> torch.Tensor:
 @ranks_
 @shapes
 def test_shards_are_the_chunks_of_dtensor(shape: tuple[int, ...], ranks: int) -> None:
-    region = _plan(ranks, shape).regions[0]
+    region = _plan(ranks, shape).param_slices[0]
     whole = _numbered(shape)
     if region.dim is None:
-        assert all(torch.equal(region.slice_of(whole, index), whole) for index in range(ranks))
+        assert all(torch.equal(region.narrow(whole, index), whole) for index in range(ranks))
         return
     chunks, _ = Shard(region.dim)._split_tensor(whole, ranks, with_padding=False, contiguous=True)
     for index, chunk in enumerate(chunks):
         assert region.local_shape(index) == chunk.shape
-        assert torch.equal(region.slice_of(whole, index), chunk)
+        assert torch.equal(region.narrow(whole, index), chunk)
 
 
 @ranks_
@@ -67,7 +67,7 @@ def test_flat_form_holds_every_shard_at_its_place(shape: tuple[int, ...], ranks:
     whole = _numbered(shape)
     flat = _flat(layout, [_numbered((5,)), whole, _numbered((9, 2))])
     for index, shard in enumerate(flat.view(ranks, layout.shard_numel)):
-        assert torch.equal(layout.regions[1].local_view(shard, index), layout.regions[1].slice_of(whole, index))
+        assert torch.equal(layout.param_slices[1].view_in(shard, index), layout.param_slices[1].narrow(whole, index))
 
 
 @ranks_
@@ -75,8 +75,8 @@ def test_flat_form_holds_every_shard_at_its_place(shape: tuple[int, ...], ranks:
 def test_pieces_bring_back_what_they_took(shape: tuple[int, ...], ranks: int) -> None:
     layout = _plan(ranks, shape)
     whole, back = _numbered(shape), torch.zeros(shape, dtype=torch.float64)
-    for piece, part in layout.pieces(_flat(layout, [whole]), back, 0):
-        back.copy_(piece[0]) if layout.regions[0].dim is None else part.copy_(piece)
+    for piece, part in layout.copy_pairs(_flat(layout, [whole]), back, 0):
+        back.copy_(piece[0]) if layout.param_slices[0].dim is None else part.copy_(piece)
     assert torch.equal(back, whole)
 
 
@@ -84,9 +84,9 @@ def test_pieces_bring_back_what_they_took(shape: tuple[int, ...], ranks: int) ->
 @shapes
 def test_one_view_is_the_pieces_where_chunks_are_whole(shape: tuple[int, ...], ranks: int) -> None:
     layout = _plan(ranks, (3, 2), shape)
-    wholes, region = [_numbered((3, 2)), _numbered(shape)], layout.regions[1]
+    wholes, region = [_numbered((3, 2)), _numbered(shape)], layout.param_slices[1]
     flat = torch.full((layout.full_numel,), -1.0, dtype=torch.float64)
-    view = layout.even_view(flat, 1)
+    view = layout.strided_view(flat, 1)
     is_even = region.dim == 0 and region.chunk > 0 and shape[0] % region.chunk == 0
     assert (view is not None) == is_even
     if view is not None:
@@ -94,8 +94,8 @@ def test_one_view_is_the_pieces_where_chunks_are_whole(shape: tuple[int, ...], r
         expected = _flat(layout, wholes)
         for index in range(ranks):
             assert torch.equal(
-                region.local_view(flat.view(ranks, -1)[index], index),
-                region.local_view(expected.view(ranks, -1)[index], index),
+                region.view_in(flat.view(ranks, -1)[index], index),
+                region.view_in(expected.view(ranks, -1)[index], index),
             )
 
 
@@ -103,14 +103,19 @@ def test_one_view_is_the_pieces_where_chunks_are_whole(shape: tuple[int, ...], r
 def test_stretches_of_all_slices_are_the_parameters_without_padding(ranks: int) -> None:
     """Whatever the scope at which the slices are."""
     layout = _plan(ranks, *SHAPES)
-    wholes = [_numbered(region.shape) for region in layout.regions]
+    wholes = [_numbered(region.shape) for region in layout.param_slices]
     flat = _flat(layout, wholes)
     for count in (each for each in range(1, ranks + 1) if ranks % each == 0):
         rest = flat.clone()
-        for rows, of_slice, left in zip(layout.slices(count), flat.view(count, -1), rest.view(count, -1), strict=True):
-            for stretch in layout.stretches(rows):
-                region, place = layout.regions[stretch.position], slice(stretch.offset, stretch.offset + stretch.numel)
-                expected = region.slice_of(wholes[stretch.position], stretch.row).reshape(-1)
+        for rows, of_slice, left in zip(
+            layout.shard_slices(count), flat.view(count, -1), rest.view(count, -1), strict=True
+        ):
+            for stretch in layout.extents(rows):
+                region, place = (
+                    layout.param_slices[stretch.position],
+                    slice(stretch.offset, stretch.offset + stretch.numel),
+                )
+                expected = region.narrow(wholes[stretch.position], stretch.row).reshape(-1)
                 assert torch.equal(of_slice[place], expected)
                 assert (stretch.start is None) == bool(region.dim)
                 if stretch.start is not None:
@@ -126,9 +131,9 @@ def test_pieces_cover_every_element_once(ranks: int) -> None:
     wholes = [torch.zeros(shape) for shape in SHAPES]
     flat = torch.zeros(layout.full_numel)
     for position, whole in enumerate(wholes):
-        for piece, part in layout.pieces(flat, whole, position):
+        for piece, part in layout.copy_pairs(flat, whole, position):
             piece.add_(1)
-            if layout.regions[position].dim is not None:
+            if layout.param_slices[position].dim is not None:
                 part.add_(1)
     assert all(bool((whole == 1).all()) for whole in wholes if whole.dim())
     copies = sum(whole.numel() * (1 if whole.dim() else ranks) for whole in wholes)
@@ -139,17 +144,17 @@ def test_pieces_cover_every_element_once(ranks: int) -> None:
 @ranks_
 def test_regions_are_aligned_and_apart(ranks: int) -> None:
     layout = _plan(ranks, *SHAPES)
-    for region, following in pairwise(layout.regions):
+    for region, following in pairwise(layout.param_slices):
         assert region.offset % ALIGN_NUMEL == 0
         assert region.offset + region.chunk_numel <= following.offset
-    assert layout.regions[-1].offset + layout.regions[-1].chunk_numel <= layout.shard_numel
+    assert layout.param_slices[-1].offset + layout.param_slices[-1].chunk_numel <= layout.shard_numel
 
 
 @ranks_
 @shapes
 def test_padding_is_less_than_one_row_and_one_alignment_per_rank(shape: tuple[int, ...], ranks: int) -> None:
     layout = _plan(ranks, shape)
-    region = layout.regions[0]
+    region = layout.param_slices[0]
     row = region.numel // max(1, shape[region.dim]) if region.dim is not None else region.numel
     assert 0 <= layout.padding_numel < ranks * (row + ALIGN_NUMEL)
 
@@ -157,7 +162,7 @@ def test_padding_is_less_than_one_row_and_one_alignment_per_rank(shape: tuple[in
 @ranks_
 @shapes
 def test_no_other_dimension_would_pad_much_less(shape: tuple[int, ...], ranks: int) -> None:
-    region = _plan(ranks, shape).regions[0]
+    region = _plan(ranks, shape).param_slices[0]
     if region.dim is None or not region.numel:
         return
     padded = {dim: -(-length // ranks) * ranks / length for dim, length in enumerate(shape)}
@@ -180,8 +185,8 @@ def test_shard_at_a_smaller_scope_is_a_run_of_rows(ranks: int) -> None:
 @ranks_
 def test_compact_views_are_apart_and_have_the_shapes(ranks: int) -> None:
     layout = _plan(ranks, *SHAPES)
-    buffer = torch.zeros(layout.compact_numel)
-    views = layout.compact_views(buffer)
+    buffer = torch.zeros(layout.unpadded_numel)
+    views = layout.unpadded_views(buffer)
     assert [tuple(view.shape) for view in views] == SHAPES
     for view in views:
         view.add_(1)
@@ -194,26 +199,26 @@ def test_one_rank_needs_no_flat_form() -> None:
     layout = _plan(1, *SHAPES)
     wholes = [_numbered(shape) for shape in SHAPES]
     flat = _flat(layout, wholes)
-    views = layout.compact_views(flat)
-    assert layout.compact_numel == layout.full_numel
+    views = layout.unpadded_views(flat)
+    assert layout.unpadded_numel == layout.full_numel
     assert all(torch.equal(view, whole) for view, whole in zip(views, wholes, strict=True))
 
 
 def test_bucket_of_nothing_is_empty() -> None:
-    layout = plan_bucket([], 4)
-    assert (layout.full_numel, layout.padding_numel, layout.compact_numel) == (0, 0, 0)
+    layout = make_layout([], 4)
+    assert (layout.full_numel, layout.padding_numel, layout.unpadded_numel) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float32], ids=str)
 def test_every_parameter_and_every_shard_of_it_starts_at_a_multiple_of_16_bytes(dtype: torch.dtype) -> None:
     shapes = [(f"p{i}", torch.Size(shape)) for i, shape in enumerate([(3, 5), (1,), (8, 3), (7,)])]
-    layout = plan_bucket(shapes, 2, itemsize=dtype.itemsize)
-    assert [region.offset * dtype.itemsize % 16 for region in layout.regions] == [0] * 4
-    whole = torch.zeros(layout.compact_numel, dtype=dtype)
-    assert [(view.data_ptr() - whole.data_ptr()) % 16 for view in layout.compact_views(whole)] == [0] * 4
+    layout = make_layout(shapes, 2, itemsize=dtype.itemsize)
+    assert [region.offset * dtype.itemsize % 16 for region in layout.param_slices] == [0] * 4
+    whole = torch.zeros(layout.unpadded_numel, dtype=dtype)
+    assert [(view.data_ptr() - whole.data_ptr()) % 16 for view in layout.unpadded_views(whole)] == [0] * 4
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
 def test_wider_dtypes_are_laid_out_as_ever(itemsize: int) -> None:
     shapes = [(f"p{i}", torch.Size(shape)) for i, shape in enumerate([(3, 5), (1,), (8, 3), (7,)])]
-    assert plan_bucket(shapes, 2, itemsize=itemsize) == plan_bucket(shapes, 2)
+    assert make_layout(shapes, 2, itemsize=itemsize) == make_layout(shapes, 2)

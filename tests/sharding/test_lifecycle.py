@@ -7,18 +7,23 @@ import pytest
 
 from mics_strategy.errors import LifecycleError
 from mics_strategy.sharding.lifecycle import (
-    COLLECTION,
-    CONTENT,
-    GRADIENT,
-    PHASE,
-    Collection,
-    Content,
-    Gradient,
-    Phase,
-    advance,
+    ACCUMULATOR_TRANSITIONS,
+    GRAD_BUFFER_TRANSITIONS,
+    PHASE_TRANSITIONS,
+    UNSHARD_TRANSITIONS,
+    AccumulatorState,
+    GradBufferState,
+    UnitPhase,
+    UnshardState,
+    transition,
 )
 
-TABLES = {Content: CONTENT, Phase: PHASE, Collection: COLLECTION, Gradient: GRADIENT}
+TABLES = {
+    UnshardState: UNSHARD_TRANSITIONS,
+    UnitPhase: PHASE_TRANSITIONS,
+    GradBufferState: GRAD_BUFFER_TRANSITIONS,
+    AccumulatorState: ACCUMULATOR_TRANSITIONS,
+}
 EVENTS = sorted({event for table in TABLES.values() for _, event in table})
 ILLEGAL = [
     (states, state, event)
@@ -35,7 +40,7 @@ tables = pytest.mark.parametrize("states", TABLES, ids=lambda states: states.__n
 )
 def test_what_is_not_listed_raises(states: type[Enum], state: Enum, event: str) -> None:
     with pytest.raises(LifecycleError, match=f"layer: `{event}` came while its {states.__name__.lower()}"):
-        advance(TABLES[states], state, event, "layer")
+        transition(TABLES[states], state, event, "layer")
 
 
 @tables
@@ -43,7 +48,7 @@ def test_error_names_what_was_allowed(states: type[Enum]) -> None:
     table = TABLES[states]
     for state in states:
         with pytest.raises(LifecycleError) as caught:
-            advance(table, state, "dance", "layer")
+            transition(table, state, "dance", "layer")
         allowed = [event for known, event in table if known is state]
         assert all(event in str(caught.value) for event in allowed)
 
@@ -61,34 +66,49 @@ def test_random_legal_events_lead_to_known_states(states: type[Enum], seed: int)
     table, state, generator = TABLES[states], next(iter(states)), random.Random(seed)
     for _ in range(200):
         event = generator.choice([event for known, event in table if known is state])
-        state = advance(table, state, event, "layer")
+        state = transition(table, state, event, "layer")
         assert isinstance(state, states)
 
 
 @pytest.mark.parametrize(
     ("table", "state", "events", "end"),
     [
-        (CONTENT, Content.SHARDED, ["gather", "arrive", "evict"], Content.SHARDED),
-        (PHASE, Phase.IDLE, ["enter_forward", "exit_forward", "enter_backward", "exit_backward"], Phase.IDLE),
-        (PHASE, Phase.BACKWARD, ["enter_forward", "exit_forward", "exit_backward"], Phase.IDLE),
-        (COLLECTION, Collection.EMPTY, ["collect", "collect", "launch", "land"], Collection.EMPTY),
-        (COLLECTION, Collection.EMPTY, ["launch", "land"], Collection.EMPTY),
-        (GRADIENT, Gradient.NONE, ["accumulate", "accumulate", "finish", "clear"], Gradient.NONE),
-        (GRADIENT, Gradient.SHARDED, ["accumulate", "finish"], Gradient.SHARDED),
+        (UNSHARD_TRANSITIONS, UnshardState.SHARDED, ["gather", "arrive", "evict"], UnshardState.SHARDED),
+        (
+            PHASE_TRANSITIONS,
+            UnitPhase.IDLE,
+            ["enter_forward", "exit_forward", "enter_backward", "exit_backward"],
+            UnitPhase.IDLE,
+        ),
+        (PHASE_TRANSITIONS, UnitPhase.BACKWARD, ["enter_forward", "exit_forward", "exit_backward"], UnitPhase.IDLE),
+        (
+            GRAD_BUFFER_TRANSITIONS,
+            GradBufferState.EMPTY,
+            ["collect", "collect", "launch", "land"],
+            GradBufferState.EMPTY,
+        ),
+        (GRAD_BUFFER_TRANSITIONS, GradBufferState.EMPTY, ["launch", "land"], GradBufferState.EMPTY),
+        (
+            ACCUMULATOR_TRANSITIONS,
+            AccumulatorState.NONE,
+            ["accumulate", "accumulate", "finish", "clear"],
+            AccumulatorState.NONE,
+        ),
+        (ACCUMULATOR_TRANSITIONS, AccumulatorState.SHARDED, ["accumulate", "finish"], AccumulatorState.SHARDED),
     ],
     ids=["gather", "step", "recompute", "collect", "unused", "window", "reopen"],
 )
 def test_life_of_a_step(table: dict, state: Enum, events: list[str], end: Enum) -> None:
     for event in events:
-        state = advance(table, state, event, "layer")
+        state = transition(table, state, event, "layer")
     assert state is end
 
 
 def test_gradient_cannot_be_finished_twice() -> None:
     with pytest.raises(LifecycleError, match="finish"):
-        advance(GRADIENT, Gradient.SHARDED, "finish", "layer")
+        transition(ACCUMULATOR_TRANSITIONS, AccumulatorState.SHARDED, "finish", "layer")
 
 
 def test_parameters_cannot_be_lost_in_the_forward() -> None:
     with pytest.raises(LifecycleError, match="exit_backward"):
-        advance(PHASE, Phase.FORWARD, "exit_backward", "layer")
+        transition(PHASE_TRANSITIONS, UnitPhase.FORWARD, "exit_backward", "layer")

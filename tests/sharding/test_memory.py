@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from mics_strategy import ShardConfig, Sharded, shard
-from mics_strategy.sharding.layout import plan_bucket
+from mics_strategy.sharding.layout import make_layout
 from mics_strategy.sharding.wrap import find_units
 from tests import models
 from tests.ranks import RankContext, RankPool
@@ -47,9 +47,9 @@ def _addresses(sharded: Sharded) -> Iterator[int]:
     for unit in sharded.units:
         yield unit.slot.buffer.data_ptr()
         for bucket in unit.buckets:
-            yield bucket.master.data_ptr()
-            yield from (parameter.data_ptr() for parameter in bucket.unsharded)
-            yield from (parameter.to_local().data_ptr() for parameter in bucket.sharded)
+            yield bucket.master_shard.data_ptr()
+            yield from (parameter.data_ptr() for parameter in bucket.unsharded_params)
+            yield from (parameter.to_local().data_ptr() for parameter in bucket.sharded_params)
 
 
 def _gradient_addresses(model: nn.Module) -> list[int]:
@@ -102,7 +102,7 @@ def _flat_numel(case: models.Case, ranks: int) -> int:
     """Elements of all buckets at the optimizer scope, padding included."""
     total = 0
     for unit in find_units(case.build(), case.units):
-        layout = plan_bucket([(entry.name, entry.parameter.shape) for entry in unit.parameters], ranks)
+        layout = make_layout([(entry.name, entry.parameter.shape) for entry in unit.parameters], ranks)
         total += layout.full_numel
     return total
 
@@ -124,7 +124,7 @@ def test_states_take_their_share_of_the_model(ranks: RankPool, preset: str) -> N
 def _unit_bytes(case: models.Case, ranks: int) -> list[int]:
     """Bytes of every unit's parameters side by side, root first."""
     return [
-        4 * plan_bucket([(e.name, e.parameter.shape) for e in unit.parameters], ranks).compact_numel
+        4 * make_layout([(e.name, e.parameter.shape) for e in unit.parameters], ranks).unpadded_numel
         for unit in find_units(case.build(), case.units)
     ]
 

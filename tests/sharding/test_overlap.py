@@ -95,15 +95,15 @@ def test_the_second_hop_starts_before_the_last_backward_has_ended(ranks: RankPoo
 
 def events_where_first_hops_are_fast(ctx: RankContext) -> tuple[list[str], list[str]]:
     """As above, and every first hop has ended when the next gradient of the last backward arrives."""
-    land_arrived = Reducer._land_arrived
+    land_arrived = Reducer._complete_arrived
 
     def land_all_that_will_arrive(reducer: Reducer) -> None:
         for hop in reducer._in_flight:
-            while hop.is_last and not hop.has_arrived:
+            while hop.starts_second_hop and not hop.is_completed:
                 time.sleep(0.001)
         land_arrived(reducer)
 
-    with mock.patch.object(Reducer, "_land_arrived", land_all_that_will_arrive):
+    with mock.patch.object(Reducer, "_complete_arrived", land_all_that_will_arrive):
         return events_of_a_step(ctx, "all", micro_steps=2)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from mics_strategy import ShardConfig
-from mics_strategy.sharding.layout import plan_bucket
+from mics_strategy.sharding.layout import make_layout
 from mics_strategy.sharding.wrap import find_units
 from tests.models import Case
 from tests.ranks import RankContext, RankPool
@@ -156,7 +156,7 @@ def _bytes(case: Make, *, trainable: bool, ranks: int) -> int:
         for entry in unit.parameters:
             if entry.parameter.requires_grad == trainable:
                 by_dtype.setdefault(entry.parameter.dtype, []).append((entry.name, entry.parameter.shape))
-        total += sum(dtype.itemsize * plan_bucket(kind, ranks).full_numel for dtype, kind in by_dtype.items())
+        total += sum(dtype.itemsize * make_layout(kind, ranks).full_numel for dtype, kind in by_dtype.items())
     return total
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mics_strategy import ShardConfig, Topology
-from mics_strategy.collectives.traffic import ALL_REDUCE, GATHER, REDUCE_SCATTER
+from mics_strategy.collectives.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.scopes import Scopes, resolve_scopes
-from mics_strategy.sharding.layout import plan_bucket
-from mics_strategy.sharding.schedule import BucketPlan, Plan, StepShape, UnitPlan, plan_step
+from mics_strategy.sharding.layout import make_layout
+from mics_strategy.sharding.schedule import BucketPlan, Plan, StepOrder, UnitPlan, plan_step
 from tests.sharding.chains import chains
 
 NUMEL = 64 * 64 * 64  # of a unit: divisible by every number of ranks below
@@ -22,7 +22,7 @@ APART = 0, 1  # a slot each: gathered once per step
 
 def _bucket(ranks: int, name: str = "u0", **changes: object) -> BucketPlan:
     options = dict.fromkeys(("param_dtype", "wire_dtype", "sum_dtype"), torch.float32) | {"trainable": True} | changes
-    return BucketPlan(layout=plan_bucket([(f"{name}.weight", torch.Size((NUMEL // 64, 64)))], ranks), **options)
+    return BucketPlan(layout=make_layout([(f"{name}.weight", torch.Size((NUMEL // 64, 64)))], ranks), **options)
 
 
 def _scopes(preset: str, world: int = 8, per_node: int = 4, **options: object) -> Scopes:
@@ -37,7 +37,7 @@ def _plan(scopes: Scopes, slots: tuple[int, ...], micro_steps: int = 1, **bucket
         for i, slot in enumerate(slots)
     )
     order = tuple(range(len(slots)))
-    return plan_step(units, scopes, StepShape(entered=order, needed=order[::-1], num_micro_steps=micro_steps))
+    return plan_step(units, scopes, StepOrder(forward=order, backward=order[::-1], num_micro_steps=micro_steps))
 
 
 def _sent(plan: Plan, collective: str, axis: str | None = None) -> int:
@@ -60,13 +60,13 @@ def test_zero3_gathers_for_forward_and_backward_and_reduces_once(world: int, mic
     share = (world - 1) * MODEL // world
     assert _sent(plan, REDUCE_SCATTER) == micro_steps * share
     resident = share // 2 * (2 * micro_steps - 1)  # not at the beginning: the step has changed it
-    assert _sent(plan, GATHER) == 2 * micro_steps * share - resident
+    assert _sent(plan, ALL_GATHER) == 2 * micro_steps * share - resident
     assert _sent(plan, ALL_REDUCE) == 0
 
 
 def test_zero3_with_a_slot_for_every_unit_gathers_once_per_step() -> None:
     plan = _plan(_scopes("zero3"), APART, 3)
-    assert _sent(plan, GATHER) == 7 * MODEL // 8
+    assert _sent(plan, ALL_GATHER) == 7 * MODEL // 8
 
 
 @pytest.mark.parametrize("micro_steps", [1, 4])
@@ -91,7 +91,7 @@ def test_paro_volumes_per_rank(preset: str, micro_steps: int) -> None:
     plan = _plan(scopes, (0,), micro_steps)
     model, world = NUMEL * 4, 8
     p, g, o = scopes.params, scopes.grads, scopes.optimizer
-    assert _sent(plan, GATHER) == model * (p - 1) // p + model // p * (o // p - 1) * p // o
+    assert _sent(plan, ALL_GATHER) == model * (p - 1) // p + model // p * (o // p - 1) * p // o
     first, second = model * (g - 1) // g, model // g * (o // g - 1) * g // o
     assert _sent(plan, REDUCE_SCATTER) == micro_steps * first + second
     assert _sent(plan, ALL_REDUCE) == 2 * (model // o) * (world // o - 1) * o // world
@@ -107,15 +107,15 @@ def test_only_scopes_beyond_the_node_use_links_between_nodes(preset: str) -> Non
 def test_step_by_hand() -> None:
     """Two units in one slot, two micro-steps, MiCS on 2 nodes of 4."""
     plan = _plan(_scopes("mics"), SINGLE, 2)
-    moments = [(p.micro_step, p.moment, p.collective, p.unit) for p in plan.collectives]
+    moments = [(p.micro_step, p.phase, p.collective, p.unit) for p in plan.collectives]
     assert moments == [
-        (0, "forward", GATHER, "u0"),
-        (0, "forward", GATHER, "u1"),
-        (0, "backward", GATHER, "u0"),
+        (0, "forward", ALL_GATHER, "u0"),
+        (0, "forward", ALL_GATHER, "u1"),
+        (0, "backward", ALL_GATHER, "u0"),
         (0, "backward", REDUCE_SCATTER, "u1"),
         (0, "backward", REDUCE_SCATTER, "u0"),
-        (1, "forward", GATHER, "u1"),
-        (1, "backward", GATHER, "u0"),
+        (1, "forward", ALL_GATHER, "u1"),
+        (1, "backward", ALL_GATHER, "u0"),
         (1, "backward", REDUCE_SCATTER, "u1"),
         (1, "backward", REDUCE_SCATTER, "u0"),
         (1, "second_hop", ALL_REDUCE, "(usage)"),
@@ -127,14 +127,16 @@ def test_step_by_hand() -> None:
 def test_update_is_gathered_once_per_step_in_front_of_the_first_use() -> None:
     plan = _plan(_scopes("paro-iig"), SINGLE, 3)
     updates = [
-        (p.unit, p.moment, p.micro_step) for p in plan.collectives if (p.collective, p.axis) == (GATHER, "inter_node")
+        (p.unit, p.phase, p.micro_step)
+        for p in plan.collectives
+        if (p.collective, p.axis) == (ALL_GATHER, "inter_node")
     ]
     assert updates == [("u0", "forward", 0), ("u1", "forward", 0)]
 
 
 def test_second_hop_of_every_micro_step_sends_it_every_time() -> None:
     scopes, units = _scopes("mics"), (UnitPlan(name="u", slot=0, buckets=(_bucket(4),)),)
-    shape = StepShape(entered=(0,), needed=(0,), num_micro_steps=3, second_hop_every_backward=True)
+    shape = StepOrder(forward=(0,), backward=(0,), num_micro_steps=3, second_hop_every_backward=True)
     assert _count(plan_step(units, scopes, shape), ALL_REDUCE) == 3
 
 
@@ -150,14 +152,14 @@ def test_frozen_model_asks_for_no_usage() -> None:
 
 def test_unit_entered_twice_is_reduced_once() -> None:
     scopes, units = _scopes("mics"), tuple(UnitPlan(name=n, slot=0, buckets=(_bucket(4, n),)) for n in "ab")
-    shape = StepShape(entered=(0, 1, 0), needed=(0, 1, 0), num_micro_steps=1)
+    shape = StepOrder(forward=(0, 1, 0), backward=(0, 1, 0), num_micro_steps=1)
     assert _count(plan_step(units, scopes, shape), REDUCE_SCATTER) == 2
 
 
 def test_bytes_follow_the_dtypes() -> None:
     wide = _plan(_scopes("zero3"), SINGLE)
     narrow = _plan(_scopes("zero3"), SINGLE, param_dtype=torch.bfloat16, wire_dtype=torch.bfloat16)
-    assert 2 * _sent(narrow, GATHER) == _sent(wide, GATHER)
+    assert 2 * _sent(narrow, ALL_GATHER) == _sent(wide, ALL_GATHER)
     assert 2 * _sent(narrow, REDUCE_SCATTER) == _sent(wide, REDUCE_SCATTER)
 
 
@@ -180,18 +182,18 @@ def test_zeropp_gathers_for_the_backward_from_nearby(secondary: int, micro_steps
     """PaRO's table 3, row ZeRO++: forward (N-1) M / N, backward (S-1) M / S. All units share a slot."""
     units = 0, 0, 0
     plan = _plan(_scopes("zeropp", secondary_params=secondary), units, micro_steps)
-    forward = [p for p in plan.collectives if p.collective == GATHER and p.moment == "forward"]
-    backward = [p for p in plan.collectives if p.collective == GATHER and p.moment == "backward"]
+    forward = [p for p in plan.collectives if p.collective == ALL_GATHER and p.phase == "forward"]
+    backward = [p for p in plan.collectives if p.collective == ALL_GATHER and p.phase == "backward"]
     unit = NUMEL * 4
-    assert all(p.ranks == 8 and p.sent_bytes == unit * 7 // 8 for p in forward)
-    assert all(p.ranks == secondary and p.sent_bytes == unit * (secondary - 1) // secondary for p in backward)
+    assert all(p.size == 8 and p.sent_bytes == unit * 7 // 8 for p in forward)
+    assert all(p.size == secondary and p.sent_bytes == unit * (secondary - 1) // secondary for p in backward)
     assert len(forward) == len(units) * micro_steps - (micro_steps - 1)  # the first is still there
     assert len(backward) == ((len(units) - 1) * micro_steps if secondary > 1 else 0)
 
 
 def test_zeropp_needs_no_link_between_nodes_in_the_backward() -> None:
     plan = _plan(_scopes("zeropp"), SINGLE)
-    assert {p.axis for p in plan.collectives if p.collective == GATHER and p.moment == "backward"} == {"intra_node"}
+    assert {p.axis for p in plan.collectives if p.collective == ALL_GATHER and p.phase == "backward"} == {"intra_node"}
 
 
 def _formula(scopes: Scopes, num_units: int, micro_steps: int) -> dict[str, float]:
@@ -222,7 +224,7 @@ def test_every_chain_sends_what_the_formulas_say(topology: tuple[int, int], micr
         expected = _formula(scopes, 3, micro_steps)
         unit = NUMEL * 4
         gathers = expected["gather"] + expected["update"]
-        assert _sent(plan, GATHER) == pytest.approx(gathers * unit), config
+        assert _sent(plan, ALL_GATHER) == pytest.approx(gathers * unit), config
         scatters = expected["first hop"] + expected["second scatter"]
         assert _sent(plan, REDUCE_SCATTER) == pytest.approx(scatters * unit), config
         assert _sent(plan, ALL_REDUCE) == pytest.approx(expected["second reduce"] * unit), config

@@ -58,7 +58,7 @@ def test_sends_what_was_planned(ranks: RankPool, chain: tuple[int, int, int, int
 
 
 def _gathered(plan: Plan, moment: str) -> set[str]:
-    return {p.axis for p in plan.collectives if p.collective == "all_gather" and p.moment == moment}
+    return {p.axis for p in plan.collectives if p.collective == "all_gather" and p.phase == moment}
 
 
 def test_backward_stays_in_the_node(ranks: RankPool) -> None:

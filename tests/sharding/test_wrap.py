@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mics_strategy.errors import ConfigError
-from mics_strategy.sharding.wrap import UnitModule, find_units
+from mics_strategy.sharding.wrap import UnitSpec, find_units
 from tests import models
 from tests.models import Block, Residual, Transformer
 
@@ -40,11 +40,11 @@ class SharesModule(nn.Module):
         self.other = nn.Linear(4, 4)
 
 
-def _names(units: Iterable[UnitModule]) -> list[str]:
+def _names(units: Iterable[UnitSpec]) -> list[str]:
     return [unit.name for unit in units]
 
 
-def _owners(units: list[UnitModule]) -> dict[str, str]:
+def _owners(units: list[UnitSpec]) -> dict[str, str]:
     return {entry.name: unit.name for unit in units for entry in unit.parameters}
 
 
@@ -153,7 +153,9 @@ def test_tied_parameter_stays_inside_a_unit_that_holds_all_its_homes() -> None:
 
 def test_tied_parameter_knows_all_its_homes() -> None:
     model = Transformer(tie=True)
-    homes = next(e.homes for unit in find_units(model, Block) for e in unit.parameters if e.name == "embedding.weight")
+    homes = next(
+        e.locations for unit in find_units(model, Block) for e in unit.parameters if e.name == "embedding.weight"
+    )
     assert homes == [(model.embedding, "weight"), (model.head, "weight")]
 
 

@@ -24,13 +24,13 @@ ACCELERATE = "accelerate.launchers"
 def install() -> None:
     """Wait for Lightning and Accelerate. Idempotent; never raises."""
     try:
-        if not any(isinstance(finder, AfterImport) for finder in sys.meta_path):
-            sys.meta_path.insert(0, AfterImport())  # type: ignore[arg-type]
+        if not any(isinstance(finder, PostImportHook) for finder in sys.meta_path):
+            sys.meta_path.insert(0, PostImportHook())  # type: ignore[arg-type]
     except Exception:  # whatever it is, torch must load
         return
 
 
-class AfterImport:
+class PostImportHook:
     """A finder that finds nothing itself and acts when a module was imported that is waited for."""
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ class AfterImport:
         finally:
             self._searched.discard(name)
         try:
-            _then_act(spec.loader, _shard_if_asked if name == ACCELERATE else _register)  # type: ignore[union-attr]
+            _wrap_loader(spec.loader, _shard_if_asked if name == ACCELERATE else _register)  # type: ignore[union-attr]
         except AttributeError:  # no such module, or a loader that cannot be changed
             pass
         return spec
 
 
-def _then_act(loader: object, act: object) -> None:
+def _wrap_loader(loader: object, act: object) -> None:
     execute = loader.exec_module  # type: ignore[attr-defined]
 
     def execute_and_act(module: object) -> None:

@@ -17,11 +17,17 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
-from mics_strategy.collectives.ops import Handle
+from mics_strategy.collectives.ops import Work
 from mics_strategy.sharding.bucket import Bucket
-from mics_strategy.sharding.gradients.loose import plan_loose
-from mics_strategy.sharding.lifecycle import COLLECTION, GRADIENT, Collection, Gradient, advance
-from mics_strategy.sharding.parameter import label_gradient
+from mics_strategy.sharding.gradients.loose import plan_in_place_reduce
+from mics_strategy.sharding.lifecycle import (
+    ACCUMULATOR_TRANSITIONS,
+    GRAD_BUFFER_TRANSITIONS,
+    AccumulatorState,
+    GradBufferState,
+    transition,
+)
+from mics_strategy.sharding.parameter import grad_as_dtensor
 
 
 def predivisor_of(wire_dtype: torch.dtype, num_ranks: int) -> int:
@@ -39,7 +45,7 @@ def predivisor_of(wire_dtype: torch.dtype, num_ranks: int) -> int:
     return factor
 
 
-class BucketGradient:
+class GradBucket:
     """The gradient of one trainable bucket, from autograd to the optimizer.
 
     Args:
@@ -64,42 +70,44 @@ class BucketGradient:
         self.accumulator = accumulator
         self.result = result
         self.wire_dtype = wire_dtype
-        self.collection = Collection.EMPTY
-        self.state = Gradient.NONE
-        self._all = frozenset(range(len(bucket.layout.regions)))
+        self.buffer_state = GradBufferState.EMPTY
+        self.state = AccumulatorState.NONE
+        self._positions = frozenset(range(len(bucket.layout.param_slices)))
         self.used: set[int] = set()  # this rank has contributed, in this window
-        self._live: set[int] = set()  # some rank may have contributed, in this window
-        self._fired: set[int] = set()  # arrived in this backward
-        self._written: set[int] = set()  # the accumulator holds a sum of it
-        self._kept: set[int] = set()  # the result holds an earlier mean of it
+        self._maybe_used: set[int] = set()  # some rank may have contributed, in this window
+        self._arrived: set[int] = set()  # arrived in this backward
+        self._accumulated: set[int] = set()  # the accumulator holds a sum of it
+        self._has_prior_mean: set[int] = set()  # the result holds an earlier mean of it
         self._flat: torch.Tensor | None = None
         self._is_zero = False
-        self._places: dict[int, list[torch.Tensor | None]] = {}
+        self._strided_views: dict[int, list[torch.Tensor | None]] = {}
         self._paddings: dict[int, list[torch.Tensor]] = {}
         self._result_cast = result_cast
         self._is_one_buffer = accumulator.data_ptr() == result.data_ptr()
-        mesh = bucket.mesh
+        mesh = bucket.groups
         self._predivisor = predivisor_of(wire_dtype, mesh.scopes.world_size)
         self._divisor = mesh.scopes.world_size / self._predivisor
-        self._loose = plan_loose(mesh.reduce_grads, bucket.spec, wire_dtype) if self._predivisor == 1 else None
-        self._replicas = mesh.second_reduce.size if mesh.second_reduce is not None else 1
-        shards = mesh.trained
-        self._labels: list[DTensor] = [
-            label_gradient(region.local_view(result_cast, shards.index), region, shards)
-            for region in bucket.layout.regions
+        self._zero_copy = (
+            plan_in_place_reduce(mesh.grad_comm, bucket.spec, wire_dtype) if self._predivisor == 1 else None
+        )
+        self._replicas = mesh.replica_comm.size if mesh.replica_comm is not None else 1
+        shards = mesh.trainable_placement
+        self._dtensors: list[DTensor] = [
+            grad_as_dtensor(region.view_in(result_cast, shards.index), region, shards)
+            for region in bucket.layout.param_slices
         ]
 
     @property
     def is_sharded(self) -> bool:
         """Whether gradients are reduced in every backward."""
-        return self.bucket.mesh.reduce_grads is not None
+        return self.bucket.groups.grad_comm is not None
 
     @property
-    def num_fired(self) -> int:
+    def num_arrived(self) -> int:
         """Parameters whose gradient has arrived in this backward."""
-        return len(self._fired)
+        return len(self._arrived)
 
-    def begin_collecting(self, flat: torch.Tensor, *, is_zero: bool) -> None:
+    def bind_buffer(self, flat: torch.Tensor, *, is_zero: bool) -> None:
         """Use `flat`, [full_numel] in the wire dtype, until this backward's first hop has landed.
 
         Args:
@@ -107,134 +115,134 @@ class BucketGradient:
             is_zero: It holds zeros, others read it too, and nothing will be collected.
         """
         self._flat, self._is_zero = flat, is_zero
-        self.collection = advance(COLLECTION, self.collection, "collect", self.name)
+        self.buffer_state = transition(GRAD_BUFFER_TRANSITIONS, self.buffer_state, "collect", self.name)
 
-    def collect(self, position: int, grad: torch.Tensor) -> None:
+    def add(self, position: int, grad: torch.Tensor) -> None:
         """Take one parameter's gradient; the caller then drops its own reference."""
         if self._flat is not None:
-            self._collect_for_sum(self._flat, position, grad)
+            self._stage(self._flat, position, grad)
         else:
-            self._open()
+            self._start_accumulating()
             if self._predivisor > 1:
                 grad = grad.to(self.accumulator.dtype) / self._predivisor
-            self._write(self.accumulator, position, grad, position in self._written)
-            self._written.add(position)
-        self._fired.add(position)
+            self._copy_in(self.accumulator, position, grad, position in self._accumulated)
+            self._accumulated.add(position)
+        self._arrived.add(position)
         self.used.add(position)
 
-    def _collect_for_sum(self, flat: torch.Tensor, position: int, grad: torch.Tensor) -> None:
+    def _stage(self, flat: torch.Tensor, position: int, grad: torch.Tensor) -> None:
         """Keep a gradient until the first hop, in the flat form or where it is."""
-        is_first = position not in self._fired
-        if self._loose is not None:
-            if is_first and self._loose.keep(position, grad):
+        is_first = position not in self._arrived
+        if self._zero_copy is not None:
+            if is_first and self._zero_copy.keep(position, grad):
                 return
-            before = self._loose.pop(position)
+            before = self._zero_copy.pop(position)
             if before is not None:
-                self._write(flat, position, before, add=False)
-        self._write(flat, position, grad, add=not is_first)
+                self._copy_in(flat, position, before, add=False)
+        self._copy_in(flat, position, grad, add=not is_first)
 
-    def _write(self, flat: torch.Tensor, position: int, grad: torch.Tensor, add: bool) -> None:
+    def _copy_in(self, flat: torch.Tensor, position: int, grad: torch.Tensor, add: bool) -> None:
         """Put a gradient into its place. Flat forms are few and stay, so the views are made once."""
         grad = grad.detach() if grad.requires_grad else grad
         layout = self.bucket.layout
-        places = self._places.get(flat.data_ptr())
+        places = self._strided_views.get(flat.data_ptr())
         if places is None:
-            places = [layout.even_view(flat, each) for each in range(len(layout.regions))]
-            self._places[flat.data_ptr()] = places
+            places = [layout.strided_view(flat, each) for each in range(len(layout.param_slices))]
+            self._strided_views[flat.data_ptr()] = places
         place = places[position]
         if place is not None and grad.is_contiguous():
             pairs = [(place, grad.view(place.shape))]
         else:
-            pairs = list(layout.pieces(flat, grad, position))
+            pairs = list(layout.copy_pairs(flat, grad, position))
         for piece, part in pairs:
             piece.add_(part) if add else piece.copy_(part)
 
     def end_backward(self) -> None:
         """The next backward starts with nothing collected."""
-        self._fired.clear()
+        self._arrived.clear()
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Forget what an interrupted backward collected but did not send."""
-        self._fired.clear()
+        self._arrived.clear()
         self._flat = None
-        if self._loose is not None:
-            self._loose.clear()
-        if self.collection is not Collection.REDUCING:
-            self.collection = advance(COLLECTION, self.collection, "abandon", self.name)
+        if self._zero_copy is not None:
+            self._zero_copy.clear()
+        if self.buffer_state is not GradBufferState.REDUCING:
+            self.buffer_state = transition(GRAD_BUFFER_TRANSITIONS, self.buffer_state, "abandon", self.name)
 
-    def launch(self) -> Handle | None:
+    def reduce_scatter(self) -> Work | None:
         """Start the first hop of what was collected; parameters without a gradient count as zero."""
-        across, flat = self.bucket.mesh.reduce_grads, self._flat
+        across, flat = self.bucket.groups.grad_comm, self._flat
         if across is None or flat is None:
             return None
         if not self._is_zero:
-            self._zero(flat, self._all - self._fired)
-            if self.bucket.mesh.scopes.codecs.first_hop is not None:
+            self._zero(flat, self._positions - self._arrived)
+            if self.bucket.groups.scopes.codecs.first_hop is not None:
                 self._zero_padding(flat, degree=1)
             if self._predivisor > 1:
                 flat.div_(self._predivisor)
-        self._fired.clear()
-        self.collection = advance(COLLECTION, self.collection, "launch", self.name)
-        self._open()
-        accumulate = bool(self._written)
+        self._arrived.clear()
+        self.buffer_state = transition(GRAD_BUFFER_TRANSITIONS, self.buffer_state, "launch", self.name)
+        self._start_accumulating()
+        accumulate = bool(self._accumulated)
         if accumulate:
-            self._zero(self.accumulator, self._all - self._written)
-        self._written.update(self._all)
+            self._zero(self.accumulator, self._positions - self._accumulated)
+        self._accumulated.update(self._positions)
         self._flat = None
-        reduce = across.reduce if self._loose is None else self._loose.reduce
-        return reduce(self.accumulator, flat, accumulate, self.name).then(self._landed)
+        reduce = across.reduce_scatter if self._zero_copy is None else self._zero_copy.reduce_scatter
+        return reduce(self.accumulator, flat, accumulate, self.name).then(self._on_reduced)
 
-    def _landed(self) -> None:
-        self.collection = advance(COLLECTION, self.collection, "land", self.name)
+    def _on_reduced(self) -> None:
+        self.buffer_state = transition(GRAD_BUFFER_TRANSITIONS, self.buffer_state, "land", self.name)
 
-    def _open(self) -> None:
+    def _start_accumulating(self) -> None:
         """Make the gradient a sum to which more can be added."""
         before = self.state
-        self.state = advance(GRADIENT, before, "accumulate", self.name)
-        if before is Gradient.PARTIAL:
+        self.state = transition(ACCUMULATOR_TRANSITIONS, before, "accumulate", self.name)
+        if before is AccumulatorState.PARTIAL:
             return
-        if before is Gradient.NONE:
-            self._kept.clear()
+        if before is AccumulatorState.NONE:
+            self._has_prior_mean.clear()
         else:
-            self._reopen()
-        self._written = set(self._kept) if self._is_one_buffer else set()
-        self._live = set(self._all)
+            self._mean_to_sum()
+        self._accumulated = set(self._has_prior_mean) if self._is_one_buffer else set()
+        self._maybe_used = set(self._positions)
 
-    def _reopen(self) -> None:
+    def _mean_to_sum(self) -> None:
         """From the mean back to a sum: the parts of all replicas together are again the mean times the divisor."""
-        for parameter, shown in zip(self.bucket.sharded, self._labels, strict=True):
-            if parameter.stored_grad is shown:
-                parameter.stored_grad = None
+        for parameter, shown in zip(self.bucket.sharded_params, self._dtensors, strict=True):
+            if parameter.raw_grad is shown:
+                parameter.raw_grad = None
         if self._result_cast is not self.result:
             self.result.copy_(self._result_cast)
         self.result.mul_(self._divisor / self._replicas)
 
-    def scatter(self, wire: torch.Tensor) -> Handle | None:
+    def reduce_scatter_outer(self, wire: torch.Tensor) -> Work | None:
         """Sum over the axes that the optimizer scope has and the gradient scope lacks, keeping this rank's slice.
 
         Args:
             wire: [numel_at(gradient scope)] in the wire dtype; used when that is not the accumulator's.
         """
-        if self.state is not Gradient.PARTIAL:
-            self._open()  # other ranks have something, this one adds zeros
-        self._zero(self.accumulator, self._all - self._written)
-        self._written.update(self._all)
-        scopes = self.bucket.mesh.scopes
+        if self.state is not AccumulatorState.PARTIAL:
+            self._start_accumulating()  # other ranks have something, this one adds zeros
+        self._zero(self.accumulator, self._positions - self._accumulated)
+        self._accumulated.update(self._positions)
+        scopes = self.bucket.groups.scopes
         if scopes.codecs.second_hop is not None:
             self._zero_padding(self.accumulator, scopes.grads)
-        across = self.bucket.mesh.second_scatter
+        across = self.bucket.groups.outer_grad_comm
         if across is None:
             return None
-        if self._kept:
-            self._zero(self.result, self._all - self._kept)
+        if self._has_prior_mean:
+            self._zero(self.result, self._positions - self._has_prior_mean)
         full = self.accumulator
         if self.wire_dtype != full.dtype:
             full = wire.copy_(full)
-        return across.reduce(self.result, full, bool(self._kept), self.name)
+        return across.reduce_scatter(self.result, full, bool(self._has_prior_mean), self.name)
 
-    def all_reduce(self) -> Handle | None:
+    def all_reduce(self) -> Work | None:
         """Sum over the replicas."""
-        across = self.bucket.mesh.second_reduce
+        across = self.bucket.groups.replica_comm
         return None if across is None else across.all_reduce(self.result, self.wire_dtype, self.name)
 
     def finish(self) -> None:
@@ -243,34 +251,34 @@ class BucketGradient:
             self.result.div_(self._divisor)
         if self._result_cast is not self.result:
             self._result_cast.copy_(self.result)
-        self.state = advance(GRADIENT, self.state, "finish", self.name)
-        self._kept = set(self._all)
-        self._live.clear()
+        self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "finish", self.name)
+        self._has_prior_mean = set(self._positions)
+        self._maybe_used.clear()
 
-    def forget_unused(self) -> None:
+    def discard_unused(self) -> None:
         """No rank has used any parameter of the bucket: there is no gradient."""
-        self.state = advance(GRADIENT, self.state, "clear", self.name)
+        self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "clear", self.name)
 
-    def publish(self, position: int) -> None:
+    def expose(self, position: int) -> None:
         """Let the parameter at `position` show its gradient; one that was set or penalised directly is added."""
-        self._live.add(position)
-        parameter, shown = self.bucket.sharded[position], self._labels[position]
-        stored = parameter.stored_grad
+        self._maybe_used.add(position)
+        parameter, shown = self.bucket.sharded_params[position], self._dtensors[position]
+        stored = parameter.raw_grad
         if stored is not None and stored is not shown:
             shown.to_local().add_(stored.to_local() if isinstance(stored, DTensor) else stored)
-        parameter.stored_grad = shown
+        parameter.raw_grad = shown
 
     def clear(self, position: int) -> None:
         """Forget one parameter's gradient."""
-        for positions in (self.used, self._live, self._written, self._kept):
+        for positions in (self.used, self._maybe_used, self._accumulated, self._has_prior_mean):
             positions.discard(position)
-        if not self._live:
-            self.state = advance(GRADIENT, self.state, "clear", self.name)
+        if not self._maybe_used:
+            self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "clear", self.name)
 
     def _zero(self, buffer: torch.Tensor, positions: frozenset[int] | set[int]) -> None:
         rows = buffer.view(-1, self.bucket.layout.shard_numel)
         for position in positions:
-            region = self.bucket.layout.regions[position]
+            region = self.bucket.layout.param_slices[position]
             rows[:, region.offset : region.offset + region.chunk_numel].zero_()
 
     def _zero_padding(self, buffer: torch.Tensor, degree: int) -> None:
@@ -282,8 +290,8 @@ class BucketGradient:
         """
         views = self._paddings.get(buffer.data_ptr())
         if views is None:
-            mesh, layout = self.bucket.mesh, self.bucket.layout
-            rows = layout.slices(degree)[mesh.scopes.span(1, degree).index(mesh.rank)]
+            mesh, layout = self.bucket.groups, self.bucket.layout
+            rows = layout.shard_slices(degree)[mesh.scopes.span(1, degree).index(mesh.rank)]
             views = self._paddings[buffer.data_ptr()] = layout.padding_views(buffer, rows)
         if views:
             torch._foreach_zero_(views)

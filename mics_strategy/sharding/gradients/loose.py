@@ -13,27 +13,27 @@ from abc import ABC, abstractmethod
 import torch
 from typing_extensions import override
 
-from mics_strategy.collectives.apart import Apart, Cut, Summands
-from mics_strategy.collectives.by_size import AnyCollective
-from mics_strategy.collectives.coalesced import Coalesced
-from mics_strategy.collectives.collective import Collective
-from mics_strategy.collectives.ops import Handle
-from mics_strategy.collectives.process_memory import MAX_RANGES, Spread
+from mics_strategy.collectives.apart import PeerMemoryCommunicator, ReduceInputs, ShardViews
+from mics_strategy.collectives.by_size import AnyCommunicator
+from mics_strategy.collectives.coalesced import CoalescedCommunicator
+from mics_strategy.collectives.collective import Communicator
+from mics_strategy.collectives.ops import Work
+from mics_strategy.collectives.process_memory import IOV_MAX, SourceVec
 from mics_strategy.sharding.bucket import BucketSpec
-from mics_strategy.sharding.direct import coalesced_of, parts_of
+from mics_strategy.sharding.direct import coalesced_comm_for, parts_of
 from mics_strategy.sharding.layout import BucketLayout
 
 
-class KeptGradients(ABC):
+class InPlaceGrads(ABC):
     """The gradients of one bucket and one backward that are in no flat form.
 
     Args:
-        may_stay: Of each parameter, by its layout.
+        eligible: Of each parameter, by its layout.
         wire_dtype: Dtype in which gradients travel.
     """
 
-    def __init__(self, may_stay: list[bool], wire_dtype: torch.dtype) -> None:
-        self._may_stay = may_stay
+    def __init__(self, eligible: list[bool], wire_dtype: torch.dtype) -> None:
+        self._eligible = eligible
         self._wire_dtype = wire_dtype
         self._grads: dict[int, torch.Tensor] = {}
 
@@ -44,7 +44,7 @@ class KeptGradients(ABC):
         not where the gradient is part of a graph itself.
         """
         stays = (
-            self._may_stay[position]
+            self._eligible[position]
             and type(grad) is torch.Tensor
             and grad.dtype is self._wire_dtype
             and grad.is_contiguous()
@@ -62,7 +62,7 @@ class KeptGradients(ABC):
         """Forget all."""
         self._grads = {}
 
-    def reduce(self, out: torch.Tensor, flat: torch.Tensor, accumulate: bool, what: str) -> Handle:
+    def reduce_scatter(self, out: torch.Tensor, flat: torch.Tensor, accumulate: bool, what: str) -> Work:
         """Sum what was kept, and of all other parameters what is in the flat form. Nothing is kept afterwards.
 
         Args:
@@ -72,71 +72,73 @@ class KeptGradients(ABC):
             what: Names the caller in errors.
         """
         grads, self._grads = self._grads, {}
-        return self._sum(out, grads, flat, accumulate, what)
+        return self._reduce_scatter(out, grads, flat, accumulate, what)
 
     @abstractmethod
-    def _sum(
+    def _reduce_scatter(
         self, out: torch.Tensor, grads: dict[int, torch.Tensor], flat: torch.Tensor, accumulate: bool, what: str
-    ) -> Handle:
-        """See `reduce`; `grads` were kept."""
+    ) -> Work:
+        """See `reduce_scatter`; `grads` were kept."""
 
 
-class ReadGradients(KeptGradients):
+class PeerReadGrads(InPlaceGrads):
     """The ranks of a node read one another's where they are.
 
     Args:
         across: What sums the flat form.
         apart: The same, for what has none.
         layout: Of the bucket.
-        wire_dtype: See `KeptGradients`.
+        wire_dtype: See `InPlaceGrads`.
     """
 
-    def __init__(self, across: Collective, apart: Apart, layout: BucketLayout, wire_dtype: torch.dtype) -> None:
-        super().__init__([not region.dim for region in layout.regions], wire_dtype)
-        self._apart = apart
+    def __init__(
+        self, across: Communicator, apart: PeerMemoryCommunicator, layout: BucketLayout, wire_dtype: torch.dtype
+    ) -> None:
+        super().__init__([not region.dim for region in layout.param_slices], wire_dtype)
+        self._peer_memory = apart
         self._index = across.index
-        self._slices = [_Slice(layout, rows) for rows in layout.slices(across.size)]
+        self._slices = [_Slice(layout, rows) for rows in layout.shard_slices(across.size)]
         own = self._slices[across.index].stretches
-        self._cut = Cut([(each.offset, each.numel) for each in own], wire_dtype)
+        self._cut = ShardViews([(each.offset, each.numel) for each in own], wire_dtype)
 
     @override
-    def _sum(
+    def _reduce_scatter(
         self, out: torch.Tensor, grads: dict[int, torch.Tensor], flat: torch.Tensor, accumulate: bool, what: str
-    ) -> Handle:
+    ) -> Work:
         own = self._slices[self._index].views(grads, flat)
         spreads = [slice_.spread(grads, flat) for slice_ in self._slices]
-        summands = Summands(own, spreads, [flat, *grads.values()])
-        return self._apart.reduce(out, summands, self._cut, accumulate, what)
+        summands = ReduceInputs(own, spreads, [flat, *grads.values()])
+        return self._peer_memory.reduce_scatter(out, summands, self._cut, accumulate, what)
 
 
-class CoalescedGradients(KeptGradients):
+class CoalescedGrads(InPlaceGrads):
     """The backend sums all of them in one launch, each whole. What is in the flat form is copied out of it first.
 
     Args:
         coalesced: Sums them.
         layout: Of the bucket.
-        wire_dtype: See `KeptGradients`.
+        wire_dtype: See `InPlaceGrads`.
     """
 
-    def __init__(self, coalesced: Coalesced, layout: BucketLayout, wire_dtype: torch.dtype) -> None:
-        super().__init__([True] * len(layout.regions), wire_dtype)
+    def __init__(self, coalesced: CoalescedCommunicator, layout: BucketLayout, wire_dtype: torch.dtype) -> None:
+        super().__init__([True] * len(layout.param_slices), wire_dtype)
         self._coalesced = coalesced
         self._layout = layout
         self._parts = parts_of(layout, coalesced.size, wire_dtype)
 
     @override
-    def _sum(
+    def _reduce_scatter(
         self, out: torch.Tensor, grads: dict[int, torch.Tensor], flat: torch.Tensor, accumulate: bool, what: str
-    ) -> Handle:
+    ) -> Work:
         wholes = [
             grads[position].view(-1) if position in grads else self._from_flat(flat, position)
-            for position in range(len(self._layout.regions))
+            for position in range(len(self._layout.param_slices))
         ]
-        return self._coalesced.reduce(out, wholes, self._parts, accumulate, what)
+        return self._coalesced.reduce_scatter(out, wholes, self._parts, accumulate, what)
 
     def _from_flat(self, flat: torch.Tensor, position: int) -> torch.Tensor:
         rows = flat.view(self._layout.ranks, self._layout.shard_numel)
-        region = self._layout.regions[position]
+        region = self._layout.param_slices[position]
         return rows[:, region.offset : region.offset + region.chunk_numel].reshape(-1)
 
 
@@ -144,11 +146,11 @@ class _Slice:
     """What one rank is to have of the sums: some rows of the flat form."""
 
     def __init__(self, layout: BucketLayout, rows: range) -> None:
-        self.stretches = layout.stretches(rows)
+        self.stretches = layout.extents(rows)
         self._numel = len(rows) * layout.shard_numel
         self._first = rows.start * layout.shard_numel
 
-    def spread(self, grads: dict[int, torch.Tensor], flat: torch.Tensor) -> Spread:
+    def spread(self, grads: dict[int, torch.Tensor], flat: torch.Tensor) -> SourceVec:
         """Where its stretches are."""
         places = {position: grad.data_ptr() for position, grad in grads.items()}
         itemsize, beginning = flat.itemsize, flat.data_ptr() + self._first * flat.itemsize
@@ -158,7 +160,7 @@ class _Slice:
             else beginning + each.offset * itemsize
             for each in self.stretches
         ]
-        return Spread(addresses, self._numel * itemsize)
+        return SourceVec(addresses, self._numel * itemsize)
 
     def views(self, grads: dict[int, torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
         """The same as tensors."""
@@ -170,16 +172,18 @@ class _Slice:
         ]
 
 
-def plan_loose(across: AnyCollective | None, bucket: BucketSpec, wire_dtype: torch.dtype) -> KeptGradients | None:
+def plan_in_place_reduce(
+    across: AnyCommunicator | None, bucket: BucketSpec, wire_dtype: torch.dtype
+) -> InPlaceGrads | None:
     """Keeps gradients of a bucket as they are; None where they take the flat form anyway."""
     if across is None or bucket.param_dtype != wire_dtype:
         return None
     layout = bucket.layout
-    coalesced = coalesced_of(across, layout, wire_dtype.itemsize) if bucket.coalesces_sums else None
+    coalesced = coalesced_comm_for(across, layout, wire_dtype.itemsize) if bucket.coalesce_reduce_scatter else None
     if coalesced is not None:
-        return CoalescedGradients(coalesced, layout, wire_dtype)
-    if not isinstance(across, Collective) or across.apart is None:
+        return CoalescedGrads(coalesced, layout, wire_dtype)
+    if not isinstance(across, Communicator) or across.peer_memory is None:
         return None
-    if max(len(layout.stretches(rows)) for rows in layout.slices(across.size)) > MAX_RANGES:
+    if max(len(layout.extents(rows)) for rows in layout.shard_slices(across.size)) > IOV_MAX:
         return None
-    return ReadGradients(across, across.apart, layout, wire_dtype)
+    return PeerReadGrads(across, across.peer_memory, layout, wire_dtype)

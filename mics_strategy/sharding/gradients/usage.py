@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from mics_strategy.collectives.ops import Handle
+from mics_strategy.collectives.ops import Work
 from mics_strategy.errors import LifecycleError
-from mics_strategy.mesh import Mesh
-from mics_strategy.sharding.gradients.gradient import BucketGradient
-from mics_strategy.sharding.lifecycle import Gradient
+from mics_strategy.mesh import ProcessGroups
+from mics_strategy.sharding.gradients.gradient import GradBucket
+from mics_strategy.sharding.lifecycle import AccumulatorState
 from mics_strategy.sharding.replicas import ReplicaCheck
 
 READ_AT_ONCE = 3  # optimizer steps
@@ -25,39 +25,39 @@ def usage_numel(num_parameters: int) -> int:
     return num_parameters + 1
 
 
-class Usage:
+class UsedParamMap:
     """The exchange of one step.
 
     Args:
         counts: [usage_numel], int32; overwritten.
         gradients: Of all trainable buckets, in the same order on every rank.
-        mesh: Process groups.
+        groups: Process groups.
         difference: Adds up to 0 over all ranks while their replicas are equal; None where it was not computed.
     """
 
     def __init__(
         self,
         counts: torch.Tensor,
-        gradients: list[BucketGradient],
-        mesh: Mesh,
+        gradients: list[GradBucket],
+        groups: ProcessGroups,
         difference: torch.Tensor | None = None,
     ) -> None:
-        self._offsets: dict[BucketGradient, int] = {}
+        self._offsets: dict[GradBucket, int] = {}
         own: list[int] = []
         for gradient in gradients:
             self._offsets[gradient] = len(own)
-            due = _DUE if gradient.state is Gradient.PARTIAL else 0
-            own += [due + (position in gradient.used) for position in range(len(gradient.bucket.sharded))]
-        own.append(mesh.balance)
+            due = _DUE if gradient.state is AccumulatorState.PARTIAL else 0
+            own += [due + (position in gradient.used) for position in range(len(gradient.bucket.sharded_params))]
+        own.append(groups.desync_digest)
         self._counts = counts
         self._everyone: list[int] | None = None
-        self._handle: Handle | None = None
+        self._handle: Work | None = None
         # Pinned memory, which torch's allocator lends to nobody else before the copy has ended: the host goes on.
         counts.copy_(torch.tensor(own, dtype=counts.dtype, pin_memory=counts.is_cuda), non_blocking=True)
-        if mesh.control is not None and gradients:
+        if groups.world_group is not None and gradients:
             if difference is not None:
                 counts[-1:] += difference
-            self._handle = mesh.control.all_reduce(counts, "parameter usage")
+            self._handle = groups.world_group.all_reduce(counts, "parameter usage")
 
     def wait(self) -> None:
         """End the exchange, read or not."""
@@ -65,43 +65,43 @@ class Usage:
         if handle is not None:
             handle.wait()
 
-    def _by_position(self, gradient: BucketGradient) -> list[int]:
+    def _by_position(self, gradient: GradBucket) -> list[int]:
         if self._everyone is None:
             self.wait()
             self._everyone = self._counts.tolist()
         start = self._offsets[gradient]
-        return self._everyone[start : start + len(gradient.bucket.sharded)]
+        return self._everyone[start : start + len(gradient.bucket.sharded_params)]
 
-    def is_due_elsewhere(self, gradient: BucketGradient) -> bool:
+    def is_pending_elsewhere(self, gradient: GradBucket) -> bool:
         """Whether another rank holds a part that is not reduced yet; ranks differ only without sharded gradients."""
         return not gradient.is_sharded and any(count >= _DUE for count in self._by_position(gradient))
 
-    def positions(self, gradient: BucketGradient) -> list[int]:
+    def positions(self, gradient: GradBucket) -> list[int]:
         """The parameters of the bucket that any rank has used."""
-        count = len(gradient.bucket.sharded)
+        count = len(gradient.bucket.sharded_params)
         if len(gradient.used) == count:
             return list(range(count))
         return [position for position, count in enumerate(self._by_position(gradient)) if count % _DUE]
 
 
-class CommonWay:
+class DesyncCheck:
     """Sees that all ranks run the same units in the same order.
 
     Args:
-        counts: Where `Usage` leaves its sums; the last one is that of the balances.
+        counts: Where `UsedParamMap` leaves its sums; the last one is that of the balances.
         mesh: Process groups.
         replicas: Whether those of shards are equal; what it computes is added to the balances.
     """
 
-    def __init__(self, counts: torch.Tensor, mesh: Mesh, replicas: ReplicaCheck) -> None:
+    def __init__(self, counts: torch.Tensor, mesh: ProcessGroups, replicas: ReplicaCheck) -> None:
         self.replicas = replicas
-        self._balance = counts[-1:]
-        self._mesh = mesh
+        self._digest = counts[-1:]
+        self._groups = mesh
         self._on_host = torch.zeros(1, dtype=counts.dtype, pin_memory=counts.is_cuda)
         self._copied: torch.cuda.Event | None = None
         self._num_noted = 0
 
-    def check(self) -> None:
+    def raise_if_desynced(self) -> None:
         """Look at the last balance that has reached the host. On every rank alike.
 
         Raises:
@@ -112,21 +112,21 @@ class CommonWay:
             self._copied.synchronize()
         if self._on_host.item() == 0:
             return
-        if self._mesh.is_balanced():
+        if self._groups.is_in_sync():
             raise LifecycleError(self.replicas.describe())
         raise LifecycleError(
-            f"Ranks ran different units, and their data is mixed up: {self._mesh.first_difference()}. Go back to "
+            f"Ranks ran different units, and their data is mixed up: {self._groups.first_mismatch()}. Go back to "
             "the last checkpoint, and let all ranks run the same units in the same order while parameters are "
             "sharded: no evaluation, `generate()` or other forward on some ranks only (`if rank == 0:`), and one "
             "seed for what chooses layers, as LayerDrop does. Or keep parameters whole with `params='none'`."
         )
 
-    def note(self) -> None:
+    def record(self) -> None:
         """An exchange is complete: bring its balance to the host."""
         self._num_noted += 1
-        self._on_host.copy_(self._balance, non_blocking=True)
-        if self._balance.is_cuda:
+        self._on_host.copy_(self._digest, non_blocking=True)
+        if self._digest.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
-        if not self._balance.is_cuda or self._num_noted <= READ_AT_ONCE:
-            self.check()
+        if not self._digest.is_cuda or self._num_noted <= READ_AT_ONCE:
+            self.raise_if_desynced()

@@ -15,16 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mics_strategy.errors import LifecycleError
-from mics_strategy.sharding.optimizer.reach import Reach, reach_by_group
-from mics_strategy.sharding.optimizer.refusals import refuse_other_lists, refuse_reach
-from mics_strategy.sharding.optimizer.whole import WholeTensors
+from mics_strategy.sharding.optimizer.reach import UpdateLocality, locality_by_group
+from mics_strategy.sharding.optimizer.refusals import check_locality, check_param_groups_only
+from mics_strategy.sharding.optimizer.whole import OwnerExchange
 from mics_strategy.sharding.parameter import ShardedParameter
 from mics_strategy.shards import ReplicaRandom
 
 T = TypeVar("T")
 
 
-class StepObserver(Protocol):
+class OptimizerTarget(Protocol):
     """Who must know when an optimizer steps."""
 
     keeps_optimizer_whole: bool
@@ -35,20 +35,20 @@ class StepObserver(Protocol):
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is one of the sharded ones."""
 
-    def replaced(self, parameter: torch.Tensor) -> ShardedParameter | None:
+    def sharded_param_for(self, parameter: torch.Tensor) -> ShardedParameter | None:
         """The sharded parameter that took the place of a plain one."""
 
-    def deal(self, parameters: list[ShardedParameter]) -> WholeTensors:
+    def assign_owners(self, parameters: list[ShardedParameter]) -> OwnerExchange:
         """Give each of `parameters` an owner, and memory there."""
 
-    def before_update(self) -> None:
+    def pre_step(self) -> None:
         """Gradients are about to be read."""
 
-    def after_update(self, wholes: list[WholeTensors]) -> None:
+    def post_step(self, wholes: list[OwnerExchange]) -> None:
         """Parameters have new values; `wholes` were updated whole."""
 
 
-class LocalStep:
+class LocalParamSwap:
     """One optimizer and one model, seen from the optimizer's step hooks.
 
     Args:
@@ -56,16 +56,16 @@ class LocalStep:
         model: Tells its parameters from those of another one.
     """
 
-    def __init__(self, optimizer: Optimizer, model: StepObserver) -> None:
+    def __init__(self, optimizer: Optimizer, model: OptimizerTarget) -> None:
         self._optimizer_ref = weakref.ref(optimizer)  # whoever keeps this object by its optimizer must not keep both
         self._model_ref = weakref.ref(model)
         self._groups: list[list[int]] = []  # the parameters in each, when it was last looked at
         self._locals: dict[ShardedParameter, nn.Parameter] = {}
         self._wrapped: dict[int, tuple[torch.Tensor, DTensor]] = {}  # by id, which is free again when a tensor is
-        self._homes: dict[ShardedParameter, torch.Tensor] = {}  # the memory of each local tensor
-        self._shown: list[ShardedParameter] = []  # whose gradient the optimizer sees
+        self._storage: dict[ShardedParameter, torch.Tensor] = {}  # the memory of each local tensor
+        self._visible: list[ShardedParameter] = []  # whose gradient the optimizer sees
         self._stepped: list[ShardedParameter] = []
-        self.wholes: list[WholeTensors] = []
+        self.wholes: list[OwnerExchange] = []
         self._whole: dict[ShardedParameter, int] = {}  # those updated whole, and their owners
         self.is_local = False
         self._is_spread_due = False
@@ -76,11 +76,11 @@ class LocalStep:
 
     @property
     def _optimizer(self) -> Optimizer:
-        return alive(self._optimizer_ref)
+        return deref(self._optimizer_ref)
 
     @property
-    def _model(self) -> StepObserver:
-        return alive(self._model_ref)
+    def _model(self) -> OptimizerTarget:
+        return deref(self._model_ref)
 
     def prepare(self) -> None:
         """See which tensors must be whole, and deal those; again when groups have other parameters than before.
@@ -94,39 +94,45 @@ class LocalStep:
         groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         if groups == self._groups:
             return
-        refuse_other_lists(optimizer)
+        check_param_groups_only(optimizer)
         if not model.keeps_optimizer_whole:
-            untried = Reach.TENSOR if model.optimizer_layout == "tensors" else Reach.ELEMENT
-            reaches = reach_by_group(optimizer, model.device, untried)
-            refuse_reach(optimizer, reaches, model.optimizer_layout)
+            untried = UpdateLocality.PER_TENSOR if model.optimizer_layout == "tensors" else UpdateLocality.ELEMENTWISE
+            reaches = locality_by_group(optimizer, model.device, untried)
+            check_locality(optimizer, reaches, model.optimizer_layout)
             grouped = zip(optimizer.param_groups, reaches, strict=True)
-            needed = [p for group, reach in grouped if reach is Reach.TENSOR for p in group["params"] if model.owns(p)]
-            self._deal([p for p in needed if p not in self._whole])
+            needed = [
+                p
+                for group, reach in grouped
+                if reach is UpdateLocality.PER_TENSOR
+                for p in group["params"]
+                if model.owns(p)
+            ]
+            self._assign_owners([p for p in needed if p not in self._whole])
         self._groups = groups
 
-    def _deal(self, parameters: list[ShardedParameter]) -> None:
+    def _assign_owners(self, parameters: list[ShardedParameter]) -> None:
         if not parameters:
             return
-        wholes = self._model.deal(parameters)
+        wholes = self._model.assign_owners(parameters)
         self.wholes.append(wholes)
         self._whole.update(wholes.owners())
-        self._locals.update(wholes.shown())
-        self._homes.update({parameter: local.detach() for parameter, local in self._locals.items()})
+        self._locals.update(wholes.step_views())
+        self._storage.update({parameter: local.detach() for parameter, local in self._locals.items()})
 
     def owner_of(self, parameter: torch.Tensor) -> int | None:
         """The rank of the optimizer scope that updates `parameter` whole, if one does."""
         return self._whole.get(cast("ShardedParameter", parameter))
 
-    def enter(self) -> None:
+    def swap_in(self) -> None:
         """Show the optimizer local tensors."""
         for group in self._optimizer.param_groups:
             group["params"] = [self._local_of(p) if self._model.owns(p) else p for p in group["params"]]
         for wholes in self.wholes:
-            wholes.collect()
+            wholes.to_owners()
         self._wrapped.clear()
         self._stepped.clear()
         for sharded, local in self._locals.items():
-            grad = sharded.stored_grad
+            grad = sharded.raw_grad
             if grad is not None:
                 self._stepped.append(sharded)
             if sharded not in self._whole:
@@ -135,11 +141,11 @@ class LocalStep:
                 state = self._optimizer.state.pop(sharded)
                 self._optimizer.state[local] = {key: self._unwrap(value) for key, value in state.items()}
         # An owner alone sees what becomes of a whole tensor's gradient, so that stays as it is.
-        self._shown = [p for p, local in self._locals.items() if local.grad is not None and p not in self._whole]
+        self._visible = [p for p, local in self._locals.items() if local.grad is not None and p not in self._whole]
         self.is_local = True
         self._generators = self._model.random.begin()
 
-    def leave(self) -> None:
+    def swap_out(self) -> None:
         """Show the optimizer sharded parameters again, its new states as DTensors like them. Sends nothing."""
         if not self.is_local:
             return
@@ -148,12 +154,12 @@ class LocalStep:
         back = {local: sharded for sharded, local in self._locals.items()}
         for group in self._optimizer.param_groups:
             group["params"] = [back.get(p, p) for p in group["params"]]
-        for sharded in self._shown:
+        for sharded in self._visible:
             if self._locals[sharded].grad is None:  # cleared by the step, or by `zero_grad` after one that raised
                 sharded.grad = None
         for sharded, local in self._locals.items():
             local.grad = None
-            home = self._homes[sharded]
+            home = self._storage[sharded]
             if local.data_ptr() != home.data_ptr():  # `parameter.data = ...` has given it other memory
                 home.copy_(local.detach())
                 local.data = home
@@ -163,22 +169,22 @@ class LocalStep:
         self._wrapped.clear()
         self._is_spread_due = bool(self.wholes)
         for sharded in self._stepped:
-            sharded.mics_changes += 1
+            sharded.mics_write_count += 1
 
-    def finish(self) -> None:
+    def sync_owned(self) -> None:
         """Leave, and bring the new values of whole tensors to every rank. Collective."""
-        self.leave()
+        self.swap_out()
         if self._is_spread_due:
             self._is_spread_due = False
             for wholes in self.wholes:
-                wholes.spread()
+                wholes.to_shards()
 
     def _local_of(self, parameter: torch.Tensor) -> nn.Parameter:
         sharded = cast("ShardedParameter", parameter)
         local = self._locals.get(sharded)
         if local is None:
-            self._homes[sharded] = sharded.local.detach()
-            local = self._locals[sharded] = nn.Parameter(self._homes[sharded], requires_grad=sharded.requires_grad)
+            self._storage[sharded] = sharded.local.detach()
+            local = self._locals[sharded] = nn.Parameter(self._storage[sharded], requires_grad=sharded.requires_grad)
         return local
 
     def _unwrap(self, value: Any) -> Any:
@@ -204,16 +210,16 @@ class LocalStep:
         known = self._wrapped.get(id(value))
         if known is not None:
             return known[1]
-        return sharded.labelled(value)
+        return sharded.like_self(value)
 
 
-def _leave(weak: weakref.ref[LocalStep]) -> None:
+def _leave(weak: weakref.ref[LocalParamSwap]) -> None:
     step = weak()
     if step is not None:
-        step.leave()
+        step.swap_out()
 
 
-def alive(reference: weakref.ref[T]) -> T:
+def deref(reference: weakref.ref[T]) -> T:
     """What `reference` refers to.
 
     Raises:

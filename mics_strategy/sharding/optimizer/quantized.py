@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _PLACE = ("shape", "device", "dtype")  # what `zeros` takes beside what tells one kind from another
 
 
-def local_of(value: torch.Tensor) -> torch.Tensor:
+def to_local(value: torch.Tensor) -> torch.Tensor:
     """This rank's part."""
     return value.to_local() if isinstance(value, DTensor) else value
 
@@ -29,17 +29,17 @@ def is_quantized(value: Any) -> bool:
     """Whether a state, or this rank's part of it, is quantized."""
     if not isinstance(value, torch.Tensor):
         return False
-    local: Any = local_of(value)
+    local: Any = to_local(value)
     return is_traceable_wrapper_subclass(local) and hasattr(local, "block_size") and hasattr(type(local), "zeros")
 
 
-def dequantized(value: torch.Tensor) -> torch.Tensor:
+def dequantize(value: torch.Tensor) -> torch.Tensor:
     """The values of this rank's part, in the dtype that it shows."""
-    local = local_of(value)
+    local = to_local(value)
     return local.dequantize().to(local.dtype) if is_quantized(local) else local
 
 
-def quantized_like(values: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
+def requantize_like(values: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
     """Plain values quantized as `kind` is, which may round them; as they are, where they are not whole blocks.
 
     Args:
@@ -53,7 +53,7 @@ def quantized_like(values: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def piece_of(whole: torch.Tensor, dim: int | None, start: int, length: int) -> torch.Tensor:
+def slice_quantized(whole: torch.Tensor, dim: int | None, start: int, length: int) -> torch.Tensor:
     """A part of a quantized tensor in memory of its own: its very codes where they are whole blocks, else rounded.
 
     Args:
@@ -67,13 +67,13 @@ def piece_of(whole: torch.Tensor, dim: int | None, start: int, length: int) -> t
     stride = math.prod(whole.shape[1:])
     shape = torch.Size([*whole.shape[:dim], length, *whole.shape[dim + 1 :]])
     if dim or not _is_whole_blocks(length * stride, whole) or start * stride % _block_size(whole):
-        return quantized_like(dequantized(whole).narrow(dim, start, length).contiguous(), whole)
+        return requantize_like(dequantize(whole).narrow(dim, start, length).contiguous(), whole)
     found = _empty(shape, whole, whole.device)
     found.copy_(whole[start : start + length])
     return found
 
 
-def put_together(pieces: Sequence[torch.Tensor], dim: int, shape: torch.Size) -> torch.Tensor:
+def concat_quantized(pieces: Sequence[torch.Tensor], dim: int, shape: torch.Size) -> torch.Tensor:
     """The whole of parts of which at least one is quantized: their very codes where all are, else rounded.
 
     Args:
@@ -84,7 +84,7 @@ def put_together(pieces: Sequence[torch.Tensor], dim: int, shape: torch.Size) ->
     pieces = [piece for piece in pieces if piece.numel()]
     kind = next(piece for piece in pieces if is_quantized(piece))
     if dim or not all(map(is_quantized, pieces)):
-        return quantized_like(torch.cat([dequantized(piece) for piece in pieces], dim), kind)
+        return requantize_like(torch.cat([dequantize(piece) for piece in pieces], dim), kind)
     whole, start = _empty(shape, kind, kind.device), 0
     for piece in pieces:
         whole[start : start + piece.shape[0]].copy_(piece)

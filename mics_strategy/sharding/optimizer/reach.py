@@ -39,53 +39,59 @@ Cut = Callable[[torch.Tensor, int], torch.Tensor | None]
 _log = logging.getLogger(__name__)
 
 
-class Reach(enum.IntEnum):
+class UpdateLocality(enum.IntEnum):
     """What an update of one element depends on, beside that element's own gradients and states."""
 
-    ELEMENT = 0
-    TENSOR = 1
-    ALL = 2
+    ELEMENTWISE = 0
+    PER_TENSOR = 1
+    GLOBAL = 2
 
 
-def reach_by_group(optimizer: Optimizer, device: torch.device, untried: Reach = Reach.ELEMENT) -> list[Reach]:
+def locality_by_group(
+    optimizer: Optimizer, device: torch.device, fallback: UpdateLocality = UpdateLocality.ELEMENTWISE
+) -> list[UpdateLocality]:
     """How far each parameter group of an optimizer looks.
 
     Args:
         optimizer: Is not changed, and takes no step.
         device: Where to try it.
-        untried: What to take it for when it cannot be tried.
+        fallback: What to take it for when it cannot be tried.
     """
     groups = optimizer.param_groups
     if type(optimizer) in _ELEMENTWISE:
-        return [Reach.ELEMENT] * len(groups)
+        return [UpdateLocality.ELEMENTWISE] * len(groups)
     names = [cls.__name__.lower() for cls in type(optimizer).__mro__]
-    least = Reach.TENSOR if any(word in name for name in names for word in _NAMED_FOR_WHOLE_TENSORS) else Reach.ELEMENT
+    least = (
+        UpdateLocality.PER_TENSOR
+        if any(word in name for name in names for word in _NAMED_FOR_WHOLE_TENSORS)
+        else UpdateLocality.ELEMENTWISE
+    )
     try:
-        found = _tried(optimizer, device)
+        found = _dry_run(optimizer, device)
     except Exception as error:  # of a foreign optimizer, whatever it is; what is assumed instead is said
         _log.warning(
             "%s could not be tried on small tensors (%s: %s), so it is taken for one that updates each %s by itself. "
             "If it needs whole tensors, use `optimizer_layout='tensors'`; if it needs all of them together, keep "
             "optimizer states whole with `optimizer='none'`.",
-            *(type(optimizer).__name__, type(error).__name__, error, untried.name.lower()),
+            *(type(optimizer).__name__, type(error).__name__, error, fallback.name.lower()),
         )
-        found = [untried] * len(groups)
+        found = [fallback] * len(groups)
     return [max(least, reach) for reach in found]
 
 
-def _tried(optimizer: Optimizer, device: torch.device) -> list[Reach]:
+def _dry_run(optimizer: Optimizer, device: torch.device) -> list[UpdateLocality]:
     """By a copy of the optimizer's class, whose steps do not reach counters of its author; else by the class itself."""
     cls = type(optimizer)
     try:
-        found = _Trial(optimizer, device, isolated(cls)).reach_by_group()
+        found = _DryRun(optimizer, device, isolated(cls)).locality_by_group()
     except Exception as error:  # of a class that cannot be copied, or of one that cannot be tried, which is seen below
         _log.info("A copy of %s cannot be tried (%s), so the class itself is.", cls.__name__, error)
-        found = _Trial(optimizer, device, cls).reach_by_group()
+        found = _DryRun(optimizer, device, cls).locality_by_group()
     _log.info("%s is not known; steps on small tensors have shown what it looks at.", cls.__name__)
     return found
 
 
-class _NoChance(TorchDispatchMode):
+class _Deterministic(TorchDispatchMode):
     """Random numbers are all the same: an optimizer that adds noise does to parts what it does to the whole."""
 
     @override
@@ -108,7 +114,7 @@ class _Outcome:
     numbers: list[dict[str, float]]
 
 
-class _Trial:
+class _DryRun:
     """Tries one optimizer. At most two tensors of each group and number of dimensions stand for its parameters."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device, cls: type[Optimizer]) -> None:
@@ -116,21 +122,21 @@ class _Trial:
         self._class = cls
         self._device = device
         self._generator = torch.Generator().manual_seed(0)
-        self._stand_for: list[tuple[int, torch.Tensor]] = []  # group, parameter
+        self._proxies: list[tuple[int, torch.Tensor]] = []  # group, parameter
         for index, group in enumerate(optimizer.param_groups):
             of_kind: dict[int, int] = defaultdict(int)
             for parameter in group["params"]:
                 of_kind[parameter.dim()] += 1
                 if of_kind[parameter.dim()] <= 2:
-                    self._stand_for.append((index, parameter))
-        shapes = [(4, 6, 2, 2, 2, 2)[: parameter.dim()] for _, parameter in self._stand_for]
+                    self._proxies.append((index, parameter))
+        shapes = [(4, 6, 2, 2, 2, 2)[: parameter.dim()] for _, parameter in self._proxies]
         self._values = [self._random(shape) for shape in shapes]
         self._grads = [[self._random(shape) for shape in shapes] for _ in range(_NUM_STEPS)]
 
     def _random(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self._device)
 
-    def reach_by_group(self) -> list[Reach]:
+    def locality_by_group(self) -> list[UpdateLocality]:
         """Compare steps on whole tensors with steps on parts."""
         whole = self._step(lambda tensor, _: tensor)
         by_rows = [self._halves(whole, partial(_half_of_tensor, dim=dim)) for dim in (0, -1)]
@@ -138,9 +144,11 @@ class _Trial:
         reaches = []
         for group in range(len(self._optimizer.param_groups)):
             if not by_tensors[group]:
-                reaches.append(Reach.ALL)
+                reaches.append(UpdateLocality.GLOBAL)
             else:
-                reaches.append(Reach.ELEMENT if all(same[group] for same in by_rows) else Reach.TENSOR)
+                reaches.append(
+                    UpdateLocality.ELEMENTWISE if all(same[group] for same in by_rows) else UpdateLocality.PER_TENSOR
+                )
         return reaches
 
     def _halves(self, whole: _Outcome, cut: Callable[[int], Cut]) -> list[bool]:
@@ -148,7 +156,7 @@ class _Trial:
         same = [True] * len(self._optimizer.param_groups)
         for half in (0, 1):
             outcome = self._step(cut(half))
-            for position, (group, _) in enumerate(self._stand_for):
+            for position, (group, _) in enumerate(self._proxies):
                 found, expected = outcome.changes[position], whole.changes[position]
                 if found is not None and expected is not None:
                     part = cut(half)(expected, position)
@@ -169,7 +177,7 @@ class _Trial:
                     if part is not None and piece is not None:
                         part.grad = piece.clone()
                 # Compiling takes longer than everything else here.
-                with torch.compiler.set_stance("force_eager"), _NoChance():  # type: ignore[no-untyped-call]
+                with torch.compiler.set_stance("force_eager"), _Deterministic():  # type: ignore[no-untyped-call]
                     type(trial).step(trial)
         return _Outcome(
             changes=[
@@ -188,7 +196,7 @@ class _Trial:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 memo[id(parameter)] = nn.Parameter(torch.empty(0, device=self._device))  # has no gradient
-        for (_, parameter), part in zip(self._stand_for, parts, strict=True):
+        for (_, parameter), part in zip(self._proxies, parts, strict=True):
             if part is not None:
                 memo[id(parameter)] = part
         attributes = {name: value for name, value in vars(self._optimizer).items() if name not in _HOOKS}

@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from mics_strategy.errors import ConfigError
-from mics_strategy.sharding.optimizer.reach import Reach
+from mics_strategy.sharding.optimizer.reach import UpdateLocality
 from mics_strategy.sharding.parameter import ShardedParameter
 
 _KEEPS_PARAMETERS = ("LBFGS",)  # a list of its own, from which shards cannot be hidden in a step
@@ -16,7 +16,7 @@ _SHARDS_BY_ITSELF = "ZeroRedundancyOptimizer"
 _ELEMENTWISE = "an optimizer that updates each element by itself (AdamW, SGD, ...)"
 
 
-def refuse_mixture(optimizer: Optimizer) -> None:
+def check_no_foreign_params(optimizer: Optimizer) -> None:
     """Refuse sharded parameters beside others, whose gradients no rank would share: replicas would drift apart.
 
     Raises:
@@ -35,18 +35,18 @@ def refuse_mixture(optimizer: Optimizer) -> None:
                 )
 
 
-def refuse_stale(optimizer: Optimizer, replaced: Callable[[torch.Tensor], ShardedParameter | None]) -> None:
+def check_not_stale(optimizer: Optimizer, sharded_param_for: Callable[[torch.Tensor], ShardedParameter | None]) -> None:
     """An optimizer built before `shard()` holds parameters that no model uses: it would train nothing, in silence.
 
     Args:
         optimizer: About to step.
-        replaced: Gives the sharded parameter that took the place of a plain one.
+        sharded_param_for: Gives the sharded parameter that took the place of a plain one.
 
     Raises:
         ConfigError: Naming the first such parameter.
     """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        sharded = replaced(parameter)
+        sharded = sharded_param_for(parameter)
         if sharded is not None:
             raise ConfigError(
                 f"{type(optimizer).__name__} was built before `shard()` and still holds the plain "
@@ -55,7 +55,7 @@ def refuse_stale(optimizer: Optimizer, replaced: Callable[[torch.Tensor], Sharde
             )
 
 
-def refuse_other_lists(optimizer: Optimizer) -> None:
+def check_param_groups_only(optimizer: Optimizer) -> None:
     """Refuse optimizers that keep their parameters in more places than their groups.
 
     Raises:
@@ -75,24 +75,24 @@ def refuse_other_lists(optimizer: Optimizer) -> None:
         )
 
 
-def refuse_reach(optimizer: Optimizer, reaches: list[Reach], optimizer_layout: str) -> None:
+def check_locality(optimizer: Optimizer, localities: list[UpdateLocality], optimizer_layout: str) -> None:
     """Refuse an optimizer that looks further than the tensors that a rank holds.
 
     Args:
         optimizer: About to step.
-        reaches: Of its groups.
+        localities: Of its groups.
         optimizer_layout: Of the configuration.
 
     Raises:
         ConfigError: It needs whole tensors where there are rows, or all tensors together.
     """
     name = type(optimizer).__name__
-    if Reach.ALL in reaches:
+    if UpdateLocality.GLOBAL in localities:
         raise ConfigError(
             f"{name} updates a tensor by what other tensors hold, as a trial on small tensors shows, and each rank "
             f"updates a part of them. Use {_ELEMENTWISE}, or keep optimizer states whole with `optimizer='none'`."
         )
-    if Reach.TENSOR in reaches and optimizer_layout == "rows":
+    if UpdateLocality.PER_TENSOR in localities and optimizer_layout == "rows":
         raise ConfigError(
             f"{name} needs whole tensors, and each rank holds rows of them. Deal whole tensors to ranks with "
             f"`optimizer_layout='tensors'`, keep optimizer states whole with `optimizer='none'`, or use {_ELEMENTWISE}."

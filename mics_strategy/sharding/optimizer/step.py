@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mics_strategy.errors import ConfigError
-from mics_strategy.sharding.optimizer.local_step import LocalStep, StepObserver, alive
-from mics_strategy.sharding.optimizer.refusals import refuse_mixture, refuse_stale
+from mics_strategy.sharding.optimizer.local_step import LocalParamSwap, OptimizerTarget, deref
+from mics_strategy.sharding.optimizer.refusals import check_no_foreign_params, check_not_stale
 from mics_strategy.sharding.parameter import ShardedParameter
 
 
@@ -28,66 +28,66 @@ class StepHooks:
     """What happens around the steps of one sharded model's optimizers, while this object lives.
 
     Args:
-        observer: The sharded model, held weakly.
+        target: The sharded model, held weakly.
     """
 
-    def __init__(self, observer: StepObserver) -> None:
-        self._observer = weakref.ref(observer)
-        self._steps: weakref.WeakKeyDictionary[Optimizer, LocalStep] = weakref.WeakKeyDictionary()
+    def __init__(self, target: OptimizerTarget) -> None:
+        self._target = weakref.ref(target)
+        self._steps: weakref.WeakKeyDictionary[Optimizer, LocalParamSwap] = weakref.WeakKeyDictionary()
         _all_models[self] = None
 
-    def step_of(self, optimizer: Optimizer) -> LocalStep:
+    def step_of(self, optimizer: Optimizer) -> LocalParamSwap:
         """How `optimizer` steps on this model, its whole tensors dealt."""
         step = self._steps.get(optimizer)
         if step is None:
-            step = self._steps[optimizer] = LocalStep(optimizer, alive(self._observer))
+            step = self._steps[optimizer] = LocalParamSwap(optimizer, deref(self._target))
         step.prepare()
         return step
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that still holds plain parameters of before `shard()`."""
-        observer, known = self._observer(), self._steps.get(optimizer)
+        observer, known = self._target(), self._steps.get(optimizer)
         if known is not None:
-            known.finish()  # a step that raised has left it local; as in torch, what it did until then counts
+            known.sync_owned()  # a step that raised has left it local; as in torch, what it did until then counts
         if observer is not None:
-            refuse_stale(optimizer, observer.replaced)
+            check_not_stale(optimizer, observer.sharded_param_for)
 
     def recover(self) -> None:
         """Take optimizers whose step has raised back to sharded parameters, before gradients are added to."""
         for step in list(self._steps.values()):
-            step.finish()
+            step.sync_owned()
 
     def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Let the optimizer see local tensors. Returns the arguments for its step."""
-        observer = self._observer()
+        observer = self._target()
         if observer is None or not any(observer.owns(p) for group in optimizer.param_groups for p in group["params"]):
             return args, kwargs
         step = self.step_of(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
         if closure is None:
-            observer.before_update()
-            step.enter()
+            observer.pre_step()
+            step.swap_in()
             return args, kwargs
         wrapped = _around_closure(step, observer, closure)
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
 
     def after(self, optimizer: Optimizer) -> None:
         """Let the optimizer see sharded parameters again, and tell the model."""
-        observer, step = self._observer(), self._steps.get(optimizer)
+        observer, step = self._target(), self._steps.get(optimizer)
         if observer is None or step is None:
             return
-        step.finish()
-        observer.after_update(step.wholes)
+        step.sync_owned()
+        observer.post_step(step.wholes)
 
 
-def _around_closure(step: LocalStep, observer: StepObserver, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _around_closure(step: LocalParamSwap, target: OptimizerTarget, closure: Callable[[], Any]) -> Callable[[], Any]:
     def closure_on_sharded() -> Any:
-        step.finish()
+        step.sync_owned()
         result = closure()
-        observer.before_update()
-        step.enter()
+        target.pre_step()
+        step.swap_in()
         return result
 
     return closure_on_sharded
@@ -104,7 +104,7 @@ def _before_step(
     models = list(_all_models)
     for model in models:
         model.check(optimizer)
-    refuse_mixture(optimizer)
+    check_no_foreign_params(optimizer)
     for model in models:
         args, kwargs = model.before(optimizer, args, kwargs)
     return args, kwargs
@@ -132,7 +132,7 @@ register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
 
 
-def adopt(optimizer: Optimizer, observer: StepObserver, hooks: StepHooks) -> None:
+def adopt(optimizer: Optimizer, target: OptimizerTarget, hooks: StepHooks) -> None:
     """Point an optimizer that was built on the plain parameters at the sharded ones, its states included.
 
     Raises:
@@ -141,10 +141,10 @@ def adopt(optimizer: Optimizer, observer: StepObserver, hooks: StepHooks) -> Non
     swaps: dict[torch.Tensor, ShardedParameter] = {}
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            sharded = observer.replaced(parameter)
+            sharded = target.sharded_param_for(parameter)
             if sharded is not None:
                 swaps[parameter] = sharded
-            elif not observer.owns(parameter):
+            elif not target.owns(parameter):
                 raise ConfigError(
                     f"Parameter {position} of group {index} of {type(optimizer).__name__}, shape "
                     f"{tuple(parameter.shape)}, is not a parameter of the "
@@ -176,8 +176,8 @@ def _shard_like(value: Any, sharded: ShardedParameter) -> Any:
             f"A state of `{sharded.mics_name}` is a {type(value).__name__}, which cannot be cut into shards. Adopt the "
             "optimizer before its first step."
         )
-    piece = sharded.mics_region.slice_of(value.detach(), sharded.mics_index).to(sharded.device, copy=True)
-    return sharded.labelled(piece)
+    piece = sharded.mics_slice.narrow(value.detach(), sharded.mics_index).to(sharded.device, copy=True)
+    return sharded.like_self(piece)
 
 
 def _to_device_of(value: Any, sharded: ShardedParameter) -> Any:

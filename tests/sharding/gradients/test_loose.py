@@ -20,13 +20,13 @@ from mics_strategy.collectives import process_memory
 from mics_strategy.collectives.full_tensor import full_tensor
 from mics_strategy.errors import CommunicationError
 from mics_strategy.sharding.gradients import loose
-from mics_strategy.sharding.gradients.gradient import BucketGradient
-from mics_strategy.sharding.gradients.loose import ReadGradients
+from mics_strategy.sharding.gradients.gradient import GradBucket
+from mics_strategy.sharding.gradients.loose import PeerReadGrads
 from tests.ranks import RankContext, RankError, RankPool
 from tests.sharding.training import forget_meshes
 
 READ = process_memory.read_into
-COLLECT = BucketGradient.collect
+COLLECT = GradBucket.add
 STEPS = 3
 WIDTH = 12
 
@@ -66,10 +66,10 @@ class Graph(Awkward):
 
 
 def flat_only(*_: object) -> None:
-    """In place of `plan_loose`: all gradients take the flat form."""
+    """In place of `plan_in_place_reduce`: all gradients take the flat form."""
 
 
-def collect_halves(self: BucketGradient, position: int, grad: Tensor) -> None:
+def collect_halves(self: GradBucket, position: int, grad: Tensor) -> None:
     """In place of `collect`: every gradient arrives twice."""
     for _ in range(2):
         COLLECT(self, position, grad / 2)
@@ -85,14 +85,14 @@ def trained(
     dtypes = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"} if how.endswith("bf16") else {}
     config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=per_node), **dtypes)
     counts: Counter[str] = Counter()
-    keep, write = ReadGradients.keep, BucketGradient._write
+    keep, write = PeerReadGrads.keep, GradBucket._copy_in
 
-    def counted_keep(self: ReadGradients, position: int, grad: Tensor) -> bool:
+    def counted_keep(self: PeerReadGrads, position: int, grad: Tensor) -> bool:
         kept = keep(self, position, grad)
         counts["kept"] += kept
         return kept
 
-    def counted_write(self: BucketGradient, *args: object, **options: object) -> None:
+    def counted_write(self: GradBucket, *args: object, **options: object) -> None:
         counts["copied"] += 1
         write(self, *args, **options)
 
@@ -101,14 +101,16 @@ def trained(
         READ(out, process, addresses)
 
     with ExitStack() as patched:
-        patched.enter_context(mock.patch.object(ReadGradients, "keep", counted_keep))
-        patched.enter_context(mock.patch.object(BucketGradient, "_write", counted_write))
+        patched.enter_context(mock.patch.object(PeerReadGrads, "keep", counted_keep))
+        patched.enter_context(mock.patch.object(GradBucket, "_copy_in", counted_write))
         if how.startswith("flat"):
-            patched.enter_context(mock.patch("mics_strategy.sharding.gradients.gradient.plan_loose", flat_only))
+            patched.enter_context(
+                mock.patch("mics_strategy.sharding.gradients.gradient.plan_in_place_reduce", flat_only)
+            )
         if how == "in halves":
-            patched.enter_context(mock.patch.object(BucketGradient, "collect", collect_halves))
+            patched.enter_context(mock.patch.object(GradBucket, "add", collect_halves))
         if how == "short notes":
-            patched.enter_context(mock.patch.object(loose, "MAX_RANGES", 1))
+            patched.enter_context(mock.patch.object(loose, "IOV_MAX", 1))
         if how == "late":
             patched.enter_context(mock.patch.object(process_memory, "read_into", late))
         sharded = shard(model, config, units=[block])
@@ -172,7 +174,7 @@ def lose_a_rank(ctx: RankContext) -> None:
     shard(model, ShardConfig.preset("zero3", topology=Topology(ranks_per_node=2)), units=[Awkward])
 
     def read_into(out: process_memory.Target, process: int, addresses: Sequence[int]) -> None:
-        if isinstance(out, process_memory.Assembly):
+        if isinstance(out, process_memory.GatherTarget):
             dying = int(pid_file.read_text())
             os.kill(dying, signal.SIGKILL)
             while has_memory(dying):  # it takes a while, in which it can still be read

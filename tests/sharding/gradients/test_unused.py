@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.collectives.ops import Handle
-from mics_strategy.sharding.gradients.gradient import BucketGradient
-from mics_strategy.sharding.streams import Chain
+from mics_strategy.collectives.ops import Work
+from mics_strategy.sharding.gradients.gradient import GradBucket
+from mics_strategy.sharding.streams import OpChain
 from tests import models
 from tests.models import Batch, Case, Residual
 from tests.ranks import RankContext, RankPool
@@ -278,20 +278,20 @@ def hops_of_a_step(ctx: RankContext) -> list[str]:
     model = Chained()
     config = ShardConfig.preset("paro-nii", topology=Topology(ranks_per_node=2))
     sharded = shard(model, config, units=(nn.Linear,))
-    first, second, hops = BucketGradient.launch, BucketGradient.scatter, []
+    first, second, hops = GradBucket.reduce_scatter, GradBucket.reduce_scatter_outer, []
 
-    def launch(gradient: BucketGradient) -> Handle | None:
+    def launch(gradient: GradBucket) -> Work | None:
         hops.append(f"first hop of {gradient.name}")
         return first(gradient)
 
-    def scatter(gradient: BucketGradient, wire: Tensor) -> Handle | None:
+    def scatter(gradient: GradBucket, wire: Tensor) -> Work | None:
         hops.append(f"second hop of {gradient.name}")
         return second(gradient, wire)
 
     with (
-        mock.patch.object(BucketGradient, "launch", launch),
-        mock.patch.object(BucketGradient, "scatter", scatter),
-        mock.patch.object(Chain, "has_arrived", False),
+        mock.patch.object(GradBucket, "reduce_scatter", launch),
+        mock.patch.object(GradBucket, "reduce_scatter_outer", scatter),
+        mock.patch.object(OpChain, "has_completed", False),
     ):
         for left_out in ((), ((4, 3) if ctx.rank in (0, 3) else (2,)) if ctx.rank != 1 else ()):
             hops.clear()

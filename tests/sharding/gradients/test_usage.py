@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from mics_strategy import LifecycleError, ShardConfig, Topology, shard
-from mics_strategy.sharding.gradients.usage import READ_AT_ONCE, CommonWay, Usage
+from mics_strategy.sharding.gradients.usage import READ_AT_ONCE, DesyncCheck, UsedParamMap
 from mics_strategy.sharding.replicas import ReplicaCheck
-from mics_strategy.sharding.streams import Chain, Streams
+from mics_strategy.sharding.streams import OpChain, Streams
 from tests.ranks import RankContext, RankPool
 
 
@@ -24,10 +24,10 @@ class OnGpu(torch.Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-def a_way(mesh: Any) -> tuple[CommonWay, torch.Tensor]:
+def a_way(mesh: Any) -> tuple[DesyncCheck, torch.Tensor]:
     counts = torch.zeros(3, dtype=torch.int32)
-    way = CommonWay(counts, mesh, ReplicaCheck([], mesh, -1))
-    way._balance = counts[-1:].as_subclass(OnGpu)
+    way = DesyncCheck(counts, mesh, ReplicaCheck([], mesh, -1))
+    way._digest = counts[-1:].as_subclass(OnGpu)
     return way, counts
 
 
@@ -36,22 +36,22 @@ def test_a_gpu_is_waited_for_in_the_first_steps_only() -> None:
     event, waits = mock.Mock(), []
     with mock.patch.object(torch.cuda, "Event", return_value=event):
         for _ in range(READ_AT_ONCE + 2):
-            way.note()
+            way.record()
             waits.append(event.synchronize.call_count)
     assert waits == [*range(1, READ_AT_ONCE + 1), READ_AT_ONCE, READ_AT_ONCE]
 
 
 @pytest.mark.parametrize("step", [0, READ_AT_ONCE])
 def test_ranks_that_differ_are_told_at_once_in_the_first_steps_and_one_step_later_afterwards(step: int) -> None:
-    way, counts = a_way(SimpleNamespace(first_difference=lambda: "they differ", is_balanced=lambda: False))
+    way, counts = a_way(SimpleNamespace(first_mismatch=lambda: "they differ", is_in_sync=lambda: False))
     with mock.patch.object(torch.cuda, "Event"):
         for _ in range(step):
-            way.note()
+            way.record()
         counts[-1] = 1
         if step >= READ_AT_ONCE:
-            way.note()
+            way.record()
         with pytest.raises(LifecycleError, match="they differ"):
-            way.note() if step < READ_AT_ONCE else way.check()
+            way.record() if step < READ_AT_ONCE else way.raise_if_desynced()
 
 
 def test_counts_are_copied_from_pinned_memory_without_waiting() -> None:
@@ -69,7 +69,7 @@ def test_counts_are_copied_from_pinned_memory_without_waiting() -> None:
 
     counts: Any = torch.zeros(1, dtype=torch.int32).as_subclass(Counts)
     with mock.patch.object(torch, "tensor", tensor):
-        Usage(counts, [], SimpleNamespace(balance=5, control=None))
+        UsedParamMap(counts, [], SimpleNamespace(balance=5, control=None))
     assert asked == [{"pin_memory": True}, {"non_blocking": True}]
     assert int(counts.as_subclass(torch.Tensor)) == 5
 
@@ -79,7 +79,7 @@ def reads_of_a_step(ctx: RankContext, preset: str) -> int:
     sharded = shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2)), units=[nn.Linear])
     start = Streams.second_hop
 
-    def final_at_once(streams: Streams, *stages: Any, **options: Any) -> Chain:
+    def final_at_once(streams: Streams, *stages: Any, **options: Any) -> OpChain:
         """As on a GPU, where the state of a gradient is final when its second hop has been launched."""
         chain = start(streams, *stages, **options)
         chain.wait()
@@ -87,7 +87,7 @@ def reads_of_a_step(ctx: RankContext, preset: str) -> int:
 
     with (
         mock.patch.object(Streams, "second_hop", final_at_once),
-        mock.patch.object(Usage, "_by_position", autospec=True, side_effect=Usage._by_position) as read,
+        mock.patch.object(UsedParamMap, "_by_position", autospec=True, side_effect=UsedParamMap._by_position) as read,
     ):
         for micro in range(2):
             with sharded.micro_step(micro, of=2):

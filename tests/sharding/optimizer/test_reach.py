@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from mics_strategy.sharding.optimizer.reach import Reach, reach_by_group
+from mics_strategy.sharding.optimizer.reach import UpdateLocality, locality_by_group
 from tests.sharding.optimizer.far_looking import ByRow, Clipping, CountingAll, Lamb, Late, Simple
 from tests.sharding.training import OPTIMIZERS
 
@@ -92,7 +92,7 @@ def test_a_trial_does_not_reach_what_the_author_counts(caplog: pytest.LogCapture
     caplog.set_level(logging.INFO, "mics_strategy")
     made: list[Any] = []
     optimizer = counting(made)(parameters())
-    assert reach_by_group(optimizer, CPU) == [Reach.TENSOR]
+    assert locality_by_group(optimizer, CPU) == [UpdateLocality.PER_TENSOR]
     (kind,) = made
     assert (kind.calls(), kind.of_class, kind.seen, steps_seen, shapes_seen) == (0, 0, {}, 0, [])
     assert vars(optimizer)["of_instance"] == 0
@@ -104,8 +104,8 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(shape)) for shape in ((8, 3), (5,), (), (6, 4), (2, 3, 3, 3))]
 
 
-def reach(make: Callable[[list[nn.Parameter]], Optimizer]) -> list[Reach]:
-    return reach_by_group(make(parameters()), CPU)
+def reach(make: Callable[[list[nn.Parameter]], Optimizer]) -> list[UpdateLocality]:
+    return locality_by_group(make(parameters()), CPU)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -113,30 +113,30 @@ def test_optimizers_of_torch_look_at_elements(name: str) -> None:
     """Tried as a class that is not torch's own."""
     make: Any = OPTIMIZERS[name]
     cls = type("Other", (make.func,), {})
-    assert reach(lambda params: cls(params, **make.keywords)) == [Reach.ELEMENT]
+    assert reach(lambda params: cls(params, **make.keywords)) == [UpdateLocality.ELEMENTWISE]
 
 
 @pytest.mark.parametrize("cls", [Lamb, ByRow, Late, torch.optim.Adafactor])
 def test_whole_tensors_are_seen_to_be_needed(cls: type[Optimizer]) -> None:
-    assert reach(cls) == [Reach.TENSOR]
+    assert reach(cls) == [UpdateLocality.PER_TENSOR]
 
 
 def test_rows_that_look_at_themselves_only_are_no_elements() -> None:
     """Tensors may be cut along another dimension than the first."""
-    assert reach(lambda params: ByRow([p for p in params if p.dim() == 2])) == [Reach.TENSOR]
+    assert reach(lambda params: ByRow([p for p in params if p.dim() == 2])) == [UpdateLocality.PER_TENSOR]
 
 
 @pytest.mark.parametrize("cls", [Clipping, CountingAll])
 def test_all_tensors_are_seen_to_be_needed(cls: type[Optimizer]) -> None:
-    assert reach(cls) == [Reach.ALL]
+    assert reach(cls) == [UpdateLocality.GLOBAL]
 
 
 def test_muon_needs_whole_tensors() -> None:
-    assert reach(lambda params: torch.optim.Muon([p for p in params if p.dim() == 2])) == [Reach.TENSOR]
+    assert reach(lambda params: torch.optim.Muon([p for p in params if p.dim() == 2])) == [UpdateLocality.PER_TENSOR]
 
 
 def test_a_name_counts_where_a_trial_would_come_too_early() -> None:
-    assert reach(type("DistributedShampoo", (Simple,), {})) == [Reach.TENSOR]
+    assert reach(type("DistributedShampoo", (Simple,), {})) == [UpdateLocality.PER_TENSOR]
 
 
 def test_every_group_has_its_own_reach() -> None:
@@ -144,15 +144,18 @@ def test_every_group_has_its_own_reach() -> None:
         groups = [{"params": params[:2], "is_whole": True}, {"params": params[2:], "is_whole": False}]
         return ByFlag(groups)
 
-    assert reach(make) == [Reach.TENSOR, Reach.ELEMENT]
+    assert reach(make) == [UpdateLocality.PER_TENSOR, UpdateLocality.ELEMENTWISE]
 
 
 def test_a_rate_that_is_still_zero_hides_nothing() -> None:
-    assert reach(partial(Lamb, lr=0.0)) == [Reach.TENSOR]
+    assert reach(partial(Lamb, lr=0.0)) == [UpdateLocality.PER_TENSOR]
 
 
-@pytest.mark.parametrize(("base", "expected"), [(SGD, Reach.ELEMENT), (Lamb, Reach.TENSOR), (Clipping, Reach.ALL)])
-def test_a_wrapper_looks_as_far_as_what_it_wraps(base: type[Optimizer], expected: Reach) -> None:
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [(SGD, UpdateLocality.ELEMENTWISE), (Lamb, UpdateLocality.PER_TENSOR), (Clipping, UpdateLocality.GLOBAL)],
+)
+def test_a_wrapper_looks_as_far_as_what_it_wraps(base: type[Optimizer], expected: UpdateLocality) -> None:
     assert reach(lambda params: Wrapper(base(params, lr=0.1))) == [expected]
 
 
@@ -168,7 +171,7 @@ def test_a_trial_leaves_everything_as_it_was(make: Callable[[list[nn.Parameter]]
     before, random_state = copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
     calls: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append(1))
-    reach_by_group(optimizer, CPU)
+    locality_by_group(optimizer, CPU)
     assert calls == []
     assert optimizer.state_dict() == before
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -177,5 +180,5 @@ def test_a_trial_leaves_everything_as_it_was(make: Callable[[list[nn.Parameter]]
 
 def test_an_optimizer_that_cannot_be_tried_is_said_to_be_trusted(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert reach(Stubborn) == [Reach.ELEMENT]
+        assert reach(Stubborn) == [UpdateLocality.ELEMENTWISE]
     assert "Stubborn could not be tried" in caplog.text
