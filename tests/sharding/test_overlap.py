@@ -51,31 +51,31 @@ def rank_zero(ranks: RankPool, overlap: str | set[str], micro_steps: int = 1) ->
 def test_the_next_unit_is_gathered_under_the_forward_of_this_one(ranks: RankPool) -> None:
     units, events = rank_zero(ranks, "all")
     for this, following in pairwise(units):
-        assert before(events, f"start gather {following}", f"forward {this}"), (this, following)
-        assert before(events, f"forward {this}", f"wait gather {following}"), (this, following)
+        assert before(events, f"start all_gather {following}", f"forward {this}"), (this, following)
+        assert before(events, f"forward {this}", f"wait all_gather {following}"), (this, following)
 
 
 def test_without_overlap_a_unit_is_gathered_when_it_is_needed(ranks: RankPool) -> None:
     units, events = rank_zero(ranks, "none")
     for this, following in pairwise(units):
-        assert before(events, f"forward {this}", f"start gather {following}"), (this, following)
+        assert before(events, f"forward {this}", f"start all_gather {following}"), (this, following)
 
 
 def test_the_next_unit_is_gathered_under_the_backward_of_this_one(ranks: RankPool) -> None:
     units, events = rank_zero(ranks, "all")
     backward = events[events.index(f"forward {units[-1]}") :]
-    gathered = [unit for unit in units if f"start gather {unit}" in backward]
+    gathered = [unit for unit in units if f"start all_gather {unit}" in backward]
     assert gathered, "some units must travel again"
     for unit in gathered:
         above = units[units.index(unit) + 1]
-        assert before(backward, f"start gather {unit}", f"backward {above}"), unit
+        assert before(backward, f"start all_gather {unit}", f"backward {above}"), unit
 
 
 def test_a_reduction_runs_under_the_backward_of_the_next_unit(ranks: RankPool) -> None:
     units, events = rank_zero(ranks, "all", micro_steps=2)
     for unit, below in zip(units[:0:-1], units[-2::-1], strict=False):
-        assert before(events, f"start reduce {unit}", f"backward {below}"), unit
-        assert before(events, f"start reduce {below}", f"wait reduce {unit}"), (
+        assert before(events, f"start reduce_scatter {unit}", f"backward {below}"), unit
+        assert before(events, f"start reduce_scatter {below}", f"wait reduce_scatter {unit}"), (
             "all gradients below were computed meanwhile"
         )
 
@@ -83,7 +83,7 @@ def test_a_reduction_runs_under_the_backward_of_the_next_unit(ranks: RankPool) -
 def test_without_overlap_a_reduction_is_waited_for_at_once(ranks: RankPool) -> None:
     units, events = rank_zero(ranks, "none")
     for unit in units:
-        assert events[events.index(f"start reduce {unit}") + 1] == f"wait reduce {unit}"
+        assert events[events.index(f"start reduce_scatter {unit}") + 1] == f"wait reduce_scatter {unit}"
 
 
 def test_the_second_hop_starts_before_the_last_backward_has_ended(ranks: RankPool) -> None:
@@ -109,10 +109,10 @@ def events_where_first_hops_are_fast(ctx: RankContext) -> tuple[list[str], list[
 
 def test_a_second_hop_starts_when_the_first_has_ended_and_waits_for_no_other_unit(ranks: RankPool) -> None:
     units, events = ranks(4, events_where_first_hops_are_fast)[0]
-    last = events[len(events) - events[::-1].index(f"start reduce {units[-1]}") - 1 :]
+    last = events[len(events) - events[::-1].index(f"start reduce_scatter {units[-1]}") - 1 :]
     for unit, below in pairwise(units[::-1]):
-        assert before(last, f"start all_reduce {unit}", f"start reduce {below}"), unit
-    first = events[: events.index(f"start reduce {units[0]}")]
+        assert before(last, f"start all_reduce {unit}", f"start reduce_scatter {below}"), unit
+    first = events[: events.index(f"start reduce_scatter {units[0]}")]
     assert not [event for event in first if "all_reduce" in event], "only the last backward's"
 
 

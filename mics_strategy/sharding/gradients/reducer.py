@@ -30,8 +30,8 @@ class ReducerBuffers:
     """Where gradients wait and travel.
 
     `flat_pools` lends, by unit index, the flat form of the unit's trainable buckets; `zero_grad_pool` as much for any
-    unit whose turn comes without a gradient, so that it never takes the buffer of one that waits (nobody writes to it, so any
-    number of transfers may read it); `second_hop` lends the wire form of one bucket for its second hop, where that is
+    unit whose turn comes without a gradient, so that it never takes the buffer of one that waits (nobody writes to it,
+    so any number of transfers may read it); `second_hop` lends the wire form of one bucket for its second hop, where that is
     not the dtype of the sum; `usage` counts the users of every trainable parameter.
     """
 
