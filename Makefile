@@ -17,10 +17,10 @@ test: venv
 	@$(MAKE) --jobs=2 --output-sync=target test-engine test-rest
 
 test-engine: venv
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/sharding tests/collectives
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/engine tests/comm
 
 test-rest: venv
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests --ignore=tests/sharding --ignore=tests/collectives
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests --ignore=tests/engine --ignore=tests/comm
 
 # On a machine with a GPU and a CUDA build of torch, in the Python that has it: nothing is installed.
 OUT ?= gpu-results

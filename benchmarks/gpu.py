@@ -38,8 +38,8 @@ from torch import nn
 from benchmarks.gpu_codecs import Meter, Row, Sizes, Stamp, measure_codecs
 from benchmarks.gpu_training import SIZES, Block, Rounds, Shape, Trained, compare_engines
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.mesh import ProcessGroups
-from mics_strategy.sharding.unit import Unit
+from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.engine.unit import Unit
 
 PARTS = ("codecs", "engine", "overlap", "memory")
 _PER_NODE = 8
@@ -63,7 +63,7 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
             stack.enter_context(mock.patch(f"mics_strategy.{module}.gather_objects", everyone_alike))
         # Nobody sends the others', which make the sums 0.
         stack.enter_context(mock.patch.object(ProcessGroups, "desync_digest", 0))
-        stack.enter_context(mock.patch("mics_strategy.sharding.replicas.digest_weight", return_value=0))
+        stack.enter_context(mock.patch("mics_strategy.engine.replica_check.digest_weight", return_value=0))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         try:
             yield

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from mics_strategy import Codec
-from mics_strategy.collectives.codec_tiles import TorchCodec
-from mics_strategy.collectives.coder import Quantizer, load_kernels
+from mics_strategy.comm.codecs.quantizer import Quantizer, load_kernels
+from mics_strategy.comm.codecs.torch_codec import TorchCodec
 
 Row = dict[str, Any]  # a line of a table by column; what is under "problem" makes the command fail
 Stamp = Any  # a torch.cuda.Event, or seconds

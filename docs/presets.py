@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from mics_strategy import ShardConfig, Topology
+from mics_strategy.engine.layout import make_layout
+from mics_strategy.engine.plan import BucketPlan, Plan, StepOrder, UnitPlan, plan_step
+from mics_strategy.planner.cost import ParameterKind, state_bytes
+from mics_strategy.planner.presets import FEW_TRAINED, MANY_TRAINED, Workload, candidate_presets, choose_preset
 from mics_strategy.scopes import Scopes, resolve_scopes
-from mics_strategy.sharding.advice import FEW_TRAINED, MANY_TRAINED, Workload, candidate_presets, choose_preset
-from mics_strategy.sharding.layout import make_layout
-from mics_strategy.sharding.model_states import ParameterKind, state_bytes
-from mics_strategy.sharding.schedule import BucketPlan, Plan, StepOrder, UnitPlan, plan_step
 
 PAGE = Path(__file__).with_name("presets.md")
 NODES, PER_NODE, NUM_MICRO_STEPS = 4, 8, 4

@@ -14,8 +14,10 @@ from mics_strategy.checkpoint.load import (
 )
 from mics_strategy.checkpoint.save import PendingSave, finish_saves, remove_checkpoint, save_checkpoint
 from mics_strategy.checkpoint.weights import load_weights
-from mics_strategy.collectives.codecs import Codec
+from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.config import ShardConfig
+from mics_strategy.engine.api import shard
+from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import (
     CheckpointError,
     CommunicationError,
@@ -24,8 +26,6 @@ from mics_strategy.errors import (
     MiCSError,
     ShapeError,
 )
-from mics_strategy.sharding.api import shard
-from mics_strategy.sharding.sharded import Sharded
 from mics_strategy.topology import Topology
 
 __all__ = [

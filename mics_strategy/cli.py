@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mics_strategy.checkpoint import storage
-from mics_strategy.checkpoint.consolidate import Export, export_safetensors
-from mics_strategy.checkpoint.reading import SafeReader
+from mics_strategy.checkpoint import atomic
+from mics_strategy.checkpoint.export import Export, export_safetensors
+from mics_strategy.checkpoint.safe_reader import SafeReader
 from mics_strategy.errors import MiCSError
 from mics_strategy.launch_file import default_answers, launch_line, prompt, write_launch_file
 from mics_strategy.memory_report import report
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _inspect(path: Path, *, is_long: bool) -> int:
-    if not storage.is_checkpoint(path) and (found := storage.newest_first(path)):
+    if not atomic.is_checkpoint(path) and (found := atomic.newest_first(path)):
         for each in found:
             print(f"{each.name}: {_summary(each)}")
         return 0
@@ -105,9 +105,9 @@ def _inspect(path: Path, *, is_long: bool) -> int:
         print(f"{part}: {len(own)} tensors, {numel:,} elements, {num_bytes:,} B")
     for name, saved in sorted(tensors.items()) if is_long else ():
         print(f"  {name} {list(saved.size)} {str(saved.properties.dtype).removeprefix('torch.')}")
-    manifest = storage.read_manifest(path)
+    manifest = atomic.read_manifest(path)
     for number, name in enumerate(sorted(manifest.files), 1):
-        storage.check_files(path, manifest, [name])
+        atomic.check_files(path, manifest, [name])
         _show(number, len(manifest.files))
     print(f"{len(manifest.files)} files are as they were written")
     return 0
@@ -122,7 +122,7 @@ def _configure(path: Path, *, asks: bool, overwrites: bool) -> int:
 
 
 def _summary(path: Path) -> str:
-    manifest = storage.read_manifest(path)
+    manifest = atomic.read_manifest(path)
     scopes = ", ".join(f"{name} over {ranks}" for name, ranks in manifest.scopes.items())
     pending = f" and {manifest.pending_micro_steps} unfinished micro-steps" if manifest.pending_micro_steps else ""
     return (

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mics_strategy.collectives.codecs import Codec
+from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.errors import ConfigError
 from mics_strategy.topology import Topology
 

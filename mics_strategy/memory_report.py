@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from mics_strategy.config import ShardConfig
+from mics_strategy.engine.estimate import MemoryEstimate, estimate_memory
 from mics_strategy.errors import ConfigError
-from mics_strategy.sharding.estimate import MemoryEstimate, estimate_memory
 
 
 def report(options: Namespace) -> Iterator[str]:

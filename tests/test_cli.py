@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mics_strategy.cli import main, parser
 from tests.checkpoint.test_consolidate import saved
+from tests.engine.training import assert_identical
 from tests.ranks import RankPool
-from tests.sharding.training import assert_identical
 
 OPTIONS = {
     "inspect": ["path", "--tensors"],

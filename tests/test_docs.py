@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy.planner.cost import ParameterKind, state_bytes
 from mics_strategy.scopes import Scopes
-from mics_strategy.sharding.model_states import ParameterKind, state_bytes
 from tests.ranks import RankContext, RankPool
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from mics_strategy import ShardConfig
 from tests import models
+from tests.engine.chains import REAL, SIMULATED, chains
+from tests.engine.counting import CountC10d, Kind, planned_kinds
+from tests.engine.training import OPTIMIZERS, Run, assert_same, start
 from tests.ranks import RankContext, RankPool, simulate
 from tests.reference import Trace, train_reference
-from tests.sharding.chains import REAL, SIMULATED, chains
-from tests.sharding.counting import CountC10d, Kind, planned_kinds
-from tests.sharding.training import OPTIMIZERS, Run, assert_same, start
 
 MICRO_STEPS = (1, 2, 1)
 OPTIMIZER = "momentum"

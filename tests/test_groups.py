@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.collectives.transport import timeout_of
-from mics_strategy.mesh import new_group
+from mics_strategy.comm.process_groups import new_group
+from mics_strategy.comm.transport import timeout_of
 from tests.ranks import RankContext, RankPool
 
 
@@ -37,8 +37,8 @@ def test_nccl_gives_reductions_a_stream_of_high_priority() -> None:
         mock.patch.object(dist, "new_group", lambda *_, **options: made.append(options)),
         mock.patch.object(dist, "group", SimpleNamespace(WORLD=None)),
         mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), create=True),
-        mock.patch("mics_strategy.mesh.timeout_of", return_value=timedelta(seconds=7)),
-        mock.patch("mics_strategy.mesh.moves", return_value="nccl"),
+        mock.patch("mics_strategy.comm.process_groups.timeout_of", return_value=timedelta(seconds=7)),
+        mock.patch("mics_strategy.comm.process_groups.moves", return_value="nccl"),
     ):
         for urgent in (True, False):
             new_group([0, 1], "test", "cuda", urgent=urgent)

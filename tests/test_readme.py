@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from mics_strategy import ShardConfig, shard
+from tests.engine.adapters import base_model
+from tests.engine.training import assert_identical, forget_meshes
 from tests.ranks import RankContext, RankPool
-from tests.sharding.adapters import base_model
-from tests.sharding.training import assert_identical, forget_meshes
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -22,11 +22,11 @@ from typing_extensions import override
 
 from mics_strategy import ConfigError, LifecycleError, Sharded
 from mics_strategy.accelerate import checkpoints, framework
-from mics_strategy.accelerate.agreement import Rendezvous
-from mics_strategy.accelerate.asked import resolve_plugin
-from mics_strategy.accelerate.preparing import check_output_layer, reuse_sharded, shard_for_plugin
-from mics_strategy.accelerate.saving import patch_save_pretrained
-from mics_strategy.accelerate.trainer import patch_trainers
+from mics_strategy.accelerate.prepare import check_output_layer, reuse_sharded, shard_for_plugin
+from mics_strategy.accelerate.rendezvous import Rendezvous
+from mics_strategy.accelerate.resolve import resolve_plugin
+from mics_strategy.accelerate.save_pretrained import patch_save_pretrained
+from mics_strategy.accelerate.transformers_patches import patch_trainers
 
 
 class MiCSAccelerator(Accelerator):  # type: ignore[misc]

@@ -34,8 +34,8 @@ from mics_strategy import (
     save_checkpoint,
 )
 from mics_strategy.accelerate import framework
-from mics_strategy.accelerate.agreement import broadcast_from_rank_0, run_on_all_ranks
 from mics_strategy.accelerate.plugin import MiCSPlugin
+from mics_strategy.accelerate.rendezvous import broadcast_from_rank_0, run_on_all_ranks
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 _OF_DDP = {("optimizer", 0): "optimizer.pt"}  # of `transformers.Trainer` without shards

@@ -7,14 +7,16 @@ not ask for MiCS stays as it is. Workers of a launcher whose file asks for it im
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
 
 from mics_strategy import ConfigError
 from mics_strategy.accelerate import checkpoints, framework, launch
 from mics_strategy.accelerate.accelerator import MiCSAccelerator
-from mics_strategy.accelerate.comparing import patch_assert_close
 from mics_strategy.accelerate.plugin import MiCSPlugin
 
 
@@ -53,3 +55,25 @@ def _check_foreign(accelerator: Accelerator, plugin: Any) -> None:
         f"MiCS is asked for, and `{name}` is derived from `accelerate.Accelerator`, which would not shard. Derive "
         f"`{name}` from `mics_strategy.accelerate.MiCSAccelerator`."
     )
+
+
+def patch_assert_close() -> None:
+    """Let ``torch.testing.assert_close`` take a sharded tensor and a plain one. Collective then. Idempotent."""
+    stock = torch.testing.assert_close
+    if hasattr(stock, "mics_stock"):
+        return
+
+    @functools.wraps(stock)
+    def assert_close(actual: Any, expected: Any, **options: Any) -> None:
+        is_mixed = isinstance(actual, DTensor) != isinstance(expected, DTensor)
+        if is_mixed and isinstance(framework.current_plugin(), MiCSPlugin):
+            actual, expected = _whole(actual), _whole(expected)
+        stock(actual, expected, **options)
+
+    assert_close.mics_stock = stock  # type: ignore[attr-defined]
+    torch.testing.assert_close = assert_close
+
+
+def _whole(value: Any) -> Any:
+    with torch.no_grad():
+        return value.full_tensor() if isinstance(value, DTensor) else value

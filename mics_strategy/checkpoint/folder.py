@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mics_strategy.agreement import gather_objects, run_on_all_ranks
-from mics_strategy.checkpoint import storage
+from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.claims import NAME as OWNER
 from mics_strategy.checkpoint.manifest import NAME, FileEntry, Manifest
 from mics_strategy.checkpoint.save import begin
+from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
+from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import CheckpointError
-from mics_strategy.sharding.sharded import Sharded
 from mics_strategy.version import package_version
 
 
@@ -55,13 +55,13 @@ def atomic_checkpoint_folder(path: str | os.PathLike[str], models: Sequence[Shar
         failure = error
     except BaseException:
         if is_first:
-            storage.abort(draft)
+            atomic.abort(draft)
         raise
     told = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
     failed = next((rank for rank, words in enumerate(told) if words is not None), None)
     if failed is not None:
         if is_first:
-            storage.abort(draft)
+            atomic.abort(draft)
         if failure is not None:
             raise failure
         raise CheckpointError(f"`{target}` was not saved: rank {failed} raised {told[failed]}")
@@ -71,19 +71,19 @@ def atomic_checkpoint_folder(path: str | os.PathLike[str], models: Sequence[Shar
 def _commit(draft: Path, target: Path, models: Sequence[Sharded]) -> None:
     try:
         _keep_what_others_added(draft, target)
-        storage.write_manifest(draft, _manifest(draft, models))
-        storage.commit(draft, target)
+        atomic.write_manifest(draft, _manifest(draft, models))
+        atomic.commit(draft, target)
     except OSError as error:
         raise CheckpointError(f"`{target}` was not saved: {error}") from error
     finally:
-        storage.abort(draft)  # where it was not published
+        atomic.abort(draft)  # where it was not published
 
 
 def _keep_what_others_added(draft: Path, target: Path) -> None:
     """Copy what lies in an older checkpoint of that name without belonging to it."""
-    if not storage.is_checkpoint(target):
+    if not atomic.is_checkpoint(target):
         return
-    own = {name.partition("/")[0] for name in storage.read_manifest(target).files} | {NAME, OWNER}
+    own = {name.partition("/")[0] for name in atomic.read_manifest(target).files} | {NAME, OWNER}
     for entry in target.iterdir():
         if entry.name not in own and not (draft / entry.name).exists():
             shutil.copytree(entry, draft / entry.name) if entry.is_dir() else shutil.copy2(entry, draft / entry.name)
@@ -111,6 +111,6 @@ def _entries(draft: Path) -> dict[str, FileEntry]:
     for file in sorted(draft.rglob("*")):
         is_known = any(folder in file.parents for folder in inside) and file.name != NAME
         if file.is_file() and not is_known and file.name != OWNER:
-            storage.sync(file)
-            found[file.relative_to(draft).as_posix()] = storage.entry_of(file)
+            atomic.sync(file)
+            found[file.relative_to(draft).as_posix()] = atomic.entry_of(file)
     return found

@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mics_strategy.agreement import gather_objects, run_on_all_ranks
-from mics_strategy.checkpoint import random_state, storage
+from mics_strategy.checkpoint import atomic, rng
 from mics_strategy.checkpoint.manifest import Manifest
-from mics_strategy.checkpoint.reading import SafeReader, check_listed, read
+from mics_strategy.checkpoint.safe_reader import SafeReader, check_listed, read
 from mics_strategy.checkpoint.save import EXTRA, finish_saves
 from mics_strategy.checkpoint.state import (
     MODEL,
@@ -25,8 +24,9 @@ from mics_strategy.checkpoint.state import (
     Optimizers,
     empty_model_like_saved,
 )
+from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
+from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import CheckpointError
-from mics_strategy.sharding.sharded import Sharded
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -79,9 +79,9 @@ class OpenCheckpoint:
             lambda: LoadTarget(sharded, optimizers, self._saved(), strict=strict, has_model=has_model)
         )
         if self._manifest is not None:
-            wanted = random_state.request_rng(rank, world_size, self._manifest.world_size)
+            wanted = rng.request_rng(rank, world_size, self._manifest.world_size)
             saved = self._metadata.state_dict_metadata  # weights alone have no random states
-            template.values[random_state.KEY] = {k: v for k, v in wanted.items() if f"{random_state.KEY}.{k}" in saved}
+            template.values[rng.KEY] = {k: v for k, v in wanted.items() if f"{rng.KEY}.{k}" in saved}
 
         def fill() -> None:
             """The model last: it is read in place, and nothing but reading may fail any more."""
@@ -92,7 +92,7 @@ class OpenCheckpoint:
 
         run_on_all_ranks(lambda: self._as_checkpoint_error(fill))
         if self._manifest is not None:
-            random_state.restore_rng(template.values[random_state.KEY], rank, sharded.generators)
+            rng.restore_rng(template.values[rng.KEY], rank, sharded.generators)
             sharded.steps_done = self._manifest.step
             if self._manifest.pending_micro_steps and optimizers and rank == 0:
                 _log.warning(
@@ -220,7 +220,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         CheckpointError: All are damaged.
     """
     rank = dist.get_rank()
-    found = gather_objects(storage.newest_first(Path(folder)) if rank == 0 else [])[0]
+    found = gather_objects(atomic.newest_first(Path(folder)) if rank == 0 else [])[0]
     for path in found:
         try:
             check_checkpoint(path)
@@ -242,7 +242,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
     Not while another process may be writing it.
     """
-    return storage.find(Path(path))
+    return atomic.find(Path(path))
 
 
 def check_checkpoint(path: str | os.PathLike[str]) -> Manifest:
@@ -257,10 +257,10 @@ def check_checkpoint(path: str | os.PathLike[str]) -> Manifest:
     rank, world_size, folder = dist.get_rank(), dist.get_world_size(), Path(path)
 
     def check() -> Manifest:
-        manifest = storage.read_manifest(folder)
+        manifest = atomic.read_manifest(folder)
         names = sorted(manifest.files)
-        storage.check_files(folder, manifest, names, digests=False)
-        storage.check_files(folder, manifest, names[rank::world_size])
+        atomic.check_files(folder, manifest, names, digests=False)
+        atomic.check_files(folder, manifest, names[rank::world_size])
         return manifest
 
     return run_on_all_ranks(check)
@@ -268,4 +268,4 @@ def check_checkpoint(path: str | os.PathLike[str]) -> Manifest:
 
 def _is_foreign(folder: Path) -> bool:
     """Whether others have written a folder, so that nothing says what its files were like. Collective."""
-    return gather_objects(not storage.is_checkpoint(folder) and (folder / ".metadata").is_file())[0]
+    return gather_objects(not atomic.is_checkpoint(folder) and (folder / ".metadata").is_file())[0]

@@ -23,16 +23,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from mics_strategy.agreement import check_same_keys_across_ranks, gather_objects, run_on_all_ranks
-from mics_strategy.checkpoint import random_state, shares, storage
-from mics_strategy.checkpoint.kept import class_name
+from mics_strategy.checkpoint import atomic, rng, shard_report
 from mics_strategy.checkpoint.manifest import Manifest
-from mics_strategy.checkpoint.pieces import HostCopyPool, ShardedSavePlanner, check_replica_counts
-from mics_strategy.checkpoint.shares import ShardReport
+from mics_strategy.checkpoint.rank_local import class_name
+from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlanner, check_replica_counts
+from mics_strategy.checkpoint.shard_report import ShardReport
 from mics_strategy.checkpoint.state import Optimizers, by_key, local_state
-from mics_strategy.checkpoint.telling import StoreChannel
+from mics_strategy.checkpoint.store_channel import StoreChannel
+from mics_strategy.comm.consensus import check_same_keys_across_ranks, gather_objects, run_on_all_ranks
+from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import CheckpointError, MiCSError
-from mics_strategy.sharding.sharded import Sharded
 from mics_strategy.version import package_version
 
 T = TypeVar("T")
@@ -121,28 +121,26 @@ def save_checkpoint(
         sharded.warn_pending_gradients()
     sharded.synchronize_buffers()
     check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # or one might be written by nobody
-    pieces = run_on_all_ranks(
-        lambda: _as_checkpoint_error(lambda: _make_planner(sharded, optimizers, model_state, asynchronous))
-    )
-    kept = run_on_all_ranks(lambda: _as_checkpoint_error(lambda: _copied(extra or {}, asynchronous)))
-    check_replica_counts(pieces, sharded.index)
+    planner = _on_all_ranks(lambda: _make_planner(sharded, optimizers, model_state, asynchronous))
+    copied = _on_all_ranks(lambda: _copied(extra or {}, asynchronous))
+    check_replica_counts(planner, sharded.index)
     draft, target = begin(path)
     job = _SaveJob(
         draft=draft,
         path=target,
-        planner=pieces,
+        planner=planner,
         manifest=_manifest_of(sharded, optimizers),
-        extra=kept if dist.get_rank() == 0 else {},
+        extra=copied if dist.get_rank() == 0 else {},
         channel=StoreChannel(dist.distributed_c10d._get_default_store(), draft.name, dist.get_rank()),
         rank=dist.get_rank(),
     )
     pending = PendingSave(target)
-    if not asynchronous:
+    if asynchronous:
+        _pending[sharded] = pending
+        threading.Thread(target=pending.run, args=(job.write,), name=f"save {target.name}").start()
+    else:
         pending.run(job.write)
         pending.wait()
-        return pending
-    _pending[sharded] = pending
-    threading.Thread(target=pending.run, args=(job.write,), name=f"save {target.name}").start()
     return pending
 
 
@@ -168,7 +166,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> bool:
     Raises:
         CheckpointError: It cannot be removed.
     """
-    return storage.remove(Path(path))
+    return atomic.remove(Path(path))
 
 
 def begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
@@ -186,10 +184,10 @@ def begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     rank = dist.get_rank()
 
     def on_rank_0() -> tuple[Path, Path]:
-        place = storage.real(path)
-        return storage.begin_draft(place), place
+        place = atomic.real(path)
+        return atomic.begin_draft(place), place
 
-    made = gather_objects(run_on_all_ranks(lambda: _as_checkpoint_error(on_rank_0) if rank == 0 else None))[0]
+    made = gather_objects(_on_all_ranks(lambda: on_rank_0() if rank == 0 else None))[0]
     if made is None:
         raise CheckpointError("Rank 0 made no draft. This is a defect; please report it.")
 
@@ -209,19 +207,23 @@ def begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
         run_on_all_ranks(see)
     except BaseException:
         if rank == 0:
-            storage.abort(draft)
+            atomic.abort(draft)
         raise
     return draft, target
 
 
-def _as_checkpoint_error(action: Callable[[], T]) -> T:
-    """With what may go wrong on one rank alone as a `CheckpointError`, which all ranks are told of."""
-    try:
-        return action()
-    except CheckpointError:
-        raise
-    except (OSError, RuntimeError, TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
-        raise CheckpointError(f"Nothing was saved: {type(error).__name__}: {error}") from error
+def _on_all_ranks(action: Callable[[], T]) -> T:
+    """`run_on_all_ranks`, with every failure of one rank as a `CheckpointError`."""
+
+    def attempt() -> T:
+        try:
+            return action()
+        except CheckpointError:
+            raise
+        except (OSError, RuntimeError, TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
+            raise CheckpointError(f"Nothing was saved: {type(error).__name__}: {error}") from error
+
+    return run_on_all_ranks(attempt)
 
 
 def _make_planner(
@@ -229,7 +231,7 @@ def _make_planner(
 ) -> ShardedSavePlanner:
     found = local_state(sharded, optimizers, None if model_state is None else dict(model_state))
     if optimizers:  # weights alone resume no training
-        found.values[random_state.KEY], copies = random_state.save_rng(dist.get_rank(), sharded.generators)
+        found.values[rng.KEY], copies = rng.save_rng(dist.get_rank(), sharded.generators)
         found.copies.update(copies)
     return ShardedSavePlanner(found, host=_host_memory.setdefault(sharded, HostCopyPool()) if is_copied else None)
 
@@ -273,7 +275,7 @@ class _SaveJob:
             outcome = self._written()
         finally:
             if self.rank == 0:
-                storage.abort(self.draft)  # where it was not published
+                atomic.abort(self.draft)  # where it was not published
         if outcome:
             raise CheckpointError(outcome)
 
@@ -284,7 +286,7 @@ class _SaveJob:
             try:
                 told = self._write_shard(rank).to_json()
             except BaseException as error:
-                told = shares.failed(f"Rank {rank} could not write `{self.path}`: {error}")
+                told = shard_report.failed(f"Rank {rank} could not write `{self.path}`: {error}")
             telling.send(f"share {rank}", told.encode())
             if rank == 0:
                 telling.send("outcome", self._finalize().encode())
@@ -297,7 +299,7 @@ class _SaveJob:
         writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
         results = writer.write_data(writer.prepare_local_plan(self.planner.plan), self.planner).value()
         names = sorted({result.storage_data.relative_path for result in results})
-        return ShardReport(self.planner.plan, results, {name: storage.entry_of(self.draft / name) for name in names})
+        return ShardReport(self.planner.plan, results, {name: atomic.entry_of(self.draft / name) for name in names})
 
     def _finalize(self) -> str:
         """Publish when all ranks have written; what went wrong, in words, else."""
@@ -306,9 +308,9 @@ class _SaveJob:
             for rank in range(self.manifest.world_size):
                 told = self.channel.recv(f"share {rank}", rank)
                 self.channel.delete(f"share {rank}")
-                found.append(shares.shard_report_from(told.decode(errors="replace"), rank))
+                found.append(shard_report.shard_report_from(told.decode(errors="replace"), rank))
             self._write_metadata(found)
-            storage.commit(self.draft, self.path)
+            atomic.commit(self.draft, self.path)
         except BaseException as error:
             is_told = isinstance(error, MiCSError)
             return str(error) if is_told else f"Rank 0 could not finish `{self.path}`: {error!r}"
@@ -320,7 +322,7 @@ class _SaveJob:
         _, metadata = self.planner.create_global_plan([share.plan for share in found])
         FileSystemWriter(self.draft).finish(metadata, [list(share.results) for share in found])
         torch.save(dict(self.extra), self.draft / EXTRA)
-        storage.sync(self.draft / EXTRA)
+        atomic.sync(self.draft / EXTRA)
         for name in (".metadata", EXTRA):
-            files[name] = storage.entry_of(self.draft / name)
-        storage.write_manifest(self.draft, dataclasses.replace(self.manifest, files=files))
+            files[name] = atomic.entry_of(self.draft / name)
+        atomic.write_manifest(self.draft, dataclasses.replace(self.manifest, files=files))

@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from mics_strategy.checkpoint import kept
-from mics_strategy.checkpoint.writers import ReplicaId
+from mics_strategy.checkpoint import rank_local
+from mics_strategy.checkpoint.replicas import ReplicaId
+from mics_strategy.engine.handle import Sharded
+from mics_strategy.engine.optimizer.quantized import is_quantized, to_local
+from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import CheckpointError
-from mics_strategy.sharding.optimizer.quantized import is_quantized, to_local
-from mics_strategy.sharding.parameter import ShardedParameter
-from mics_strategy.sharding.sharded import Sharded
 
 StateDict = dict[str, Any]
 Optimizers = Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -66,11 +66,11 @@ class LocalState:
             value: The state.
             copy: Which of the equal copies it is.
         """
-        inside = self.values.setdefault(kept.KEY, {})
+        inside = self.values.setdefault(rank_local.KEY, {})
         for step in path[:-1]:
             inside = inside.setdefault(step, {})
-        inside[path[-1]] = kept.RankLocalState(value)
-        self.copies[".".join((kept.KEY, *path))] = copy
+        inside[path[-1]] = rank_local.RankLocalState(value)
+        self.copies[".".join((rank_local.KEY, *path))] = copy
 
 
 def local_state(sharded: Sharded, optimizers: Optimizers, model_state: StateDict | None = None) -> LocalState:
@@ -93,7 +93,7 @@ def local_state(sharded: Sharded, optimizers: Optimizers, model_state: StateDict
         for parameter, state in optimizer.state.items():
             name = _name(names, parameter, optimizer)
             owner = sharded.owner_of(optimizer, parameter)
-            by_place = [each for each, value in state.items() if kept.is_rank_local(value, parameter, owner)]
+            by_place = [each for each, value in state.items() if rank_local.is_rank_local(value, parameter, owner)]
             states[name] = {k: value for k, value in state.items() if k not in by_place or is_quantized(value)}
             if owner is not None:
                 found.copies.update({f"{key}.state.{name}.{each}": ReplicaId(*sharded.replica) for each in state})
@@ -101,7 +101,7 @@ def local_state(sharded: Sharded, optimizers: Optimizers, model_state: StateDict
                 _copy_of(parameter) if owner is None and isinstance(parameter, DTensor) else ReplicaId(*sharded.replica)
             )
             for each in by_place:
-                found.add((key, name, each, kept.shard_key(parameter, owner)), state[each], copy)
+                found.add((key, name, each, rank_local.shard_key(parameter, owner)), state[each], copy)
         found.values[key] = {
             "state": states,
             "param_groups": [_group(names, g, optimizer) for g in optimizer.param_groups],
@@ -201,7 +201,7 @@ class LoadTarget:
         self._optimizers = by_key(optimizers)
         self._saved = saved.entries
         self._optimizer_classes = saved.optimizer_classes
-        self._origins: dict[tuple[str, str], kept.StateSource] = {}
+        self._origins: dict[tuple[str, str], rank_local.StateSource] = {}
         self._strict = strict
         self._names = names_of(sharded.model)
         self.values: StateDict = {MODEL: self._of_model() if has_model else {}}
@@ -238,19 +238,19 @@ class LoadTarget:
                 saved = [key for key in self._saved if key.startswith(prefix)]
                 owner = self._sharded.owner_of(optimizer, parameter)
                 if owner in (None, self._sharded.index):
-                    exact = self._kept(position, optimizer, kept.StateSource(key, name, parameter, owner))
+                    exact = self._kept(position, optimizer, rank_local.StateSource(key, name, parameter, owner))
                     rooms = {k.removeprefix(prefix): _empty_like_saved(self._saved[k], parameter, owner) for k in saved}
                     if rooms or exact:
                         states[name] = {k: room for k, room in rooms.items() if k not in exact}
         return {"state": states, "param_groups": self._groups(f"{key}.param_groups")}
 
-    def _kept(self, position: int, optimizer: Optimizer, origin: kept.StateSource) -> set[str]:
+    def _kept(self, position: int, optimizer: Optimizer, origin: rank_local.StateSource) -> set[str]:
         """Ask for what was saved by place; the states of which that is all that is needed."""
-        are_quantized = kept.quantizes_like(optimizer, position, self._optimizer_classes)
+        are_quantized = rank_local.quantizes_like(optimizer, position, self._optimizer_classes)
         wanted = origin.request(self._saved, are_quantized=are_quantized)
         if wanted:
             self._origins[origin.optimizer, origin.name] = origin
-            self.values.setdefault(kept.KEY, {}).setdefault(origin.optimizer, {})[origin.name] = wanted
+            self.values.setdefault(rank_local.KEY, {}).setdefault(origin.optimizer, {})[origin.name] = wanted
         return {state for state, places in wanted.items() if all(map(origin.is_exact, places))}
 
     def _groups(self, key: str) -> list[StateDict]:
@@ -269,7 +269,7 @@ class LoadTarget:
         """
         for (key, name), origin in self._origins.items():
             states = self.values[key]["state"].setdefault(name, {})
-            for state, places in self.values[kept.KEY][key][name].items():
+            for state, places in self.values[rank_local.KEY][key][name].items():
                 [(place, loaded)] = places.items()
                 states[state] = origin.restore(place, loaded, states.get(state))
         return [self._numbered(optimizer, self.values[key]) for key, optimizer in self._optimizers.items()]

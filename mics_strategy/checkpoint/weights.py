@@ -15,14 +15,14 @@ from typing import Any, Literal
 
 import torch
 
-from mics_strategy.agreement import gather_objects, run_on_all_ranks
-from mics_strategy.checkpoint import storage
-from mics_strategy.checkpoint.formats import SavedTensor, Source, as_checkpoint_error, open_source
+from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.load import check_checkpoint
 from mics_strategy.checkpoint.save import finish_saves
+from mics_strategy.checkpoint.weight_formats import SavedTensor, Source, as_checkpoint_error, open_source
+from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
+from mics_strategy.engine.handle import Sharded
+from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import CheckpointError
-from mics_strategy.sharding.parameter import ShardedParameter
-from mics_strategy.sharding.sharded import Sharded
 
 Rename = Callable[[str], str | None]
 _EXTRA_STATE = "_extra_state"  # torch's name for what `get_extra_state` gives
@@ -80,15 +80,13 @@ def load_weights(
     """
     finish_saves(sharded)
     where = gather_objects(Path(path))[0]
-    if gather_objects(storage.is_checkpoint(where))[0]:
+    if gather_objects(atomic.is_checkpoint(where))[0]:
         check_checkpoint(where)
     source = run_on_all_ranks(lambda: as_checkpoint_error(where, lambda: open_source(where, weights_only=weights_only)))
     own = sharded.model.state_dict(keep_vars=True)
     names = run_on_all_ranks(lambda: _names(own, source, where, rename))
-    expected = [name for name in source.saved if rename == "auto" or rename(name) is not None]
-    difference = run_on_all_ranks(
-        lambda: _incompatible_keys(own, {name: source.saved[name] for name in expected}, names, strict)
-    )
+    expected = {name: value for name, value in source.saved.items() if rename == "auto" or rename(name) is not None}
+    difference = run_on_all_ranks(lambda: _incompatible_keys(own, expected, names, strict))
     extras = {name for name in names.values() if _is_extra(name, own[name])}
 
     def read() -> dict[str, Any]:

@@ -28,9 +28,9 @@ from mics_strategy import (
     remove_checkpoint,
     save_checkpoint,
 )
-from mics_strategy.lightning import refusals
-from mics_strategy.lightning.agreement import require_every_rank
-from mics_strategy.lightning.files import CheckpointFileMixin, as_path, check_not_folder, is_local
+from mics_strategy.lightning import validate
+from mics_strategy.lightning.checkpoint_file import CheckpointFileMixin, as_path, check_not_folder, is_local
+from mics_strategy.lightning.consensus import require_every_rank
 from mics_strategy.lightning.framework import TrainerFramework, unwrap_optimizer
 
 
@@ -107,7 +107,7 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
         """
         path = self.broadcast(as_path(filepath))
         if not self.is_sharded:
-            refusals.check_ranks_remain(self._state_dict_type)
+            validate.check_ranks_remain(self._state_dict_type)
             self.write_file(checkpoint, path, storage_options)
             return
         if self._state_dict_type == "sharded":

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from mics_strategy import LifecycleError, ShardConfig, Sharded, shard
-from mics_strategy.lightning import refusals
+from mics_strategy.lightning import validate
 from mics_strategy.lightning.fabric_checkpoints import FabricCheckpointMixin
 from mics_strategy.lightning.framework import (
     FabricFramework,
@@ -28,8 +28,8 @@ from mics_strategy.lightning.framework import (
     unwrap_module,
     unwrap_optimizer,
 )
-from mics_strategy.lightning.options import make_strategy_class
-from mics_strategy.lightning.processes import ProcessGroupMixin, is_initialized
+from mics_strategy.lightning.process_group import ProcessGroupMixin, is_initialized
+from mics_strategy.lightning.signature import make_strategy_class
 from mics_strategy.lightning.units import UnitRule, move_unsharded, unit_rule_for
 
 _CLASS_NAMES = {"MiCSFabricStrategy": "lightning.fabric", "LightningFabricMiCSStrategy": "lightning_fabric"}
@@ -134,10 +134,10 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessGroupMixin):  # for a ty
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout if timeout is not None else self.framework.default_timeout
-        self._state_dict_type = refusals.check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
+        self._state_dict_type = validate.check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
         self._saves_asynchronously = save_asynchronously
-        refusals.check_async_save(state_dict_type, save_asynchronously)
-        self._start_method = refusals.check_choice(
+        validate.check_async_save(state_dict_type, save_asynchronously)
+        self._start_method = validate.check_choice(
             "start_method", start_method, ("popen", "spawn", "fork", "forkserver")
         )
         self._backward_sync_control = SyncControl()
@@ -150,7 +150,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessGroupMixin):  # for a ty
 
     @precision.setter
     def precision(self, plugin: Any) -> None:
-        refusals.check_precision(self.framework, "precision", plugin)
+        validate.check_precision(self.framework, "precision", plugin)
         self._precision = plugin
 
     def _set_world_ranks(self) -> None:

@@ -28,8 +28,8 @@ from mics_strategy import (
     newest_checkpoint,
     save_checkpoint,
 )
-from mics_strategy.lightning.agreement import run_on_all_ranks
-from mics_strategy.lightning.files import CheckpointFileMixin, as_path, check_not_folder, is_local
+from mics_strategy.lightning.checkpoint_file import CheckpointFileMixin, as_path, check_not_folder, is_local
+from mics_strategy.lightning.consensus import run_on_all_ranks
 
 Filters = Mapping[str, Callable[[str, Any], bool]]
 _KEYS = "mics_strategy.fabric"  # in a folder: which keys of the user's state the model and the optimizers had

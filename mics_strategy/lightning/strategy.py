@@ -18,9 +18,8 @@ from torch import nn
 from typing_extensions import override
 
 from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, shard
-from mics_strategy.lightning import refusals
+from mics_strategy.lightning import validate
 from mics_strategy.lightning.checkpoints import TrainerCheckpointMixin
-from mics_strategy.lightning.finetuning import with_frozen_as_trainable
 from mics_strategy.lightning.framework import (
     TrainerFramework,
     disable_inference_mode,
@@ -28,11 +27,15 @@ from mics_strategy.lightning.framework import (
     throttle_sigterm_check,
 )
 from mics_strategy.lightning.launcher import full_weights_launcher
-from mics_strategy.lightning.length import grad_codec_steps, without_codec_schedule
-from mics_strategy.lightning.logged import log_dtensors
-from mics_strategy.lightning.options import make_strategy_class
-from mics_strategy.lightning.processes import ProcessGroupMixin, skip_group_teardown
-from mics_strategy.lightning.steps import run_as_forward
+from mics_strategy.lightning.module_patches import (
+    grad_codec_steps,
+    log_dtensors,
+    run_as_forward,
+    with_frozen_as_trainable,
+    without_codec_schedule,
+)
+from mics_strategy.lightning.process_group import ProcessGroupMixin, skip_group_teardown
+from mics_strategy.lightning.signature import make_strategy_class
 from mics_strategy.lightning.units import UnitRule, move_unsharded, unit_rule_for
 
 _HANDLE = "_mics_of_strategy"  # on the module, so that any strategy object finds it again
@@ -116,11 +119,11 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
         self._process_group_backend = process_group_backend
         self._timeout = timeout if timeout is not None else self.framework.default_timeout
         self._load_weights_only = load_weights_only
-        self._state_dict_type = refusals.check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
+        self._state_dict_type = validate.check_choice("state_dict_type", state_dict_type, ("full", "sharded"))
         self._saves_asynchronously = save_asynchronously
-        refusals.check_async_save(state_dict_type, save_asynchronously)
-        self._sigterm_every = refusals.check_positive("sigterm_check_every_n_steps", sigterm_check_every_n_steps)
-        self._start_method = refusals.check_choice(
+        validate.check_async_save(state_dict_type, save_asynchronously)
+        self._sigterm_every = validate.check_positive("sigterm_check_every_n_steps", sigterm_check_every_n_steps)
+        self._start_method = validate.check_choice(
             "start_method", start_method, ("popen", "spawn", "fork", "forkserver")
         )
 
@@ -131,7 +134,7 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        refusals.check_precision(self.framework, "precision_plugin", plugin)
+        validate.check_precision(self.framework, "precision_plugin", plugin)
         self._precision_plugin = plugin
 
     # -- building ---------------------------------------------------------------------------------------------
@@ -166,7 +169,7 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
 
     @override
     def setup_environment(self) -> None:
-        refusals.check_callbacks(self.framework, self._trainer)
+        validate.check_callbacks(self.framework, self._trainer)
         super().setup_environment()
 
     @contextmanager
@@ -279,7 +282,7 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
     @override
     def on_exception(self, exception: BaseException) -> None:
         skip_group_teardown()
-        refusals.add_advice(exception)
+        validate.add_advice(exception)
 
     @override
     def teardown(self) -> None:

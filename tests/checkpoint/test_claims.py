@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 
 from mics_strategy import CheckpointError
-from mics_strategy.checkpoint import claims, storage
+from mics_strategy.checkpoint import atomic, claims
 from mics_strategy.checkpoint.folder import atomic_checkpoint_folder
 from mics_strategy.checkpoint.save import save_checkpoint
 from tests.checkpoint.test_sharded import run_of
 from tests.checkpoint.test_storage import names, write
+from tests.engine.training import Run, start
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
-from tests.sharding.training import Run, start
 
 WRITER = """
 import sys, time
@@ -43,7 +43,7 @@ def test_a_draft_of_a_living_process_is_left_alone_and_one_of_a_dead_process_rem
         assert writer.stdout is not None
         draft = Path(writer.stdout.readline().strip())
         with pytest.raises(CheckpointError, match=rf"`{path}` is being saved by another job: process {writer.pid} on"):
-            storage.begin_draft(path)
+            atomic.begin_draft(path)
         assert names(tmp_path) == sorted(["last", draft.name])
         writer.kill()
     write(path, 2)
@@ -76,7 +76,7 @@ def test_a_process_elsewhere_is_alive_while_it_counts(tmp_path: Path) -> None:
     thread.start()
     try:
         with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on node-7 writes its draft"):
-            storage.begin_draft(tmp_path / "last")
+            atomic.begin_draft(tmp_path / "last")
     finally:
         is_over.set()
         thread.join()
@@ -115,14 +115,14 @@ def save_folder(ctx: RankContext, path: Path) -> None:
 
 def test_two_jobs_that_save_to_one_folder_are_told_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     path, run = tmp_path / "last", run_of("mics", ranks_per_node=1)
-    draft = storage.begin_draft(path)  # this process is the other job
+    draft = atomic.begin_draft(path)  # this process is the other job
     for job in (lambda: ranks(2, save, run, path), lambda: ranks(2, save_folder, path)):
         raises_on_every_rank(job, CheckpointError, rf"`{path}` is being saved by another job: process {os.getpid()} on")
     assert names(tmp_path) == [draft.name]
-    storage.abort(draft)
+    atomic.abort(draft)
     ranks(2, save_folder, path)
     assert names(path) == ["manifest.json", "notes"]
-    assert [*storage.read_manifest(path).files] == ["notes"]
+    assert [*atomic.read_manifest(path).files] == ["notes"]
 
 
 @pytest.mark.parametrize("way", ["exchange", "aside"])
@@ -136,15 +136,15 @@ def test_a_link_stays_and_its_target_is_replaced(ranks: RankPool, tmp_path: Path
         target.mkdir(parents=True)
     link.symlink_to(Path("..", "disk", "step-1"))
     if way == "aside":
-        with mock.patch.object(storage, "_swap", return_value=False):
-            write(storage.real(link), 2)
+        with mock.patch.object(atomic, "_swap", return_value=False):
+            write(atomic.real(link), 2)
     else:
         ranks(2, save, run_of("mics", ranks_per_node=1), link)
         ranks(2, save_folder, link)
     assert link.is_symlink()
-    assert storage.find(link)
+    assert atomic.find(link)
     assert (names(target.parent), names(link.parent)) == (["step-1"], ["last"])
-    assert storage.remove(link)
+    assert atomic.remove(link)
     assert (names(target.parent), names(link.parent)) == ([], [])
 
 

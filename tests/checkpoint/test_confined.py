@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from mics_strategy import CheckpointError
-from mics_strategy.checkpoint import storage
+from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.load import load_checkpoint
 from mics_strategy.checkpoint.manifest import NAME, Manifest
 from mics_strategy.checkpoint.save import save_checkpoint
 from mics_strategy.checkpoint.weights import load_weights
 from tests.checkpoint.test_sharded import run_of
 from tests.checkpoint.test_storage import manifest
+from tests.engine.training import Run, start
 from tests.ranks import RankContext, RankPool
-from tests.sharding.training import Run, start
 
 EMPTY = {"num_bytes": 0, "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}
 
@@ -56,7 +56,7 @@ def redirect(path: Path) -> None:
     for piece in found.storage_data.values():
         piece.relative_path = f"../other/{piece.relative_path}"
     (path / ".metadata").write_bytes(pickle.dumps(found))
-    entry = storage.entry_of(path / ".metadata")
+    entry = atomic.entry_of(path / ".metadata")
     described = {"num_bytes": entry.num_bytes, "sha256": entry.sha256}
     edit(path, lambda manifest: manifest["files"].update({".metadata": described}))
 

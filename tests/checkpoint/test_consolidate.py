@@ -9,11 +9,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mics_strategy import CheckpointError
-from mics_strategy.checkpoint import consolidate, storage
-from mics_strategy.checkpoint.consolidate import INDEX, Export, export_safetensors
+from mics_strategy.checkpoint import atomic
+from mics_strategy.checkpoint import export as consolidate
+from mics_strategy.checkpoint.export import INDEX, Export, export_safetensors
 from tests.checkpoint.test_sharded import run_of, save_after
+from tests.engine.training import assert_identical
 from tests.ranks import RankPool
-from tests.sharding.training import assert_identical
 
 
 def saved(ranks: RankPool, path: Path) -> dict[str, Tensor]:
@@ -73,4 +74,4 @@ def test_what_cannot_be_exported_is_said(ranks: RankPool, tmp_path: Path) -> Non
     (tmp_path / "step-2" / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match=r"__0_0.distcp` cannot be read"):
         export_safetensors(tmp_path / "step-2", Export(folder=tmp_path / "hf"))
-    assert storage.is_checkpoint(tmp_path / "step-2")
+    assert atomic.is_checkpoint(tmp_path / "step-2")

@@ -16,8 +16,8 @@ from mics_strategy.checkpoint.load import load_checkpoint, load_newest_checkpoin
 from mics_strategy.checkpoint.manifest import NAME
 from mics_strategy.checkpoint.save import save_checkpoint
 from tests.checkpoint.test_sharded import run_of, state_of
+from tests.engine.training import Run, assert_identical, start
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
-from tests.sharding.training import Run, assert_identical, start
 
 
 def save_three(ctx: RankContext, run: Run, folder: Path) -> list[dict[str, torch.Tensor]]:

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from mics_strategy import CheckpointError, LifecycleError, Sharded, load_weights, save_checkpoint, shard
-from mics_strategy.checkpoint.consolidate import INDEX, Export, export_safetensors
+from mics_strategy.checkpoint.export import INDEX, Export, export_safetensors
 from mics_strategy.cli import main
+from tests.engine.adapters import SIZES
+from tests.engine.training import assert_identical, forget_meshes, whole
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
-from tests.sharding.adapters import SIZES
-from tests.sharding.training import assert_identical, forget_meshes, whole
 
 ties = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 

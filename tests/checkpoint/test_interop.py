@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from mics_strategy.checkpoint.load import load_checkpoint
 from tests import models
 from tests.checkpoint.test_sharded import run_of, save_after, state_of
+from tests.engine.training import OPTIMIZERS, assert_identical, forget_meshes, start, whole
 from tests.ranks import RankContext, RankPool
-from tests.sharding.training import OPTIMIZERS, assert_identical, forget_meshes, start, whole
 
 
 def build_fsdp2(ctx: RankContext) -> tuple[models.Case, torch.nn.Module, torch.optim.Optimizer]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from mics_strategy.checkpoint import storage
+from mics_strategy.checkpoint import atomic
 from tests.checkpoint.saver import value_after
 
 _STEPS = 10**6
@@ -56,11 +56,11 @@ def test_the_newest_checkpoint_is_whole_after_a_kill(tmp_path: Path, killed: str
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    found = storage.newest_first(tmp_path)
+    found = atomic.newest_first(tmp_path)
     assert found
     for path in found:
         assert_whole(path)
-    assert storage.read_manifest(found[0]).world_size == 2
+    assert atomic.read_manifest(found[0]).world_size == 2
     assert max(step_in(path) for path in found) >= said - 1  # an asynchronous save may have been under way
 
 
@@ -75,8 +75,8 @@ def follow(rank: subprocess.Popen[str], count: int) -> int:
 
 def assert_whole(path: Path) -> None:
     """Every file is as it was written, and every number is the one of the checkpoint's step."""
-    manifest = storage.read_manifest(path)
-    storage.check_files(path, manifest, manifest.files)
+    manifest = atomic.read_manifest(path)
+    atomic.check_files(path, manifest, manifest.files)
     dcp_to_torch_save(path, path.parent / "whole.pt")
     found: dict[str, Any] = torch.load(path.parent / "whole.pt", weights_only=True)
     expected = value_after(step_in(path))

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mics_strategy import ShardConfig, Topology, load_checkpoint, save_checkpoint
-from mics_strategy.checkpoint.consolidate import Export, export_safetensors
+from mics_strategy.checkpoint.export import Export, export_safetensors
 from tests import models
+from tests.engine.training import Run, Training, assert_identical, start, whole
 from tests.ranks import RankContext, RankPool
-from tests.sharding.training import Run, Training, assert_identical, start, whole
 
 PRESETS = ("ddp", "zero1", "zero3", "zeropp", "mics", "paro-nig")
 LAYOUTS = ((1, 1), (2, 1), (4, 2))  # ranks, ranks of a node

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mics_strategy.checkpoint import storage
+from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.load import load_checkpoint
 from mics_strategy.checkpoint.save import finish_saves, save_checkpoint
 from mics_strategy.cli import main
 from tests.checkpoint.test_sharded import run_of
+from tests.engine.training import Run, Training, assert_identical, start
 from tests.ranks import RankContext, RankPool
-from tests.sharding.training import Run, Training, assert_identical, start
 
 
 class Listener(logging.Handler):
@@ -40,7 +40,7 @@ def listening() -> Iterator[list[str]]:
 
 
 def pending_of(path: Path) -> int:
-    return storage.read_manifest(path).pending_micro_steps
+    return atomic.read_manifest(path).pending_micro_steps
 
 
 def save(training: Training, path: Path) -> int:

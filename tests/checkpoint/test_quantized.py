@@ -17,10 +17,10 @@ from torchao.utils import TorchAOBaseTensor
 from mics_strategy import CheckpointError, ShardConfig
 from mics_strategy.checkpoint.load import load_checkpoint
 from mics_strategy.checkpoint.save import finish_saves, save_checkpoint
+from tests.engine.optimizer.test_quantized_states import aligned, eagerly, layers, unaligned
+from tests.engine.training import Run, Training, assert_identical, start, whole
 from tests.models import Case
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
-from tests.sharding.optimizer.test_quantized_states import aligned, eagerly, layers, unaligned
-from tests.sharding.training import Run, Training, assert_identical, start, whole
 
 MakeOptimizer = Callable[..., Optimizer]
 MAKES: dict[str, MakeOptimizer] = {

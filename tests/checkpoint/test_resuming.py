@@ -16,9 +16,9 @@ from mics_strategy.checkpoint.load import load_newest_checkpoint
 from mics_strategy.checkpoint.save import finish_saves, save_checkpoint
 from tests import models
 from tests.checkpoint.test_sharded import run_of, train_on, train_through
+from tests.engine.training import Run, Training, assert_identical, start
 from tests.models import Batch, Case
 from tests.ranks import RankContext, RankPool
-from tests.sharding.training import Run, Training, assert_identical, start
 
 STEPS, NUM_SAMPLES = 8, 24
 

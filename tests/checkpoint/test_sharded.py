@@ -21,12 +21,12 @@ from torch.optim import Muon
 
 from mics_strategy import CheckpointError, ConfigError, ShardConfig, Topology
 from mics_strategy.checkpoint.load import load_checkpoint
-from mics_strategy.checkpoint.pieces import ShardedSavePlanner
 from mics_strategy.checkpoint.save import PendingSave, finish_saves, save_checkpoint
+from mics_strategy.checkpoint.save_planner import ShardedSavePlanner
 from mics_strategy.checkpoint.state import local_state
 from tests import models
+from tests.engine.training import Run, Training, assert_identical, start, whole
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
-from tests.sharding.training import Run, Training, assert_identical, start, whole
 
 
 def run_of(preset: str, **options: Any) -> Run:

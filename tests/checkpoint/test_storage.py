@@ -14,15 +14,15 @@ from unittest import mock
 import pytest
 
 from mics_strategy import CheckpointError
-from mics_strategy.checkpoint import storage
+from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.manifest import FORMAT, NAME, FileEntry, Manifest
 
 
 def write(path: Path, step: int, content: bytes = b"numbers") -> None:
-    draft = storage.begin_draft(path)
+    draft = atomic.begin_draft(path)
     (draft / "data").write_bytes(content)
-    storage.write_manifest(draft, manifest(step, {"data": storage.entry_of(draft / "data")}))
-    storage.commit(draft, path)
+    atomic.write_manifest(draft, manifest(step, {"data": atomic.entry_of(draft / "data")}))
+    atomic.commit(draft, path)
 
 
 def manifest(step: int, files: dict[str, FileEntry]) -> Manifest:
@@ -36,7 +36,7 @@ def _way(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param == "exchange":
         yield
         return
-    with mock.patch.object(storage, "_swap", return_value=False):
+    with mock.patch.object(atomic, "_swap", return_value=False):
         yield
 
 
@@ -50,7 +50,7 @@ def test_a_checkpoint_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     write(path, 1, b"old")
     write(path, 2, b"new")
     assert (path / "data").read_bytes() == b"new"
-    assert storage.read_manifest(path).step == 2
+    assert atomic.read_manifest(path).step == 2
     assert names(path.parent) == ["step-1"]
 
 
@@ -58,7 +58,7 @@ def test_this_file_system_exchanges_in_one_step(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
-    assert storage._swap(tmp_path / "one", tmp_path / "other")
+    assert atomic._swap(tmp_path / "one", tmp_path / "other")
     assert (tmp_path / "one" / "file").read_text() == "other"
 
 
@@ -86,23 +86,23 @@ def test_a_kill_between_any_two_steps_leaves_a_whole_one(tmp_path: Path, stop: i
 
     with mock.patch.multiple(os, rename=dying(os.rename), fsync=dying(os.fsync)):
         with (
-            mock.patch.object(storage.shutil, "rmtree", dying(storage.shutil.rmtree)),
-            mock.patch.object(storage, "_swap", dying(storage._swap)),
+            mock.patch.object(atomic.shutil, "rmtree", dying(atomic.shutil.rmtree)),
+            mock.patch.object(atomic, "_swap", dying(atomic._swap)),
         ):
             try:
                 write(path, 2, b"new")
                 killed = False
             except Killed:
                 killed = True
-                for name in list(storage._claims):  # which end with the process
-                    storage._release(name)
+                for name in list(atomic._claims):  # which end with the process
+                    atomic._release(name)
     assert killed or 5 <= done <= stop  # it ended before that call
-    assert storage.find(path)
-    found = storage.read_manifest(path)
-    storage.check_files(path, found, found.files)
+    assert atomic.find(path)
+    found = atomic.read_manifest(path)
+    atomic.check_files(path, found, found.files)
     assert (found.step, (path / "data").read_bytes()) in [(1, b"old"), (2, b"new")]
     assert killed or found.step == 2
-    assert storage.newest_first(tmp_path) == [path]
+    assert atomic.newest_first(tmp_path) == [path]
     write(path, 3, b"next")
     assert names(tmp_path) == ["last"]
 
@@ -128,26 +128,26 @@ def test_a_killed_writer_leaves_whole_checkpoints(tmp_path: Path, after_ms: int)
         time.sleep(after_ms / 1000)
         os.kill(writer.pid, signal.SIGKILL)
         said = max(map(int, writer.stdout.read().split()), default=3)
-    found = storage.newest_first(tmp_path)
+    found = atomic.newest_first(tmp_path)
     assert len(found) >= said + 1
     for path in found:
-        read = storage.read_manifest(path)
-        storage.check_files(path, read, read.files)
+        read = atomic.read_manifest(path)
+        atomic.check_files(path, read, read.files)
         assert (path / "data").read_bytes() == b"%d " % read.step * 5000
-    assert storage.read_manifest(found[0]).step >= said
+    assert atomic.read_manifest(found[0]).step >= said
 
 
 def test_newest_first_by_step(tmp_path: Path) -> None:
     for name, step in (("b", 30), ("a", 200), ("c", 4)):
         write(tmp_path / name, step)
     (tmp_path / "unfinished").mkdir()
-    storage.begin_draft(tmp_path / "d")
-    assert [path.name for path in storage.newest_first(tmp_path)] == ["a", "b", "c"]
-    assert storage.newest_first(tmp_path / "nowhere") == []
+    atomic.begin_draft(tmp_path / "d")
+    assert [path.name for path in atomic.newest_first(tmp_path)] == ["a", "b", "c"]
+    assert atomic.newest_first(tmp_path / "nowhere") == []
 
 
 def test_a_name_that_begins_like_another_is_left_alone(tmp_path: Path) -> None:
-    other = storage.begin_draft(tmp_path / "last.epoch")
+    other = atomic.begin_draft(tmp_path / "last.epoch")
     write(tmp_path / "last", 1)
     assert other.is_dir()
 
@@ -164,22 +164,22 @@ def test_a_name_that_begins_like_another_is_left_alone(tmp_path: Path) -> None:
 def test_damage_is_named(tmp_path: Path, damage, words: str) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "step-1"
     write(path, 1)
-    read = storage.read_manifest(path)
-    storage.check_files(path, read, read.files)
+    read = atomic.read_manifest(path)
+    atomic.check_files(path, read, read.files)
     damage(path / "data")
     with pytest.raises(CheckpointError, match=rf"step-1/data` {words}"):
-        storage.check_files(path, read, read.files)
+        atomic.check_files(path, read, read.files)
 
 
 def test_sizes_alone_are_compared_without_reading(tmp_path: Path) -> None:
     path = tmp_path / "step-1"
     write(path, 1)
     (path / "data").write_bytes(b"numberz")
-    read = storage.read_manifest(path)
-    storage.check_files(path, read, read.files, digests=False)
+    read = atomic.read_manifest(path)
+    atomic.check_files(path, read, read.files, digests=False)
     (path / "data").write_bytes(b"num")
     with pytest.raises(CheckpointError, match="has 3 bytes and had 7"):
-        storage.check_files(path, read, read.files, digests=False)
+        atomic.check_files(path, read, read.files, digests=False)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, text: str, words: str) -> N
     write(tmp_path / "step-1", 1)
     (tmp_path / "step-1" / NAME).write_text(text)
     with pytest.raises(CheckpointError, match=rf"step-1/{NAME}` (has )?{words}"):
-        storage.read_manifest(tmp_path / "step-1")
-    assert storage.newest_first(tmp_path) == [tmp_path / "step-1"]
+        atomic.read_manifest(tmp_path / "step-1")
+    assert atomic.newest_first(tmp_path) == [tmp_path / "step-1"]
 
 
 def test_manifests_of_other_versions_are_read() -> None:
@@ -222,20 +222,20 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     thesis.write_text("five years")
     for path in (thesis.parent, thesis):
         with pytest.raises(CheckpointError, match="is no sharded checkpoint"):
-            storage.begin_draft(path)
+            atomic.begin_draft(path)
     assert thesis.read_text() == "five years"
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", 1)
-    assert storage.is_checkpoint(tmp_path / "empty")
+    assert atomic.is_checkpoint(tmp_path / "empty")
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with mock.patch.object(Path, "mkdir", side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))):
         with pytest.raises(CheckpointError, match=rf"`{tmp_path}` cannot be written \(Read-only file system\)"):
-            storage.begin_draft(tmp_path / "step-1")
+            atomic.begin_draft(tmp_path / "step-1")
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a file system that nobody can write, such as /proc")
 def test_a_file_system_that_nobody_can_write_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"`/proc/checkpoints` cannot be written"):
-        storage.begin_draft(Path("/proc/checkpoints/step-1"))
+        atomic.begin_draft(Path("/proc/checkpoints/step-1"))

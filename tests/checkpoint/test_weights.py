@@ -12,13 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, load_weights, shard
-from mics_strategy.checkpoint import formats
+from mics_strategy.checkpoint import weight_formats
 from mics_strategy.checkpoint.weights import IncompatibleKeys, prefix_between
 from tests import models
 from tests.checkpoint.test_interop import build_fsdp2, save_from_fsdp2
 from tests.checkpoint.test_sharded import run_of, save_after
+from tests.engine.training import Run, Training, assert_identical, forget_meshes, start, whole
 from tests.ranks import RankContext, RankPool
-from tests.sharding.training import Run, Training, assert_identical, forget_meshes, start, whole
 
 State = dict[str, Any]
 INDEX = "model.safetensors.index.json"
@@ -153,11 +153,11 @@ CASES = (models.conv_bn, models.scalar, models.tied)
 
 def load_cases(ctx: RankContext, run: Run, folder: Path) -> list[tuple[dict[str, Tensor], IncompatibleKeys]]:
     """Each from its file, which is opened anew for every tensor."""
-    usual, formats.MAPPED_BYTES = formats.MAPPED_BYTES, 0
+    usual, weight_formats.MAPPED_BYTES = weight_formats.MAPPED_BYTES, 0
     try:
         return [load(ctx, run.replace(case=case), folder / case.__name__) for case in CASES]
     finally:
-        formats.MAPPED_BYTES = usual
+        weight_formats.MAPPED_BYTES = usual
 
 
 @pytest.mark.parametrize("preset", ["zero3", "ddp"])

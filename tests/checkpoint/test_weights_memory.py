@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mics_strategy import Sharded, load_weights, save_checkpoint, shard
-from mics_strategy.checkpoint import formats
+from mics_strategy.checkpoint import weight_formats
+from tests.engine.training import forget_meshes
 from tests.ranks import RankContext, RankPool
-from tests.sharding.training import forget_meshes
 
 WIDTH, LAYERS = 2048, 4
 MODEL_BYTES = LAYERS * WIDTH * WIDTH * 4  # 67 MB
@@ -64,7 +64,7 @@ def measure(ctx: RankContext, folder: Path) -> tuple[dict[str, float], float]:
         found[kind] = peak_growth(lambda kind=kind: load_weights(folder / f"x.{kind}", sharded))
         for layer, parameter in enumerate(sharded.parameters):
             assert torch.equal(parameter.local, parameter.mics_slice.narrow(values(layer), parameter.mics_index))
-    with mock.patch.object(formats, "MAPPED_BYTES", 0):
+    with mock.patch.object(weight_formats, "MAPPED_BYTES", 0):
         found["anew"] = peak_growth(lambda: load_weights(folder / "x.safetensors", sharded))
     return found, peak_growth(lambda: load_whole(folder / "x.torch", sharded))
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from mics_strategy import CheckpointError, load_weights
-from mics_strategy.checkpoint import formats
+from mics_strategy.checkpoint import weight_formats
 from tests import models
 from tests.checkpoint.test_interop import save_from_fsdp2
 from tests.checkpoint.test_sharded import run_of
 from tests.checkpoint.test_weights import FORMATS, INDEX, State, safe, saved_at, state_of, with_prefix, write_index
+from tests.engine.training import Run, assert_identical, start
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
-from tests.sharding.training import Run, assert_identical, start
 
 
 class Runs:
@@ -137,7 +137,7 @@ def one_rank_lacks_it(ctx: RankContext, run: Run, path: Path, lost: str) -> None
     """Rank 1's disk does not have the file, or loses it while it is read."""
     training = start(ctx, run)
     error = OSError(errno.EIO, os.strerror(errno.EIO))
-    with mock.patch.object(formats, lost, side_effect=error) if ctx.rank == 1 else nullcontext():
+    with mock.patch.object(weight_formats, lost, side_effect=error) if ctx.rank == 1 else nullcontext():
         load_weights(path, training.sharded)
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from mics_strategy.collectives.codec_tiles import TorchCodec
-from mics_strategy.collectives.codecs import Codec
+from mics_strategy.comm.codecs.format import Codec
+from mics_strategy.comm.codecs.torch_codec import TorchCodec
 from tests.cuda_harness.streams import alone, here, machine
 
 

@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from mics_strategy.collectives import coder
-from mics_strategy.sharding.replicas import ReplicaCheck
+from mics_strategy.comm.codecs import quantizer
+from mics_strategy.engine.replica_check import ReplicaCheck
 from tests.cuda_harness import kernels
 from tests.cuda_harness.allocations import DEVICE, HOST_MEMORY, PINNED, allocation_of, kind_of, real_device
 from tests.cuda_harness.machine import Mode
@@ -45,7 +45,7 @@ def pretended_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.cuda, "default_generators", generators))
         stack.enter_context(mock.patch.object(torch.autograd, "backward", _backward(torch.autograd.backward)))
         stack.enter_context(mock.patch.object(dist, "get_backend", _backend(dist.get_backend)))
-        stack.enter_context(mock.patch.object(coder, "load_kernels", kernels.loader(coder.load_kernels)))
+        stack.enter_context(mock.patch.object(quantizer, "load_kernels", kernels.loader(quantizer.load_kernels)))
         stack.enter_context(watched(_works_here))
         yield
 

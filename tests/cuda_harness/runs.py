@@ -13,7 +13,7 @@ from benchmarks.gpu import pretended_ranks
 from mics_strategy import ShardConfig, Sharded, Topology, shard
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.pretence import equal_replicas, pretended_cuda
-from tests.sharding.training import forget_meshes
+from tests.engine.training import forget_meshes
 
 WIDTH, DEPTH = 16, 4  # a multiple of 8 ranks, so that every unit can travel without a flat form
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp", "mics", "paro-iig", "paro-nii")

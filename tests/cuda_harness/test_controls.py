@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
-from mics_strategy.collectives.ops import Work
-from mics_strategy.sharding.streams import OpChain
+from mics_strategy.comm.work import Work
+from mics_strategy.engine.streams import OpChain
 from tests.cuda_harness.runs import config_of, one_of_many, run, start, told
 from tests.cuda_harness.streams import Stream
 from tests.cuda_harness.works import Works

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu import pretended_ranks
 from benchmarks.gpu_training import Block, Shape
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.sharding.streams import OpChain, Streams
+from mics_strategy.engine.streams import OpChain, Streams
 
 CYCLES = 10_000_000  # about 6 ms
 SHAPE = Shape(width=256, layers=6, heads=4, feed_forward=512, vocabulary=1024, sequence=128, micro_batch=4)

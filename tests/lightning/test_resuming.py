@@ -11,12 +11,12 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torchao.optim import AdamW8bit
 
-from mics_strategy.checkpoint import storage
+from mics_strategy.checkpoint import atomic
 from tests.checkpoint.test_pending import listening
+from tests.engine.optimizer.test_quantized_states import eagerly
 from tests.lightning.modules import Regression
 from tests.lightning.runs import assert_same, mics, run, trainer, whole
 from tests.ranks import RankContext, RankPool
-from tests.sharding.optimizer.test_quantized_states import eagerly
 
 
 class Resumable:
@@ -91,7 +91,7 @@ def test_a_save_inside_an_accumulation_is_told_and_resumes_as_with_ddp(
     for (parameters, _), (reference, _) in zip(found, expected, strict=True):
         assert_same(parameters, reference)
     if kind == "sharded":
-        assert storage.read_manifest(Path(ours)).pending_micro_steps == 1
+        assert atomic.read_manifest(Path(ours)).pending_micro_steps == 1
         assert ["of an unfinished accumulation" in said for _, told in found for said in told] == [True]
 
 
@@ -99,7 +99,7 @@ def test_a_save_after_a_step_says_nothing(ranks: RankPool, tmp_path: Path) -> No
     path = str(tmp_path / "one.ckpt")
     through = run(ranks, 2, fit_ours, "sharded", path, 2)
     resumed = run(ranks, 2, fit_ours, "sharded", path, None)
-    assert storage.read_manifest(Path(path)).pending_micro_steps == 0
+    assert atomic.read_manifest(Path(path)).pending_micro_steps == 0
     for (end, told), (found, retold) in zip(through, resumed, strict=True):
         assert told == retold == []
         assert_same(found, end, tolerance=0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from mics_strategy import CheckpointError, ConfigError
-from mics_strategy.checkpoint import storage
+from mics_strategy.checkpoint import atomic
 from tests.lightning.modules import Regression, loader
 from tests.lightning.runs import assert_same, mics, run, trainer, whole
 from tests.lightning.test_checkpoints import _AtStart
@@ -126,16 +126,16 @@ def keeping_one(ctx: RankContext, fails_from: int) -> tuple[list[list[str]], str
         callbacks=[callback],
         enable_checkpointing=True,
     )
-    publish = storage.commit
+    publish = atomic.commit
 
     def noted(draft: Path, path: Path) -> None:
-        seen.append(sorted(p.name for p in directory.iterdir() if storage.is_checkpoint(p) and p != draft))
+        seen.append(sorted(p.name for p in directory.iterdir() if atomic.is_checkpoint(p) and p != draft))
         if len(seen) >= fails_from:
             raise OSError(errno.ENOSPC, "No space left on device")
         publish(draft, path)
 
     ended = ""
-    with mock.patch.object(storage, "commit", noted):
+    with mock.patch.object(atomic, "commit", noted):
         try:
             fitting.fit(Regression(), loader())
         except CheckpointError as error:

@@ -1,0 +1,77 @@
+"""How do random numbers go on where they were?
+
+Every rank saves the states of its generators. On as many ranks each takes its own again; on another number each derives
+new ones from rank 0's, so that ranks differ from one another and a second resume does as the first.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mics_strategy.checkpoint.replicas import SOLE, ReplicaId
+from mics_strategy.checkpoint.state import StateDict
+
+KEY = "random"
+
+
+def save_rng(rank: int, generators: Sequence[torch.Generator]) -> tuple[StateDict, dict[str, ReplicaId]]:
+    """The states of this rank's generators under a name, and that no other rank holds them.
+
+    Args:
+        rank: Of this process.
+        generators: The model's own, of stochastic rounding.
+    """
+    numpy, buffer = sys.modules.get("numpy"), io.BytesIO()
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = [name, keys.tolist(), *rest]
+    if generators:
+        states["codecs"] = [generator.get_state() for generator in generators]
+    torch.save(states, buffer)
+    return {str(rank): buffer.getvalue()}, {f"{KEY}.{rank}": SOLE}
+
+
+def request_rng(rank: int, world_size: int, saved_world_size: int) -> StateDict:
+    """The names of the states that this rank needs, with nothing in their places yet."""
+    return {str(rank if world_size == saved_world_size else 0): None}
+
+
+def restore_rng(loaded: StateDict, rank: int, generators: Sequence[torch.Generator]) -> None:
+    """Set this rank's generators; the model's own where it has as many as were saved.
+
+    Args:
+        loaded: What `wanted` named, or nothing.
+        rank: Of this process.
+        generators: The model's own, of stochastic rounding.
+    """
+    if not loaded:
+        return
+    [(name, encoded)] = loaded.items()
+    if name != str(rank):
+        seed = zlib.crc32(encoded + str(rank).encode())
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+        return
+    states = torch.load(io.BytesIO(encoded), weights_only=True)
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if len(states.get("codecs", ())) == len(generators):
+        for generator, state in zip(generators, states.get("codecs", ()), strict=True):
+            generator.set_state(state)
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states and "numpy" in sys.modules:
+        kind, keys, *rest = states["numpy"]
+        sys.modules["numpy"].random.set_state((kind, keys, *rest))

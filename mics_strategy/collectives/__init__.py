@@ -1,1 +1,0 @@
-"""How numbers travel between ranks."""

@@ -1,0 +1,1 @@
+"""How bytes travel: groups, communicators, codecs, and the only calls of torch.distributed."""

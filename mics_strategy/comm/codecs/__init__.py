@@ -1,0 +1,1 @@
+"""Codecs: the format on the wire, and its implementations in plain torch and in Triton."""

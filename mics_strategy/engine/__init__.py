@@ -1,0 +1,1 @@
+"""The sharded-data-parallel engine."""

@@ -1,0 +1,313 @@
+"""How is everything put together, once?
+
+From the units and the scopes to arenas, slots, stagings, and the objects that use them. All memory that the
+engine will ever need is allocated here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.config import ShardConfig, sum_dtype_of
+from mics_strategy.engine.bucket import Bucket, BucketSpec
+from mics_strategy.engine.engine import Engine, GatherBuffers, OverlapPolicy
+from mics_strategy.engine.grad_bucket import GradBucket
+from mics_strategy.engine.layout import make_layout
+from mics_strategy.engine.memory import MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
+from mics_strategy.engine.parameter import make_sharded_parameter
+from mics_strategy.engine.reducer import Reducer, ReducerBuffers, second_hop_bytes
+from mics_strategy.engine.replica_check import ReplicaCheck
+from mics_strategy.engine.streams import Streams
+from mics_strategy.engine.unit import Unit
+from mics_strategy.engine.units import ParamRef, UnitSpec
+from mics_strategy.engine.used_params import DesyncCheck, usage_numel
+from mics_strategy.engine.zero_copy_gather import coalesced_comm_for
+from mics_strategy.tuning import coalesce
+
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildContext:
+    """Where a model is built: its configuration, process groups, device and the account of its memory."""
+
+    config: ShardConfig
+    groups: ProcessGroups
+    device: torch.device
+    memory: MemoryTracker
+
+
+def make_bucket_specs(unit: UnitSpec, context: BuildContext) -> list[BucketSpec]:
+    """The buckets of a unit: its parameters by dtype and trainability, in order of first appearance."""
+    by_kind: dict[tuple[torch.dtype, bool], list[ParamRef]] = defaultdict(list)
+    for entry in unit.parameters:
+        by_kind[entry.parameter.dtype, entry.parameter.requires_grad].append(entry)
+    specs = []
+    for (dtype, trainable), entries in by_kind.items():
+        shards = context.groups.trainable_placement if trainable else context.groups.frozen_placement
+        param_dtype = context.config.param_dtype_of(dtype)
+        specs.append(
+            BucketSpec(
+                name=f"{unit.name or '(root)'}{'' if trainable else ' (frozen)'}",
+                layout=make_layout(
+                    [(entry.name, entry.parameter.shape) for entry in entries],
+                    shards.degree,
+                    context.groups.scopes.block_numel(is_trainable=trainable),
+                    itemsize=min(dtype.itemsize, param_dtype.itemsize),
+                ),
+                locations=tuple(tuple(entry.locations) for entry in entries),
+                master_dtype=dtype,
+                param_dtype=param_dtype,
+                trainable=trainable,
+            )
+        )
+    return specs
+
+
+def build_units(modules: list[UnitSpec], context: BuildContext) -> list[Unit]:
+    """Units with all their parameter memory; values are not filled in yet."""
+    specs = [make_bucket_specs(module, context) for module in modules]
+    specs = coalesce.choose_coalescing(specs, context.config, context.groups, context.device)
+    flat = [spec for of_unit in specs for spec in of_unit]
+    scopes, memory, device = context.groups.scopes, context.memory, context.device
+    masters = arena(memory, "optimizer shards", [(spec.layout.shard_numel, spec.master_dtype) for spec in flat], device)
+    shards = _allocate_param_shards(flat, masters, context)
+    secondary = _allocate_secondary_shards(flat, context)
+    slots = _slots(modules, specs, context)
+    units, start = [], 0
+    whole_memory = iter(_persistent_param_buffers(flat, masters, context)) if scopes.params == 1 else None
+    for index, (module, of_unit, slot) in enumerate(zip(modules, specs, slots, strict=True)):
+        sizes = [(spec.layout.unpadded_numel, spec.param_dtype) for spec in of_unit]
+        wholes = [next(whole_memory) for _ in of_unit] if whole_memory is not None else carve_views(slot.buffer, sizes)
+        buckets = [
+            Bucket(spec, context.groups, masters[start + i], shards[start + i], secondary[start + i], whole)
+            for i, (spec, whole) in enumerate(zip(of_unit, wholes, strict=True))
+        ]
+        start += len(of_unit)
+        units.append(Unit(module.name, index, module.module, buckets, slot))
+    return units
+
+
+def _allocate_param_shards(
+    specs: list[BucketSpec], masters: list[torch.Tensor], context: BuildContext
+) -> list[torch.Tensor | None]:
+    scopes = context.groups.scopes
+    if scopes.params == 1:
+        return [None] * len(specs)
+    own = [spec for spec in specs if spec.layout.ranks != scopes.params or spec.param_dtype != spec.master_dtype]
+    sizes = [(spec.layout.numel_at(scopes.params), spec.param_dtype) for spec in own]
+    pieces = iter(arena(context.memory, "parameter shards", sizes, context.device))
+    keep = set(map(id, own))
+    return [next(pieces) if id(spec) in keep else master for spec, master in zip(specs, masters, strict=True)]
+
+
+def _allocate_secondary_shards(specs: list[BucketSpec], context: BuildContext) -> list[torch.Tensor | None]:
+    if not context.groups.has_secondary:
+        return [None] * len(specs)
+    sizes = [(spec.layout.numel_at(context.groups.scopes.secondary), spec.param_dtype) for spec in specs]
+    return [*arena(context.memory, "secondary parameter shards", sizes, context.device)]
+
+
+def _persistent_param_buffers(
+    specs: list[BucketSpec], masters: list[torch.Tensor], context: BuildContext
+) -> list[torch.Tensor]:
+    """Memory of parameters that are not sharded: the optimizer's own where nothing distinguishes the two."""
+    own = [spec for spec in specs if spec.layout.ranks > 1 or spec.param_dtype != spec.master_dtype]
+    pieces = iter(
+        arena(
+            context.memory,
+            "unsharded parameters",
+            [(spec.layout.unpadded_numel, spec.param_dtype) for spec in own],
+            context.device,
+        )
+    )
+    keep = set(map(id, own))
+    return [(next(pieces) if id(spec) in keep else master).data for spec, master in zip(specs, masters, strict=True)]
+
+
+def _slots(modules: list[UnitSpec], specs: list[list[BucketSpec]], context: BuildContext) -> list[Slot]:
+    """Bind every unit to a slot: units of one nesting depth take turns on one more slot than are gathered ahead."""
+    if context.groups.scopes.params == 1:
+        return [Slot(_NO_BYTES) for _ in modules]
+    bound: dict[tuple[int, int], list[int]] = defaultdict(list)
+    seen: dict[int, int] = defaultdict(int)
+    for index, module in enumerate(modules):
+        bound[module.depth, seen[module.depth] % (context.config.prefetch + 1)].append(index)
+        seen[module.depth] += 1
+    slots: dict[int, Slot] = {}
+    for indices in bound.values():
+        size = max(
+            packed_bytes([(spec.layout.unpadded_numel, spec.param_dtype) for spec in specs[index]]) for index in indices
+        )
+        slot = Slot(context.memory.zeros("slots", size, torch.uint8, context.device), is_shared=len(indices) > 1)
+        slots.update(dict.fromkeys(indices, slot))
+    return [slots[index] for index in range(len(modules))]
+
+
+def add_sharded_parameters(units: list[Unit], modules: list[UnitSpec], context: BuildContext) -> None:
+    """Label the optimizer shards as parameters and put them into the modules."""
+    for unit, module in zip(units, modules, strict=True):
+        requires_grad = {entry.name: entry.parameter.requires_grad for entry in module.parameters}
+        for bucket in unit.buckets:
+            for region in bucket.layout.param_slices:
+                sharded = make_sharded_parameter(
+                    bucket.master_shard, region, bucket.placement, requires_grad[region.name]
+                )
+                bucket.sharded_params.append(sharded)
+        unit.register_sharded()
+
+
+def build_engine(units: list[Unit], modules: list[UnitSpec], context: BuildContext) -> Engine:
+    """The engine over `units`, with every buffer that gathers and reductions need."""
+    config, overlap = context.config, context.config.overlap
+    gradients = _gradients(units, context)
+    streams = Streams(context.device)
+    buffers = _reducer_buffers(gradients, modules, context)
+    _allocate_workspaces(units, gradients, context)
+    reducer = Reducer(
+        gradients=gradients,
+        units=units,
+        groups=context.groups,
+        streams=streams,
+        buffers=buffers,
+        overlap_reduce="reduce" in overlap,
+        overlap_second_hop="second_hop" in overlap,
+        desync_check=DesyncCheck(
+            buffers.usage,
+            context.groups,
+            ReplicaCheck(
+                [bucket for unit in units for bucket in unit.buckets], context.groups, config.steps_between_checks
+            ),
+        ),
+    )
+    return Engine(
+        units,
+        reducer,
+        streams,
+        _gather_buffers(units, context),
+        OverlapPolicy(
+            prefetch=config.prefetch if "gather" in overlap else 0,
+            second_hop_every_backward=config.second_hop == "micro_step",
+            update_at_once="update" not in overlap,
+        ),
+    )
+
+
+def _gather_buffers(units: list[Unit], context: BuildContext) -> GatherBuffers:
+    mesh, memory, count = context.groups, context.memory, context.config.prefetch
+    staged = [unit.buckets if unit.needs_staging else [] for unit in units]
+    flat = [packed_bytes([(b.layout.full_numel, b.spec.param_dtype) for b in buckets]) for buckets in staged]
+    shard = [packed_bytes([bucket.cast_size for bucket in unit.buckets]) for unit in units]
+    update = mesh.trainable_placement.sync_comm
+    casts = update is not None and any(bucket.needs_cast for unit in units for bucket in unit.buckets)
+    staging = StagingPool(memory, "gather stagings", count, max(flat), context.device)
+    cast = StagingPool(memory, "cast stagings", count, max(shard) if casts else 0, context.device)
+    return GatherBuffers(staging=staging, cast=cast)
+
+
+def _gradients(units: list[Unit], context: BuildContext) -> dict[int, list[GradBucket]]:
+    scopes, memory, device = context.groups.scopes, context.memory, context.device
+    buckets = [bucket for unit in units for bucket in unit.trainable]
+    wide = [sum_dtype_of(bucket.spec.master_dtype) for bucket in buckets]
+    sums = arena(
+        memory,
+        "gradients",
+        [(b.layout.numel_at(scopes.grads), w) for b, w in zip(buckets, wide, strict=True)],
+        device,
+    )
+    results = sums
+    if scopes.grads != scopes.optimizer:
+        results = arena(
+            memory,
+            "reduced gradients",
+            [(b.layout.shard_numel, w) for b, w in zip(buckets, wide, strict=True)],
+            device,
+        )
+    narrow = [i for i, bucket in enumerate(buckets) if bucket.spec.master_dtype != wide[i]]
+    sizes = [(buckets[i].layout.shard_numel, buckets[i].spec.master_dtype) for i in narrow]
+    casts = dict(zip(narrow, arena(memory, "cast gradients", sizes, device), strict=True))
+    made = iter(
+        GradBucket(
+            bucket,
+            sums[i],
+            results[i],
+            casts.get(i, results[i]),
+            context.config.wire_dtype_of(bucket.spec.master_dtype),
+        )
+        for i, bucket in enumerate(buckets)
+    )
+    return {unit.index: [next(made) for _ in unit.trainable] for unit in units if unit.trainable}
+
+
+def _reducer_buffers(
+    gradients: dict[int, list[GradBucket]], modules: list[UnitSpec], context: BuildContext
+) -> ReducerBuffers:
+    mesh, memory, device = context.groups, context.memory, context.device
+    flat = {
+        index: packed_bytes([(g.bucket.layout.full_numel, g.wire_dtype) for g in of_unit])
+        if mesh.grad_comm is not None
+        else 0
+        for index, of_unit in gradients.items()
+    }
+    by_depth: dict[int, list[int]] = defaultdict(list)
+    for index in gradients:
+        by_depth[modules[index].depth].append(index)
+    collecting: dict[int, StagingPool] = {}
+    for indices in by_depth.values():
+        count = min(len(indices), 2 if "reduce" in context.config.overlap else 1)
+        ring = StagingPool(memory, "gradient stagings", count, max(flat[index] for index in indices), device)
+        collecting.update(dict.fromkeys(indices, ring))
+    largest = max(flat.values(), default=0)
+    wires = [second_hop_bytes(g, mesh) for gs in gradients.values() for g in gs]
+    count = sum(len(g.bucket.layout.param_slices) for gs in gradients.values() for g in gs)
+    return ReducerBuffers(
+        flat_pools=collecting,
+        zero_grad_pool=memory.zeros("zero gradients", largest, torch.uint8, device) if largest else _NO_BYTES,
+        second_hop=StagingPool(memory, "second hop stagings", 2, max(wires, default=0), device),
+        usage=memory.zeros("parameter usage", usage_numel(count), torch.int32, device),
+    )
+
+
+def _allocate_workspaces(units: list[Unit], gradients: dict[int, list[GradBucket]], context: BuildContext) -> None:
+    """Memory of what is under way, as much as the largest transfer of each kind needs."""
+    mesh, scopes = context.groups, context.groups.scopes
+    for bucket in (bucket for unit in units for bucket in unit.buckets):
+        layout, dtype = bucket.layout, bucket.spec.param_dtype
+        for collective, numel in (
+            (mesh.param_comm, layout.numel_at(scopes.params)),
+            (mesh.secondary_comm, layout.numel_at(scopes.secondary)),
+            (bucket.placement.sync_comm, layout.shard_numel),
+        ):
+            if collective is not None:
+                collective.reserve_all_gather(numel, dtype)
+                coalesced = (
+                    coalesced_comm_for(collective, layout, dtype.itemsize) if bucket.spec.coalesce_all_gather else None
+                )
+                if coalesced is not None:
+                    coalesced.reserve_all_gather(numel, dtype)
+    variants = [(mesh.grad_comm, mesh.outer_grad_comm, mesh.replica_comm)]
+    if scopes.codecs.first_hop is not None or scopes.codecs.second_hop is not None:
+        variants.append(mesh.unquantized)
+    of_buckets = [gradient for of_unit in gradients.values() for gradient in of_unit]
+    for gradient, (first, scatter, replicas) in itertools.product(of_buckets, variants):
+        layout, wire, dtype = gradient.bucket.layout, gradient.wire_dtype, gradient.result.dtype
+        if first is not None:
+            first.reserve_reduce_scatter(layout.full_numel, wire, dtype)
+            coalesced = (
+                coalesced_comm_for(first, layout, wire.itemsize)
+                if gradient.bucket.spec.coalesce_reduce_scatter
+                else None
+            )
+            if coalesced is not None:
+                coalesced.reserve_reduce_scatter(layout.numel_at(scopes.grads), wire)
+        if scatter is not None:
+            scatter.reserve_reduce_scatter(layout.numel_at(scopes.grads), wire, dtype)
+        if replicas is not None:
+            replicas.reserve_all_reduce(layout.shard_numel, wire, dtype)
+    for workspace in mesh.workspaces.values():
+        workspace.bind(context.memory.zeros("workspaces", workspace.needed_bytes, torch.uint8, context.device))

@@ -1,0 +1,164 @@
+"""When do the model and autograd call us?
+
+Two module hooks per unit and one hook per unsharded parameter; autograd's hooks on a unit's outputs are made
+anew in every forward. A hook may not be traced: `torch.compile` sees a unit's forward and never these.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from types import FunctionType, MethodType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mics_strategy.engine.engine import Engine
+from mics_strategy.engine.grad_bucket import GradBucket
+from mics_strategy.engine.order import ForwardCall
+from mics_strategy.engine.unit import Unit
+from mics_strategy.errors import LifecycleError
+
+T = TypeVar("T")
+_MAX_DEPTH = 3  # of objects in attributes of objects
+_NO_OUTPUT = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, MethodType, nn.Module)
+
+
+def install(engine: Engine, before_root_forward: Callable[[], None]) -> None:
+    """Put the hooks on the units of `engine`.
+
+    Args:
+        engine: Is told of every event.
+        before_root_forward: Called first when the root's forward begins.
+    """
+    modules = {unit.module for unit in engine.units}
+    for unit in engine.units:
+        entered = _hook_forward(engine, unit, before_root_forward if unit.index == 0 else None)
+        if unit.slot.is_shared and not unit.trainable:
+            _hook_inner_modules(engine, unit.module, entered, modules)
+        for gradient in engine.reducer.gradients.get(unit.index, []):
+            for position, parameter in enumerate(gradient.bucket.unsharded_params):
+                parameter.register_post_accumulate_grad_hook(_gradient_hook(engine, unit, gradient, position))
+
+
+def _gradient_hook(engine: Engine, unit: Unit, gradient: GradBucket, position: int) -> Callable[[torch.Tensor], None]:
+    """The hook of one unsharded parameter.
+
+    It refers to the engine weakly: a tensor's hooks belong to C++, where Python's garbage collection does not see the
+    cycle that leads back to the tensor, and a model would never be freed.
+    """
+    weak_engine, weak_unit, weak_gradient = weakref.ref(engine), weakref.ref(unit), weakref.ref(gradient)
+
+    def hook(parameter: torch.Tensor) -> None:
+        alive, of_unit, of_bucket = weak_engine(), weak_unit(), weak_gradient()
+        if alive is not None and of_unit is not None and of_bucket is not None:
+            alive.on_grad(of_unit, of_bucket, position, cast("nn.Parameter", parameter))
+
+    return hook
+
+
+def _hook_inner_modules(engine: Engine, module: nn.Module, entered: list[ForwardCall], units: set[nn.Module]) -> None:
+    """Watch the outputs of the modules inside a frozen unit, up to those inside other units.
+
+    A backward may enter there (features that a hook has taken) and arrives at no parameter whose gradient would show
+    that the parameters were never unsharded.
+
+    Args:
+        engine: Is told.
+        module: Of the unit.
+        entered: Calls of the unit that have not ended.
+        units: Modules of all units.
+    """
+
+    def after(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> None:
+        if entered and torch.is_grad_enabled():
+            engine.watch(entered[-1], tensors_in(outputs))
+
+    for child in module.children():
+        if child not in units:
+            child.register_forward_hook(cast("Any", torch.compiler.disable)(after))
+            _hook_inner_modules(engine, child, entered, units)
+
+
+def _hook_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) -> list[ForwardCall]:
+    """Put hooks around the forward of a unit. Returns the list of its calls that have not ended."""
+    entered: list[ForwardCall] = []
+    compute_dtype = next((b.spec.param_dtype for b in unit.buckets if b.needs_cast), None)
+
+    def before(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if first is not None:
+            first()
+        entered.append(engine.pre_forward(unit))
+        if compute_dtype is None or torch.is_autocast_enabled(unit.buckets[0].unsharded_buffer.device.type):
+            return None
+        return cast_floating(args, compute_dtype), cast_floating(kwargs, compute_dtype)
+
+    def after(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> Any:
+        if not entered:
+            return None
+        tensors = list(tensors_in(outputs))
+        is_lasting = not unit.slot.is_shared or not any(map(unit.slot.holds, tensors))
+        if not is_lasting:
+            outputs = _clone_slot_views(unit, outputs)
+            tensors = list(tensors_in(outputs))
+        engine.post_forward(entered.pop(), tensors)
+        return None if is_lasting else outputs
+
+    disable: Any = torch.compiler.disable
+    unit.module.register_forward_pre_hook(disable(before), prepend=True, with_kwargs=True)
+    unit.module.register_forward_hook(disable(after), always_call=True)
+    return entered
+
+
+def _clone_slot_views(unit: Unit, outputs: T) -> T:
+    """The outputs of a unit with copies of what lies in its slot: parameters, and views of them.
+
+    Other units overwrite the slot, and autograd, which keeps the outputs for their users' backwards, does not see it.
+
+    Raises:
+        LifecycleError: They are in a container that cannot be made anew.
+    """
+    slot = unit.slot
+
+    def copied(leaf: object) -> object:
+        return leaf.clone() if isinstance(leaf, torch.Tensor) and slot.holds(leaf) else leaf
+
+    lasting = cast("T", tree_map(copied, outputs))
+    if any(map(slot.holds, tensors_in(lasting))):
+        raise LifecycleError(
+            f"Unit `{unit.name}` returns a parameter of its own, or a view of one, inside a {type(outputs).__name__}. "
+            "Other units will overwrite it. Return a copy (`.clone()`), or return it in a tuple, list or dict."
+        )
+    return lasting
+
+
+def cast_floating(tree: T, dtype: torch.dtype) -> T:
+    """Every floating tensor of `tree` in `dtype`."""
+
+    def cast_leaf(leaf: object) -> object:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return cast("T", tree_map(cast_leaf, tree))
+
+
+def tensors_in(tree: object) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists, dicts, registered containers, and attributes of other objects."""
+    pending, seen = [(tree, 0)], set[int]()
+    while pending:
+        each, depth = pending.pop()
+        for leaf in tree_leaves(each):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
+            elif depth < _MAX_DEPTH and id(leaf) not in seen and not isinstance(leaf, _NO_OUTPUT):
+                seen.add(id(leaf))
+                pending.append((_attributes(leaf), depth + 1))
+
+
+def _attributes(thing: object) -> list[object]:
+    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+    values = [getattr(thing, name, None) for name in slots if name not in ("__dict__", "__weakref__")]
+    return [*values, *getattr(thing, "__dict__", {}).values()]

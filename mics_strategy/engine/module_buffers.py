@@ -1,0 +1,146 @@
+"""What about buffers?
+
+They are small and stay whole on every rank. Training changes some of them from each rank's own data (running
+statistics of BatchNorm, codebooks). As in plain data parallel training rank 0's are the ones that count. All ranks take
+them over when the model is sharded, before a training forward that follows one whose gradients are synchronised
+(`DistributedDataParallel` with ``broadcast_buffers=True`` and ``no_sync``), and before the model is evaluated or saved.
+
+Where parameters are whole, ranks may run different forwards, and the only moment that all of them have in common is
+when gradients become final, once per optimizer step: there buffers are taken over in that moment.
+
+One broadcast carries all buffers that may have changed. Kernels and writes through ``.data`` do not count as writes, so
+small ones always may. Large ones (masks, tables) are compared with what was last sent, and ranks agree in one small
+message which of them travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from mics_strategy.comm.control import ControlGroup, as_dense
+from mics_strategy.engine.build import BuildContext
+from mics_strategy.engine.engine import Engine
+from mics_strategy.engine.lifecycle import UnitPhase
+
+LARGE_BYTES = 1 << 16
+
+
+class ModuleBuffers:
+    """The buffers of one model.
+
+    Args:
+        model: Its buffers are moved to the device.
+        context: For rank 0's values, and whether they count in training.
+        engine: Knows what the model is doing.
+    """
+
+    def __init__(self, model: nn.Module, context: BuildContext, engine: Engine) -> None:
+        self._model = model
+        self._groups = context.groups
+        self._device = device = context.device
+        self._engine = engine
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+        in_training, is_whole = context.config.broadcast_buffers, context.groups.param_comm is None
+        self._with_gradients = in_training and is_whole
+        self._with_forwards = in_training and not is_whole
+        self._is_due = True  # before the first training forward, and after each whose gradients are synchronised
+        self._may_differ = True  # before the first synchronisation, and after every training forward
+        self._sent: dict[str, torch.Tensor] = {}  # what large buffers were on all ranks
+        self._flat = torch.empty(0, dtype=torch.uint8, device=device)
+        engine.on_gradients = self._on_gradients
+
+    def pre_forward(self) -> None:
+        """Take over rank 0's buffers when the model is about to be evaluated, or trained after a synchronisation.
+
+        Called for every forward of the root, and by who uses the model without it. A forward inside of another one, and
+        a recomputation, see what the first one has seen.
+        """
+        if self._engine.is_recomputing or self._engine.units[0].phase is UnitPhase.FORWARD:
+            return
+        if not self._model.training:
+            self.synchronize()
+            return
+        if self._with_forwards and self._is_due:
+            self.synchronize()
+        self._may_differ = True
+        self._is_due = torch.is_grad_enabled() and not self._is_deferring
+
+    def _on_gradients(self) -> None:
+        """Gradients have become final, on every rank, whatever forwards it has run."""
+        self._may_differ = True
+        if self._with_gradients and not self._is_deferring:
+            self.synchronize()
+
+    @property
+    def _is_deferring(self) -> bool:
+        """Whether the loop has said that more micro-steps follow before gradients are synchronised."""
+        return self._engine.reducer.is_boundary is False
+
+    def synchronize(self) -> None:
+        """Take over rank 0's buffers if the model may have been trained since the last time. Collective."""
+        if self._may_differ and self._groups.world_group is not None:
+            named = {name: buffer for name, buffer in self._model.named_buffers() if buffer.numel()}
+            if named:
+                counted = tuple(buffer for buffer in named.values() if not buffer.is_inference())
+                # What was made in inference mode may be written in it only, and has no version.
+                with torch.inference_mode(), _unsafe_preserve_version_counter(counted):
+                    once = {name: as_dense(buffer) for name, buffer in named.items()}
+                    self._adopt_values(once, self._groups.world_group)
+        self._may_differ = False
+
+    def _adopt_values(self, named: dict[str, torch.Tensor], control: ControlGroup) -> None:
+        large = {name: buffer for name, buffer in named.items() if _num_bytes(buffer) >= LARGE_BYTES}
+        for name in self._unchanged(large, control):
+            del named[name], large[name]
+        buffers = sorted(named.values(), key=lambda buffer: -buffer.itemsize)  # so that every piece is aligned
+        size = sum(map(_num_bytes, buffers))
+        if self._flat.numel() != size:
+            self._flat = torch.empty(size, dtype=torch.uint8, device=self._device)
+        pieces = _cut(self._flat, buffers)
+        if control.index == 0:
+            for piece, buffer in zip(pieces, buffers, strict=True):
+                piece.copy_(buffer)
+        if size:
+            control.broadcast(self._flat, "buffers")
+        if control.index:
+            for piece, buffer in zip(pieces, buffers, strict=True):
+                buffer.copy_(piece)
+        self._sent.update({name: buffer.clone() for name, buffer in large.items()})
+
+    def _unchanged(self, large: dict[str, torch.Tensor], control: ControlGroup) -> list[str]:
+        """Names of those that are on all ranks what was last sent."""
+        if not large:
+            return []
+        changed = torch.tensor(
+            [not _is_same(buffer, self._sent.get(name)) for name, buffer in large.items()],
+            dtype=torch.int32,
+            device=self._device,
+        )
+        flags = control.all_reduce_scalar(changed, is_max=True).tolist()
+        return [name for name, flag in zip(large, flags, strict=True) if not flag]
+
+
+def _num_bytes(buffer: torch.Tensor) -> int:
+    return buffer.numel() * buffer.itemsize
+
+
+def _is_same(buffer: torch.Tensor, before: torch.Tensor | None) -> bool:
+    """Whether two tensors have the same bits; NaN is itself."""
+    if before is None or before.shape != buffer.shape or before.dtype != buffer.dtype:
+        return False
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (buffer, before)))
+
+
+def _cut(flat: torch.Tensor, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Pieces of `flat` in the dtypes and shapes of `buffers`."""
+    sizes = [_num_bytes(buffer) for buffer in buffers]
+    return [
+        piece.view(buffer.dtype).view(buffer.shape) for piece, buffer in zip(flat.split(sizes), buffers, strict=True)
+    ]

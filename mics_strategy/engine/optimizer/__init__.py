@@ -1,0 +1,1 @@
+"""How torch optimizers step on sharded parameters."""

@@ -1,0 +1,231 @@
+"""What does an optimizer see of sharded parameters in a step?
+
+Plain local tensors, because dispatching a fused update through DTensor costs several times the update: this rank's
+rows, or, of tensors that are updated whole, those that this rank owns.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from mics_strategy.comm.placement import ReplicaRandom
+from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
+from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
+from mics_strategy.engine.optimizer.validate import check_locality, check_param_groups_only
+from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.errors import LifecycleError
+
+T = TypeVar("T")
+
+
+class OptimizerTarget(Protocol):
+    """Who must know when an optimizer steps."""
+
+    keeps_optimizer_whole: bool
+    optimizer_layout: str
+    device: torch.device
+    random: ReplicaRandom
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether `parameter` is one of the sharded ones."""
+
+    def sharded_param_for(self, parameter: torch.Tensor) -> ShardedParameter | None:
+        """The sharded parameter that took the place of a plain one."""
+
+    def assign_owners(self, parameters: list[ShardedParameter]) -> OwnerExchange:
+        """Give each of `parameters` an owner, and memory there."""
+
+    def pre_step(self) -> None:
+        """Gradients are about to be read."""
+
+    def post_step(self, wholes: list[OwnerExchange]) -> None:
+        """Parameters have new values; `wholes` were updated whole."""
+
+
+class LocalParamSwap:
+    """One optimizer and one model, seen from the optimizer's step hooks.
+
+    Args:
+        optimizer: Steps on sharded parameters.
+        model: Tells its parameters from those of another one.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: OptimizerTarget) -> None:
+        self._optimizer_ref = weakref.ref(optimizer)  # whoever keeps this object by its optimizer must not keep both
+        self._model_ref = weakref.ref(model)
+        self._groups: list[list[int]] = []  # the parameters in each, when it was last looked at
+        self._locals: dict[ShardedParameter, nn.Parameter] = {}
+        self._wrapped: dict[int, tuple[torch.Tensor, DTensor]] = {}  # by id, which is free again when a tensor is
+        self._storage: dict[ShardedParameter, torch.Tensor] = {}  # the memory of each local tensor
+        self._visible: list[ShardedParameter] = []  # whose gradient the optimizer sees
+        self._stepped: list[ShardedParameter] = []
+        self.wholes: list[OwnerExchange] = []
+        self._whole: dict[ShardedParameter, int] = {}  # those updated whole, and their owners
+        self.is_local = False
+        self._is_spread_due = False
+        self._generators: list[torch.Tensor] = []  # their states of before the step
+        weak = weakref.ref(self)
+        optimizer.register_state_dict_pre_hook(lambda _: _leave(weak))  # after a step that raised
+        optimizer.register_load_state_dict_pre_hook(lambda *_: _leave(weak))
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        return deref(self._optimizer_ref)
+
+    @property
+    def _model(self) -> OptimizerTarget:
+        return deref(self._model_ref)
+
+    def prepare(self) -> None:
+        """See which tensors must be whole, and deal those; again when groups have other parameters than before.
+
+        Raises:
+            ConfigError: The optimizer looks further than the tensors that a rank can be given.
+        """
+        optimizer, model = self._optimizer, self._model
+        if self.is_local:
+            return  # a step that raised left it so, and it was prepared for that
+        groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+        if groups == self._groups:
+            return
+        check_param_groups_only(optimizer)
+        if not model.keeps_optimizer_whole:
+            untried = UpdateLocality.PER_TENSOR if model.optimizer_layout == "tensors" else UpdateLocality.ELEMENTWISE
+            reaches = locality_by_group(optimizer, model.device, untried)
+            check_locality(optimizer, reaches, model.optimizer_layout)
+            grouped = zip(optimizer.param_groups, reaches, strict=True)
+            needed = [
+                p
+                for group, reach in grouped
+                if reach is UpdateLocality.PER_TENSOR
+                for p in group["params"]
+                if model.owns(p)
+            ]
+            self._assign_owners([p for p in needed if p not in self._whole])
+        self._groups = groups
+
+    def _assign_owners(self, parameters: list[ShardedParameter]) -> None:
+        if not parameters:
+            return
+        wholes = self._model.assign_owners(parameters)
+        self.wholes.append(wholes)
+        self._whole.update(wholes.owners())
+        self._locals.update(wholes.step_views())
+        self._storage.update({parameter: local.detach() for parameter, local in self._locals.items()})
+
+    def owner_of(self, parameter: torch.Tensor) -> int | None:
+        """The rank of the optimizer scope that updates `parameter` whole, if one does."""
+        return self._whole.get(cast("ShardedParameter", parameter))
+
+    def swap_in(self) -> None:
+        """Show the optimizer local tensors."""
+        for group in self._optimizer.param_groups:
+            group["params"] = [self._local_of(p) if self._model.owns(p) else p for p in group["params"]]
+        for wholes in self.wholes:
+            wholes.to_owners()
+        self._wrapped.clear()
+        self._stepped.clear()
+        for sharded, local in self._locals.items():
+            grad = sharded.raw_grad
+            if grad is not None:
+                self._stepped.append(sharded)
+            if sharded not in self._whole:
+                local.grad = grad._local_tensor if isinstance(grad, DTensor) else grad  # `to_local` costs more
+            if sharded in self._optimizer.state:
+                state = self._optimizer.state.pop(sharded)
+                self._optimizer.state[local] = {key: self._unwrap(value) for key, value in state.items()}
+        # An owner alone sees what becomes of a whole tensor's gradient, so that stays as it is.
+        self._visible = [p for p, local in self._locals.items() if local.grad is not None and p not in self._whole]
+        self.is_local = True
+        self._generators = self._model.random.begin()
+
+    def swap_out(self) -> None:
+        """Show the optimizer sharded parameters again, its new states as DTensors like them. Sends nothing."""
+        if not self.is_local:
+            return
+        self.is_local = False
+        self._model.random.end(self._generators)
+        back = {local: sharded for sharded, local in self._locals.items()}
+        for group in self._optimizer.param_groups:
+            group["params"] = [back.get(p, p) for p in group["params"]]
+        for sharded in self._visible:
+            if self._locals[sharded].grad is None:  # cleared by the step, or by `zero_grad` after one that raised
+                sharded.grad = None
+        for sharded, local in self._locals.items():
+            local.grad = None
+            home = self._storage[sharded]
+            if local.data_ptr() != home.data_ptr():  # `parameter.data = ...` has given it other memory
+                home.copy_(local.detach())
+                local.data = home
+            if local in self._optimizer.state:
+                state = self._optimizer.state.pop(local)
+                self._optimizer.state[sharded] = {key: self._wrap(value, sharded) for key, value in state.items()}
+        self._wrapped.clear()
+        self._is_spread_due = bool(self.wholes)
+        for sharded in self._stepped:
+            sharded.mics_write_count += 1
+
+    def sync_owned(self) -> None:
+        """Leave, and bring the new values of whole tensors to every rank. Collective."""
+        self.swap_out()
+        if self._is_spread_due:
+            self._is_spread_due = False
+            for wholes in self.wholes:
+                wholes.to_shards()
+
+    def _local_of(self, parameter: torch.Tensor) -> nn.Parameter:
+        sharded = cast("ShardedParameter", parameter)
+        local = self._locals.get(sharded)
+        if local is None:
+            self._storage[sharded] = sharded.local.detach()
+            local = self._locals[sharded] = nn.Parameter(self._storage[sharded], requires_grad=sharded.requires_grad)
+        return local
+
+    def _unwrap(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            local: torch.Tensor = value._local_tensor
+            self._wrapped[id(local)] = local, value
+            return local
+        return value
+
+    def _wrap(self, value: Any, sharded: ShardedParameter) -> Any:
+        """A state of the parameter's own shape becomes a DTensor like it; counters and the like stay as they are.
+
+        So do states of tensors that are updated whole: they are on the owner only.
+        """
+        if (
+            sharded in self._whole
+            or not isinstance(value, torch.Tensor)
+            or value.shape != sharded.local.shape
+            or value.dim() != sharded.dim()
+            or not value.dim()
+        ):
+            return value
+        known = self._wrapped.get(id(value))
+        if known is not None:
+            return known[1]
+        return sharded.like_self(value)
+
+
+def _leave(weak: weakref.ref[LocalParamSwap]) -> None:
+    step = weak()
+    if step is not None:
+        step.swap_out()
+
+
+def deref(reference: weakref.ref[T]) -> T:
+    """What `reference` refers to.
+
+    Raises:
+        LifecycleError: It is gone.
+    """
+    found = reference()
+    if found is None:
+        raise LifecycleError("The optimizer or the model of a step is gone. Keep both as long as the model trains.")
+    return found

@@ -1,0 +1,318 @@
+"""How far does an optimizer look when it updates one element?
+
+At that element only (Adam), at its whole tensor (Muon, Adafactor, LAMB), or at all tensors together (a norm of
+everything). The first may step on rows of tensors, the second on whole tensors dealt to ranks, the third on neither.
+Names do not tell, so an optimizer that is not torch's own is tried: a copy of it and of its class takes a few steps
+on small tensors, on halves of them, and on half of them; what it does to a whole tensor must be what it does to the
+parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+_ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
+# Some of these look further only after more steps than are tried here.
+_NAMED_FOR_WHOLE_TENSORS = ("muon", "shampoo", "soap", "kfac", "galore")
+_NUM_STEPS = 3
+_LR = 0.01  # that of a warm-up may still be 0, which would hide everything
+_TOLERANCE = 1e-3  # of the largest change; halves differ by rounding only
+_HOOKS = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+Cut = Callable[[torch.Tensor, int], torch.Tensor | None]
+_log = logging.getLogger(__name__)
+
+
+class UpdateLocality(enum.IntEnum):
+    """What an update of one element depends on, beside that element's own gradients and states."""
+
+    ELEMENTWISE = 0
+    PER_TENSOR = 1
+    GLOBAL = 2
+
+
+def locality_by_group(
+    optimizer: Optimizer, device: torch.device, fallback: UpdateLocality = UpdateLocality.ELEMENTWISE
+) -> list[UpdateLocality]:
+    """How far each parameter group of an optimizer looks.
+
+    Args:
+        optimizer: Is not changed, and takes no step.
+        device: Where to try it.
+        fallback: What to take it for when it cannot be tried.
+    """
+    groups = optimizer.param_groups
+    if type(optimizer) in _ELEMENTWISE:
+        return [UpdateLocality.ELEMENTWISE] * len(groups)
+    names = [cls.__name__.lower() for cls in type(optimizer).__mro__]
+    least = (
+        UpdateLocality.PER_TENSOR
+        if any(word in name for name in names for word in _NAMED_FOR_WHOLE_TENSORS)
+        else UpdateLocality.ELEMENTWISE
+    )
+    try:
+        found = _dry_run(optimizer, device)
+    except Exception as error:  # of a foreign optimizer, whatever it is; what is assumed instead is said
+        _log.warning(
+            "%s could not be tried on small tensors (%s: %s), so it is taken for one that updates each %s by itself. "
+            "If it needs whole tensors, use `optimizer_layout='tensors'`; if it needs all of them together, keep "
+            "optimizer states whole with `optimizer='none'`.",
+            *(type(optimizer).__name__, type(error).__name__, error, fallback.name.lower()),
+        )
+        found = [fallback] * len(groups)
+    return [max(least, reach) for reach in found]
+
+
+def _dry_run(optimizer: Optimizer, device: torch.device) -> list[UpdateLocality]:
+    """By a copy of the optimizer's class, whose steps do not reach counters of its author; else by the class itself."""
+    cls = type(optimizer)
+    try:
+        found = _DryRun(optimizer, device, isolated(cls)).locality_by_group()
+    except Exception as error:  # of a class that cannot be copied, or of one that cannot be tried, which is seen below
+        _log.info("A copy of %s cannot be tried (%s), so the class itself is.", cls.__name__, error)
+        found = _DryRun(optimizer, device, cls).locality_by_group()
+    _log.info("%s is not known; steps on small tensors have shown what it looks at.", cls.__name__)
+    return found
+
+
+class _Deterministic(TorchDispatchMode):
+    """Random numbers are all the same: an optimizer that adds noise does to parts what it does to the whole."""
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation; overwrite what it has drawn."""
+        drawn = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            for tensor in (leaf for leaf in tree_leaves(drawn) if isinstance(leaf, torch.Tensor)):
+                tensor.fill_(0.5 if tensor.is_floating_point() else 0)
+        return drawn
+
+
+@dataclass(slots=True, kw_only=True)
+class _Outcome:
+    """What steps did: the change of each tensor's part (None where it had none), and the numbers of each group."""
+
+    changes: list[torch.Tensor | None]
+    numbers: list[dict[str, float]]
+
+
+class _DryRun:
+    """Tries one optimizer. At most two tensors of each group and number of dimensions stand for its parameters."""
+
+    def __init__(self, optimizer: Optimizer, device: torch.device, cls: type[Optimizer]) -> None:
+        self._optimizer = optimizer
+        self._class = cls
+        self._device = device
+        self._generator = torch.Generator().manual_seed(0)
+        self._proxies: list[tuple[int, torch.Tensor]] = []  # group, parameter
+        for index, group in enumerate(optimizer.param_groups):
+            of_kind: dict[int, int] = defaultdict(int)
+            for parameter in group["params"]:
+                of_kind[parameter.dim()] += 1
+                if of_kind[parameter.dim()] <= 2:
+                    self._proxies.append((index, parameter))
+        shapes = [(4, 6, 2, 2, 2, 2)[: parameter.dim()] for _, parameter in self._proxies]
+        self._values = [self._random(shape) for shape in shapes]
+        self._grads = [[self._random(shape) for shape in shapes] for _ in range(_NUM_STEPS)]
+
+    def _random(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(self._device)
+
+    def locality_by_group(self) -> list[UpdateLocality]:
+        """Compare steps on whole tensors with steps on parts."""
+        whole = self._step(lambda tensor, _: tensor)
+        by_rows = [self._halves(whole, partial(_half_of_tensor, dim=dim)) for dim in (0, -1)]
+        by_tensors = self._halves(whole, _half_of_tensors)
+        reaches = []
+        for group in range(len(self._optimizer.param_groups)):
+            if not by_tensors[group]:
+                reaches.append(UpdateLocality.GLOBAL)
+            else:
+                reaches.append(
+                    UpdateLocality.ELEMENTWISE if all(same[group] for same in by_rows) else UpdateLocality.PER_TENSOR
+                )
+        return reaches
+
+    def _halves(self, whole: _Outcome, cut: Callable[[int], Cut]) -> list[bool]:
+        """By group, whether steps on either half do what steps on everything do."""
+        same = [True] * len(self._optimizer.param_groups)
+        for half in (0, 1):
+            outcome = self._step(cut(half))
+            for position, (group, _) in enumerate(self._proxies):
+                found, expected = outcome.changes[position], whole.changes[position]
+                if found is not None and expected is not None:
+                    part = cut(half)(expected, position)
+                    same[group] &= part is not None and _is_close(found, part, expected)
+            for group, numbers in enumerate(outcome.numbers):
+                same[group] &= all(_are_near(value, whole.numbers[group].get(key)) for key, value in numbers.items())
+        return same
+
+    def _step(self, cut: Cut) -> _Outcome:
+        """Take the steps on the parts that `cut` leaves of the tensors."""
+        starts = [cut(value, position) for position, value in enumerate(self._values)]
+        parts = [None if start is None else nn.Parameter(start.clone()) for start in starts]
+        trial = self._copy(parts)
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []), torch.enable_grad():
+            for grads in self._grads:
+                for position, (part, grad) in enumerate(zip(parts, grads, strict=True)):
+                    piece = cut(grad, position)
+                    if part is not None and piece is not None:
+                        part.grad = piece.clone()
+                # Compiling takes longer than everything else here.
+                with torch.compiler.set_stance("force_eager"), _Deterministic():  # type: ignore[no-untyped-call]
+                    type(trial).step(trial)
+        return _Outcome(
+            changes=[
+                None if part is None or start is None else part.detach() - start
+                for part, start in zip(parts, starts, strict=True)
+            ],
+            numbers=[
+                {key: value for key, value in group.items() if isinstance(value, float)} for group in trial.param_groups
+            ],
+        )
+
+    def _copy(self, parts: list[nn.Parameter | None]) -> Optimizer:
+        """The optimizer with other parameters and no states; optimizers inside it (wrappers) are copied alike."""
+        trial: Optimizer = object.__new__(self._class)
+        memo: dict[int, Any] = {id(self._optimizer): trial, id(self._optimizer.state): defaultdict(dict)}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                memo[id(parameter)] = nn.Parameter(torch.empty(0, device=self._device))  # has no gradient
+        for (_, parameter), part in zip(self._proxies, parts, strict=True):
+            if part is not None:
+                memo[id(parameter)] = part
+        attributes = {name: value for name, value in vars(self._optimizer).items() if name not in _HOOKS}
+        trial.__dict__.update(copy.deepcopy(attributes, memo), **{hook: {} for hook in _HOOKS[1:]})
+        for group in trial.param_groups:
+            lr = group.get("lr")
+            if isinstance(lr, torch.Tensor):
+                lr.fill_(_LR)
+            elif isinstance(lr, (int, float)):
+                group["lr"] = _LR
+        return trial
+
+
+def _half_of_tensor(half: int, dim: int) -> Cut:
+    """One half of every tensor along `dim`; scalars whole."""
+    return lambda tensor, _: tensor.chunk(2, dim)[half] if tensor.dim() else tensor
+
+
+def _half_of_tensors(half: int) -> Cut:
+    """Every other tensor."""
+    return lambda tensor, position: tensor if position % 2 == half else None
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor, whole: torch.Tensor) -> bool:
+    return bool((found - expected).abs().max() <= _TOLERANCE * whole.abs().max())
+
+
+def _are_near(value: float, other: float | None) -> bool:
+    return other is not None and abs(value - other) <= _TOLERANCE * max(abs(value), abs(other))
+
+
+_SKIPPED = ("__dict__", "__weakref__", "__module__")
+_PLAIN = (bool, int, float, complex, str, bytes, list, dict, set, bytearray)  # and what derives from them
+
+
+def isolated(cls: type[Any]) -> type[Any]:
+    """A copy of a class and of its bases, as far as torch is not their author.
+
+    Args:
+        cls: Of an optimizer.
+    """
+    return _Copies().of_class(cls)
+
+
+class _Copies:
+    """The copies of classes, functions and namespaces that belong together."""
+
+    def __init__(self) -> None:
+        self._classes: dict[type[Any], type[Any]] = {}
+        self._functions: dict[FunctionType, FunctionType] = {}
+        self._cells: dict[int, CellType] = {}
+        self._namespaces: dict[int, dict[str, Any]] = {}
+
+    def of_class(self, cls: type[Any]) -> type[Any]:
+        if cls.__module__ == "builtins" or _is_torch(cls.__module__):
+            return cls
+        if cls not in self._classes:
+            bases = tuple(self.of_class(base) for base in cls.__bases__)
+            kind: Any = type(cls)
+            made = self._classes[cls] = kind(cls.__name__, bases, {"__module__": cls.__module__})
+            for name, value in vars(cls).items():
+                if name not in _SKIPPED:
+                    setattr(made, name, self._of_value(value))
+        return self._classes[cls]
+
+    def _of_value(self, value: Any) -> Any:
+        if isinstance(value, FunctionType):
+            return self._of_function(value)
+        if isinstance(value, staticmethod | classmethod):
+            return type(value)(self._of_value(value.__func__))
+        if isinstance(value, property):
+            return property(*map(self._of_value, (value.fget, value.fset, value.fdel)))
+        if isinstance(value, type):
+            return self._classes.get(value, value)
+        return copy.deepcopy(value) if isinstance(value, _PLAIN) else value
+
+    def _of_function(self, function: FunctionType) -> FunctionType:
+        if function in self._functions:
+            return self._functions[function]
+        names = self._namespace(function)
+        closure = tuple(self._of_cell(cell) for cell in function.__closure__ or ())
+        made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure or None)
+        self._functions[function] = made
+        made.__kwdefaults__ = function.__kwdefaults__
+        made.__dict__.update(function.__dict__)
+        if names is not function.__globals__:
+            for name in _names_in(function.__code__):
+                if name in function.__globals__ and name not in names["mics_copied"]:
+                    names["mics_copied"].add(name)
+                    names[name] = self._of_value(function.__globals__[name])
+        return made
+
+    def _namespace(self, function: FunctionType) -> dict[str, Any]:
+        """A copy of a module's names, one for all functions of the module; torch's own stays as it is."""
+        original = function.__globals__
+        if _is_torch(original.get("__name__", "")):
+            return original
+        return self._namespaces.setdefault(id(original), {**original, "mics_copied": set()})
+
+    def _of_cell(self, cell: CellType) -> CellType:
+        if id(cell) not in self._cells:
+            made = self._cells[id(cell)] = CellType()
+            try:
+                value = cell.cell_contents
+            except ValueError:  # empty
+                return made
+            made.cell_contents = self._of_value(value)
+        return self._cells[id(cell)]
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Names of the module that a function uses, and those of functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _is_torch(module: str) -> bool:
+    return module.partition(".")[0] == "torch"

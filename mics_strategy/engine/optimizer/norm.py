@@ -1,0 +1,49 @@
+"""How long is the whole gradient?
+
+One pass over this rank's shards and one all-reduce over the ranks that hold different shards (never over
+replicas, which would count everything twice).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.errors import ConfigError
+
+
+def total_norm(parameters: list[ShardedParameter], groups: ProcessGroups, norm_type: float) -> torch.Tensor:
+    """The norm of all gradients together, a scalar equal on all ranks.
+
+    Args:
+        parameters: Their `grad` is final; those without one count as nothing.
+        groups: For the ranks that hold the other shards.
+        norm_type: A positive number, or infinity.
+    """
+    if not norm_type > 0:
+        raise ConfigError(f"`norm_type={norm_type}` is not a norm. Use a positive number or `math.inf`.")
+    held = []
+    for parameter in parameters:
+        grad = parameter.raw_grad
+        repeated = parameter.mics_slice.dim is None and parameter.mics_index > 0
+        if grad is not None and not repeated:
+            held.append(getattr(grad, "_local_tensor", grad))
+    held = [grad for grad in held if grad.numel()]
+    norms = torch._foreach_norm(held, norm_type) if held else []
+    stacked = torch.stack([norm.float() for norm in norms]) if norms else torch.zeros(1, device=groups.device)
+    if math.isinf(norm_type):
+        total = stacked.max()
+        return groups.reduce_over_shards(total, is_max=True)
+    return groups.reduce_over_shards(stacked.pow(norm_type).sum(), is_max=False).pow(1.0 / norm_type)
+
+
+def clip(parameters: list[ShardedParameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their norm, which is `norm` now, is at most `max_norm`; as torch does it."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    grads = [grad for p in parameters if (grad := p.raw_grad) is not None]
+    locals_ = [getattr(grad, "_local_tensor", grad) for grad in grads]
+    if locals_:
+        torch._foreach_mul_(locals_, factor.to(locals_[0].device))

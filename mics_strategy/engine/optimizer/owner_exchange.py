@@ -1,0 +1,225 @@
+"""How does an optimizer get whole tensors, when every rank holds rows?
+
+One all-to-all for each bucket brings the rows of every tensor, and of its gradient, to the rank that owns the tensor,
+which updates it whole; another one brings the rows of the new values back. Everything else (gathers, reductions,
+clipping, checkpoints of the parameters) goes on with rows, which stay the only truth between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mics_strategy.comm.control import ControlGroup
+from mics_strategy.comm.work import Work
+from mics_strategy.engine.bucket import Bucket
+from mics_strategy.engine.layout import ParamSlice
+from mics_strategy.engine.memory import MemoryTracker, StagingPool, arena, carve_views, packed_bytes
+from mics_strategy.engine.optimizer.owners import OwnerAssignment, assign_owners
+from mics_strategy.engine.parameter import ShardedParameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnedBucket:
+    """The parameters of one bucket that are updated whole.
+
+    Attributes:
+        name: Of the bucket.
+        parameters: In the order of the deal's regions, all of one dtype.
+        assignment: Who owns each.
+    """
+
+    name: str
+    parameters: tuple[ShardedParameter, ...]
+    assignment: OwnerAssignment
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values and of their gradients."""
+        return self.parameters[0].dtype
+
+
+def assign_owners_by_bucket(
+    buckets: list[Bucket], asked: set[ShardedParameter], owner_bytes: list[int]
+) -> list[OwnedBucket]:
+    """Give the parameters of `buckets` that are in `asked` their owners.
+
+    Args:
+        buckets: In their order on every rank.
+        asked: To be updated whole.
+        owner_bytes: What each rank of the optimizer scope owns already; grows.
+    """
+    buckets = [bucket for bucket in buckets if asked.intersection(bucket.sharded_params)]
+    chosen = [[parameter for parameter in bucket.sharded_params if parameter in asked] for bucket in buckets]
+    owners = iter(assign_owners([p.numel() * p.element_size() for of_bucket in chosen for p in of_bucket], owner_bytes))
+    return [
+        OwnedBucket(
+            name=bucket.spec.name,
+            parameters=tuple(of_bucket),
+            assignment=OwnerAssignment(
+                regions=tuple(parameter.mics_slice for parameter in of_bucket),
+                owners=tuple(next(owners) for _ in of_bucket),
+                ranks=len(owner_bytes),
+            ),
+        )
+        for bucket, of_bucket in zip(buckets, chosen, strict=True)
+    ]
+
+
+class OwnerExchange:
+    """What one optimizer updates whole.
+
+    Args:
+        buckets: Whose parameters.
+        across: Over the ranks of the optimizer scope.
+        index: Of this rank among them.
+        memory: Accounts for the bytes.
+        device: Of the model.
+
+    Cost:
+        On the owner, values and gradient of each of its tensors; stagings for two buckets.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[OwnedBucket],
+        across: ControlGroup,
+        index: int,
+        memory: MemoryTracker,
+        device: torch.device,
+    ) -> None:
+        self.buckets = tuple(buckets)
+        self._across = across
+        self._index = index
+        owned = [(bucket, region) for bucket in buckets for region, _ in self._owned(bucket)]
+        sizes = [(region.numel, bucket.dtype) for bucket, region in owned]
+        values, grads = (arena(memory, "whole tensors", sizes, device) for _ in range(2))
+        self._values: dict[ShardedParameter, nn.Parameter] = {}
+        self._grads: dict[ShardedParameter, torch.Tensor] = {}
+        parameters = [parameter for bucket in buckets for _, parameter in self._owned(bucket)]
+        for parameter, value, grad in zip(parameters, values, grads, strict=True):
+            self._values[parameter] = nn.Parameter(value.view(parameter.shape), requires_grad=True)
+            self._grads[parameter] = grad.view(parameter.shape)
+        staging = max((packed_bytes(self._staging_sizes(bucket, 2)) for bucket in buckets), default=0)
+        self._ring = StagingPool(memory, "whole tensor stagings", min(2, len(buckets)), staging, device)
+        self._nothing = torch.empty(0, device=device)
+
+    def _owned(self, bucket: OwnedBucket) -> Iterator[tuple[ParamSlice, ShardedParameter]]:
+        for region, owner, parameter in zip(
+            bucket.assignment.regions, bucket.assignment.owners, bucket.parameters, strict=True
+        ):
+            if owner == self._index:
+                yield region, parameter
+
+    def _staging_sizes(self, bucket: OwnedBucket, sides: int) -> list[tuple[int, torch.dtype]]:
+        deal = bucket.assignment
+        numels = (sum(deal.rows_numels(self._index)), sum(deal.whole_numels(self._index)))
+        return [(sides * numel, bucket.dtype) for numel in numels]
+
+    def step_views(self) -> Iterator[tuple[ShardedParameter, nn.Parameter]]:
+        """What stands for each parameter in a step: the whole one on its owner, an empty one elsewhere."""
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                whole = self._values.get(parameter)
+                yield parameter, nn.Parameter(self._nothing.to(parameter.dtype)) if whole is None else whole
+
+    def owners(self) -> dict[ShardedParameter, int]:
+        """The rank of the optimizer scope that updates each parameter."""
+        return {p: owner for b in self.buckets for p, owner in zip(b.parameters, b.assignment.owners, strict=True)}
+
+    def to_owners(self) -> None:
+        """Bring values and gradients to the owners. Collective; every rank always sends the same."""
+        with torch.no_grad():
+            for trip in [self._send_to_owners(bucket) for bucket in self.buckets]:
+                trip.wait()
+        for parameter, value in self._values.items():
+            value.grad = None if parameter.raw_grad is None else self._grads[parameter]
+
+    def to_shards(self) -> None:
+        """Bring new values from their owners into every rank's rows. Collective."""
+        with torch.no_grad():
+            for trip in [self._send_to_shards(bucket) for bucket in self.buckets]:
+                trip.wait()
+
+    def _send_to_owners(self, bucket: OwnedBucket) -> _InFlight:
+        trip = _InFlight()
+        sent, received = self._borrow(bucket, trip, 2)
+        rows = ([parameter.local for parameter in bucket.parameters], [*map(_local_grad, bucket.parameters)])
+        for piece, side, position in self._in_rows(bucket, sent, 2):
+            piece.copy_(rows[side][position])
+
+        def unpack() -> None:
+            for piece, part in self._in_wholes(bucket, received, (self._values, self._grads)):
+                part.copy_(piece)
+
+        deal, index = bucket.assignment, self._index
+        out, full = [2 * n for n in deal.whole_numels(index)], [2 * n for n in deal.rows_numels(index)]
+        what = f"values and gradients of {bucket.name}"
+        trip.handle = self._across.all_to_all(received, out, sent, full, what).then(unpack)
+        return trip
+
+    def _send_to_shards(self, bucket: OwnedBucket) -> _InFlight:
+        trip = _InFlight()
+        received, sent = self._borrow(bucket, trip, 1)
+        for piece, part in self._in_wholes(bucket, sent, (self._values,)):
+            piece.copy_(part)
+
+        def unpack() -> None:
+            for piece, _, position in self._in_rows(bucket, received, 1):
+                bucket.parameters[position].local.copy_(piece)
+
+        deal, index = bucket.assignment, self._index
+        what = f"new values of {bucket.name}"
+        trip.handle = self._across.all_to_all(
+            received, deal.rows_numels(index), sent, deal.whole_numels(index), what
+        ).then(unpack)
+        return trip
+
+    def _borrow(self, bucket: OwnedBucket, trip: _InFlight, sides: int) -> list[torch.Tensor]:
+        """Room for this rank's rows, and for the tensors that it owns, until the buffer is needed again."""
+        return carve_views(self._ring.acquire(trip.wait), self._staging_sizes(bucket, sides))
+
+    def _in_rows(self, bucket: OwnedBucket, flat: torch.Tensor, sides: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Views of what travels, for this rank's rows: by owner, side (values, gradients) and position."""
+        start = 0
+        for owner, side in product(range(bucket.assignment.ranks), range(sides)):
+            for position, (parameter, by) in enumerate(zip(bucket.parameters, bucket.assignment.owners, strict=True)):
+                if by == owner:
+                    rows = parameter.local
+                    yield flat[start : start + rows.numel()].view(rows.shape), side, position
+                    start += rows.numel()
+
+    def _in_wholes(
+        self, bucket: OwnedBucket, flat: torch.Tensor, wholes: Sequence[Mapping[ShardedParameter, torch.Tensor]]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of what travels, by the rank whose rows they are, and of their places in the whole tensors."""
+        start = 0
+        for index, of_side in product(range(bucket.assignment.ranks), wholes):
+            for region, parameter in self._owned(bucket):
+                part = region.narrow(of_side[parameter].detach(), index)
+                yield flat[start : start + part.numel()].view(part.shape), part
+                start += part.numel()
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """One exchange under way; its buffer is free when it has been waited for."""
+
+    handle: Work | None = None
+
+    def wait(self) -> None:
+        if self.handle is not None:
+            self.handle.wait()
+
+
+def _local_grad(parameter: ShardedParameter) -> torch.Tensor:
+    """This rank's rows of the gradient; zeros where there is none."""
+    grad = parameter.raw_grad
+    if grad is None:
+        return torch.zeros_like(parameter.local)
+    return grad.to_local() if isinstance(grad, DTensor) else grad

@@ -1,0 +1,184 @@
+"""How does any torch optimizer step on shards?
+
+Outside a step an optimizer sees sharded parameters: clipping, gradient scalers, state dicts and schedulers
+work on DTensors. Inside a step it sees plain local tensors (see `local_step`). The exchange happens in torch's own step
+hooks, after a closure if there is one, so every way of calling ``step`` is covered, for optimizers built after
+`shard()` and for adopted ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mics_strategy.engine.optimizer.local_swap import LocalParamSwap, OptimizerTarget, deref
+from mics_strategy.engine.optimizer.validate import check_no_foreign_params, check_not_stale
+from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.errors import ConfigError
+
+
+class StepHooks:
+    """What happens around the steps of one sharded model's optimizers, while this object lives.
+
+    Args:
+        target: The sharded model, held weakly.
+    """
+
+    def __init__(self, target: OptimizerTarget) -> None:
+        self._target = weakref.ref(target)
+        self._steps: weakref.WeakKeyDictionary[Optimizer, LocalParamSwap] = weakref.WeakKeyDictionary()
+        _all_models[self] = None
+
+    def step_of(self, optimizer: Optimizer) -> LocalParamSwap:
+        """How `optimizer` steps on this model, its whole tensors dealt."""
+        step = self._steps.get(optimizer)
+        if step is None:
+            step = self._steps[optimizer] = LocalParamSwap(optimizer, deref(self._target))
+        step.prepare()
+        return step
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that still holds plain parameters of before `shard()`."""
+        observer, known = self._target(), self._steps.get(optimizer)
+        if known is not None:
+            known.sync_owned()  # a step that raised has left it local; as in torch, what it did until then counts
+        if observer is not None:
+            check_not_stale(optimizer, observer.sharded_param_for)
+
+    def recover(self) -> None:
+        """Take optimizers whose step has raised back to sharded parameters, before gradients are added to."""
+        for step in list(self._steps.values()):
+            step.sync_owned()
+
+    def before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let the optimizer see local tensors. Returns the arguments for its step."""
+        observer = self._target()
+        if observer is None or not any(observer.owns(p) for group in optimizer.param_groups for p in group["params"]):
+            return args, kwargs
+        step = self.step_of(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
+        if closure is None:
+            observer.pre_step()
+            step.swap_in()
+            return args, kwargs
+        wrapped = _around_closure(step, observer, closure)
+        return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Let the optimizer see sharded parameters again, and tell the model."""
+        observer, step = self._target(), self._steps.get(optimizer)
+        if observer is None or step is None:
+            return
+        step.sync_owned()
+        observer.post_step(step.wholes)
+
+
+def _around_closure(step: LocalParamSwap, target: OptimizerTarget, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def closure_on_sharded() -> Any:
+        step.sync_owned()
+        result = closure()
+        target.pre_step()
+        step.swap_in()
+        return result
+
+    return closure_on_sharded
+
+
+_all_models: weakref.WeakKeyDictionary[StepHooks, None] = weakref.WeakKeyDictionary()  # in the order of shard()
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if _is_nested(optimizer):
+        return args, kwargs
+    models = list(_all_models)
+    for model in models:
+        model.check(optimizer)
+    check_no_foreign_params(optimizer)
+    for model in models:
+        args, kwargs = model.before(optimizer, args, kwargs)
+    return args, kwargs
+
+
+def _after_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
+    if not _is_nested(optimizer):
+        for model in reversed(list(_all_models)):  # generators go back in the reverse order
+            model.after(optimizer)
+
+
+def _is_nested(optimizer: Optimizer) -> bool:
+    """Whether this step was called by the same optimizer's step: a subclass calls its parent's, which has hooks too."""
+    running = sys._getframe(2)  # torch's wrapper of `step`, which calls the hooks
+    outer = running.f_back
+    while outer is not None:
+        if outer.f_code is running.f_code and outer.f_locals.get("self") is optimizer:
+            return True
+        outer = outer.f_back
+    return False
+
+
+# Once for all models: torch goes through its table while a hook runs, so nothing may be added or removed later.
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
+
+
+def adopt(optimizer: Optimizer, target: OptimizerTarget, hooks: StepHooks) -> None:
+    """Point an optimizer that was built on the plain parameters at the sharded ones, its states included.
+
+    Raises:
+        ConfigError: The optimizer holds a parameter that is not of this model, or looks too far.
+    """
+    swaps: dict[torch.Tensor, ShardedParameter] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            sharded = target.sharded_param_for(parameter)
+            if sharded is not None:
+                swaps[parameter] = sharded
+            elif not target.owns(parameter):
+                raise ConfigError(
+                    f"Parameter {position} of group {index} of {type(optimizer).__name__}, shape "
+                    f"{tuple(parameter.shape)}, is not a parameter of the "
+                    "sharded model. Give the optimizer this model's parameters only, one optimizer per sharded model."
+                )
+    states: dict[torch.Tensor, Any] = {}
+    with ExitStack() as undo:  # nothing is changed unless all of it can be
+        for group in optimizer.param_groups:
+            undo.callback(group.__setitem__, "params", group["params"])
+            group["params"] = [swaps.get(parameter, parameter) for parameter in group["params"]]
+        step = hooks.step_of(optimizer)
+        for plain, sharded in swaps.items():
+            state, owner = optimizer.state.get(plain), step.owner_of(sharded)
+            if state is not None and owner is None:
+                states[sharded] = {key: _shard_like(value, sharded) for key, value in state.items()}
+            elif state is not None and owner == sharded.mics_index:
+                states[sharded] = {key: _to_device_of(value, sharded) for key, value in state.items()}
+        undo.pop_all()
+    for plain in swaps:
+        optimizer.state.pop(plain, None)
+    optimizer.state.update(states)
+
+
+def _shard_like(value: Any, sharded: ShardedParameter) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != sharded.shape or not value.dim():
+        return value
+    if type(value) is not torch.Tensor:
+        raise ConfigError(
+            f"A state of `{sharded.mics_name}` is a {type(value).__name__}, which cannot be cut into shards. Adopt the "
+            "optimizer before its first step."
+        )
+    piece = sharded.mics_slice.narrow(value.detach(), sharded.mics_index).to(sharded.device, copy=True)
+    return sharded.like_self(piece)
+
+
+def _to_device_of(value: Any, sharded: ShardedParameter) -> Any:
+    return value.to(sharded.device) if isinstance(value, torch.Tensor) and value.dim() else value

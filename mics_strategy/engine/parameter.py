@@ -1,0 +1,323 @@
+"""What does a user see of a sharded parameter?
+
+A DTensor with the name and the global shape of the plain parameter, whose local part is a view of the
+optimizer arena. Reading `grad` finishes a reduction that is still due, so clipping, logging and stepping see
+the mean over all ranks whatever the training loop looks like; setting it to None empties the accumulators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
+
+from mics_strategy.comm.full_tensor import full_tensor
+from mics_strategy.comm.placement import ReplicaRandom, ShardPlacement
+from mics_strategy.engine.layout import ParamSlice
+from mics_strategy.errors import LifecycleError
+
+_raw_grad: Any = torch.Tensor.grad  # the descriptor under the property below
+_MIXED = "got mixed torch.Tensor and DTensor"  # in an error of torch
+
+
+class GradientOwner(Protocol):
+    """Who keeps the gradient of a parameter."""
+
+    def finish_gradients(self) -> None:
+        """Make every gradient final. Collective: all ranks call it."""
+
+    def clear_gradient(self, position: int) -> None:
+        """Forget the gradient of the parameter at `position`, pending parts included."""
+
+    def unsharded(self, position: int) -> nn.Parameter | None:
+        """The parameter at `position` as a forward uses it; None when the model is gone."""
+
+
+class _FullTensorDTensor(DTensor):
+    """A DTensor that our own gather puts together, and that is compared with any tensor as a whole; both collective.
+
+    Random numbers that are drawn into it, or like it, are the same on all replicas.
+    """
+
+    mics_random: ReplicaRandom
+
+    @override
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor on every rank. Collective: all ranks of its mesh call it."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return super().full_tensor(grad_placements=grad_placements)
+        return full_tensor(self)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation as any DTensor does, but for those that DTensor offers for some tensors only."""
+        if func is torch.ops.aten.equal.default:
+            return _are_equal(*args)
+        if func is torch.ops.aten.allclose.default:
+            return _are_close(*args, **(kwargs or {}))
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return _unscale(*args)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return _drawn(func, args, kwargs or {})
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if _MIXED not in str(error):
+                raise
+            raise LifecycleError(_explained(error, args)) from error
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        copied = memo[id(self)] = self.detach().clone()
+        return cast("DTensor", copied)
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
+class ShardedGradient(_FullTensorDTensor):
+    """The gradient of a `ShardedParameter`. What is computed from it, a copy too, is a plain DTensor."""
+
+
+class ShardedParameter(_FullTensorDTensor):
+    """A parameter of which this rank holds one shard.
+
+    Reading `grad` is collective while reductions are due (after a backward, before the first read), as every
+    DTensor operation that communicates is: do it on all ranks or on none.
+    """
+
+    mics_name: str
+    mics_owner: GradientOwner
+    mics_position: int
+    mics_write_count: int
+    mics_slice: ParamSlice
+    mics_index: int
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The mean gradient over all ranks and micro-steps so far, or None."""
+        self.mics_owner.finish_gradients()
+        return self.raw_grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None and value is self.raw_grad:
+            return
+        self.mics_owner.clear_gradient(self.mics_position)
+        self.raw_grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def raw_grad(self) -> torch.Tensor | None:
+        """What autograd's own slot holds; finishes nothing."""
+        return cast("torch.Tensor | None", _raw_grad.__get__(self))
+
+    @raw_grad.setter
+    def raw_grad(self, value: torch.Tensor | None) -> None:
+        _raw_grad.__set__(self, value)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """An alias that shares the version counter, so that writing through it is noticed."""
+        alias = self.detach()
+        alias.__class__ = _FullTensorDTensor
+        cast("_FullTensorDTensor", alias).mics_random = self.mics_random
+        return alias
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise LifecycleError(
+                f"`{self.mics_name}` is sharded as {tuple(self.shape)} {self.dtype} and cannot become "
+                f"{tuple(value.shape)} {value.dtype}. Change the model before `shard()`."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard: a view of the optimizer arena."""
+        return self._local_tensor
+
+    def like_self(self, local: torch.Tensor) -> DTensor:
+        """Something of this parameter's shape, cut as it is, of which `local` is this rank's piece."""
+        return DTensor.from_local(
+            local, self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride()
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """As above, and count the operation as a change where it writes: torch misses lists."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for parameter in value if isinstance(value, (list, tuple)) else (value,):
+                        if isinstance(parameter, ShardedParameter):
+                            parameter.mics_write_count += 1
+        return result
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Save a plain DTensor, with this rank's part."""
+        return self.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
+        raise LifecycleError(
+            f"A gradient hook on the sharded parameter `{self.mics_name}` would never run: autograd sees the gathered "
+            "parameter. Read `grad` after the backward, or hook the module's outputs."
+        )
+
+    register_hook = _refuse_hook
+    register_post_accumulate_grad_hook = _refuse_hook
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise LifecycleError(
+            f"`{self.mics_name}` is sharded and cannot be deep-copied with its model. "
+            "Copy the plain model before `shard()`, or build it anew and load `full_state_dict()`."
+        )
+
+
+def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw into shards, or like them: the same numbers on all replicas, others on every shard."""
+    like = next(arg for arg in args if isinstance(arg, _FullTensorDTensor))
+    local_args, local_kwargs = tree_map_only(DTensor, lambda each: each._local_tensor, (args, kwargs))
+    with like.mics_random.drawing():
+        drawn = func(*local_args, **local_kwargs)
+    if func._schema.is_mutable:
+        return args[0]
+
+    def labelled(local: torch.Tensor) -> torch.Tensor:
+        if local.shape != like._local_tensor.shape:
+            return local
+        stride = like.stride()
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=stride
+        )
+
+    return tree_map_only(torch.Tensor, labelled, drawn)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """`torch.equal`, which DTensor does not offer for every pair. Collective where the shapes agree."""
+    if one is other or one.shape != other.shape:
+        return one is other
+    with torch.no_grad():
+        if isinstance(one, DTensor) and isinstance(other, DTensor) and one.placements == other.placements:
+            differs = torch.tensor(float(not torch.equal(one._local_tensor, other._local_tensor)), device=one.device)
+            counted = DTensor.from_local(differs, one.device_mesh, [Partial()] * one.device_mesh.ndim, run_check=False)
+            return not counted.full_tensor().item()
+        return torch.equal(*(full_tensor(each) if isinstance(each, DTensor) else each for each in (one, other)))
+
+
+def _are_close(one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    """`torch.allclose`, which DTensor does not offer: it is of the whole tensors. Collective."""
+    with torch.no_grad():
+        a, b = (full_tensor(each) if isinstance(each, DTensor) else each for each in (one, other))
+        return torch.allclose(a, b, *args, **kwargs)
+
+
+def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Unscale gradients for a `GradScaler`; all ranks find the overflow of one. Collective.
+
+    DTensor asks the ranks that hold different parts of the first gradient, which are none where it is a scalar's.
+    """
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    unscale([each._local_tensor if isinstance(each, DTensor) else each for each in grads], found_inf, inv_scale)
+    mesh = next(each.device_mesh for each in grads if isinstance(each, DTensor))
+    names = mesh.mesh_dim_names or ()
+    placements = [Partial("max") if name == "shard" else Replicate() for name in names]
+    found_inf.copy_(DTensor.from_local(found_inf, mesh, placements, run_check=False).full_tensor())
+
+
+def _explained(error: RuntimeError, args: tuple[Any, ...]) -> str:
+    """What an operation on a sharded tensor and a plain one means here."""
+    name = next((f"`{arg.mics_name}`" for arg in args if isinstance(arg, ShardedParameter)), "A gradient")
+    return (
+        f"{name} is sharded, and was used with a plain tensor (torch: {error}). To compare or compute with the whole "
+        "tensor, call `full_tensor()` of it on every rank. In a forward, use a parameter inside of the module that "
+        "owns it, where it is whole."
+    )
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether ranks hold different parts of a parameter."""
+    return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+
+
+def make_sharded_parameter(
+    master: torch.Tensor, slice_: ParamSlice, placement: ShardPlacement, requires_grad: bool
+) -> ShardedParameter:
+    """Label this rank's piece of a parameter as a DTensor of the whole one.
+
+    Args:
+        master: [shard_numel], a piece of the optimizer arena; stays the storage.
+        slice_: Where the parameter is in it, the shape of the whole, and the dimension that is cut.
+        placement: Which one this rank holds, and the label of all.
+        requires_grad: Of the plain parameter.
+    """
+    tensor = as_dtensor(slice_.view_in(master, placement.index), slice_, placement)
+    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
+    sharded = cast("ShardedParameter", parameter)
+    sharded.__class__ = ShardedParameter
+    sharded.mics_name = slice_.name
+    sharded.mics_write_count = 0
+    sharded.mics_slice = slice_
+    sharded.mics_index = placement.index
+    sharded.mics_random = placement.random
+    if requires_grad:
+        placements = sharded.placements
+        cast("Any", torch.Tensor).register_hook(sharded, lambda grad: _like_parameter(grad, placements))
+    return sharded
+
+
+def grad_as_dtensor(local: torch.Tensor, region: ParamSlice, shards: ShardPlacement) -> ShardedGradient:
+    """See `label`; what a parameter shows as its gradient."""
+    labelled = as_dtensor(local, region, shards)
+    labelled.__class__ = ShardedGradient
+    gradient = cast("ShardedGradient", labelled)
+    gradient.mics_random = shards.random
+    return gradient
+
+
+def _like_parameter(grad: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
+    """The gradient of something computed from the sharded parameter itself (a penalty), cut as the parameter is."""
+    return grad.redistribute(placements=placements) if isinstance(grad, DTensor) else grad
+
+
+def as_dtensor(local: torch.Tensor, region: ParamSlice, shards: ShardPlacement) -> DTensor:
+    """A DTensor whose local part is `local` and whose global shape is the region's."""
+    mesh = shards.device_mesh
+    names = mesh.mesh_dim_names or ()
+    cut: Placement = Replicate() if region.dim is None or shards.degree == 1 else Shard(region.dim)
+    placements = [Replicate() if name == "replicate" else cut for name in names]
+    stride = torch.empty(region.shape, device="meta").stride()
+    own = _with_storage_of_its_own(local)
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=region.shape, stride=stride)
+
+
+def _with_storage_of_its_own(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor whose storage ends where it does.
+
+    torch saves and deep-copies whole storages, so that a piece of an arena would bring all of it along; and a DTensor
+    takes over the offset of its local part, although it has no storage in which that would mean anything.
+    """
+    if view.is_meta:
+        return view
+    start = view.storage_offset() * view.itemsize
+    storage: Any = view.untyped_storage()[start : start + view.numel() * view.itemsize]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())

@@ -1,0 +1,1 @@
+"""What happens once, when a model is sharded: checks, first values, guards."""

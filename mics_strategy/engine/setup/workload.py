@@ -1,0 +1,52 @@
+"""What has to be placed, and on what: a model's parameters by kind, and the memory of a rank."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import torch
+
+from mics_strategy.config import ShardConfig
+from mics_strategy.engine.units import UnitSpec
+from mics_strategy.planner.cost import ParameterKind
+from mics_strategy.planner.presets import Workload
+
+
+def workload_from_units(modules: list[UnitSpec], config: ShardConfig, memory_bytes: int) -> Workload:
+    """What has to be placed.
+
+    Args:
+        modules: The units, with their parameters.
+        config: For the dtypes, and the number of units that are gathered ahead.
+        memory_bytes: Of one rank.
+    """
+    numels: Counter[tuple[torch.dtype, bool]] = Counter()
+    units_bytes = []
+    for module in modules:
+        of_unit = [(e.parameter.numel(), e.parameter.dtype, e.parameter.requires_grad) for e in module.parameters]
+        for numel, dtype, is_trained in of_unit:
+            numels[dtype, is_trained] += numel
+        units_bytes.append(sum(numel * config.param_dtype_of(dtype).itemsize for numel, dtype, _ in of_unit))
+    root, *layers = units_bytes
+    return Workload(
+        kinds=tuple(
+            ParameterKind(
+                numel=numel,
+                master_bytes=dtype.itemsize,
+                param_bytes=config.param_dtype_of(dtype).itemsize,
+                wire_bytes=config.wire_dtype_of(dtype).itemsize,
+                is_trained=is_trained,
+            )
+            for (dtype, is_trained), numel in numels.items()
+        ),
+        slots_bytes=root + min(config.prefetch + 1, len(layers)) * max(layers, default=0),
+        memory_bytes=memory_bytes,
+    )
+
+
+def device_memory_bytes(device: torch.device, ranks_per_node: int) -> int:
+    """Memory of one rank: its GPU's, or its part of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node

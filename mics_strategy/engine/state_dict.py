@@ -1,0 +1,205 @@
+"""How does a sharded model become one plain state dict, and back?
+
+Tensor by tensor: a rank never holds more than one whole parameter beside its shards, and only rank 0 collects
+them, on the CPU. Loading takes this rank's piece out of a (memory-mapped) whole tensor and copies nothing
+else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
+from mics_strategy.comm.full_tensor import full_tensor
+from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.engine.optimizer.quantized import concat_quantized, is_quantized, slice_quantized, to_local
+from mics_strategy.engine.parameter import ShardedParameter, is_sharded
+from mics_strategy.errors import CheckpointError
+
+StateDict = dict[str, Any]
+OwnerOf = Callable[[torch.Tensor], int | None]
+
+
+def full_state_dict(model: nn.Module) -> StateDict:
+    """The plain model's state dict on rank 0's CPU, names, order and ties kept; empty on other ranks."""
+    whole: dict[int, torch.Tensor] = {}
+    result: StateDict = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            if id(value) not in whole:
+                whole[id(value)] = _to_rank_zero(value)
+            value = whole[id(value)]
+        result[name] = value
+    return result if dist.get_rank() == 0 else {}
+
+
+def load_full_state_dict(model: nn.Module, state: StateDict, *, strict: bool) -> Any:
+    """Load a plain state dict that every rank passes whole; see `torch.nn.Module.load_state_dict`.
+
+    Raises:
+        RuntimeError: As torch raises it, for missing, unexpected or wrongly shaped entries.
+    """
+    own = model.state_dict(keep_vars=True)
+    pieces = {name: _piece(value, own.get(name)) for name, value in state.items()}
+    return model.load_state_dict(pieces, strict=strict)
+
+
+def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, mesh: ProcessGroups) -> StateDict:
+    """The plain optimizer's state dict on rank 0's CPU, integer ids kept; empty on other ranks. Collective.
+
+    Args:
+        optimizer: Of the sharded model.
+        owner_of: The rank of the optimizer scope that alone has the states of a parameter; None where each has rows.
+        mesh: For the ranks of that scope.
+
+    Raises:
+        CheckpointError: States of a kind that cannot be put together.
+    """
+    run_on_all_ranks(lambda: _refuse_special(optimizer, owner_of))
+    state = optimizer.state_dict()
+    quantized = _quantized_rows(state["state"])
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    owners = {index: owner for index, p in enumerate(parameters) if (owner := owner_of(p)) is not None}
+    states = {}
+    for index in range(len(parameters)):
+        entry = state["state"].get(index)
+        if index in owners:
+            entry = _from_owner(entry, owners[index], mesh)
+        if entry is not None:
+            states[index] = {
+                key: _quantized_on_rank_zero(value, parameters[index], mesh)
+                if (index, key) in quantized
+                else _to_rank_zero(value)
+                if isinstance(value, torch.Tensor)
+                else value
+                for key, value in entry.items()
+            }
+    return {**state, "state": states} if dist.get_rank() == 0 else {}
+
+
+def _refuse_special(optimizer: Optimizer, owner_of: OwnerOf) -> None:
+    """Refuse states that cannot be put together from shards.
+
+    Raises:
+        CheckpointError: Naming the kind.
+    """
+    for parameter, states in optimizer.state.items():
+        are_rows = is_sharded(parameter) and owner_of(parameter) is None
+        for key, value in states.items():
+            if isinstance(value, torch.Tensor):
+                is_strange = not is_quantized(value) and type(to_local(value)) not in (torch.Tensor, nn.Parameter)
+                is_strange |= are_rows and value.numel() > 1 and not isinstance(value, DTensor)
+                what = f"is a {type(to_local(value)).__name__} {list(value.shape)}"
+            else:
+                is_strange = isinstance(value, (dict, list, tuple)) and _holds_tensor(value)
+                what = f"holds tensors inside a {type(value).__name__}"
+            if is_strange:
+                raise CheckpointError(
+                    f"`{key}` of {type(optimizer).__name__} {what}, of which it is not known how it is put together "
+                    "from shards. Use a sharded checkpoint (`save_checkpoint`, or `state_dict_type='sharded'`), which "
+                    "loads on the same ranks and scopes, or save the weights only."
+                )
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for leaf in tree_leaves(value))
+
+
+def _quantized_rows(states: dict[int, StateDict]) -> set[tuple[int, str]]:
+    """Which states are quantized on some rank, each its rows; of shorter rows they may not be."""
+    own = {
+        (index, key)
+        for index, entry in states.items()
+        for key, value in entry.items()
+        if isinstance(value, DTensor) and is_quantized(value)
+    }
+    return set().union(*gather_objects(own))
+
+
+def _quantized_on_rank_zero(value: torch.Tensor, parameter: ShardedParameter, mesh: ProcessGroups) -> torch.Tensor:
+    """The whole state as the plain optimizer keeps it; an empty tensor on other ranks."""
+    local, dim = to_local(value).detach().cpu(), parameter.mics_slice.dim
+    if mesh.shard_group is None or dim is None or not is_sharded(parameter):
+        return _to_rank_zero(local)
+    pieces = []
+    for source in range(mesh.trainable_placement.degree):
+        piece = mesh.shard_group.broadcast_object(local if source == mesh.trainable_placement.index else None, source)
+        if dist.get_rank() == 0 and piece is not None:
+            pieces.append(piece)
+    return concat_quantized(pieces, dim, parameter.shape) if pieces else torch.empty(0)
+
+
+def _from_owner(entry: StateDict | None, owner: int, mesh: ProcessGroups) -> StateDict | None:
+    """The states of a parameter that one rank of the optimizer scope has, on all of them, on the CPU."""
+    if mesh.shard_group is None:
+        return entry
+    sent = None if entry is None else {key: _on_cpu(value) for key, value in entry.items()}
+    return mesh.shard_group.broadcast_object(sent, owner)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict, owner_of: OwnerOf) -> None:
+    """Load a plain optimizer's state dict that every rank passes whole.
+
+    Args:
+        optimizer: Of the sharded model.
+        state: As the plain optimizer gives it.
+        owner_of: As for `full_optimizer_state_dict`.
+
+    Raises:
+        CheckpointError: It holds another number of parameters.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    saved = sum(len(group["params"]) for group in state["param_groups"])
+    if saved != len(parameters):
+        raise CheckpointError(
+            f"The checkpoint's optimizer has {saved} parameters, this {type(optimizer).__name__} has "
+            f"{len(parameters)}. Build the optimizer over the parameters that it was saved with."
+        )
+    pieces = {}
+    for index, entry in state["state"].items():
+        parameter = parameters[index]
+        owner = owner_of(parameter)
+        if owner is None:
+            pieces[index] = {key: _piece(value, parameter) for key, value in entry.items()}
+        elif owner == parameter.mics_index:
+            pieces[index] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
+    optimizer.load_state_dict({**state, "state": pieces})
+
+
+def _to_rank_zero(value: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, on the CPU; an empty one on ranks that do not keep it."""
+    whole = value.detach()
+    if is_quantized(whole):
+        return slice_quantized(whole.cpu(), None, 0, 0)
+    if isinstance(whole, DTensor):
+        whole = full_tensor(whole)
+    if dist.get_rank() != 0:
+        return torch.empty(0)
+    return whole.cpu() if whole.is_cuda else whole.clone()
+
+
+def _piece(value: Any, own: object) -> Any:
+    """This rank's shard of a whole tensor, labelled like the parameter `own`; anything else as it is."""
+    if not isinstance(own, ShardedParameter) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != own.shape:
+        return value.clone()  # a state of another shape; of parameters, torch names the two when they are loaded
+    if not value.dim():
+        return DTensor.from_local(value.clone(), own.device_mesh, own.placements, run_check=False)
+    if is_quantized(value):
+        region = own.mics_slice
+        return own.like_self(slice_quantized(value, region.dim, *region.shard_range(own.mics_index)).to(own.device))
+    local = own.mics_slice.narrow(value, own.mics_index).to(own.device, copy=True)
+    return own.like_self(local)

@@ -1,0 +1,235 @@
+"""How does one unit unshard and reshard?
+
+A unit is a module whose own parameters travel together, usually one transformer layer. It is bound to one
+slot for good. What is still in the slot when the unit is needed again (the last layers at the start of the
+backward, the first ones at the start of the next micro-step) is not gathered again.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+import torch
+from torch import nn
+
+from mics_strategy.engine.bucket import Bucket
+from mics_strategy.engine.lifecycle import PHASE_TRANSITIONS, UNSHARD_TRANSITIONS, UnitPhase, UnshardState, transition
+from mics_strategy.engine.memory import CachedViews, Slot, StagingPool
+from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.engine.streams import Op, OpChain, Streams, outside_transforms
+from mics_strategy.errors import LifecycleError
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class Unit:
+    """A module whose own parameters are gathered, used and released together.
+
+    Args:
+        name: Qualified name of the module; empty for the root.
+        index: Position among the units, in module order; the root is 0.
+        module: The module.
+        buckets: Its parameters by dtype and trainability.
+        slot: Where it is unsharded.
+
+    Attributes:
+        needs_staging: Whether anything that arrives takes the flat form first.
+    """
+
+    def __init__(self, name: str, index: int, module: nn.Module, buckets: list[Bucket], slot: Slot) -> None:
+        self.name = name or "(root)"
+        self.index = index
+        self.module = module
+        self.buckets = buckets
+        self.slot = slot
+        self.unshard_state = UnshardState.SHARDED
+        self.phase = UnitPhase.IDLE
+        self.num_live_calls = 0
+        self.earliest_enter = -1
+        self.backward_enter = -1
+        self._flats = CachedViews([(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in buckets])
+        self._casts = CachedViews([bucket.cast_size for bucket in buckets])
+        self.needs_staging = any(bucket.needs_staging for bucket in buckets)
+        self._forward_depth = 0
+        self._pending_unshard: OpChain | None = None
+        self._locations: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
+
+    @property
+    def trainable(self) -> list[Bucket]:
+        """Buckets that have gradients."""
+        return [bucket for bucket in self.buckets if bucket.spec.trainable]
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether the slot holds (or is about to hold) the current parameters, so that nothing has to travel."""
+        return self.unshard_state is not UnshardState.SHARDED and all(
+            bucket.unsharded_version == bucket.version for bucket in self.buckets
+        )
+
+    def start_unshard(self, streams: Streams, staging: StagingPool, cast: StagingPool, *, for_backward: bool) -> None:
+        """Begin to gather, unless the slot already holds the current parameters.
+
+        Args:
+            streams: Where the transfer runs.
+            staging: Lends a buffer for the flat form of all buckets in the compute dtype.
+            cast: Lends a buffer for this rank's shards in the compute dtype.
+            for_backward: For a backward, after the forward of the same step.
+        """
+        if not self.is_up_to_date:
+            self._start_unshard(streams, staging, cast, for_backward=for_backward)
+
+    @outside_transforms
+    def _start_unshard(self, streams: Streams, staging: StagingPool, cast: StagingPool, *, for_backward: bool) -> None:
+        self.finish_unshard()
+        self._pending_unshard = None
+        self.slot.acquire(self)
+        for bucket in self.buckets:
+            bucket.saved_versions.reshard()  # also where its own memory gets other values
+        if self.unshard_state is UnshardState.UNSHARDED:
+            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
+        self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "gather", self.name)
+        flats, casts = self._acquire_buffers(staging, cast)
+        stages: list[Op] = []
+        for bucket, flat, shard in zip(self.buckets, flats, casts, strict=True):
+            if bucket.synced_version != bucket.version:
+                stages.append(partial(bucket.sync_params, flat, shard))
+            stages.append(partial(bucket.unshard, flat, for_backward=for_backward))
+        self._pending_unshard = streams.gather(*stages)
+        for bucket in self.buckets:
+            bucket.unsharded_version = bucket.version
+
+    def sync_params(self, streams: Streams, staging: StagingPool, cast: StagingPool) -> None:
+        """Bring the optimizer's result to the parameter scope now, instead of in front of the next use.
+
+        Args:
+            streams: Where the transfer runs.
+            staging: As for `start_unshard`.
+            cast: As for `start_unshard`.
+        """
+        flats, casts = self._acquire_buffers(staging, cast)
+        for bucket, flat, shard in zip(self.buckets, flats, casts, strict=True):
+            if bucket.synced_version != bucket.version:
+                streams.gather(partial(bucket.sync_params, flat, shard)).wait()
+
+    def _acquire_buffers(
+        self, staging: StagingPool, cast: StagingPool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Views for every bucket: its flat form, and this rank's shard (where it is updated), in the compute dtype."""
+        flat = staging.acquire(self.finish_unshard) if self.needs_staging else _NOTHING
+        return self._flats.views_of(flat), self._casts.views_of(cast.acquire(self.finish_unshard))
+
+    def finish_unshard(self) -> None:
+        """Make the gathered parameters usable on the current stream, which may be another one at the next use."""
+        if self._pending_unshard is None:
+            return
+        if self.unshard_state is UnshardState.UNSHARDING:
+            self._finish(self._pending_unshard)
+        else:
+            self._pending_unshard.wait()
+
+    @outside_transforms
+    def _finish(self, arrival: OpChain) -> None:
+        arrival.wait()
+        self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "arrive", self.name)
+        for bucket in self.buckets:
+            bucket.saved_versions.unshard(bucket.unsharded_version)
+
+    def evict(self) -> None:
+        """Give the slot up; autograd refuses a backward that still needs the parameters (see `saved_versions`)."""
+        self.finish_unshard()
+        if self.phase is UnitPhase.FORWARD:
+            raise LifecycleError(
+                f"Unit `{self.name}` is in its forward while another unit needs its slot. Units that are used at the "
+                "same time must be "
+                "nested in one another; pass the outer class to `shard(units=...)`, or raise `prefetch`."
+            )
+        if self.unshard_state is UnshardState.UNSHARDED:
+            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
+        for bucket in self.buckets:
+            bucket.saved_versions.reshard()
+
+    def check_still_frozen(self) -> None:
+        """See, before anything moves, that no parameter requires gradients for which there is no memory."""
+        for bucket in self.buckets:
+            if not bucket.spec.trainable:
+                for sharded in bucket.sharded_params:
+                    check_still_frozen(bucket, sharded)
+
+    def enter_forward(self) -> None:
+        """Put the whole parameters into the module, for a forward or a recomputation."""
+        if self._forward_depth == 0:
+            self.phase = transition(PHASE_TRANSITIONS, self.phase, "enter_forward", self.name)
+            self._register_unsharded()
+        self._forward_depth += 1
+
+    def exit_forward(self) -> None:
+        """The forward is over, or has raised."""
+        self._forward_depth -= 1
+        if self._forward_depth == 0:
+            self.phase = transition(PHASE_TRANSITIONS, self.phase, "exit_forward", self.name)
+            for bucket in self.buckets:
+                bucket.keep_writes()
+            if self.phase is UnitPhase.IDLE:
+                self._register_sharded()
+
+    def enter_backward(self, entered: int) -> None:
+        """Put the whole parameters into the module, for the backward of the forward that was entered then."""
+        self.backward_enter = entered
+        self.phase = transition(PHASE_TRANSITIONS, self.phase, "enter_backward", self.name)
+        self._register_unsharded()
+
+    def exit_backward(self) -> None:
+        """No backward of this unit can follow in this pass."""
+        self.phase = transition(PHASE_TRANSITIONS, self.phase, "exit_backward", self.name)
+        self._register_sharded()
+
+    def discard(self) -> None:
+        """Forget a pass that an exception ended."""
+        self._forward_depth = 0
+        self.num_live_calls = 0
+        self.phase = UnitPhase.IDLE
+        self._register_sharded()
+
+    def register_sharded(self) -> None:
+        """Put the sharded parameters into the modules, whatever is there."""
+        for module, attribute, _, sharded in self._places():
+            module._parameters[attribute] = sharded
+
+    def _register_unsharded(self) -> None:
+        for module, attribute, unsharded, sharded in self._places():
+            if module._parameters[attribute] is sharded:  # not what `torch.func.functional_call` has put there
+                module._parameters[attribute] = unsharded
+                if unsharded.requires_grad != sharded.requires_grad:
+                    unsharded.requires_grad_(sharded.requires_grad)
+
+    def _register_sharded(self) -> None:
+        for module, attribute, unsharded, sharded in self._places():
+            if module._parameters[attribute] is unsharded:
+                module._parameters[attribute] = sharded
+
+    def _places(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
+        """Every attribute that refers to a parameter, with its two forms. Made once, as parameters stay the same."""
+        if self._locations is None:
+            self._locations = [
+                (module, attribute, unsharded, cast("nn.Parameter", sharded))
+                for bucket in self.buckets
+                for homes, unsharded, sharded in zip(
+                    bucket.spec.locations, bucket.unsharded_params, bucket.sharded_params, strict=True
+                )
+                for module, attribute in homes
+            ]
+        return self._locations
+
+
+def check_still_frozen(bucket: Bucket, sharded: ShardedParameter) -> None:
+    """A parameter that was frozen when the model was sharded has no gradient memory.
+
+    Raises:
+        LifecycleError: It requires gradients now.
+    """
+    if sharded.requires_grad and not bucket.spec.trainable:
+        raise LifecycleError(
+            f"`{sharded.mics_name}` was frozen when the model was sharded and requires gradients now, but has no "
+            "memory for them. Unfreeze it before `shard()`; freezing it afterwards is allowed."
+        )

@@ -1,0 +1,1 @@
+"""Which sharding is the fastest that fits."""

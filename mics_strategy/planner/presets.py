@@ -1,0 +1,166 @@
+"""Which scopes suit a model and a cluster?
+
+The rules of PaRO by the share of parameters that are trained, as far as they follow from its own principles; then,
+among the presets that they leave and that fit into memory, the one whose traffic would take least time on links of one
+typical ratio of speeds. A planner that knows the cluster's own speeds can do better.
+
+Pure.
+
+Source:
+    PaRO (arXiv:2310.06003) section 3.1.3 and table 1. Where its table marks a triple that its principles exclude (ING,
+    GNG and GIG with many trained parameters), or leaves out one that they allow (III), the principles count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mics_strategy.config import ShardConfig
+from mics_strategy.planner.cost import ParameterKind, StepTraffic, state_bytes, step_traffic
+from mics_strategy.scopes import Scopes, resolve_scopes
+from mics_strategy.topology import Topology
+
+NUM_MICRO_STEPS = 2  # so that what crosses in every micro-step counts more than what crosses once
+STATES_SHARE = 0.6  # of a rank's memory; the rest is for activations
+MANY_TRAINED = 1 / 6  # Adam's 12 bytes for each trained parameter are then the 2 bytes of every one, or more
+FEW_TRAINED = 1 / 32  # whole fp32 gradients take at most a sixteenth of the whole bf16 parameters
+INSIDE_SPEED = 6  # of a rank's link inside its node over all links that leave the node: p4d.24xlarge, 300 and 50 GB/s
+
+_TRIPLES = tuple(name.removeprefix("paro-") for name in ShardConfig.PRESETS if name.startswith("paro-"))
+_ORDER = "nig"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What has to be placed.
+
+    Attributes:
+        kinds: All parameters.
+        slots_bytes: Of the units that are gathered at the same time, where parameters are sharded.
+        memory_bytes: Of one rank.
+    """
+
+    kinds: tuple[ParameterKind, ...]
+    slots_bytes: int
+    memory_bytes: int
+
+    @property
+    def trained_share(self) -> float:
+        """Trained parameters by all parameters."""
+        trained = sum(kind.numel for kind in self.kinds if kind.is_trained)
+        return trained / max(1, sum(kind.numel for kind in self.kinds))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One preset, priced."""
+
+    preset: str
+    scopes: Scopes
+    traffic: StepTraffic
+    states_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PresetChoice:
+    """The preset that was chosen, and the reasons as text."""
+
+    preset: str
+    reasons: str
+
+
+def candidate_presets(trained_share: float) -> tuple[tuple[str, ...], str]:
+    """The triples (parameters, gradients, optimizer states) that PaRO's principles leave, and why.
+
+    Args:
+        trained_share: Trained parameters by all parameters, 0 to 1.
+    """
+    if trained_share <= FEW_TRAINED:
+        return tuple(t for t in _TRIPLES if t[1] == "n"), "few parameters are trained: gradients stay whole"
+    if trained_share >= MANY_TRAINED:
+        falling = tuple(t for t in _TRIPLES if _ORDER.index(t[0]) <= _ORDER.index(t[1]) <= _ORDER.index(t[2]))
+        return falling, "many parameters are trained: parameters are sharded no finer than gradients"
+    return _TRIPLES, "some parameters are trained: every order of scopes may pay"
+
+
+def choose_preset(config: ShardConfig, workload: Workload, topology: Topology, world_size: int) -> PresetChoice:
+    """Choose a preset.
+
+    Args:
+        config: Its scopes are to be chosen; what else it says counts.
+        workload: What has to be placed.
+        topology: Ranks of a node.
+        world_size: Ranks of the job.
+    """
+    triples, why = candidate_presets(workload.trained_share)
+    candidates: dict[tuple[int, int, int], Candidate] = {}
+    for triple in triples:
+        candidate = _price(f"paro-{triple}", config, workload, topology, world_size)
+        scopes = candidate.scopes
+        candidates.setdefault((scopes.params, scopes.grads, scopes.optimizer), candidate)
+    limit = round(STATES_SHARE * workload.memory_bytes)
+    fitting = [candidate for candidate in candidates.values() if candidate.states_bytes <= limit]
+    chosen = min(fitting, key=_cost) if fitting else min(candidates.values(), key=lambda each: each.states_bytes)
+    return PresetChoice(preset=chosen.preset, reasons=_explain(chosen, [*candidates.values()], workload, topology, why))
+
+
+def _price(preset: str, config: ShardConfig, workload: Workload, topology: Topology, world_size: int) -> Candidate:
+    scopes = resolve_scopes(with_scopes_of(preset, config), topology, world_size)
+    return Candidate(
+        preset=preset,
+        scopes=scopes,
+        traffic=step_traffic(workload.kinds, scopes, NUM_MICRO_STEPS),
+        states_bytes=state_bytes(workload.kinds, scopes) + (workload.slots_bytes if scopes.params > 1 else 0),
+    )
+
+
+def with_scopes_of(preset: str, config: ShardConfig) -> ShardConfig:
+    """`config` with the scopes of a preset."""
+    of = ShardConfig.preset(preset)
+    return config.replace(params=of.params, grads=of.grads, optimizer=of.optimizer)
+
+
+def _cost(candidate: Candidate) -> tuple[float, int]:
+    """Time of the traffic, in bytes that cross between nodes; memory where that is equal."""
+    traffic = candidate.traffic
+    return traffic.between_nodes_bytes + traffic.inside_node_bytes / INSIDE_SPEED, candidate.states_bytes
+
+
+def _explain(
+    chosen: Candidate, candidates: Sequence[Candidate], workload: Workload, topology: Topology, why: str
+) -> str:
+    limit = STATES_SHARE * workload.memory_bytes
+    total = sum(kind.numel for kind in workload.kinds)
+    world_size = chosen.scopes.world_size
+    lines = [
+        f"mics_strategy chose the scopes of `{chosen.preset}`: {workload.trained_share:.2%} of "
+        f"{total:,} parameters are trained, on {world_size // topology.ranks_per_node} nodes of "
+        f"{topology.ranks_per_node} ranks.",
+        f"{why[0].upper()}{why[1:]}. Of the presets whose states take at most {limit / 1e9:.3g} GB "
+        f"({STATES_SHARE:.0%} of a rank's {workload.memory_bytes / 1e9:.3g} GB) it needs least time to send a step of "
+        f"{NUM_MICRO_STEPS} micro-steps, if a rank's link inside its node is {INSIDE_SPEED} times as fast as all links "
+        "that leave the node.",
+    ]
+    rows = [("preset", "P/G/OS", "GB between nodes", "GB inside, a rank", "GB of states, a rank", "")]
+    for candidate in candidates:
+        scopes, traffic = candidate.scopes, candidate.traffic
+        rows.append(
+            (
+                candidate.preset,
+                f"{scopes.params}/{scopes.grads}/{scopes.optimizer}",
+                f"{traffic.between_nodes_bytes / 1e9:.3g}",
+                f"{traffic.inside_node_bytes / 1e9:.3g}",
+                f"{candidate.states_bytes / 1e9:.3g}",
+                _mark(is_chosen=candidate is chosen, is_too_large=candidate.states_bytes > limit),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _mark(*, is_chosen: bool, is_too_large: bool) -> str:
+    if is_chosen:
+        return "chosen: the smallest, though too large" if is_too_large else "chosen"
+    return "too large" if is_too_large else ""

@@ -1,1 +1,0 @@
-"""The engine: a model whose parameters, gradients and optimizer states live in shards."""

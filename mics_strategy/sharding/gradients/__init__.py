@@ -1,1 +1,0 @@
-"""How do gradients get from autograd into the shards?"""

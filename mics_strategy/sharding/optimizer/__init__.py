@@ -1,1 +1,0 @@
-"""How does any optimizer step on shards, as it would on the whole model?"""

@@ -1,0 +1,99 @@
+"""Are the bytes that leave a rank those of the ledger, and those of the formulas?"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from mics_strategy.comm import route as routes
+from mics_strategy.comm.codecs.format import Codec
+from mics_strategy.comm.communicator import Communicator
+from mics_strategy.comm.route import HopTraffic
+from mics_strategy.comm.traffic import SENT_BYTES
+from mics_strategy.comm.traffic_log import TrafficLog
+from mics_strategy.comm.work import Work
+from tests.comm.networks import DIRECT, Network, Stages
+from tests.engine.counting import CountC10d, Kind
+from tests.ranks import RankContext, RankPool
+
+FP32, BF16 = torch.float32, torch.bfloat16
+INT8, INT4 = Codec(bits=8, block_size=6), Codec(bits=4, block_size=64)
+
+
+def kinds_of(messages: Iterable[HopTraffic]) -> Counter[Kind]:
+    kinds: Counter[Kind] = Counter()
+    for m in messages:
+        kinds[m.dtype, m.size] += SENT_BYTES[m.collective](m.full_bytes, m.size)
+    return kinds
+
+
+def written(ledger: TrafficLog) -> Counter[Kind]:
+    kinds: Counter[Kind] = Counter()
+    for sent, times in ledger.drain().items():
+        kinds[sent.dtype, sent.size] += times * sent.sent_bytes
+    return kinds
+
+
+def started(one: Communicator, kind: str, numel: int) -> tuple[Work, list[HopTraffic]]:
+    """A collective under way, and what is planned for it; `numel` of a shard, or of a whole all-reduce."""
+    full = torch.zeros(one.size * numel, dtype=BF16)
+    if kind == "gather":
+        return one.all_gather(full, full[:numel].clone(), "block"), routes.all_gather_traffic(
+            one.route, full.numel(), BF16
+        )
+    if kind == "reduce":
+        handle = one.reduce_scatter(torch.empty(numel), full, False, "block")
+        return handle, routes.reduce_scatter_traffic(one.route, full.numel(), BF16)
+    wire = BF16 if kind == "narrow all-reduce" else FP32
+    handle = one.all_reduce(torch.zeros(numel), wire, "block")
+    return handle, routes.all_reduce_traffic(one.route, numel, wire, FP32)
+
+
+def different(ctx: RankContext, codec: Codec | None, links: str, num_stages: Stages) -> list[str]:
+    """Where counted, written and planned bytes differ."""
+    network = Network(ctx, codec, links, num_stages)
+    one, found = network.one, []
+    for numel in (1, 24, 1001, 70_001):
+        one.reserve_all_gather(numel, BF16)
+        one.reserve_reduce_scatter(one.size * numel, BF16, FP32)
+        one.reserve_all_reduce(numel, BF16, FP32)
+        one.reserve_all_reduce(numel, FP32, FP32)
+        network.lend()
+        for kind in ("gather", "reduce", "narrow all-reduce", "wide all-reduce"):
+            with CountC10d() as counted:
+                handle, messages = started(one, kind, numel)
+                handle.wait()
+            planned = kinds_of(messages)
+            if not counted.kinds == written(network.mesh.traffic_log) == planned:
+                found.append(f"{kind} of {numel}: {counted.kinds} sent, {planned} planned")
+    return found
+
+
+@pytest.mark.parametrize("codec", [None, INT8, INT4], ids=["plain", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "stages", "links"),
+    [(2, 2, 1, "slow"), (2, 2, DIRECT, "slow"), (4, 1, 1, "all"), (4, 2, 2, "slow"), (2, 4, 2, "all")],
+)
+def test_bytes_sent_are_those_written_and_those_planned(
+    ranks: RankPool, nodes: int, per_node: int, stages: Stages, links: str, codec: Codec | None
+) -> None:
+    world = nodes * per_node
+    assert ranks(world, different, codec, links, stages, ranks_per_node=per_node) == [[]] * world
+
+
+def leaving(ctx: RankContext, numel: int) -> int:
+    """Bytes that this rank sends to other nodes in a gather in two stages."""
+    network = Network(ctx)
+    with CountC10d() as counted:
+        network.one.all_gather(torch.empty(numel), torch.zeros(numel // ctx.world_size), "block").wait()
+    return counted.kinds[FP32, ctx.num_nodes]
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 4), (4, 2)])
+def test_a_gather_sends_what_other_nodes_lack_out_of_a_node_once(ranks: RankPool, nodes: int, per_node: int) -> None:
+    """MiCS 3.3: of M bytes over p ranks, (p - k) M / p by the k ranks of a node; (p - 1) M / p in one stage."""
+    world, numel = nodes * per_node, 8 * 100
+    sent = ranks(world, leaving, numel, ranks_per_node=per_node)
+    for node in range(nodes):
+        assert sum(sent[node * per_node : (node + 1) * per_node]) == (world - per_node) * (4 * numel) // world

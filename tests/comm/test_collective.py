@@ -1,0 +1,267 @@
+"""Do collectives move and add what they should, bit by bit, in one stage and in two, encoded and as they are?"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mics_strategy.comm import route as routes
+from mics_strategy.comm.codecs.format import Codec
+from mics_strategy.comm.route import Algorithm, Route
+from mics_strategy.errors import LifecycleError, ShapeError
+from tests.comm.networks import DIRECT, Network, Stages
+from tests.comm.plain import Plain
+from tests.ranks import RankContext, RankPool, simulate
+
+FP32, FP64, BF16, FP16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+WIRES = (FP32, BF16, FP16)
+SMALL, EIGHT_PIECES = (1, 5, 8, 24), (150_000, 150_001)
+INT8, INT4 = Codec(bits=8, block_size=6), Codec(bits=4, block_size=64)
+
+WAYS: tuple[Stages, ...] = (1, 2, DIRECT)
+networks = pytest.mark.parametrize(
+    ("nodes", "per_node", "stages"),
+    [(1, 4, 1), (4, 1, 1), *((2, 2, n) for n in WAYS), *((2, 4, n) for n in WAYS), (4, 2, 2), (4, 2, DIRECT)],
+    ids=lambda number: str(number),
+)
+stages = pytest.mark.parametrize("stages", [2, 1, DIRECT], ids=["two-stages", "one-stage", "direct"])
+codecs = pytest.mark.parametrize("codec", [None, INT8, INT4], ids=["plain", "int8", "int4"])
+links = pytest.mark.parametrize("links", ["slow", "all"])
+kinds = pytest.mark.parametrize("kind", ["gather", "reduce", "all_reduce"])
+
+
+def sizes_of(ctx: RankContext, codec: Codec | None) -> tuple[int, ...]:
+    """Elements of a shard: few, and, on two nodes of two ranks, so many that a slice goes in eight pieces."""
+    largest = EIGHT_PIECES[codec is not None] if (ctx.num_nodes, ctx.world_size) == (2, 4) else 301
+    return (*(SMALL if codec is None else SMALL[1::2]), largest)
+
+
+def check_gather(network: Network, numel: int) -> Iterator[str]:
+    one = network.one
+    for dtype in (*WIRES, FP64):
+        one.reserve_all_gather(numel, dtype)
+        network.lend()
+        shard, out = network.values(one.index, numel, dtype), torch.full((one.size * numel,), torch.nan, dtype=dtype)
+        before = shard.clone()
+        one.all_gather(out, shard, "block").wait()
+        expected = Plain.of(one).gather([network.values(i, numel, dtype) for i in range(one.size)])
+        if not (torch.equal(out, expected) and torch.equal(shard, before)):
+            yield f"gather of {numel} {dtype}"
+
+
+def pairs_of(route: Route, numel: int) -> list[tuple[torch.dtype, torch.dtype]]:
+    """Wires and sums; fewer where it takes long."""
+    if route.is_quantized:
+        return [(FP32, FP32), (BF16, FP32), (FP32, FP64)]
+    return [*((wire, FP32) for wire in (WIRES if numel < 1000 else WIRES[:2])), (FP64, FP64), (FP32, FP64)]
+
+
+def check_reduce(network: Network, numel: int) -> Iterator[str]:
+    one = network.one
+    for wire, dtype in pairs_of(one.route, numel):
+        for accumulate in (False, True):
+            one.reserve_reduce_scatter(one.size * numel, wire, dtype)
+            network.lend()
+            full = network.values(one.index, one.size * numel, wire)
+            before, start = full.clone(), network.values(99, numel, dtype)
+            out = start.clone() if accumulate else torch.full_like(start, torch.nan)
+            one.reduce_scatter(out, full, accumulate, "block").wait()
+            given = [network.values(i, one.size * numel, wire) for i in range(one.size)]
+            expected = Plain.of(one).reduce(given, dtype, start if accumulate else None)
+            if not (torch.equal(out, expected) and torch.equal(full, before)):
+                yield f"reduction of {numel} {wire} to {dtype}, accumulate={accumulate}"
+
+
+def check_all_reduce(network: Network, numel: int) -> Iterator[str]:
+    one = network.one
+    for wire, dtype in pairs_of(one.route, numel):
+        one.reserve_all_reduce(numel * one.size, wire, dtype)
+        network.lend()
+        given = [network.values(i, one.size * numel, dtype) for i in range(one.size)]
+        is_left_to_backend = (
+            one.route.inter.algorithm is Algorithm.ALL_TO_ALL and not one.transports[0].is_point_to_point
+        )
+        if routes.is_plain_all_reduce(one.route, wire, dtype) or (is_left_to_backend and wire == dtype):
+            given = [each.mul(8).round() for each in given]  # no sum rounds: its order is the transport's
+        tensor = given[one.index].clone()
+        one.all_reduce(tensor, wire, "block").wait()
+        if not torch.equal(tensor, Plain.of(one).all_reduce(given, wire)):
+            yield f"all-reduce of {numel} {wire} to {dtype}"
+
+
+CHECKS = {"gather": check_gather, "reduce": check_reduce, "all_reduce": check_all_reduce}
+
+
+def wrong(ctx: RankContext, kind: str, codec: Codec | None, links: str, num_stages: Stages) -> list[str]:
+    """The cases in which this rank gets other bits than the plain version; each in no more memory than announced."""
+    network = Network(ctx, codec, links, num_stages)
+    assert len(network.one.transports) == (2 if num_stages == 2 and ctx.num_nodes > 1 < ctx.ranks_per_node else 1)
+    return [case for numel in sizes_of(ctx, codec) for case in CHECKS[kind](network, numel)]
+
+
+@kinds
+@networks
+def test_results_are_those_of_the_plain_version(
+    ranks: RankPool, nodes: int, per_node: int, stages: Stages, kind: str
+) -> None:
+    world = nodes * per_node
+    assert ranks(world, wrong, kind, None, "slow", stages, ranks_per_node=per_node) == [[]] * world
+
+
+@kinds
+@pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "stages", "links"),
+    [(2, 2, 2, "slow"), (2, 2, 2, "all"), (2, 2, 1, "slow"), (1, 4, 1, "all"), (2, 4, 2, "slow"), (4, 2, 2, "all")],
+)
+def test_encoded_results_are_those_of_the_plain_version(
+    ranks: RankPool, nodes: int, per_node: int, codec: Codec, links: str, stages: Stages, kind: str
+) -> None:
+    world = nodes * per_node
+    assert ranks(world, wrong, kind, codec, links, stages, ranks_per_node=per_node) == [[]] * world
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "stages", "codec"),
+    [
+        *[(2, 4, 1, INT8), (2, 4, 2, INT8), (2, 4, 1, None), (2, 4, DIRECT, None)],
+        *[(4, 4, 2, INT4), (4, 4, 1, None), (4, 4, 2, None), (4, 4, DIRECT, None)],
+    ],
+    ids=str,
+)
+def test_torch_s_own_collectives_give_the_same_bits(
+    nodes: int, per_node: int, stages: Stages, codec: Codec | None, kind: str
+) -> None:
+    """On simulated ranks, where programs run at once and nothing is sent point to point."""
+
+    def job(ctx: RankContext) -> list[str]:
+        network = Network(ctx, codec, "slow", stages)
+        assert not any(transport.is_point_to_point for transport in network.one.transports)
+        return [case for numel in (5, 301) for case in CHECKS[kind](network, numel)]
+
+    assert simulate(nodes * per_node, job, ranks_per_node=per_node) == [[]] * (nodes * per_node)
+
+
+def same_bits(ctx: RankContext, codec: Codec | None, links: str, num_stages: Stages) -> list[list[float]]:
+    """What this rank holds after a gather, and after all-reduces of random numbers."""
+    network = Network(ctx, codec, links, num_stages)
+    one, held = network.one, []
+    one.reserve_all_gather(50, FP32)
+    one.reserve_all_reduce(203, FP32, FP32)
+    network.lend()
+    out = torch.empty(one.size * 50)
+    one.all_gather(out, network.values(one.index, 50), "block").wait()
+    held.append(out.tolist())
+    for wire in WIRES:
+        one.reserve_all_reduce(203, wire, FP32)
+        network.lend()
+        tensor = network.values(one.index, 203)
+        one.all_reduce(tensor, wire, "block").wait()
+        held.append(tensor.tolist())
+    return held
+
+
+@stages
+@links
+@pytest.mark.parametrize("codec", [None, INT8, Codec(bits=4, block_size=6, rounding="stochastic")], ids=str)
+def test_all_ranks_end_with_the_same_bits(ranks: RankPool, codec: Codec | None, links: str, stages: Stages) -> None:
+    first, *others = ranks(4, same_bits, codec, links, stages, ranks_per_node=2)
+    assert others == [first] * 3
+
+
+def asked_at_once(ctx: RankContext, order: list[int]) -> bool:
+    """Six collectives in each of two lanes, waited for in another order and twice."""
+    network = Network(ctx)
+    one, other = network.one, network.other
+    for lane in (one, other):
+        lane.reserve_all_gather(8, FP32)
+        lane.reserve_reduce_scatter(4 * 8, FP32, FP32)
+        lane.reserve_all_reduce(8, BF16, FP32)
+    network.lend()
+    handles, outs, expected = [], [], []
+    for salt in range(2):
+        for place, lane in enumerate((one, other)):
+            plain, number = Plain.of(lane), 10 * salt + place
+            given = [network.values(i, 32, salt=number) for i in range(4)]
+            gathered, total, for_all = torch.empty(128), torch.empty(8), given[lane.index].clone()
+            handles.append(lane.all_gather(gathered[:32], given[lane.index][:8], "gathered"))
+            handles.append(lane.reduce_scatter(total, given[lane.index], False, "reduced"))
+            handles.append(lane.all_reduce(for_all[:8], BF16, "summed"))
+            outs += [gathered[:32], total, for_all[:8]]
+            expected += [plain.gather([each[:8] for each in given]), plain.reduce(given, FP32, None)]
+            expected.append(plain.all_reduce([each[:8] for each in given], BF16))
+    for number in (*order, *order):
+        handles[number].wait()
+        assert handles[number].has_completed
+    return all(torch.equal(out, each) for out, each in zip(outs, expected, strict=True))
+
+
+@pytest.mark.parametrize("order", [list(range(12)), list(range(12))[::-1], [5, 0, 11, 3, 4, 1, 2, 10, 9, 8, 7, 6]])
+def test_handles_of_two_lanes_may_be_waited_for_in_any_order_and_twice(ranks: RankPool, order: list[int]) -> None:
+    assert ranks(4, asked_at_once, order, ranks_per_node=2) == [True] * 4
+
+
+def nothing_at_all(ctx: RankContext, codec: Codec | None, num_stages: Stages) -> None:
+    one = Network(ctx, codec, "all", num_stages).one
+    empty = torch.empty(0)
+    one.reserve_all_gather(0, FP32)
+    one.reserve_reduce_scatter(0, BF16, FP32)
+    one.reserve_all_reduce(0, BF16, FP32)
+    one.all_gather(empty, empty, "block").wait()
+    one.reduce_scatter(empty, empty.bfloat16(), True, "block").wait()
+    one.all_reduce(empty, BF16, "block").wait()
+    one.all_reduce(empty, FP32, "block").wait()
+
+
+@stages
+@codecs
+def test_nothing_may_be_gathered_and_summed(ranks: RankPool, codec: Codec | None, stages: Stages) -> None:
+    assert ranks(4, nothing_at_all, codec, stages, ranks_per_node=2) == [None] * 4
+
+
+def refused(ctx: RankContext) -> int:
+    network = Network(ctx)
+    one, count = network.one, 0
+    for out, shard in [(7, 2), (4, 4), (8, 3)]:
+        with pytest.raises(ShapeError, match="of the layout"):
+            one.all_gather(torch.empty(out), torch.empty(shard), "block")
+        with pytest.raises(ShapeError, match="of the layout"):
+            one.reduce_scatter(torch.empty(shard), torch.empty(out), False, "block")
+        count += 2
+    with pytest.raises(ShapeError):
+        one.all_gather(torch.empty(8), torch.empty(2, dtype=BF16), "block")
+    assert not network.mesh.traffic_log.entries
+    assert [transport.fingerprint.count for transport in one.transports] == [0, 0]
+    return count
+
+
+def test_buffers_that_do_not_fit_are_refused_before_anything_is_sent(ranks: RankPool) -> None:
+    assert ranks(4, refused, ranks_per_node=2) == [6] * 4
+
+
+def take_too_much(ctx: RankContext, kind: str, codec: Codec | None) -> bool:
+    """Whether a collective that is larger than any announced is refused, on all ranks before they send."""
+    network = Network(ctx, codec, "slow")
+    one = network.one
+    one.reserve_all_gather(8, FP32)
+    one.reserve_reduce_scatter(32, BF16, FP32)
+    one.reserve_all_reduce(32, BF16, FP32)
+    network.lend()
+    start = {
+        "gather": lambda: one.all_gather(torch.empty(4000), torch.empty(1000), "block"),
+        "reduce": lambda: one.reduce_scatter(torch.empty(1000), torch.empty(4000, dtype=BF16), False, "block"),
+        "all_reduce": lambda: one.all_reduce(torch.empty(1000), BF16, "block"),
+    }[kind]
+    with pytest.raises(LifecycleError, match="were announced"):
+        start().wait()
+    return True
+
+
+CASES = [("reduce", None), ("all_reduce", None), ("gather", INT8), ("reduce", INT8), ("all_reduce", INT8)]
+
+
+@pytest.mark.parametrize(("kind", "codec"), CASES, ids=str)
+def test_more_memory_than_announced_is_refused(ranks: RankPool, kind: str, codec: Codec | None) -> None:
+    assert ranks(4, take_too_much, kind, codec, ranks_per_node=2) == [True] * 4
+    assert simulate(4, take_too_much, kind, codec, ranks_per_node=2) == [True] * 4

@@ -1,0 +1,70 @@
+"""Is the threshold the one that the timings speak for?"""
+
+import pytest
+
+from mics_strategy.tuning.threshold import RUNS, SIZES_BYTES, SizeTiming, is_next_affordable, threshold_bytes
+
+
+def timings(two_stages_win: str) -> list[SizeTiming]:
+    """Of sizes 1000, 2000, ...: + where two stages are faster, - where they are slower, = where it is not plain."""
+    direct_s = {"+": 2e-3, "-": 0.5e-3, "=": 0.9e-3}
+    return [
+        SizeTiming(1000 * (place + 1), direct_s[mark], 1e-3, mark == "-") for place, mark in enumerate(two_stages_win)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("two_stages_win", "expected"),
+    [
+        ("++++", 0),  # always
+        ("====", 0),
+        ("-+++", 2000),
+        ("--=+", 3000),
+        ("+-++", 0),  # they cross twice: by chance, as latency counts for less the larger the size
+        ("-+-+", 2000),
+        ("---+", 4000),
+        ("----", 4001),  # never where it was measured; beyond that, two stages
+        ("+++-", 0),
+        ("+", 0),
+        ("-", 1001),
+        ("", 0),
+    ],
+)
+def test_two_stages_begin_where_the_direct_way_is_no_longer_plainly_faster(two_stages_win: str, expected: int) -> None:
+    assert threshold_bytes(timings(two_stages_win)) == expected
+
+
+def test_the_first_size_is_always_measured() -> None:
+    assert is_next_affordable([])
+
+
+def test_latency_does_not_stop_the_sizes_from_growing() -> None:
+    """4 sizes of 2 * 6 runs of 8 ms are 0.384 s; 5 would be too many."""
+    slow = [SizeTiming(size_bytes, 8e-3, 8e-3, False) for size_bytes in SIZES_BYTES]
+    assert [is_next_affordable(slow[:count]) for count in range(1, 6)] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("which", ["direct_s", "two_stages_s"])
+def test_sizes_stop_growing_before_the_slower_way_takes_long(which: str) -> None:
+    """From 1 to 3 ms, the next would take 3 + 4 * 2 ms; from 5 to 14 ms, 14 + 4 * 9 ms, 6 times."""
+
+    def both(*milliseconds: int) -> list[SizeTiming]:
+        fast = {"direct_s": 1e-3, "two_stages_s": 1e-3, "is_direct_faster": False}
+        return [SizeTiming(1024, **(fast | {which: 1e-3 * number})) for number in milliseconds]
+
+    assert is_next_affordable(both(1, 3))
+    assert not is_next_affordable(both(5, 14))
+
+
+@pytest.mark.parametrize("rate_mbit", [10, 100, 1000, 10_000])
+@pytest.mark.parametrize("per_node", [2, 4, 8])
+def test_a_gather_and_a_sum_are_measured_within_a_second(per_node: int, rate_mbit: int) -> None:
+    """On 2 nodes: directly, each rank of a node sends its share to each rank of the other."""
+    bytes_per_s, latency_s, timings = 1e6 * rate_mbit / 8, 1e-3, list[SizeTiming]()
+    for full_bytes in SIZES_BYTES:
+        if is_next_affordable(timings):
+            direct_s = per_node / 2 * full_bytes / bytes_per_s + latency_s
+            two_stages_s = full_bytes / 2 / bytes_per_s + 3 * latency_s
+            timings.append(SizeTiming(full_bytes, direct_s, two_stages_s, direct_s < two_stages_s))
+    assert 2 * RUNS * sum(timing.direct_s + timing.two_stages_s for timing in timings) < 1.0
+    assert timings[-1].two_stages_s < timings[-1].direct_s or len(timings) == len(SIZES_BYTES)  # it saw them cross

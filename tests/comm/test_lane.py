@@ -1,0 +1,293 @@
+"""Do lanes run programs in order, say what failed, and end?"""
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mics_strategy.comm.desync import OpId
+from mics_strategy.comm.queue import CommTask, CommThread, Executor, InlineExecutor
+from mics_strategy.comm.work import BackendWork, Work
+from mics_strategy.errors import CommunicationError, LifecycleError
+from tests.comm.networks import Network
+from tests.ranks import RankContext, RankError, RankPool
+
+WITHIN_S = 15.0  # far less than the timeout of a process group
+
+
+class NothingToSee:
+    """In place of a watch: nobody waits in vain."""
+
+    def ask(self, lane: str, what: str, size: str, ranks: frozenset[int]) -> OpId:
+        return OpId(lane, 0, what, size, ranks)
+
+    def look(self, own: OpId) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+
+@contextmanager
+def opened(name: str = "test") -> Iterator[CommThread]:
+    lane = CommThread(name, NothingToSee())
+    try:
+        yield lane
+    finally:
+        lane.close([])
+    assert not threads_of(name)
+
+
+def threads_of(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == f"mics {name}"]
+
+
+def run(runner: Executor, program: CommTask) -> BackendWork | None:
+    return runner.submit("Program", "1 number", frozenset([0]), program)
+
+
+def test_programs_run_one_after_the_other_in_the_order_of_asking() -> None:
+    events: list[tuple[str, int]] = []
+
+    def program(number: int) -> None:
+        events.append(("begin", number))
+        time.sleep(0.001)
+        events.append(("end", number))
+
+    with opened() as lane:
+        works = [run(lane, lambda number=number: program(number)) for number in range(20)]
+        for work in reversed(works):
+            work.wait()
+    assert events == [(what, number) for number in range(20) for what in ("begin", "end")]
+
+
+def test_a_program_runs_while_nobody_waits_for_it() -> None:
+    ran = threading.Event()
+    with opened() as lane:
+        run(lane, ran.set)
+        assert ran.wait(10.0)
+
+
+def test_work_is_completed_when_its_program_has_ended() -> None:
+    go_on = threading.Event()
+    with opened() as lane:
+        work = run(lane, go_on.wait)
+        assert not work.is_completed()
+        go_on.set()
+        work.wait()
+        assert work.is_completed()
+
+
+def test_a_program_that_fails_fails_all_after_it_and_none_before_it() -> None:
+    ran: list[str] = []
+
+    def fail() -> None:
+        raise ValueError("the second")
+
+    with opened() as lane:
+        first, second = run(lane, lambda: ran.append("first")), run(lane, fail)
+        later = [run(lane, lambda: ran.append("later")) for _ in range(3)]
+        first.wait()
+        for work in (second, *later, second):
+            with pytest.raises(ValueError, match="the second"):
+                work.wait()
+        with pytest.raises(ValueError, match="the second"):
+            run(lane, lambda: ran.append("much later")).wait()
+    assert ran == ["first"]
+
+
+def test_a_failure_reaches_all_who_wait() -> None:
+    go_on, found = threading.Event(), []
+
+    def fail() -> None:
+        go_on.wait()
+        raise ValueError("for all")
+
+    def wait_for(work: BackendWork) -> None:
+        try:
+            work.wait()
+        except ValueError as error:
+            found.append(str(error))
+
+    with opened() as lane:
+        work = run(lane, fail)
+        threads = [threading.Thread(target=wait_for, args=(work,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        go_on.set()
+        for thread in threads:
+            thread.join()
+    assert found == ["for all"] * 4
+
+
+@pytest.mark.parametrize("is_lane", [True, False], ids=["lane", "at once"])
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(RuntimeError("connection lost"), CommunicationError), (LifecycleError("too early"), LifecycleError)],
+    ids=["transport", "schedule"],
+)
+def test_errors_of_the_transport_become_errors_of_communication(
+    is_lane: bool, error: Exception, expected: type[Exception]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    with opened() as lane, pytest.raises(expected, match=str(error)):
+        Work("Gather of block", [run(lane if is_lane else InlineExecutor(), fail)]).wait()
+
+
+def test_nothing_of_a_program_is_for_autograd() -> None:
+    with torch.inference_mode():
+        made_elsewhere = torch.zeros(2)
+    found: list[bool] = []
+
+    def program() -> None:
+        found.append(torch.is_inference_mode_enabled())
+        found.append((torch.ones(2, requires_grad=True) * 2).requires_grad)
+        made_elsewhere.add_(1)
+
+    with opened() as lane:
+        run(lane, program).wait()
+    assert found == [True, False]
+    assert made_elsewhere.tolist() == [1.0, 1.0]
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_a_lane_without_programs_has_no_thread_and_closes() -> None:
+    lane = CommThread("idle", NothingToSee())
+    assert not threads_of("idle")
+    lane.close([])
+
+
+def test_closing_twice_and_asking_again_is_fine() -> None:
+    lane, ran = CommThread("again", NothingToSee()), []
+    for number in range(2):
+        run(lane, lambda number=number: ran.append(number)).wait()
+        lane.close([])
+        lane.close([])
+        assert not threads_of("again")
+    assert ran == [0, 1]
+
+
+def test_closing_lets_programs_end_that_can() -> None:
+    ran: list[int] = []
+    with opened() as lane:
+        for number in range(3):
+            run(lane, lambda number=number: (time.sleep(0.05), ran.append(number)))
+    assert ran == [0, 1, 2]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["after success", "after a failure"])
+def test_a_forgotten_lane_ends_its_thread(fails: bool) -> None:
+    def use_and_forget(lane: CommThread) -> None:
+        def program() -> None:
+            if fails:
+                raise ValueError(f"of {lane}")
+
+        work = run(lane, program)
+        with pytest.raises(ValueError, match="Lane") if fails else nullcontext():
+            work.wait()
+
+    use_and_forget(CommThread("forgotten", NothingToSee()))
+    threads = threads_of("forgotten")
+    gc.collect()
+    for thread in threads:
+        thread.join(10.0)
+    assert not threads_of("forgotten")
+
+
+def test_tensors_of_a_program_are_freed_when_it_has_ended() -> None:
+    with opened() as lane:
+        tensor = torch.zeros(2)
+        seen = weakref.ref(tensor)
+        work = run(lane, lambda tensor=tensor: tensor.add_(1))
+        work.wait()
+        del tensor
+        run(lane, lambda: None).wait()
+        gc.collect()
+        assert seen() is None
+
+
+def close_what_never_ends(ctx: RankContext, lanes: int) -> tuple[bool, int]:
+    """Rank 0 asks for what the others never will, in each lane, and stops. Returns whether it failed well."""
+    network = Network(ctx)
+    one, other = network.one, network.other
+    for collective in (one, other):
+        collective.reserve_all_gather(8, torch.float32)
+    network.lend()
+    assert network.gather(8)
+    if ctx.rank:
+        return True, 0
+    handles = [lane.all_gather(torch.empty(8 * lane.size), torch.ones(8), "alone") for lane in (one, other)[:lanes]]
+    start_s = time.monotonic()
+    network.mesh.stop()
+    assert time.monotonic() - start_s < WITHIN_S
+    for handle in handles:
+        with pytest.raises(CommunicationError, match="Gather of alone"):
+            handle.wait()
+    return True, sum(thread.name.startswith("mics ") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize(("world", "per_node"), [(2, 2), (4, 2)])
+def test_closing_ends_programs_that_wait_for_what_never_comes(
+    ranks: RankPool, world: int, per_node: int, lanes: int
+) -> None:
+    assert ranks(world, close_what_never_ends, lanes, ranks_per_node=per_node) == [(True, 0)] * world
+
+
+def close_after_a_peer_has_died(ctx: RankContext) -> None:
+    """Rank 0 waits for ranks 2 and 3, which do nothing; rank 1, to which it is connected, too, dies."""
+    network, has_closed = Network(ctx), ctx.tmp_path / "closed"
+    assert network.gather(8)
+    handle = network.one.all_gather(torch.empty(32), torch.ones(8), "alone") if ctx.rank == 0 else None
+    dist.barrier()
+    if ctx.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        dist.barrier()
+    if handle is None:
+        while not has_closed.exists():
+            time.sleep(0.01)
+        return
+    try:
+        network.mesh.stop()
+        with pytest.raises(CommunicationError, match="Gather of alone"):
+            handle.wait()
+        assert not any(thread.name.startswith("mics ") for thread in threading.enumerate())
+    finally:
+        has_closed.touch()
+
+
+def test_closing_ends_a_program_although_another_peer_has_died(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as failure:
+        ranks(4, close_after_a_peer_has_died)
+    assert list(failure.value.by_rank) == [1], failure.value
+
+
+def fail_in_the_middle(ctx: RankContext) -> bool:
+    """The workspace of the second of three is too small, on all ranks."""
+    network = Network(ctx)
+    one = network.one
+    one.reserve_reduce_scatter(32, torch.float32, torch.float32)
+    network.lend()
+    handles = [
+        one.reduce_scatter(torch.empty(n), torch.zeros(4 * n), False, f"block {i}") for i, n in enumerate((8, 8000, 8))
+    ]
+    handles[0].wait()
+    for handle in handles[1:]:
+        with pytest.raises(LifecycleError, match="were announced"):
+            handle.wait()
+    return True
+
+
+def test_after_a_collective_that_fails_the_lane_gives_no_result(ranks: RankPool) -> None:
+    assert ranks(4, fail_in_the_middle, ranks_per_node=2) == [True] * 4

@@ -1,0 +1,181 @@
+"""Do pieces cover what they cut, and do messages say what is sent?"""
+
+import itertools
+
+import pytest
+import torch
+
+from mics_strategy.comm.codecs.format import Codec
+from mics_strategy.comm.route import (
+    Algorithm,
+    Hop,
+    HopTraffic,
+    Route,
+    SizedRoutes,
+    all_gather_traffic,
+    all_reduce_slice,
+    all_reduce_traffic,
+    chunks_of,
+    is_plain_all_reduce,
+    pipeline_chunks,
+    reduce_scatter_traffic,
+)
+from mics_strategy.comm.traffic import SENT_BYTES
+
+FP32, FP64, BF16, U8 = torch.float32, torch.float64, torch.bfloat16, torch.uint8
+GATHER, REDUCE, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+INT8 = Codec(bits=8, block_size=16)  # 8 numbers: 8 bytes, a scale of 4, in all 16
+NUMELS = (1, 2, 5, 24, 1000, 16_384, 32_767, 32_768, 65_537, 131_072, 150_001, 1_000_003)
+
+
+def route(nodes: int, per_node: int = 1, codec: Codec | None = None, links: str = "slow") -> Route:
+    fast = Hop(axis="intra_node", size=per_node, codec=codec if links == "all" else None)
+    return Route(inter=Hop(axis="inter_node", size=nodes, codec=codec), intra=fast if per_node > 1 else None)
+
+
+def slow(what: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> HopTraffic:
+    return HopTraffic(what, "inter_node", ranks, dtype, full_bytes)
+
+
+def fast(what: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> HopTraffic:
+    return HopTraffic(what, "intra_node", ranks, dtype, full_bytes)
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+def test_pieces_cover_a_slice_once_and_in_order(numel: int) -> None:
+    for itemsize, multiple in itertools.product((1, 2, 4, 8), (1, 2, 3, 6, 64, 256, 65_536, 200_000)):
+        pieces = pipeline_chunks(numel, itemsize, multiple)
+        assert all(end == start for (_, end), (start, _) in itertools.pairwise(pieces))
+        assert (pieces[0][0], pieces[-1][1]) == (0, numel)
+        sizes = [end - start for start, end in pieces]
+        assert all(size > 0 for size in sizes)
+        assert all(size == sizes[0] and size % multiple == 0 for size in sizes[:-1])
+        assert sizes[-1] <= sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("numel", "itemsize", "count"),
+    [(1, 4, 1), (32_767, 4, 1), (32_768, 4, 2), (65_536, 2, 2), (131_072, 4, 8), (10_000_000, 4, 8)],
+)
+def test_a_piece_has_64_kib_or_more_and_there_are_8_at_most(numel: int, itemsize: int, count: int) -> None:
+    assert len(pipeline_chunks(numel, itemsize)) == count
+
+
+def test_nothing_has_no_pieces() -> None:
+    assert pipeline_chunks(0, 4) == []
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+def test_one_stage_goes_as_a_whole_unless_it_is_encoded(numel: int) -> None:
+    assert chunks_of(route(4), numel, 4) == [(0, numel)]
+    assert chunks_of(route(4, codec=INT8), numel, 4) == pipeline_chunks(numel, 4, 16)
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("block", [2, 256, 1000])
+def test_pieces_of_what_is_encoded_hold_whole_blocks_and_equal_shares(numel: int, block: int) -> None:
+    for ranks in (2, 3, 4):
+        padded = -(-numel // ranks) * ranks
+        pieces = chunks_of(route(ranks, 2, Codec(bits=4, block_size=block)), padded, 4, ranks)
+        assert all(start % block == 0 and (end - start) % ranks == 0 for start, end in pieces)
+        assert pieces[-1][1] == padded
+
+
+@pytest.mark.parametrize(
+    ("given", "messages"),
+    [
+        (route(4), [slow(GATHER, 4, FP32, 256)]),
+        (route(4, codec=INT8), [slow(GATHER, 4, U8, 4 * 32)]),
+        (route(4, 2), [slow(GATHER, 4, FP32, 128), fast(GATHER, 2, FP32, 256)]),
+        (route(4, 2, INT8), [slow(GATHER, 4, U8, 4 * 16), fast(GATHER, 2, FP32, 256)]),
+        (route(4, 2, INT8, "all"), [slow(GATHER, 4, U8, 4 * 16), fast(GATHER, 2, U8, 8 * 16)]),
+    ],
+)
+def test_a_gather_of_64_numbers(given: Route, messages: list[HopTraffic]) -> None:
+    assert all_gather_traffic(given, 64, FP32) == messages
+
+
+@pytest.mark.parametrize(
+    ("given", "messages"),
+    [
+        (route(4), [slow(REDUCE, 4, BF16, 128)]),
+        (route(4, codec=INT8), [slow(REDUCE, 4, U8, 4 * 32)]),
+        (route(4, 2), [fast(REDUCE, 2, BF16, 128), slow(REDUCE, 4, BF16, 64)]),
+        (route(4, 2, INT8), [fast(REDUCE, 2, BF16, 128), slow(REDUCE, 4, U8, 4 * 16)]),
+        (route(4, 2, INT8, "all"), [fast(REDUCE, 2, U8, 2 * (32 + 16)), slow(REDUCE, 4, U8, 4 * 16)]),
+    ],
+)
+def test_a_reduction_of_64_numbers(given: Route, messages: list[HopTraffic]) -> None:
+    assert reduce_scatter_traffic(given, 64, BF16) == messages
+
+
+@pytest.mark.parametrize(
+    ("given", "wire", "messages"),
+    [
+        (route(4), FP32, [slow(ALL_REDUCE, 4, FP32, 4 * 61)]),
+        (route(4), BF16, [slow(ALL_REDUCE, 4, BF16, 2 * 64)]),
+        (route(4, codec=INT8), FP32, [slow(ALL_REDUCE, 4, U8, 4 * 32)]),
+        (
+            route(4, 2),
+            BF16,
+            [fast(REDUCE, 2, BF16, 128), slow(ALL_REDUCE, 4, BF16, 64), fast(GATHER, 2, BF16, 128)],
+        ),
+        (
+            route(4, 2, INT8),
+            FP32,
+            [fast(REDUCE, 2, FP32, 512), slow(ALL_REDUCE, 4, U8, 4 * 32), fast(GATHER, 2, FP32, 512)],
+        ),
+        (
+            route(4, 2, INT8, "all"),
+            FP32,
+            [fast(REDUCE, 2, U8, 2 * 80), slow(ALL_REDUCE, 4, U8, 4 * 32), fast(GATHER, 2, FP32, 512)],
+        ),
+    ],
+)
+def test_an_all_reduce_of_61_numbers_that_become_64_or_whole_blocks(
+    given: Route, wire: torch.dtype, messages: list[HopTraffic]
+) -> None:
+    assert all_reduce_traffic(given, 61, wire, FP32) == messages
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+def test_slices_of_an_all_reduce_are_as_small_as_equal_shares_allow(numel: int) -> None:
+    for nodes, per_node in itertools.product((2, 3, 4), (1, 2, 4)):
+        slice_numel = all_reduce_slice(route(nodes, per_node), numel)
+        assert slice_numel % nodes == 0
+        assert numel <= per_node * slice_numel < numel + nodes * per_node + per_node
+
+
+def test_only_one_plain_stage_is_left_to_the_transport() -> None:
+    assert is_plain_all_reduce(route(4), FP32, FP32)
+    assert is_plain_all_reduce(route(4), FP64, FP64)
+    assert not is_plain_all_reduce(route(4), BF16, FP32)
+    assert not is_plain_all_reduce(route(4, codec=INT8), FP32, FP32)
+    assert not is_plain_all_reduce(route(4, 2), FP32, FP32)
+
+
+def test_a_direct_all_reduce_is_made_of_equal_shares() -> None:
+    direct = Route(inter=Hop(axis="inter_node", size=4, algorithm=Algorithm.ALL_TO_ALL))
+    assert not is_plain_all_reduce(direct, FP32, FP32)
+    assert all_reduce_traffic(direct, 61, FP32, FP32) == [slow(ALL_REDUCE, 4, FP32, 4 * 64)]
+
+
+def test_a_route_is_chosen_by_the_bytes_of_the_whole_tensor() -> None:
+    routes = SizedRoutes(hierarchical=route(4, 2), flat=route(8), hierarchical_from_bytes=256)
+    assert [routes.for_bytes(full_bytes) is routes.flat for full_bytes in (0, 255, 256, 1 << 40)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert SizedRoutes(hierarchical=route(4, 2)).for_bytes(0) == route(4, 2)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (2, 8), (8, 2), (64, 8)])
+def test_a_node_sends_p_minus_k_of_p_shares_of_what_it_gathers_or_reduces(nodes: int, per_node: int) -> None:
+    """MiCS (arXiv:2205.00119) section 3.3."""
+    world, numel = nodes * per_node, 512 * 1024
+    for messages in (all_gather_traffic, reduce_scatter_traffic):
+        over_slow = next(m for m in messages(route(nodes, per_node), numel, FP32) if m.axis == "inter_node")
+        sent = per_node * SENT_BYTES[over_slow.collective](over_slow.full_bytes, nodes)
+        assert sent == (world - per_node) * 4 * numel // world

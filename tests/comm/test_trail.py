@@ -1,0 +1,53 @@
+"""Does one number per rank tell whether trails agree?"""
+
+import pytest
+
+from mics_strategy.comm.desync import CollectiveFingerprint, first_mismatch
+
+
+def _trails(*moved: str) -> list[dict[str, CollectiveFingerprint]]:
+    """One group; what each of its ranks has moved, a letter each."""
+    ranks = tuple(range(4, 4 + len(moved)))
+    by_rank: list[dict[str, CollectiveFingerprint]] = [{} for _ in range(4)]
+    for index, letters in enumerate(moved):
+        trail = CollectiveFingerprint(ranks=ranks, index=index)
+        for letter in letters:
+            trail.update(letter)
+        by_rank.append({"gathers": trail})
+    return by_rank
+
+
+def _balance(*moved: str) -> int:
+    return sum(trail.digest for of_rank in _trails(*moved) for trail in of_rank.values())
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("moved", ["", "a", "abcab", "a" * 1000])
+def test_equal_trails_are_in_balance(size: int, moved: str) -> None:
+    assert _balance(*[moved] * size) == 0
+
+
+@pytest.mark.parametrize("moved", [("ab", "ba"), ("ab", "ab", "a"), ("", "a"), ("abc", "abd", "abd"), ("aab", "abb")])
+def test_different_trails_are_not(moved: tuple[str, ...]) -> None:
+    assert _balance(*moved) != 0
+
+
+def test_balances_of_a_thousand_ranks_fit_into_32_bits() -> None:
+    largest = max(
+        abs(CollectiveFingerprint(ranks=tuple(range(1024)), index=0, _hash=hash_).digest)
+        for hash_ in range(0, 2**20, 997)
+    )
+    assert 3 * largest < 2**31
+
+
+@pytest.mark.parametrize(
+    ("moved", "words"),
+    [
+        (("abc", "adc"), "as transfer 1 of gathers, rank 4 moved `b` and rank 5 moved `d`"),
+        (("abc", "abc", "ab"), "as transfer 2 of gathers, rank 4 moved `c` and rank 6 moved nothing"),
+        (("x" * 300 + "a", "x" * 300 + "b"), "as transfer 300 of gathers, rank 4 moved `a` and rank 5 moved `b`"),
+        (("a" + "x" * 300, "b" + "x" * 300), "they parted more transfers ago than are kept"),
+    ],
+)
+def test_first_difference_is_named(moved: tuple[str, ...], words: str) -> None:
+    assert first_mismatch(_trails(*moved)) == words

@@ -1,0 +1,69 @@
+"""What happened in which order: collectives started and waited for, units computed. Spies; nothing is replaced."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from mics_strategy.comm.communicator import Communicator
+from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator
+from mics_strategy.comm.work import Work
+
+
+@contextmanager
+def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
+    """Events of the model inside the context.
+
+    ``start KIND UNIT`` and ``wait KIND UNIT`` for collectives, ``forward UNIT`` when a unit's forward has ended,
+    ``backward UNIT`` when the gradient of its input is known.
+    """
+    events: list[str] = []
+    names = {module: name for name, module in model.named_modules() if isinstance(module, units)}
+    hooks = [module.register_forward_hook(_forward(events, name)) for module, name in names.items()]
+    hooks += [module.register_full_backward_hook(_backward(events, name)) for module, name in names.items()]
+    originals = {
+        (owner, name): getattr(owner, name)
+        for owner, names in (
+            (Communicator, ("all_gather", "reduce_scatter", "all_reduce")),
+            (PeerMemoryCommunicator, ("all_gather", "reduce_scatter")),
+        )
+        for name in names
+    }
+    wait = Work.wait
+    labels: dict[int, str] = {}
+
+    def spied_wait(handle: Work) -> None:
+        label = labels.pop(id(handle), None)
+        wait(handle)
+        if label is not None:
+            events.append(f"wait {label}")
+
+    def spy(original, kind: str):
+        def started(self, *args, **kwargs):
+            label = f"{kind} {args[-1]}"
+            events.append(f"start {label}")
+            handle = original(self, *args, **kwargs)
+            labels[id(handle)] = label
+            return handle
+
+        return started
+
+    for (owner, kind), original in originals.items():
+        setattr(owner, kind, spy(original, kind))
+    Work.wait = spied_wait
+    try:
+        yield events
+    finally:
+        Work.wait = wait
+        for (owner, kind), original in originals.items():
+            setattr(owner, kind, original)
+        for hook in hooks:
+            hook.remove()
+
+
+def _forward(events: list[str], name: str):
+    return lambda *_: events.append(f"forward {name}")
+
+
+def _backward(events: list[str], name: str):
+    return lambda *_: events.append(f"backward {name}")

@@ -1,0 +1,156 @@
+"""Do optimizers that treat their tensors oddly, or whose step raises, leave what they leave on the plain model?"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from mics_strategy.errors import LifecycleError
+from tests import models
+from tests.engine.loops import Body, Loop, Seen, assert_same_loop
+from tests.engine.optimizer.far_looking import Simple
+from tests.engine.training import Run, assert_same, presets, start, whole
+from tests.ranks import RankContext, RankPool
+
+NAMES = ("ddp", "zero1", "mics", "paro-iig")
+
+
+class Rebinding(Simple):
+    """A new tensor for the state in every step."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        state["sum"] = state["sum"] * 0.9 + p.grad if "sum" in state else p.grad.clone()
+        p.add_(state["sum"], alpha=-group["lr"])
+
+
+class NewData(Simple):
+    """New memory for the tensor in every step."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        p.data = p.data - group["lr"] * p.grad
+
+
+class Freeing(Simple):
+    """Drops each gradient that it has used."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=group["lr"])
+        p.grad = None
+
+
+class FreeingAfterwards(SGD):
+    """As a subclass of an optimizer of torch."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
+class Raising(SGD):
+    """Raises in its second step."""
+
+    count = 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self.count += 1
+        if self.count == 2:
+            raise ZeroDivisionError
+        super().step(closure)
+
+
+def stepping(loop: Loop, make: Callable[..., Optimizer], zeroes: bool) -> Seen:
+    optimizer, seen = make(loop.parameters()), []
+    for step in range(5):
+        loop.backward(step)
+        optimizer.step()
+        seen += [loop.values(), loop.grads()]
+        if zeroes:
+            optimizer.zero_grad()
+    return seen
+
+
+def after_raising(loop: Loop, zeroes_first: bool) -> Seen:
+    """The loop goes on when a step has raised; its gradients must be gone, or still there, as in torch."""
+    optimizer, seen = Raising(loop.parameters(), lr=0.1, momentum=0.9), []
+    for step in range(4):
+        if zeroes_first:
+            optimizer.zero_grad()
+        loop.backward(step)
+        try:
+            optimizer.step()
+        except ZeroDivisionError:
+            assert step == 1
+        if not zeroes_first:
+            optimizer.zero_grad()
+        seen.append(loop.values())
+    return seen
+
+
+def saved_after_raising(loop: Loop) -> Seen:
+    optimizer = Raising(loop.parameters(), lr=0.1, momentum=0.9)
+    loop.step(0, optimizer)
+    loop.backward(1)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    state = optimizer.state_dict()["state"]
+    return [{f"{index} {key}": whole(value) for index in state for key, value in state[index].items()}]
+
+
+BODIES: dict[str, Body] = {
+    "states that are rebound": partial(stepping, make=Rebinding, zeroes=True),
+    "new memory": partial(stepping, make=NewData, zeroes=True),
+    "gradients dropped": partial(stepping, make=Freeing, zeroes=False),
+    "gradients dropped by a subclass": partial(stepping, make=partial(FreeingAfterwards, lr=0.1), zeroes=False),
+    "after a step that raised": partial(after_raising, zeroes_first=False),
+    "zeroed before, after a step that raised": partial(after_raising, zeroes_first=True),
+    "saved after a step that raised": saved_after_raising,
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("case", [models.mlp, models.scalar], ids=lambda case: case.__name__)
+def test_odd_optimizer_leaves_what_it_leaves_on_the_plain_model(
+    ranks: RankPool, case: Callable[[], models.Case], body: str
+) -> None:
+    runs = [Run(case=case, config=config, accumulation=2) for config in presets(NAMES)]
+    assert_same_loop(ranks, 2, runs, BODIES[body])
+
+
+def unfreeze_and_go_on(ctx: RankContext, run: Run, frozen: str) -> dict[str, Tensor]:
+    """A forward is refused because a parameter has no memory for gradients; frozen again, training goes on."""
+    training = start(ctx, run)
+    training.step(0)
+    unfrozen = [p for name, p in training.model.named_parameters() if name.startswith(frozen)]
+    were = [p.requires_grad for p in unfrozen]
+    for p in unfrozen:
+        p.requires_grad_(True)
+    with pytest.raises(LifecycleError, match="was frozen when the model was sharded"):
+        training.loss(1)
+    for p, requires_grad in zip(unfrozen, were, strict=True):
+        p.requires_grad_(requires_grad)
+    for step in (1, 2):
+        training.step(step)
+    return training.parameters()
+
+
+@pytest.mark.parametrize("frozen", ["embedding", "blocks.0", "blocks.1.up"])
+@pytest.mark.parametrize("preset", NAMES)
+def test_training_goes_on_after_an_unfreezing_that_was_refused(ranks: RankPool, preset: str, frozen: str) -> None:
+    [config] = presets((preset,))
+    run = Run(case=models.frozen, config=config, optimizer="sgd")
+    case = models.frozen()
+    model = case.build()
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(3):
+        for rank in range(2):
+            (case.loss(model, case.batch(step, 0, rank)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks(2, unfreeze_and_go_on, run, frozen):
+        assert_same(found, {name: p.detach() for name, p in model.named_parameters()})

@@ -1,0 +1,184 @@
+"""Is it found out how far an optimizer looks?"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
+from tests.engine.optimizer.far_looking import ByRow, Clipping, CountingAll, Lamb, Late, Simple
+from tests.engine.training import OPTIMIZERS
+
+CPU = torch.device("cpu")
+
+
+class ByFlag(Simple):
+    """One way or the other, as the group says."""
+
+    def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        return p.grad * p.norm() if group["is_whole"] else p.grad
+
+
+class Wrapper(Optimizer):
+    """Shares groups and states of another optimizer, and steps it."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base = base
+        super().__init__(base.param_groups, base.defaults)
+        self.param_groups = base.param_groups
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self.base.step()
+
+
+class Stubborn(Simple):
+    """Cannot be copied."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.thing = (each for each in ())
+
+
+steps_seen = 0
+shapes_seen: list[int] = []
+
+
+def note(tensor: Tensor) -> None:
+    """What an author writes to find out what his optimizer does."""
+    global steps_seen
+    steps_seen += 1
+    shapes_seen.append(tensor.dim())
+
+
+def counting(kinds: list[type[Optimizer]]) -> type[Optimizer]:
+    calls = 0
+
+    class Counting(Simple):
+        """Counts in its class, in its instance, in its module and around itself."""
+
+        of_class = 0
+        seen: dict[str, int] = {}  # noqa: RUF012
+
+        def __init__(self, params: Iterable[Any]) -> None:
+            super().__init__(params)
+            self.of_instance = 0
+
+        def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+            nonlocal calls
+            note(p)
+            calls += 1
+            Counting.of_class += 1
+            type(self).of_class += 1
+            self.seen["steps"] = self.seen.get("steps", 0) + 1
+            self.of_instance += 1
+            return super().change(p, group) * p.norm()
+
+        @staticmethod
+        def calls() -> int:
+            return calls
+
+    kinds.append(Counting)
+    return Counting
+
+
+def test_a_trial_does_not_reach_what_the_author_counts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mics_strategy")
+    made: list[Any] = []
+    optimizer = counting(made)(parameters())
+    assert locality_by_group(optimizer, CPU) == [UpdateLocality.PER_TENSOR]
+    (kind,) = made
+    assert (kind.calls(), kind.of_class, kind.seen, steps_seen, shapes_seen) == (0, 0, {}, 0, [])
+    assert vars(optimizer)["of_instance"] == 0
+    assert "Counting is not known; steps on small tensors" in caplog.text
+    assert "the class itself" not in caplog.text
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape)) for shape in ((8, 3), (5,), (), (6, 4), (2, 3, 3, 3))]
+
+
+def reach(make: Callable[[list[nn.Parameter]], Optimizer]) -> list[UpdateLocality]:
+    return locality_by_group(make(parameters()), CPU)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_of_torch_look_at_elements(name: str) -> None:
+    """Tried as a class that is not torch's own."""
+    make: Any = OPTIMIZERS[name]
+    cls = type("Other", (make.func,), {})
+    assert reach(lambda params: cls(params, **make.keywords)) == [UpdateLocality.ELEMENTWISE]
+
+
+@pytest.mark.parametrize("cls", [Lamb, ByRow, Late, torch.optim.Adafactor])
+def test_whole_tensors_are_seen_to_be_needed(cls: type[Optimizer]) -> None:
+    assert reach(cls) == [UpdateLocality.PER_TENSOR]
+
+
+def test_rows_that_look_at_themselves_only_are_no_elements() -> None:
+    """Tensors may be cut along another dimension than the first."""
+    assert reach(lambda params: ByRow([p for p in params if p.dim() == 2])) == [UpdateLocality.PER_TENSOR]
+
+
+@pytest.mark.parametrize("cls", [Clipping, CountingAll])
+def test_all_tensors_are_seen_to_be_needed(cls: type[Optimizer]) -> None:
+    assert reach(cls) == [UpdateLocality.GLOBAL]
+
+
+def test_muon_needs_whole_tensors() -> None:
+    assert reach(lambda params: torch.optim.Muon([p for p in params if p.dim() == 2])) == [UpdateLocality.PER_TENSOR]
+
+
+def test_a_name_counts_where_a_trial_would_come_too_early() -> None:
+    assert reach(type("DistributedShampoo", (Simple,), {})) == [UpdateLocality.PER_TENSOR]
+
+
+def test_every_group_has_its_own_reach() -> None:
+    def make(params: list[nn.Parameter]) -> Optimizer:
+        groups = [{"params": params[:2], "is_whole": True}, {"params": params[2:], "is_whole": False}]
+        return ByFlag(groups)
+
+    assert reach(make) == [UpdateLocality.PER_TENSOR, UpdateLocality.ELEMENTWISE]
+
+
+def test_a_rate_that_is_still_zero_hides_nothing() -> None:
+    assert reach(partial(Lamb, lr=0.0)) == [UpdateLocality.PER_TENSOR]
+
+
+@pytest.mark.parametrize(
+    ("base", "expected"),
+    [(SGD, UpdateLocality.ELEMENTWISE), (Lamb, UpdateLocality.PER_TENSOR), (Clipping, UpdateLocality.GLOBAL)],
+)
+def test_a_wrapper_looks_as_far_as_what_it_wraps(base: type[Optimizer], expected: UpdateLocality) -> None:
+    assert reach(lambda params: Wrapper(base(params, lr=0.1))) == [expected]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda params: type("Other", (AdamW,), {})(params), Lamb, lambda params: Wrapper(SGD(params, lr=0.1))]
+)
+def test_a_trial_leaves_everything_as_it_was(make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+    params = parameters()
+    optimizer = make(params)
+    LambdaLR(optimizer, lambda step: 0.5)  # replaces `step` of the object
+    for p in params:
+        p.grad = torch.ones_like(p)
+    before, random_state = copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
+    calls: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    locality_by_group(optimizer, CPU)
+    assert calls == []
+    assert optimizer.state_dict() == before
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(p, torch.ones_like(p)) and torch.equal(p.grad, torch.ones_like(p)) for p in params)
+
+
+def test_an_optimizer_that_cannot_be_tried_is_said_to_be_trusted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert reach(Stubborn) == [UpdateLocality.ELEMENTWISE]
+    assert "Stubborn could not be tried" in caplog.text

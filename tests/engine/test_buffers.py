@@ -1,0 +1,254 @@
+"""Are buffers that a training forward reads and writes those that plain data parallel training has?"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from mics_strategy import ConfigError, ShardConfig, Topology, shard
+from mics_strategy.comm.transport import Transport
+from tests.engine.training import forget_meshes
+from tests.ranks import RankContext, RankPool
+
+NODES = Topology(ranks_per_node=2)
+CONFIGS = {
+    "mics": ShardConfig.preset("mics", topology=NODES),
+    "zero3": ShardConfig.preset("zero3"),
+    "zero2": ShardConfig.preset("zero2"),
+    "ddp": ShardConfig.preset("ddp"),
+}
+
+
+class Coded(nn.Module):
+    """Adds the nearest row of a codebook that follows the data, and rows of a table that nobody changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("codebook", torch.arange(24.0).view(6, 4) / 24)
+        self.register_buffer("seen", torch.zeros(6, dtype=torch.int64))
+        self.register_buffer("is_used", torch.zeros(6, dtype=torch.bool), persistent=False)
+        self.register_buffer("table", torch.linspace(-1, 1, 4 * 8192).view(-1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.mix(x))
+        nearest = torch.cdist(x.detach(), self.codebook).argmin(1)
+        coded = self.codebook[nearest]
+        if self.training and torch.is_grad_enabled():
+            self.codebook.data[nearest] += 0.1 * (x.detach() - coded)  # past the version counter
+            self.seen[nearest] += 1
+            self.is_used.logical_or_(self.seen > 0)
+        return x + coded.detach() * x + self.table[nearest + 7]
+
+
+class Model(nn.Module):
+    """Two of them; may recompute the first."""
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Coded(), Coded()])
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        x = checkpoint(first, x, use_reentrant=False) if self.recomputes else first(x)
+        return second(x)
+
+
+def batch(rank: int, number: int) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """Bytes of each broadcast."""
+    sizes: list[int] = []
+    stock = Transport.broadcast
+
+    def broadcast(self: Transport, tensor: Tensor, source: int) -> Any:
+        sizes.append(tensor.numel() * tensor.itemsize)
+        return stock(self, tensor, source)
+
+    with mock.patch.object(Transport, "broadcast", broadcast):
+        yield sizes
+
+
+def contents(model: nn.Module) -> dict[str, Tensor]:
+    return {name.removeprefix("module."): buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def compare(ctx: RankContext, name: str, accumulation: int, says: bool, recomputes: bool) -> list[int]:
+    """Train both ways for four steps, with an evaluation; returns what was broadcast."""
+    forget_meshes()
+    torch.manual_seed(5)
+    model = Model(recomputes)
+    plain = DistributedDataParallel(copy.deepcopy(model))
+    if ctx.rank:
+        model.layers[0].codebook.mul_(1 + ctx.rank)  # rank 0's count from the beginning
+    sharded = shard(model, CONFIGS[name], units=[Coded])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    with counting() as sizes:
+        for step in range(4):
+            for micro in range(accumulation):
+                is_last = micro == accumulation - 1 or not says
+                x = batch(ctx.rank, 10 * step + micro)
+                with contextlib.nullcontext() if is_last else plain.no_sync():
+                    expected = plain(x).square().mean()
+                    expected.backward()
+                with sharded.micro_step(micro, of=accumulation) if says else contextlib.nullcontext():
+                    found = model(x).square().mean()
+                    own = contents(model)
+                    found.backward()
+                torch.testing.assert_close(found, expected, msg=f"step {step}, micro-step {micro}")
+                if not recomputes:  # which updates them once more, here as there
+                    torch.testing.assert_close(own, contents(plain))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step < 3:  # what the evaluation has gathered is still there
+                assert all(row.planned_bytes == row.sent_bytes for row in sharded.traffic())
+            if step == 2:
+                plain.eval(), model.eval()
+                with torch.no_grad():
+                    torch.testing.assert_close(model(batch(0, step)), plain(batch(0, step)))
+                plain.train(), model.train()
+    return sizes
+
+
+def cases() -> Iterator[Any]:
+    for name in CONFIGS:
+        for accumulation, says in ((1, False), (3, True), (3, False)):
+            if CONFIGS[name].params != "none" or accumulation == 1 or says:
+                for recomputes in (False, True)[: 1 + (name in ("mics", "ddp"))]:
+                    yield name, accumulation, says, recomputes
+
+
+@pytest.mark.parametrize(("name", "accumulation", "says", "recomputes"), list(cases()))
+def test_buffers_in_training_are_those_of_ddp(
+    ranks: RankPool, name: str, accumulation: int, says: bool, recomputes: bool
+) -> None:
+    sizes = ranks(4, compare, name, accumulation, says, recomputes, ranks_per_node=2)
+    changing = 2 * (4 * 6 * 4 + 8 * 6 + 6 + 4 * 4 * 2 + 8)
+    is_whole = CONFIGS[name].params == "none"
+    num_sent = 4 if is_whole else 3 if says or accumulation == 1 else 3 * accumulation + 2
+    assert sizes[0] == [changing] * num_sent  # without the tables, which were sent when the model was sharded
+    assert sizes == [sizes[0]] * 4
+
+
+def left_alone(ctx: RankContext) -> tuple[list[int], dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(5)
+    model = Model()
+    shard(model, ShardConfig.preset("zero3", broadcast_buffers=False), units=[Coded])
+    with counting() as sizes:
+        for step in range(2):
+            model(batch(ctx.rank, step)).sum().backward()
+        in_training = list(sizes)
+        before = contents(model)
+        model.eval()
+        with torch.no_grad():
+            model(batch(0, 0))
+    return in_training, before, contents(model)
+
+
+def test_buffers_may_be_left_to_each_rank_until_the_model_is_evaluated(ranks: RankPool) -> None:
+    (sent, first, after), (_, second, also_after) = ranks(2, left_alone)
+    assert sent == []
+    assert not torch.equal(first["layers.0.codebook"], second["layers.0.codebook"])
+    for name, value in first.items():
+        assert torch.equal(value, after[name])
+        assert torch.equal(value, also_after[name])
+
+
+def of_different_length(ctx: RankContext, preset: str) -> dict[str, Tensor]:
+    """Rank 1 skips a forward, and runs another one of a part of the model alone."""
+    torch.manual_seed(5)
+    model = Model()
+    shard(model, preset, units=[Coded])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if ctx.rank == 0 or step != 1:
+            model(batch(ctx.rank, step)).sum().backward()
+        model.layers[0](batch(ctx.rank, step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return contents(model)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1"])
+def test_ranks_that_run_different_forwards_do_not_wait(ranks: RankPool, preset: str) -> None:
+    first, second = ranks(2, of_different_length, preset, timeout_s=20.0)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+class Caching(nn.Module):
+    """Keeps what the first forward computes, in whatever mode that is, and uses it in later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.register_buffer("cached", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cached is None:
+            self.cached = torch.full((4,), x[0, 0].item())
+        return self.mix(x) * (self.cached if not self.training else self.cached.clone())
+
+
+def cached(ctx: RankContext) -> list[float]:
+    model = Caching().eval()
+    shard(model, "mics")
+    found = []
+    for _ in range(2):
+        with torch.inference_mode():
+            model.eval()(batch(ctx.rank, 0))
+            found.append(model.cached[0].item())
+        model.train()(batch(ctx.rank, 1)).sum().backward()
+        found.append(model.cached[0].item())
+    return found
+
+
+def test_buffers_made_in_inference_mode_are_taken_over_too(ranks: RankPool) -> None:
+    first, second = ranks(2, cached)
+    assert first == [first[0]] * 4
+    assert second == [second[0]] * 2 + [first[0]] * 2
+    assert first[0] != second[0]
+
+
+class Nested(nn.Module):
+    """Calls itself, as a step of a LightningModule does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+        return self(self.norm(x), depth - 1) if depth else self.norm(x)
+
+
+def nested(ctx: RankContext, with_buffers: bool) -> list[int]:
+    model = Nested() if with_buffers else nn.Linear(4, 4)
+    shard(model, "mics")
+    with counting() as sizes:
+        for step in range(3):
+            model(batch(ctx.rank, step)).sum().backward()
+    return sizes
+
+
+def test_a_forward_sends_once_and_nothing_where_there_are_no_buffers(ranks: RankPool) -> None:
+    assert ranks(2, nested, True) == [[4 * 4 * 2 + 8] * 2] * 2
+    assert ranks(2, nested, False) == [[]] * 2
+
+
+def test_another_word_than_true_and_false_is_refused() -> None:
+    with pytest.raises(ConfigError, match="broadcast_buffers='no'"):
+        ShardConfig(broadcast_buffers="no")  # type: ignore[arg-type]

@@ -1,0 +1,325 @@
+"""Is what travels as several tensors in one launch the same as one flat tensor? On simulated ranks, real values."""
+
+import collections
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mics_strategy import ConfigError, ShardConfig, Topology
+from mics_strategy.comm.coalesced import CoalescedCommunicator, RowViews
+from mics_strategy.comm.transport import Transport
+from mics_strategy.comm.work import Work
+from mics_strategy.engine.grad_bucket import GradBucket
+from mics_strategy.engine.layout import make_layout
+from mics_strategy.engine.streams import OpChain
+from mics_strategy.tuning import coalesce as coalescing
+from mics_strategy.tuning import coalesce_benchmark
+from tests import models
+from tests.engine.training import Outcome, Run, assert_same, forget_meshes, plain, start, train
+from tests.models import Case
+from tests.ranks import RankContext, RankPool, raises_on_every_rank, simulate
+from tests.reference import Batch
+
+Counts = collections.Counter[str]
+MOVERS = ("all_gather_coalesced", "reduce_scatter_coalesced", "all_gather", "exchange")
+PRESETS = ("mics", "zero1", "zero2", "zero3", "zeropp", "paro-iig", "paro-nii", "paro-ing")
+
+
+@pytest.fixture(autouse=True)
+def _forget_meshes() -> None:
+    forget_meshes()
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """How often each way to move tensors is used, on any rank."""
+    counts: Counts = collections.Counter()
+
+    def counting(name: str) -> Callable[..., Any]:
+        method = getattr(Transport, name)
+
+        def count(*arguments: Any) -> Any:
+            counts[name] += 1
+            return method(*arguments)
+
+        return count
+
+    with mock.patch.multiple(Transport, **{name: counting(name) for name in MOVERS}):
+        yield counts
+
+
+def _train(ctx: RankContext, run: Run) -> Outcome:
+    return train(ctx, run)
+
+
+def run_of(preset: str, case: Case = models.transformer, **options: Any) -> Run:
+    config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), **options)
+    return Run(case=case, config=config, steps=2, accumulation=2)
+
+
+class Even(nn.Module):
+    """First dimensions that 4 and 8 divide. One layer is used by some ranks only, one twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(16, 16)
+        self.sometimes = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
+        x = torch.tanh(self.twice(torch.tanh(self.twice(x))))
+        return self.sometimes(x) if uses_all else x
+
+
+class EvenAndUneven(nn.Module):
+    """Two such units, and a root that takes the flat form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Even(), Even(), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, uses_all: bool) -> Tensor:
+        return self.head(self.second(self.first(x, uses_all), uses_all))
+
+
+def even() -> Case:
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return EvenAndUneven()
+
+    def batch(step: int, micro: int, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+        x, y = torch.randn(4, 16, generator=generator), torch.randn(4, 3, generator=generator)
+        return {"x": x, "y": y, "uses_all": step != 1 and (micro + rank) % 2 == 0}
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.mse_loss(model(batch["x"], batch["uses_all"]), batch["y"])
+
+    return Case(build=build, batch=batch, loss=loss, units=(Even,))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_it_trains_as_plain_does_in_one_launch_for_a_unit(preset: str) -> None:
+    run = run_of(preset, coalesce=True)
+    trace = plain(run, 4)
+    with counted() as counts:
+        outcomes = simulate(4, _train, run, ranks_per_node=2)
+    for outcome in outcomes:
+        assert outcome.grad_norms == pytest.approx(trace.grad_norms, rel=1e-5)
+        assert_same(outcome.grads[-1], trace.grads[-1])
+        assert_same(outcome.parameters, trace.parameters)
+    assert counts["all_gather_coalesced"]
+    assert bool(counts["reduce_scatter_coalesced"]) is (run.config.grads != "none")
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero2", "zero3", "paro-iig"])
+@pytest.mark.parametrize("per_node", [2, 4], ids=["2x4", "4x2"])
+def test_units_that_are_not_even_take_the_flat_form_beside_the_others(preset: str, per_node: int) -> None:
+    run = run_of(preset, even, coalesce=True).replace(steps=3)
+    run = run.replace(config=run.config.replace(topology=Topology(ranks_per_node=per_node)))
+    trace = plain(run, 8)
+    with counted() as counts:
+        outcomes = simulate(8, _train, run, ranks_per_node=per_node)
+    for outcome in outcomes[::7]:
+        assert outcome.grad_norms == pytest.approx(trace.grad_norms, rel=1e-5)
+        assert_same(outcome.grads[-1], trace.grads[-1])
+        assert_same(outcome.parameters, trace.parameters)
+    assert (
+        min(counts[name] for name in ("all_gather_coalesced", "all_gather", "reduce_scatter_coalesced", "exchange")) > 0
+    )
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero3"])
+def test_the_same_bytes_are_planned_and_issued_and_the_same_numbers_computed(preset: str) -> None:
+    coalesced, flat = (
+        simulate(4, _account, run_of(preset, coalesce=coalesce), ranks_per_node=2) for coalesce in (True, False)
+    )
+    for (parameters, rows), (flat_parameters, flat_rows) in zip(coalesced, flat, strict=True):
+        assert_same(parameters, flat_parameters)
+        assert rows == flat_rows
+        assert all(row.planned_bytes == row.sent_bytes > 0 for row in rows)
+
+
+def _account(ctx: RankContext, run: Run) -> tuple[dict[str, Tensor], object]:
+    training = start(ctx, run)
+    for step in range(3):
+        training.step(step)
+    return training.parameters(), training.sharded.traffic()
+
+
+def test_narrow_gradients_are_summed_in_one_launch() -> None:
+    options = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
+    with counted() as counts:
+        one = simulate(4, _train, run_of("mics", coalesce=True, **options), ranks_per_node=2)
+    assert counts["reduce_scatter_coalesced"]
+    other = simulate(4, _train, run_of("mics", coalesce=False, **options), ranks_per_node=2)
+    for name, value in one[0].parameters.items():
+        assert torch.allclose(value, other[0].parameters[name], atol=2e-3)
+
+
+def test_gradients_of_another_dtype_than_the_wires_are_copied_and_parameters_are_not() -> None:
+    with counted() as counts:
+        simulate(4, _train, run_of("mics", coalesce=True, param_dtype="bfloat16"), ranks_per_node=2)
+    assert counts["all_gather_coalesced"]
+    assert not counts["reduce_scatter_coalesced"]
+
+
+def test_what_needs_no_flat_form_has_no_memory_for_one() -> None:
+    def stagings(ctx: RankContext, run: Run) -> int:
+        return start(ctx, run).sharded.memory.bytes_by_purpose.get("gather stagings", 0)
+
+    coalesced, flat = (simulate(2, stagings, run_of("mics", coalesce=coalesce)) for coalesce in (True, False))
+    assert max(coalesced) < min(flat)  # the root is not even
+
+
+ALL_ENCODED = {"weight_codec": "int8", "grad_codec": "int8", "codec_links": "all"}
+
+
+@pytest.mark.parametrize("options", [{"case": models.mlp}, ALL_ENCODED], ids=["uneven", "encoded"])
+def test_it_is_refused_where_nothing_can_be_coalesced(options: dict[str, Any]) -> None:
+    run = run_of("mics", coalesce=True, **options)
+    raises_on_every_rank(lambda: simulate(4, _train, run, ranks_per_node=2), ConfigError, "no unit can be moved so")
+
+
+def _refused(ctx: RankContext) -> str:
+    with pytest.raises(ConfigError, match="another backend than gloo") as refused:
+        start(ctx, run_of("mics", coalesce=True))
+    return str(refused.value)
+
+
+def test_gloo_refuses_it_on_every_rank(ranks: RankPool) -> None:
+    assert len(set(ranks(2, _refused))) == 1
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes", "none"])
+def test_other_words_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="coalesce"):
+        ShardConfig(coalesce=value)
+
+
+def _choose(ctx: RankContext, run: Run) -> list[tuple[bool, bool]]:
+    units = start(ctx, run).sharded._engine.units
+    return [(b.spec.coalesce_all_gather, b.spec.coalesce_reduce_scatter) for unit in units for b in unit.buckets]
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_what_is_faster_is_chosen_said_and_kept(
+    is_faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(coalescing, "backend_key", lambda group, device: "threads")
+    measured: list[str] = []
+
+    def measure(question: coalesce_benchmark.Candidate, *arguments: Any) -> coalesce_benchmark.Measurement:
+        answer = real(question, *arguments)
+        assert min(answer.flat_s, answer.coalesced_s) > 0
+        measured.append(question.role)
+        return coalesce_benchmark.Measurement(flat_s=2.0, coalesced_s=1.0 if is_faster else 3.0)
+
+    real = coalesce_benchmark.benchmark
+    monkeypatch.setattr(coalesce_benchmark, "benchmark", measure)
+    run = run_of("mics", even)
+    expected = [(False, False), (is_faster, is_faster), (is_faster, is_faster)]
+    assert simulate(2, _choose, run, ranks_per_node=2) == [expected] * 2
+    assert sorted(measured) == [
+        "param_all_gather",
+        "param_all_gather",
+        "grad_reduce_scatter",
+        "grad_reduce_scatter",
+    ]  # two ranks; units of equal shapes once
+    said = capsys.readouterr().out
+    chosen = "one launch" if is_faster else "flat"
+    assert said.count(f"of 4 tensors, 2,176 B: {chosen}, measured now") == 2
+    assert simulate(2, _choose, run, ranks_per_node=2) == [expected] * 2  # another job
+    assert len(measured) == 4
+    assert capsys.readouterr().out.count(f"{chosen}, measured by a job before") == 2
+
+
+def test_one_and_two_stages_are_measured_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(coalescing, "backend_key", lambda group, device: "threads")
+    measure, asked = coalesce_benchmark.benchmark, []
+
+    def watched(question: coalesce_benchmark.Candidate, *arguments: Any) -> coalesce_benchmark.Measurement:
+        asked.append((question.role, question.num_stages))
+        return measure(question, *arguments)
+
+    monkeypatch.setattr(coalesce_benchmark, "benchmark", watched)
+    for hierarchical in (True, False, True):
+        simulate(4, _choose, run_of("zero3", even, hierarchical=hierarchical), ranks_per_node=2)
+    assert sorted(set(asked)) == [
+        ("param_all_gather", 1),
+        ("param_all_gather", 2),
+        ("grad_reduce_scatter", 1),
+        ("grad_reduce_scatter", 2),
+    ]
+    assert len(asked) == 4 * 4  # ranks; the third job asks for nothing
+
+
+def test_nothing_is_measured_where_times_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coalesce_benchmark, "benchmark", None)
+    assert simulate(2, _choose, run_of("mics", even), ranks_per_node=2) == [[(False, False)] * 3] * 2
+
+
+def test_gradients_that_arrive_twice_are_added_in_the_flat_form() -> None:
+    collect, run = GradBucket.add, run_of("mics", even, coalesce=True)
+    trace = plain(run, 4)
+
+    def in_halves(self: GradBucket, position: int, grad: Tensor) -> None:
+        for _ in range(2):
+            collect(self, position, grad / 2)
+
+    with counted() as counts, mock.patch.object(GradBucket, "add", in_halves):
+        [outcome, *_] = simulate(4, _train, run, ranks_per_node=2)
+    assert counts["reduce_scatter_coalesced"]
+    assert_same(outcome.parameters, trace.parameters)
+
+
+def test_a_sum_holds_its_gradients() -> None:
+    reduce, held = CoalescedCommunicator.reduce_scatter, []
+
+    def watched(self: CoalescedCommunicator, out: Tensor, fulls: list[Tensor], *arguments: Any) -> Work:
+        handle = reduce(self, out, fulls, *arguments)
+        held.append(handle.keepalive is fulls and len(fulls) > 0)
+        return handle
+
+    with mock.patch.object(CoalescedCommunicator, "reduce_scatter", watched):
+        simulate(2, _train, run_of("mics", coalesce=True))
+    assert held
+    assert all(held)
+
+
+def test_gradients_live_until_the_sum_has_been_waited_for() -> None:
+    kept = [torch.zeros(3)]
+    gradient = weakref.ref(kept[0])
+    chain = OpChain([partial(Work("a sum", []).keep_alive, kept)])
+    del kept
+    gc.collect()
+    assert gradient() is not None
+    chain.wait()
+    assert gradient() is None
+
+
+def test_parts_of_several_rows_are_every_row_of_a_tensor() -> None:
+    slice_ = torch.arange(12.0)
+    first, second = RowViews(2, [(0, 2), (3, 1)], torch.float32).views_of(slice_)
+    assert first.tolist() == [[0, 1], [6, 7]]
+    assert second.tolist() == [[3], [9]]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "is_even"),
+    [([(8, 3), (4,)], True), ([(8, 3), (6,)], False), ([(8, 3), ()], False), ([(3, 8)], False), ([(0, 8)], False)],
+    ids=str,
+)
+def test_a_bucket_is_even_where_all_its_parameters_are(shapes: list[tuple[int, ...]], is_even: bool) -> None:
+    assert make_layout([(str(shape), torch.Size(shape)) for shape in shapes], 4).is_evenly_divisible is is_even

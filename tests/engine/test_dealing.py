@@ -1,0 +1,46 @@
+"""Is every whole tensor given to one rank, and no rank given too much?"""
+
+import random
+
+import pytest
+import torch
+
+from mics_strategy.engine.layout import make_layout
+from mics_strategy.engine.optimizer.owners import OwnerAssignment, assign_owners
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_rank_has_more_than_the_mean_and_one_tensor(ranks: int, seed: int) -> None:
+    sizes = [random.Random(seed).choice((4, 64, 4096, 16384)) for _ in range(5 * ranks)]
+    loads = [0] * ranks
+    owners = assign_owners(sizes, loads)
+    assert loads == [sum(s for s, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(ranks)]
+    assert max(loads) <= sum(sizes) / ranks + max(sizes)
+
+
+def test_equal_tensors_are_dealt_evenly() -> None:
+    assert sorted(assign_owners([8] * 12, [0] * 4)) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_the_largest_come_first() -> None:
+    assert assign_owners([1, 1, 1, 9, 3], [0, 0]) == [1, 1, 1, 0, 1]
+
+
+def test_what_was_dealt_before_counts() -> None:
+    loads = [0, 0]
+    assert assign_owners([10], loads) == [0]
+    assert assign_owners([4, 4], loads) == [1, 1]
+    assert loads == [10, 8]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_every_element_travels_once(ranks: int) -> None:
+    """Scalars, that every rank has, once from each."""
+    shapes = [(7, 3), (), (2,), (1, 9), (16, 4), (0, 3)]
+    regions = make_layout([(str(i), torch.Size(shape)) for i, shape in enumerate(shapes)], ranks).param_slices
+    owners = assign_owners([region.numel for region in regions], [0] * ranks)
+    found = OwnerAssignment(regions=regions, owners=tuple(owners), ranks=ranks)
+    rows, wholes = zip(*((found.rows_numels(i), found.whole_numels(i)) for i in range(ranks)), strict=True)
+    assert [list(column) for column in zip(*rows, strict=True)] == [*wholes]
+    assert sum(map(sum, rows)) == 21 + ranks + 2 + 9 + 64

@@ -1,0 +1,206 @@
+"""Is a model on a GPU on the device of its rank, and is every use ordered on the streams of that device?
+
+CUDA is pretended: its streams, events and devices note what is asked of them.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mics_strategy import ShardConfig, shard
+from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.engine.optimizer.norm import total_norm
+from mics_strategy.engine.setup.validate import target_device
+from mics_strategy.engine.streams import OpChain, Streams
+from tests.ranks import RankContext, RankPool
+
+
+@dataclass(eq=False)
+class Stream:
+    """A stream that notes the events it waits for."""
+
+    device: torch.device
+    waited: list[object] = field(default_factory=list)
+
+    def wait_stream(self, _: "Stream") -> None:
+        """Nothing is to be ordered."""
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+
+class Cuda:
+    """The current stream of each of two devices, of which number 0 is current."""
+
+    def __init__(self) -> None:
+        self.current = {index: Stream(torch.device("cuda", index)) for index in range(2)}
+
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        return self.current[0 if device is None or device.index is None else device.index]
+
+
+@pytest.fixture
+def cuda() -> Iterator[Cuda]:
+    pretended = Cuda()
+    with (
+        mock.patch.object(torch.cuda, "current_stream", pretended.current_stream),
+        mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
+        mock.patch.object(torch.cuda, "Event", side_effect=lambda: SimpleNamespace(record=lambda _: None)),
+    ):
+        yield pretended
+
+
+def chain_on(index: int) -> OpChain:
+    side: Any = Stream(torch.device("cuda", index))
+    return OpChain([], stream=side)
+
+
+def test_the_stream_of_the_models_device_waits_for_a_chain(cuda: Cuda) -> None:
+    chain_on(1).wait()
+    assert [len(stream.waited) for stream in cuda.current.values()] == [0, 1]
+
+
+def test_every_stream_that_uses_a_result_waits_for_it_once(cuda: Cuda) -> None:
+    chain = chain_on(1)
+    first, second = cuda.current[1], Stream(torch.device("cuda", 1))
+    for stream in (first, first, second, second, first):
+        cuda.current[1] = stream
+        chain.wait()
+    assert (len(first.waited), len(second.waited)) == (1, 1)
+
+
+def test_gathers_and_both_hops_of_gradients_have_streams_of_their_own() -> None:
+    made: list[Stream] = []
+
+    def make(device: torch.device, priority: int = 0) -> Stream:
+        made.append(Stream(device))
+        return made[-1]
+
+    with mock.patch.object(torch.cuda, "Stream", make):
+        streams = Streams(torch.device("cuda", 1))
+    used: list[object] = []
+    with mock.patch("mics_strategy.engine.streams.OpChain", lambda *args, **kwargs: used.append((args, kwargs))):
+        streams.gather()
+        streams.reduce()
+        streams.second_hop(finish=lambda: None)
+    assert len(made) == len({id(stream) for stream in made}) == 3
+    assert [sum(stream in (*args, *kwargs.values()) for args, kwargs in used) for stream in made] == [1, 1, 1]
+
+
+def use_a_gathered_unit_twice(ctx: RankContext) -> list[int]:
+    """How often chains of one unit were waited for at each of two uses of the same gathered parameters."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded = shard(model, "zero3", units=[nn.Linear])
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+        unit = sharded._engine.units[-1]
+        counts = []
+        for _ in range(2):
+            with mock.patch.object(OpChain, "wait", autospec=True) as wait:
+                unit.finish_unshard()
+            counts.append(wait.call_count)
+    return counts
+
+
+def test_a_unit_asks_at_every_use_whether_its_stream_has_waited(ranks: RankPool) -> None:
+    assert ranks(2, use_a_gathered_unit_twice) == [[1, 1]] * 2
+
+
+@contextmanager
+def devices(count: int, current: int, bound: torch.device | None = None) -> Iterator[mock.Mock]:
+    """A process of an NCCL job that sees so many GPUs."""
+    group = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=bound))
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device_count", return_value=count),
+        mock.patch.object(torch.cuda, "current_device", return_value=current),
+        mock.patch.object(torch.cuda, "set_device") as set_device,
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
+        mock.patch.object(dist, "group", group),
+    ):
+        yield set_device
+
+
+@pytest.mark.parametrize(
+    ("count", "current", "local_rank", "bound", "expected"),
+    [
+        (8, 0, "3", None, 3),
+        (1, 0, "3", None, 0),  # each process sees its own GPU only
+        (8, 5, "3", None, 5),  # set by the user
+        (8, 5, "3", torch.device("cuda", 6), 6),  # `init_process_group(device_id=...)`
+        (8, 2, None, None, 2),
+        (8, 0, None, None, 0),
+    ],
+)
+def test_a_rank_takes_its_own_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    current: int,
+    local_rank: str | None,
+    bound: torch.device | None,
+    expected: int,
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with devices(count, current, bound):
+        assert target_device("auto") == torch.device("cuda", expected)
+        assert target_device("cuda") == torch.device("cuda", expected)
+        assert target_device("cuda:1") == torch.device("cuda", 1)
+
+
+class _Reached(Exception):
+    """`shard()` has come to what needs a GPU."""
+
+
+def shard_on_a_gpu(ctx: RankContext) -> list[int]:
+    os.environ["LOCAL_RANK"] = str(ctx.rank)
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device_count", return_value=8),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(torch.cuda, "set_device") as set_device,
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
+        mock.patch("mics_strategy.engine.api.ProcessGroups", side_effect=_Reached) as mesh,
+        pytest.raises(_Reached),
+    ):
+        shard(nn.Linear(2, 2), ShardConfig.preset("mics"))
+    return [set_device.call_args.args[0].index, mesh.call_args.args[1].index]
+
+
+def test_the_gpu_of_a_rank_becomes_current_before_groups_are_made(ranks: RankPool) -> None:
+    assert ranks(2, shard_on_a_gpu) == [[0, 0], [1, 1]]
+
+
+def test_what_a_mesh_sends_is_on_the_models_device() -> None:
+    mesh: Any = SimpleNamespace(device=torch.device("meta"), reduce_over_shards=lambda value, **_: value)
+    assert total_norm([], mesh, 2.0).is_meta
+    assert Streams(torch.device("cpu"))._gather is None
+
+
+def device_of_a_calibration(ctx: RankContext) -> list[torch.device]:
+    seen: list[torch.device] = []
+
+    def calibrate(_: object, site: Any) -> list[object]:
+        seen.append(site.device)
+        return []
+
+    device = torch.device("cpu", 0)
+    with mock.patch("mics_strategy.comm.process_groups.autotune", calibrate):
+        model = nn.Linear(2, 2)
+        sharded = shard(model, "mics", device=device)
+    mesh: ProcessGroups = sharded._groups
+    return [*seen, mesh.device]
+
+
+def test_a_calibration_is_on_the_models_device(ranks: RankPool) -> None:
+    assert ranks(2, device_of_a_calibration) == [[torch.device("cpu", 0)] * 2] * 2

@@ -1,0 +1,77 @@
+"""Is the memory that is estimated for a job what its ranks allocate?"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mics_strategy import ConfigError, ShardConfig, Topology, shard
+from mics_strategy.engine.estimate import MemoryEstimate, estimate_memory
+from tests import models
+from tests.engine.training import forget_meshes
+from tests.ranks import RankContext, RankPool
+
+CONFIGS = [
+    ShardConfig.preset("mics", partition_size=2),
+    ShardConfig.preset("zero3", param_dtype="bfloat16"),
+    ShardConfig.preset("zeropp"),
+    ShardConfig.preset("zero1", reduce_dtype="bfloat16"),
+    ShardConfig.preset("paro-nig", prefetch=2),
+    ShardConfig.preset("ddp"),
+]
+
+
+def allocated(ctx: RankContext, config: ShardConfig) -> tuple[dict[str, int], int]:
+    """What a real job of two nodes of two ranks holds, and the bytes of Adam's states."""
+    forget_meshes()
+    case = models.transformer()
+    model = case.build()
+    sharded = shard(model, config.replace(topology=Topology(ranks_per_node=2)), units=case.units)
+    optimizer = torch.optim.AdamW(model.parameters())
+    case.loss(model, case.batch(0, 0, ctx.rank)).backward()
+    optimizer.step()
+    states = [
+        value.to_local() for state in optimizer.state.values() for value in (state["exp_avg"], state["exp_avg_sq"])
+    ]
+    return sharded.memory.bytes_by_purpose, sum(each.numel() * each.itemsize for each in states)
+
+
+TRAVELLING = ("workspaces", "gather stagings")
+
+
+def estimated(config: ShardConfig) -> MemoryEstimate:
+    case = models.transformer()
+    with torch.device("meta"):
+        model = type(case.build())()
+    return estimate_memory(model, config, num_nodes=2, ranks_per_node=2, units=case.units)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.params}-{config.grads}-{config.optimizer}")
+def test_what_is_estimated_is_what_ranks_allocate(ranks: RankPool, config: ShardConfig) -> None:
+    """But for what travels between CPUs: messages need other workspaces than a GPU's collectives, reads no stagings."""
+    expected = estimated(config)
+    by_purpose = expected.bytes_by_purpose
+    for found, bytes_of_states in ranks(4, allocated, config, ranks_per_node=2):
+        own, other = ({k: v for k, v in each.items() if v and k not in TRAVELLING} for each in (found, by_purpose))
+        assert own == other
+        assert found.get("gather stagings", 0) <= by_purpose.get("gather stagings", 0)
+        assert bytes_of_states <= 8 * expected.num_trained <= 1.3 * bytes_of_states  # odd rows are padded
+
+
+def test_a_model_of_many_ranks_needs_little_time_and_no_memory() -> None:
+    with torch.device("meta"):
+        model: Any = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(32)))
+    found = estimate_memory(model, ShardConfig.preset("mics"), num_nodes=64, ranks_per_node=8)
+    assert found.bytes_by_purpose["optimizer shards"] >= 32 * 4096 * 4096 * 4 // 8
+    assert found.total_bytes() - found.total_bytes(0) == 8 * found.num_trained
+    assert found.scopes.world_size == 512
+
+
+def test_what_cannot_be_estimated_is_refused() -> None:
+    with pytest.raises(ConfigError, match="without values"):
+        estimate_memory(nn.Linear(2, 2), ShardConfig.preset("mics"), num_nodes=1, ranks_per_node=2)
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="Give a preset"):
+        estimate_memory(model, ShardConfig.preset("auto"), num_nodes=1, ranks_per_node=2)

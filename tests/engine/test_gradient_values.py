@@ -1,0 +1,85 @@
+"""What can be done with the gradient of a sharded parameter beside stepping on it?"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mics_strategy import LifecycleError, ShardConfig, shard
+from mics_strategy.comm import full_tensor as ours
+from tests.ranks import RankContext, RankPool
+from tests.torch_versions import kinds_of_dtensors
+
+
+def _trained() -> tuple[nn.Module, nn.Module]:
+    """A plain model with its gradients, and the same sharded; all ranks see the same batch."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    sharded = copy.deepcopy(plain)
+    shard(sharded, ShardConfig(partition_size=2))
+    for model in (plain, sharded):
+        model(torch.ones(2, 3)).square().sum().backward()
+    return plain, sharded
+
+
+def _gathered(ctx: RankContext) -> None:
+    plain, sharded = _trained()
+    used: list[DTensor] = []
+    gather, ours._gathered = ours._gathered, lambda *args: (used.append(args[0]), gather(*args))[1]
+    try:
+        for parameter, expected in zip(sharded.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+    finally:
+        ours._gathered = gather
+    assert len(used) == len(list(plain.parameters()))  # none by torch's gather, which damages the heap on gloo
+
+
+def test_a_gradient_is_gathered_by_our_own_gather(ranks: RankPool) -> None:
+    ranks(4, _gathered, ranks_per_node=2)
+
+
+def _compared(ctx: RankContext) -> None:
+    plain, sharded = _trained()
+    parameter, expected = sharded[0].weight, plain[0].weight.grad.clone()
+    assert torch.allclose(parameter.grad, expected)
+    assert torch.allclose(expected, parameter.grad)
+    expected[4, 2] += 1e-3  # on the last shard alone
+    assert not torch.allclose(parameter.grad, expected)
+    assert not torch.equal(expected, parameter.grad)
+    assert torch.allclose(parameter.grad, expected, atol=1e-2)
+
+
+@kinds_of_dtensors
+def test_a_gradient_is_compared_as_a_whole(ranks: RankPool) -> None:
+    ranks(4, _compared, ranks_per_node=2)
+
+
+def _computed_with(ctx: RankContext) -> None:
+    plain, sharded = _trained()
+    parameter, expected = sharded[0].weight, plain[0].weight.grad
+    kept = {
+        "copied": copy.deepcopy(parameter.grad),
+        "cloned": parameter.grad.clone(),
+        "detached": parameter.grad.detach(),
+        "doubled": parameter.grad * 2,
+        "of both": parameter.grad + parameter.detach(),
+    }
+    assert {type(value) for value in kept.values()} == {DTensor}
+    local = parameter.grad.to_local().clone()
+    parameter.grad.mul_(2)
+    assert torch.equal(parameter.grad.to_local(), 2 * local)
+    assert torch.equal(kept["copied"].to_local(), local)
+    assert torch.equal(kept["doubled"].to_local(), 2 * local)
+    assert type(pickle.loads(pickle.dumps(parameter.grad))) is DTensor
+    with pytest.raises(LifecycleError, match=r"A gradient is sharded.*mixed torch.Tensor and DTensor.*full_tensor\(\)"):
+        parameter.grad + expected
+    for compare in (torch.sub, torch.eq, torch.isclose):
+        with pytest.raises(LifecycleError, match=r"`0.weight` is sharded.*full_tensor\(\)` of it on every rank"):
+            compare(expected, parameter)
+
+
+def test_what_is_computed_from_a_gradient_is_a_plain_dtensor(ranks: RankPool) -> None:
+    ranks(4, _computed_with, ranks_per_node=2)

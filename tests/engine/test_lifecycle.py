@@ -1,0 +1,114 @@
+"""Do the tables allow what may happen, and nothing else?"""
+
+import random
+from enum import Enum
+
+import pytest
+
+from mics_strategy.engine.lifecycle import (
+    ACCUMULATOR_TRANSITIONS,
+    GRAD_BUFFER_TRANSITIONS,
+    PHASE_TRANSITIONS,
+    UNSHARD_TRANSITIONS,
+    AccumulatorState,
+    GradBufferState,
+    UnitPhase,
+    UnshardState,
+    transition,
+)
+from mics_strategy.errors import LifecycleError
+
+TABLES = {
+    UnshardState: UNSHARD_TRANSITIONS,
+    UnitPhase: PHASE_TRANSITIONS,
+    GradBufferState: GRAD_BUFFER_TRANSITIONS,
+    AccumulatorState: ACCUMULATOR_TRANSITIONS,
+}
+EVENTS = sorted({event for table in TABLES.values() for _, event in table})
+ILLEGAL = [
+    (states, state, event)
+    for states, table in TABLES.items()
+    for state in states
+    for event in EVENTS
+    if (state, event) not in table
+]
+tables = pytest.mark.parametrize("states", TABLES, ids=lambda states: states.__name__)
+
+
+@pytest.mark.parametrize(
+    ("states", "state", "event"), ILLEGAL, ids=[f"{t.__name__}-{s.value}-{e}" for t, s, e in ILLEGAL]
+)
+def test_what_is_not_listed_raises(states: type[Enum], state: Enum, event: str) -> None:
+    with pytest.raises(LifecycleError, match=f"layer: `{event}` came while its {states.__name__.lower()}"):
+        transition(TABLES[states], state, event, "layer")
+
+
+@tables
+def test_error_names_what_was_allowed(states: type[Enum]) -> None:
+    table = TABLES[states]
+    for state in states:
+        with pytest.raises(LifecycleError) as caught:
+            transition(table, state, "dance", "layer")
+        allowed = [event for known, event in table if known is state]
+        assert all(event in str(caught.value) for event in allowed)
+
+
+@tables
+def test_every_state_can_be_left_and_reached(states: type[Enum]) -> None:
+    table = TABLES[states]
+    assert {state for state, _ in table} == set(states)
+    assert set(table.values()) == set(states)
+
+
+@tables
+@pytest.mark.parametrize("seed", range(5))
+def test_random_legal_events_lead_to_known_states(states: type[Enum], seed: int) -> None:
+    table, state, generator = TABLES[states], next(iter(states)), random.Random(seed)
+    for _ in range(200):
+        event = generator.choice([event for known, event in table if known is state])
+        state = transition(table, state, event, "layer")
+        assert isinstance(state, states)
+
+
+@pytest.mark.parametrize(
+    ("table", "state", "events", "end"),
+    [
+        (UNSHARD_TRANSITIONS, UnshardState.SHARDED, ["gather", "arrive", "evict"], UnshardState.SHARDED),
+        (
+            PHASE_TRANSITIONS,
+            UnitPhase.IDLE,
+            ["enter_forward", "exit_forward", "enter_backward", "exit_backward"],
+            UnitPhase.IDLE,
+        ),
+        (PHASE_TRANSITIONS, UnitPhase.BACKWARD, ["enter_forward", "exit_forward", "exit_backward"], UnitPhase.IDLE),
+        (
+            GRAD_BUFFER_TRANSITIONS,
+            GradBufferState.EMPTY,
+            ["collect", "collect", "launch", "land"],
+            GradBufferState.EMPTY,
+        ),
+        (GRAD_BUFFER_TRANSITIONS, GradBufferState.EMPTY, ["launch", "land"], GradBufferState.EMPTY),
+        (
+            ACCUMULATOR_TRANSITIONS,
+            AccumulatorState.NONE,
+            ["accumulate", "accumulate", "finish", "clear"],
+            AccumulatorState.NONE,
+        ),
+        (ACCUMULATOR_TRANSITIONS, AccumulatorState.SHARDED, ["accumulate", "finish"], AccumulatorState.SHARDED),
+    ],
+    ids=["gather", "step", "recompute", "collect", "unused", "window", "reopen"],
+)
+def test_life_of_a_step(table: dict, state: Enum, events: list[str], end: Enum) -> None:
+    for event in events:
+        state = transition(table, state, event, "layer")
+    assert state is end
+
+
+def test_gradient_cannot_be_finished_twice() -> None:
+    with pytest.raises(LifecycleError, match="finish"):
+        transition(ACCUMULATOR_TRANSITIONS, AccumulatorState.SHARDED, "finish", "layer")
+
+
+def test_parameters_cannot_be_lost_in_the_forward() -> None:
+    with pytest.raises(LifecycleError, match="exit_backward"):
+        transition(PHASE_TRANSITIONS, UnitPhase.FORWARD, "exit_backward", "layer")

@@ -1,0 +1,166 @@
+"""Is everything allocated once, and is it what the layouts say?"""
+
+import gc
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+
+from mics_strategy import ShardConfig, Sharded, shard
+from mics_strategy.engine.layout import make_layout
+from mics_strategy.engine.units import find_units
+from tests import models
+from tests.engine.training import Run, forget_meshes, start
+from tests.ranks import RankContext, RankPool
+
+CONFIGS = {
+    "ddp": ShardConfig.preset("ddp"),
+    "zero1": ShardConfig.preset("zero1"),
+    "zero2": ShardConfig.preset("zero2"),
+    "zero3": ShardConfig.preset("zero3"),
+    "mics": ShardConfig.preset("mics"),
+    "iig": ShardConfig.preset("paro-iig"),
+    "bf16": ShardConfig.preset("mics", param_dtype="bfloat16", reduce_dtype="bfloat16", prefetch=2),
+}
+configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def _live_bytes() -> int:
+    """Bytes of memory that some Python object can reach; a shard's storage is a part of its arena's."""
+    gc.collect()
+    ranges = set()
+    alive = (each for each in gc.get_objects() if isinstance(each, torch.Tensor))
+    for tensor in (each for each in alive if not isinstance(each, FakeTensor)):  # of a compiler that ran before
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        ranges.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    total = reached = 0
+    for start_, end in sorted(ranges):
+        total += max(0, end - max(start_, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _addresses(sharded: Sharded) -> Iterator[int]:
+    for unit in sharded.units:
+        yield unit.slot.buffer.data_ptr()
+        for bucket in unit.buckets:
+            yield bucket.master_shard.data_ptr()
+            yield from (parameter.data_ptr() for parameter in bucket.unsharded_params)
+            yield from (parameter.to_local().data_ptr() for parameter in bucket.sharded_params)
+
+
+def _gradient_addresses(model: nn.Module) -> list[int]:
+    return [p.grad.to_local().data_ptr() for p in model.parameters() if p.grad is not None]
+
+
+def watch(ctx: RankContext, run: Run) -> tuple[list[int], list[list[int]], list[list[int]], list[int]]:
+    """After every step: the engine's account, addresses, addresses of gradients, and all bytes of the process."""
+    training = start(ctx, run)
+    accounts, addresses, gradients, bytes_ = [], [], [], []
+    for step in range(run.steps):
+        training.backward(step)
+        gradients.append(_gradient_addresses(training.model))
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        accounts.append(training.sharded.memory.total_bytes)
+        addresses.append(list(_addresses(training.sharded)))
+        bytes_.append(_live_bytes())
+    return accounts, addresses, gradients, bytes_
+
+
+@configs
+def test_nothing_is_allocated_or_moved_after_the_second_step(ranks: RankPool, config: ShardConfig) -> None:
+    run = Run(case=models.transformer, config=config, steps=5, accumulation=2)
+    for watched in ranks(4, watch, run, ranks_per_node=2):
+        for by_step in watched:
+            assert by_step[1:] == by_step[1:2] * 4
+
+
+def account(ctx: RankContext, run: Run) -> tuple[dict[str, int], int]:
+    """The engine's account, and the bytes that sharding really added to the process."""
+    forget_meshes()
+    case = run.case()
+    model = case.build()
+    before = _live_bytes()
+    plain_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    sharded = shard(model, run.config, units=case.units)
+    added = _live_bytes() - (before - plain_bytes)
+    return dict(sharded.memory.bytes_by_purpose), added
+
+
+@configs
+def test_account_is_what_was_allocated(ranks: RankPool, config: ShardConfig) -> None:
+    run = Run(case=models.transformer, config=config)
+    for purposes, added in ranks(4, account, run, ranks_per_node=2):
+        assert abs(added - sum(purposes.values())) < 2048  # scalars and shapes of torch's own
+
+
+def _flat_numel(case: models.Case, ranks: int) -> int:
+    """Elements of all buckets at the optimizer scope, padding included."""
+    total = 0
+    for unit in find_units(case.build(), case.units):
+        layout = make_layout([(entry.name, entry.parameter.shape) for entry in unit.parameters], ranks)
+        total += layout.full_numel
+    return total
+
+
+@pytest.mark.parametrize("preset", [p for p in ShardConfig.PRESETS if p.startswith("paro-")])
+def test_states_take_their_share_of_the_model(ranks: RankPool, preset: str) -> None:
+    config = ShardConfig.preset(preset)
+    [(purposes, _), *_] = ranks(4, account, Run(case=models.transformer, config=config), ranks_per_node=2)
+    words = {"none": 1, "partition": 2, "world": 4}
+    params, grads, optimizer = (words[scope] for scope in (config.params, config.grads, config.optimizer))
+    flat_bytes = 4 * _flat_numel(models.transformer(), optimizer)
+    assert purposes["optimizer shards"] == flat_bytes // optimizer
+    assert purposes["gradients"] == flat_bytes // grads
+    assert purposes.get("reduced gradients", 0) == (flat_bytes // optimizer if grads != optimizer else 0)
+    assert purposes.get("parameter shards", 0) == (flat_bytes // params if 1 < params < optimizer else 0)
+    assert ("unsharded parameters" in purposes) is (params == 1 < optimizer)
+
+
+def _unit_bytes(case: models.Case, ranks: int) -> list[int]:
+    """Bytes of every unit's parameters side by side, root first."""
+    return [
+        4 * make_layout([(e.name, e.parameter.shape) for e in unit.parameters], ranks).unpadded_numel
+        for unit in find_units(case.build(), case.units)
+    ]
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_slots_hold_the_root_and_one_unit_more_than_is_fetched_ahead(ranks: RankPool, prefetch: int) -> None:
+    run = Run(case=models.transformer, config=ShardConfig(prefetch=prefetch))
+    purposes, _ = ranks(2, account, run)[0]
+    root, layer, *_ = _unit_bytes(models.transformer(), 2)
+    assert purposes["slots"] == sum(64 * math.ceil(n / 64) for n in (root, *[layer] * min(3, prefetch + 1)))
+
+
+def frozen_account(ctx: RankContext) -> tuple[dict[str, int], int, int]:
+    training = start(ctx, Run(case=models.frozen, config=ShardConfig.preset("zero1")))
+    numels = [(p.numel(), p.requires_grad) for p in training.model.parameters()]
+    trained = sum(numel for numel, requires_grad in numels if requires_grad)
+    return dict(training.sharded.memory.bytes_by_purpose), trained, sum(numel for numel, _ in numels)
+
+
+def test_frozen_parameters_have_no_gradient_memory(ranks: RankPool) -> None:
+    purposes, trained, _ = ranks(1, frozen_account)[0]
+    assert 4 * trained <= purposes["gradients"] <= 4 * (trained + 8 * 40)
+
+
+def allocate_by_step(ctx: RankContext, run: Run) -> int:
+    """Leftover objects per step: handles, chains, calls that nobody forgets."""
+    training = start(ctx, run)
+    counts = []
+    for step in range(12):  # the last transfers are remembered, up to a bound that is reached by then
+        training.step(step)
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    return counts[-1] - counts[-4]
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero2"])
+def test_steps_leave_no_objects_behind(ranks: RankPool, preset: str) -> None:
+    run = Run(case=models.transformer, config=ShardConfig.preset(preset), accumulation=2)
+    assert max(ranks(2, allocate_by_step, run)) <= 30

@@ -1,0 +1,181 @@
+"""Is the order of units kept as it was, and followed as it is?"""
+
+from types import SimpleNamespace
+
+import pytest
+
+from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards
+
+
+def _units(count: int) -> list[SimpleNamespace]:
+    return [SimpleNamespace(index=i, num_live_calls=0, earliest_enter=-1) for i in range(count)]
+
+
+def _call(unit: SimpleNamespace, enter: int, leave: int) -> ForwardCall:
+    return ForwardCall(unit, enter, first_node=0, is_recomputed=False, leave=leave, versions=(0,))
+
+
+def _forward(
+    live: PendingBackwards, root: SimpleNamespace, layers: list[SimpleNamespace], clock: int = 0
+) -> list[ForwardCall]:
+    """A forward of a root around its layers; the calls in the order in which they ended."""
+    calls = []
+    enter_root = clock
+    for layer in layers:
+        calls.append(_call(layer, clock + 1, clock + 2))
+        clock += 2
+    calls.append(_call(root, enter_root, clock + 1))
+    for call in calls:
+        live.push(call)
+    return calls
+
+
+def test_reduction_order_is_the_reverse_of_entering() -> None:
+    root, *layers = _units(4)
+    live = PendingBackwards()
+    _forward(live, root, layers)
+    assert [unit.index for unit in live.reduction_order()] == [3, 2, 1, 0]
+
+
+def test_unit_entered_twice_waits_for_its_first_call() -> None:
+    root, *layers = _units(3)
+    live = PendingBackwards()
+    _forward(live, root, [layers[0], layers[1], layers[0]])
+    assert [unit.index for unit in live.reduction_order()] == [2, 1, 0]
+
+
+def test_backward_follows_the_calls_backwards() -> None:
+    root, *layers = _units(3)
+    live = PendingBackwards()
+    calls = _forward(live, root, layers)
+    seen = []
+    for call in reversed(calls):
+        assert list(live.pop_until(call)) == []
+        seen.append(live.next.index if live.next else None)
+    assert seen == [2, 1, None]
+
+
+def test_skipped_calls_are_given_latest_first() -> None:
+    root, *layers = _units(4)
+    live = PendingBackwards()
+    calls = _forward(live, root, layers)
+    assert [call.unit.index for call in live.pop_until(calls[0])] == [0, 3, 2]
+
+
+def test_call_that_is_gone_gives_nothing() -> None:
+    root, *layers = _units(2)
+    live = PendingBackwards()
+    calls = _forward(live, root, layers)
+    list(live.pop_until(calls[0]))
+    assert list(live.pop_until(calls[0])) == []
+
+
+def test_live_calls_are_counted_by_unit() -> None:
+    root, layer = _units(2)
+    live = PendingBackwards()
+    _forward(live, root, [layer, layer])
+    assert (root.num_live_calls, layer.num_live_calls) == (1, 2)
+    list(live.drain())
+    assert (root.num_live_calls, layer.num_live_calls) == (0, 0)
+
+
+def _recorded(*entered: int) -> ExecutionOrder:
+    recorded = ExecutionOrder()
+    for index in entered:
+        recorded.record_forward(index)
+    recorded.freeze()
+    return recorded
+
+
+def test_nothing_is_ahead_while_recording() -> None:
+    recorded = ExecutionOrder()
+    recorded.record_forward(0)
+    assert recorded.upcoming(3) == []
+
+
+def test_following_units_are_ahead_nearest_first() -> None:
+    recorded = _recorded(0, 1, 2, 3)
+    recorded.record_forward(0)
+    assert recorded.upcoming(2) == [1, 2]
+
+
+def test_nothing_is_ahead_of_the_last_unit() -> None:
+    recorded = _recorded(0, 1, 2)
+    for index in (0, 1, 2):
+        recorded.record_forward(index)
+    assert recorded.upcoming(2) == []
+
+
+def test_repeated_unit_is_followed_at_its_place() -> None:
+    recorded = _recorded(0, 1, 2, 1, 3)
+    for index in (0, 1, 2, 1):
+        recorded.record_forward(index)
+    assert recorded.upcoming(1) == [3]
+
+
+def test_forward_that_skips_a_unit_finds_its_place_again() -> None:
+    recorded = _recorded(0, 1, 2, 3)
+    recorded.record_forward(0)
+    recorded.record_forward(2)
+    assert recorded.upcoming(1) == [3]
+
+
+def test_unknown_unit_leaves_the_place() -> None:
+    recorded = _recorded(0, 1, 2)
+    recorded.record_forward(0)
+    recorded.record_forward(9)
+    assert recorded.upcoming(1) == [1]
+
+
+def test_new_forward_starts_at_the_front() -> None:
+    recorded = _recorded(0, 1, 2)
+    for index in (0, 1, 2, 0):
+        recorded.record_forward(index)
+    assert recorded.upcoming(1) == [1]
+
+
+def test_order_does_not_change_once_frozen() -> None:
+    recorded = _recorded(0, 1, 2)
+    recorded.record_forward(2)
+    recorded.record_forward(1)
+    assert recorded.forward == [0, 1, 2]
+
+
+@pytest.mark.parametrize("what", ["freeze", "complete"])
+def test_order_of_nothing_is_not_frozen(what: str) -> None:
+    recorded = ExecutionOrder()
+    getattr(recorded, what)()
+    assert not recorded.is_frozen
+    assert not recorded.is_complete
+
+
+@pytest.mark.parametrize(
+    ("entered", "expected"),
+    [
+        ([[0, 1, 2, 3]], [0, 1, 2, 3]),
+        ([[0, 3, 2, 1]], [0, 3, 2, 1]),
+        ([[0, 3, 1], [0, 3, 2, 1]], [0, 3, 2, 1]),  # a unit that only the second rank has run
+        ([[0, 1], [0, 2], [0, 3]], [0, 3, 2, 1]),  # each rank its own: any order will do
+        ([[0, 3, 1]], [0, 3, 1, 2]),  # 2 was run by none, and follows its neighbour
+        ([[], []], [0, 1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_common_order_follows_what_the_ranks_have_run(entered: list[list[int]], expected: list[int]) -> None:
+    common = GlobalOrder(_units(4))
+    common.agree(entered)
+    assert [unit.index for unit in common.units] == expected
+    for order in entered:
+        firsts = list(dict.fromkeys(order))
+        assert [index for index in expected if index in firsts] == firsts
+
+
+def test_common_order_gives_each_unit_once_until_it_restarts() -> None:
+    units = _units(4)
+    common = GlobalOrder(units)
+    assert common.take_until(units[2]) == units[:3]
+    assert common.take_until(units[1]) == []
+    assert common.take_rest() == units[3:]
+    assert common.take_rest() == []
+    common.restart()
+    assert common.take_rest() == units

@@ -1,0 +1,130 @@
+"""Communication runs under compute: shown by the order of events, never by time."""
+
+import time
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+
+from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy.engine.reducer import Reducer
+from tests import models
+from tests.engine.events import recorded
+from tests.ranks import RankContext, RankPool
+
+NODES = Topology(ranks_per_node=2)
+
+
+def events_of_a_step(ctx: RankContext, overlap: str | set[str], micro_steps: int) -> tuple[list[str], list[str]]:
+    """Names of the units in order, and the events of the third step."""
+    torch.manual_seed(0)
+    case = models.transformer()
+    model = case.build()
+    config = ShardConfig.preset("mics", topology=NODES, overlap=overlap)
+    sharded = shard(model, config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    layers = tuple({type(unit.module) for unit in sharded.units[1:]})
+
+    def step(index: int) -> None:
+        for micro in range(micro_steps):
+            with sharded.micro_step(micro, of=micro_steps):
+                case.loss(model, case.batch(index, micro, ctx.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    step(1)
+    with recorded(model, layers) as events:
+        step(2)
+    return [unit.name for unit in sharded.units[1:]], list(events)
+
+
+def before(events: list[str], first: str, second: str) -> bool:
+    return events.index(first) < events.index(second)
+
+
+def rank_zero(ranks: RankPool, overlap: str | set[str], micro_steps: int = 1) -> tuple[list[str], list[str]]:
+    return ranks(4, events_of_a_step, overlap, micro_steps)[0]
+
+
+def test_the_next_unit_is_gathered_under_the_forward_of_this_one(ranks: RankPool) -> None:
+    units, events = rank_zero(ranks, "all")
+    for this, following in pairwise(units):
+        assert before(events, f"start all_gather {following}", f"forward {this}"), (this, following)
+        assert before(events, f"forward {this}", f"wait all_gather {following}"), (this, following)
+
+
+def test_without_overlap_a_unit_is_gathered_when_it_is_needed(ranks: RankPool) -> None:
+    units, events = rank_zero(ranks, "none")
+    for this, following in pairwise(units):
+        assert before(events, f"forward {this}", f"start all_gather {following}"), (this, following)
+
+
+def test_the_next_unit_is_gathered_under_the_backward_of_this_one(ranks: RankPool) -> None:
+    units, events = rank_zero(ranks, "all")
+    backward = events[events.index(f"forward {units[-1]}") :]
+    gathered = [unit for unit in units if f"start all_gather {unit}" in backward]
+    assert gathered, "some units must travel again"
+    for unit in gathered:
+        above = units[units.index(unit) + 1]
+        assert before(backward, f"start all_gather {unit}", f"backward {above}"), unit
+
+
+def test_a_reduction_runs_under_the_backward_of_the_next_unit(ranks: RankPool) -> None:
+    units, events = rank_zero(ranks, "all", micro_steps=2)
+    for unit, below in zip(units[:0:-1], units[-2::-1], strict=False):
+        assert before(events, f"start reduce_scatter {unit}", f"backward {below}"), unit
+        assert before(events, f"start reduce_scatter {below}", f"wait reduce_scatter {unit}"), (
+            "all gradients below were computed meanwhile"
+        )
+
+
+def test_without_overlap_a_reduction_is_waited_for_at_once(ranks: RankPool) -> None:
+    units, events = rank_zero(ranks, "none")
+    for unit in units:
+        assert events[events.index(f"start reduce_scatter {unit}") + 1] == f"wait reduce_scatter {unit}"
+
+
+def test_the_second_hop_starts_before_the_last_backward_has_ended(ranks: RankPool) -> None:
+    units, events = rank_zero(ranks, "all", micro_steps=2)
+    last_backward = len(events) - 1 - events[::-1].index(f"backward {units[0]}")
+    assert events.index(f"start all_reduce {units[-1]}") < last_backward
+    assert events.count(f"start all_reduce {units[-1]}") == 1
+
+
+def events_where_first_hops_are_fast(ctx: RankContext) -> tuple[list[str], list[str]]:
+    """As above, and every first hop has ended when the next gradient of the last backward arrives."""
+    land_arrived = Reducer._complete_arrived
+
+    def land_all_that_will_arrive(reducer: Reducer) -> None:
+        for hop in reducer._in_flight:
+            while hop.starts_second_hop and not hop.is_completed:
+                time.sleep(0.001)
+        land_arrived(reducer)
+
+    with mock.patch.object(Reducer, "_complete_arrived", land_all_that_will_arrive):
+        return events_of_a_step(ctx, "all", micro_steps=2)
+
+
+def test_a_second_hop_starts_when_the_first_has_ended_and_waits_for_no_other_unit(ranks: RankPool) -> None:
+    units, events = ranks(4, events_where_first_hops_are_fast)[0]
+    last = events[len(events) - events[::-1].index(f"start reduce_scatter {units[-1]}") - 1 :]
+    for unit, below in pairwise(units[::-1]):
+        assert before(last, f"start all_reduce {unit}", f"start reduce_scatter {below}"), unit
+    first = events[: events.index(f"start reduce_scatter {units[0]}")]
+    assert not [event for event in first if "all_reduce" in event], "only the last backward's"
+
+
+def test_without_overlap_the_second_hop_waits_for_the_step(ranks: RankPool) -> None:
+    units, events = rank_zero(ranks, {"gather", "reduce", "update"}, micro_steps=2)
+    last_backward = len(events) - 1 - events[::-1].index(f"backward {units[0]}")
+    assert events.index(f"start all_reduce {units[-1]}") > last_backward
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_every_collective_that_is_started_is_waited_for(ranks: RankPool, micro_steps: int) -> None:
+    _, events = rank_zero(ranks, "all", micro_steps)
+    started = sorted(event.removeprefix("start ") for event in events if event.startswith("start "))
+    waited = sorted(event.removeprefix("wait ") for event in events if event.startswith("wait "))
+    assert started == waited

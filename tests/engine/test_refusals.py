@@ -1,0 +1,400 @@
+"""Is what cannot work refused, on every rank, with what was asked, what was found and what to do?"""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy.errors import ConfigError, LifecycleError, MiCSError
+from tests import models
+from tests.engine.training import forget_meshes
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
+
+Job = Callable[[RankContext], object]
+
+
+def _mlp(config: ShardConfig | str = "mics", **options: object) -> nn.Module:
+    forget_meshes()
+    model = models.mlp().build()
+    shard(model, config, **options)
+    return model
+
+
+# -- before anything is built -------------------------------------------------------------------------------
+
+
+def partition_that_does_not_divide(ctx: RankContext) -> None:
+    _mlp(ShardConfig(partition_size=3))
+
+
+def partition_that_straddles(ctx: RankContext) -> None:
+    _mlp(ShardConfig(params=1, grads=1, optimizer=2, topology=Topology(ranks_per_node=4)))
+    _mlp(ShardConfig(partition_size=4, topology=Topology(ranks_per_node=3)))
+
+
+def coarser_optimizer(ctx: RankContext) -> None:
+    _mlp(ShardConfig(params="world", grads=2, optimizer=2))
+
+
+def scopes_that_do_not_nest(ctx: RankContext) -> None:
+    _mlp(ShardConfig(params=2, grads=2, optimizer=3, topology=Topology(ranks_per_node=6)))
+
+
+def scopes_on_uneven_nodes(ctx: RankContext) -> None:
+    _mlp(ShardConfig(params=1, grads=1, optimizer=4, partition_size=2, topology=Topology(ranks_per_node=8)))
+
+
+def larger_secondary(ctx: RankContext) -> None:
+    _mlp(ShardConfig(params=2, grads=2, optimizer=4, secondary_params=4))
+
+
+def unknown_preset(ctx: RankContext) -> None:
+    _mlp("zero4")
+
+
+def unknown_device(ctx: RankContext) -> None:
+    _mlp(device="cuda:0")
+
+
+def other_prefetch(ctx: RankContext) -> None:
+    _mlp(ShardConfig(prefetch=1 + ctx.rank // 3))
+
+
+def other_topology(ctx: RankContext) -> None:
+    _mlp(ShardConfig(topology=Topology(ranks_per_node=2 + 2 * (ctx.rank == 1))))
+
+
+def other_preset(ctx: RankContext) -> None:
+    _mlp("mics" if ctx.rank else "zero1")
+
+
+def unknown_preset_on_one_rank(ctx: RankContext) -> None:
+    _mlp("zero4" if ctx.rank == 2 else "mics")
+
+
+def other_units(ctx: RankContext) -> None:
+    _mlp(units="auto" if ctx.rank else nn.Linear)
+
+
+def other_widths(ctx: RankContext) -> None:
+    shard(nn.Sequential(nn.Linear(4, 4 + ctx.rank // 2), nn.Linear(4 + ctx.rank // 2, 2)))
+
+
+def other_names(ctx: RankContext) -> None:
+    shard(nn.ModuleDict({"ab"[ctx.rank % 2]: nn.Linear(2, 2)}))
+
+
+def other_frozen(ctx: RankContext) -> None:
+    model = models.mlp().build()
+    model[0].bias.requires_grad_(ctx.rank != 1)
+    shard(model)
+
+
+def other_ties(ctx: RankContext) -> None:
+    model = models.tied().build()
+    if ctx.rank == 1:
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    shard(model, units=models.Block)
+
+
+def bad_rule(ctx: RankContext) -> None:
+    _mlp(units="layers")
+
+
+def missing_class(ctx: RankContext) -> None:
+    _mlp(units=nn.Conv2d)
+
+
+def missing_class_on_one_rank(ctx: RankContext) -> None:
+    _mlp(units=nn.Conv2d if ctx.rank == 3 else nn.Linear)
+
+
+# -- models that cannot be sharded --------------------------------------------------------------------------
+
+
+def sharded_twice(ctx: RankContext) -> None:
+    shard(_mlp())
+
+
+def part_of_it_sharded(ctx: RankContext) -> None:
+    shard(nn.Sequential(_mlp()))
+
+
+def sparse_embedding(ctx: RankContext) -> None:
+    shard(nn.Sequential(nn.Embedding(9, 4, sparse=True)))
+
+
+def sparse_bag_on_one_rank(ctx: RankContext) -> None:
+    shard(nn.Sequential(nn.EmbeddingBag(9, 4, sparse=ctx.rank == 1)))
+
+
+class _Integers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def complex_parameter(ctx: RankContext) -> None:
+    shard(nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.complex64))]))
+
+
+def dtensor_parameter(ctx: RankContext) -> None:
+    mesh = init_device_mesh("cpu", (ctx.world_size,))
+    shard(nn.ParameterList([nn.Parameter(distribute_tensor(torch.zeros(8), mesh, [Shard(0)]))]))
+
+
+def lazy_parameter(ctx: RankContext) -> None:
+    shard(nn.Sequential(nn.LazyLinear(3)))
+
+
+def gradient_hook_before(ctx: RankContext) -> None:
+    model = models.mlp().build()
+    model[0].weight.register_hook(lambda grad: grad)
+    shard(model)
+
+
+def accumulated_hook_before(ctx: RankContext) -> None:
+    model = models.mlp().build()
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    shard(model)
+
+
+# -- things done to a sharded model -------------------------------------------------------------------------
+
+
+def gradient_hook_after(ctx: RankContext) -> None:
+    _mlp()[0].weight.register_hook(lambda grad: grad)
+
+
+def accumulated_hook_after(ctx: RankContext) -> None:
+    _mlp()[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def deep_copy(ctx: RankContext) -> None:
+    copy.deepcopy(_mlp())
+
+
+def pickled(ctx: RankContext) -> None:
+    pickle.dumps(_mlp())
+
+
+def saved_whole(ctx: RankContext) -> None:
+    torch.save({"model": _mlp()}, ctx.tmp_path / "model.pt")
+
+
+def part_copied(ctx: RankContext) -> None:
+    copy.deepcopy(_mlp()[2])
+
+
+def parameter_replaced(ctx: RankContext) -> None:
+    model = _mlp()
+    model[0].weight = nn.Parameter(torch.zeros(16, 5))
+    model(torch.zeros(1, 5))
+
+
+def parameter_removed(ctx: RankContext) -> None:
+    model = _mlp()
+    model[0].bias = None
+    model(torch.zeros(1, 5))
+
+
+def module_added(ctx: RankContext) -> None:
+    model = _mlp()
+    model.append(nn.Linear(3, 3))
+    model(torch.zeros(1, 5))
+
+
+def module_replaced(ctx: RankContext) -> None:
+    model = _mlp()
+    model[0] = nn.Linear(5, 16)
+    model(torch.zeros(1, 5))
+
+
+def converted(ctx: RankContext) -> None:
+    _mlp().half()
+
+
+def inner_module_converted(ctx: RankContext) -> None:
+    model = _mlp()
+    model[2].up.double()
+    model(torch.zeros(1, 5))
+
+
+def unfrozen(ctx: RankContext) -> None:
+    forget_meshes()
+    model = models.mlp().build()
+    model[0].requires_grad_(False)
+    shard(model)
+    model[0].requires_grad_(True)
+    model(torch.zeros(1, 5))
+
+
+def micro_step_out_of_range(ctx: RankContext) -> None:
+    forget_meshes()
+    sharded = shard(models.mlp().build())
+    with sharded.micro_step(3, of=3):
+        pass
+
+
+def norm_of_nothing(ctx: RankContext) -> None:
+    forget_meshes()
+    shard(models.mlp().build()).clip_grad_norm_(1.0, norm_type=0.0)
+
+
+def norm_of_infinity(ctx: RankContext) -> None:
+    forget_meshes()
+    model = models.mlp().build()
+    sharded = shard(model)
+    (model(torch.ones(1, 5)).sum() * (float("inf") if ctx.rank == 0 else 1.0)).backward()
+    sharded.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def stale_optimizer(ctx: RankContext) -> None:
+    forget_meshes()
+    model = models.mlp().build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shard(model)
+    model(torch.zeros(1, 5)).sum().backward()
+    optimizer.step()
+
+
+def partly_stale_optimizer(ctx: RankContext) -> None:
+    forget_meshes()
+    model = models.mlp().build()
+    bias = model[0].bias
+    shard(model)
+    torch.optim.SGD([model[0].weight, bias], lr=0.1).step()
+
+
+def optimizer_of_more(ctx: RankContext) -> None:
+    model = _mlp()
+    torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))], lr=0.1).step()
+
+
+def group_of_more(ctx: RankContext) -> None:
+    optimizer = torch.optim.AdamW(_mlp().parameters())
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    optimizer.step()
+
+
+def foreign_optimizer(ctx: RankContext) -> None:
+    forget_meshes()
+    sharded = shard(models.mlp().build())
+    sharded.adopt(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+
+
+def foreign_optimizer_on_one_rank(ctx: RankContext) -> None:
+    forget_meshes()
+    model = models.mlp().build()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = shard(model)
+    sharded.adopt(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1) if ctx.rank == 1 else plain)
+
+
+REFUSED: list[tuple[Job, type[MiCSError], str]] = [
+    (partition_that_does_not_divide, ConfigError, r"`partition_size=3` does not divide the 4 ranks.*Use 1, 2, 4"),
+    (partition_that_straddles, ConfigError, r"`ranks_per_node=3` does not divide the 4 ranks"),
+    (coarser_optimizer, ConfigError, r"over 2 ranks, coarser than `params` over 4. Shard `optimizer` over 4 ranks or"),
+    (scopes_that_do_not_nest, ConfigError, r"`ranks_per_node=6` does not divide the 4 ranks"),
+    (scopes_on_uneven_nodes, ConfigError, r"`ranks_per_node=8` does not divide the 4 ranks"),
+    (larger_secondary, ConfigError, r"`secondary_params` is sharded over 4 ranks, more than `params` over 2.*Use 2"),
+    (unknown_preset, ConfigError, r"`preset='zero4'` is not known. Use one of ddp"),
+    (unknown_preset_on_one_rank, ConfigError, r"zero4"),
+    (unknown_device, ConfigError, r"`device=cuda:0` cannot be used .* 'gloo'.* Use NCCL"),
+    (other_prefetch, ConfigError, r"`prefetch` differs between ranks: 1 on rank 0, 2 on rank 3. Give every rank"),
+    (other_topology, ConfigError, r"`topology` differs between ranks"),
+    (other_preset, ConfigError, r"differs between ranks: "),
+    (other_units, ConfigError, r"`units` differs between ranks"),
+    (other_widths, ConfigError, r"`model` differs between ranks"),
+    (other_names, ConfigError, r"`model` differs between ranks"),
+    (other_frozen, ConfigError, r"`model` differs between ranks"),
+    (other_ties, ConfigError, r"differs between ranks"),
+    (bad_rule, ConfigError, r"no module of class layers. It has Linear"),
+    (missing_class, ConfigError, r"no module of class Conv2d. It has Linear"),
+    (missing_class_on_one_rank, ConfigError, r"Conv2d.*found on rank 3"),
+    (sharded_twice, ConfigError, r"sharded already. Call `shard\(\)` once"),
+    (part_of_it_sharded, ConfigError, r"`0` is sharded already"),
+    (sparse_embedding, ConfigError, r"`0` makes sparse gradients.*`sparse=False`"),
+    (sparse_bag_on_one_rank, ConfigError, r"sparse.*found on rank 1"),
+    (complex_parameter, ConfigError, r"`0` is complex"),
+    (dtensor_parameter, ConfigError, r"`0` is a DTensor.*Shard the plain model"),
+    (lazy_parameter, ConfigError, r"`0.weight` is a UninitializedParameter.*Initialise"),
+    (gradient_hook_before, ConfigError, r"`0.weight` has gradient hooks"),
+    (accumulated_hook_before, ConfigError, r"`0.weight` has gradient hooks"),
+    (gradient_hook_after, LifecycleError, r"hook on the sharded parameter `0.weight` would never run"),
+    (accumulated_hook_after, LifecycleError, r"would never run"),
+    (deep_copy, LifecycleError, r"cannot be pickled or copied.*`full_state_dict"),
+    (part_copied, LifecycleError, r"cannot be (pickled or copied|deep-copied)"),
+    (pickled, LifecycleError, r"cannot be pickled or copied"),
+    (saved_whole, LifecycleError, r"cannot be pickled or copied"),
+    (parameter_replaced, LifecycleError, r"`0.weight` was"),
+    (parameter_removed, LifecycleError, r"`0.bias` was"),
+    (module_added, LifecycleError, r"`5.weight` was"),
+    (module_replaced, LifecycleError, r"`0.weight` was"),
+    (converted, LifecycleError, r"`0.weight` is sharded as torch.float32 on cpu and cannot become torch.float16"),
+    (inner_module_converted, LifecycleError, r"cannot become torch.float64|`2.up.weight` was .*converted"),
+    (unfrozen, LifecycleError, r"`0.weight` was frozen when the model was sharded.*Unfreeze it before"),
+    (micro_step_out_of_range, ConfigError, r"`micro_step\(3, of=3\)`.*Use 0 to 2"),
+    (norm_of_nothing, ConfigError, r"`norm_type=0.0` is not a norm"),
+    (norm_of_infinity, LifecycleError, r"gradient norm is (inf|nan)"),
+    (stale_optimizer, ConfigError, r"SGD was built before `shard\(\)`.*`0.weight`.*adopt"),
+    (partly_stale_optimizer, ConfigError, r"still holds the plain `0.bias`"),
+    (optimizer_of_more, ConfigError, r"of group 0 of SGD, shape \(3,\), belongs to no sharded model.*before `shard"),
+    (group_of_more, ConfigError, r"Parameter 0 of group 1 of AdamW, shape \(2, 2\), belongs to no sharded model"),
+    (foreign_optimizer, ConfigError, r"Parameter 0 of group 0 of SGD, shape \(2, 2\)"),
+    (foreign_optimizer_on_one_rank, ConfigError, r"found on rank 1"),
+]
+
+
+@pytest.mark.parametrize(("job", "error", "message"), REFUSED, ids=[job.__name__ for job, _, _ in REFUSED])
+def test_every_rank_refuses(ranks: RankPool, job: Job, error: type[MiCSError], message: str) -> None:
+    raises_on_every_rank(lambda: ranks(4, job, timeout_s=15.0), error, f"(?s){message}")
+
+
+def shard_without_group(ctx: RankContext) -> None:
+    shard(models.mlp().build())
+
+
+def test_process_group_must_exist(ranks: RankPool) -> None:
+    raises_on_every_rank(
+        lambda: ranks(1, shard_without_group, default_group=False), ConfigError, "before the process group exists"
+    )
+
+
+def train_integers(ctx: RankContext) -> torch.dtype:
+    forget_meshes()
+    model = _Integers()
+    shard(model)
+    model(torch.zeros(1, 2)).sum().backward()
+    return model.codes.dtype
+
+
+def test_frozen_integers_are_allowed(ranks: RankPool) -> None:
+    assert ranks(2, train_integers) == [torch.int8] * 2
+
+
+def convert_to_itself(ctx: RankContext) -> torch.dtype:
+    return _mlp().float().to("cpu")[0].weight.dtype
+
+
+def test_conversion_that_changes_nothing_is_allowed(ranks: RankPool) -> None:
+    assert ranks(2, convert_to_itself) == [torch.float32] * 2
+
+
+def clip_others(ctx: RankContext) -> None:
+    sharded = shard(models.mlp().build())
+    sharded.clip_grad_norm_(1.0, only=models.mlp().build().parameters())
+
+
+def test_clipping_what_is_not_sharded_is_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(lambda: ranks(2, clip_others), ConfigError, r"`only` holds a tensor \[16, 5\] that is no")

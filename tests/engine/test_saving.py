@@ -1,0 +1,119 @@
+"""Can state dicts and parameters be saved and copied as FSDP2's can: as DTensors, with this rank's part of each?"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from mics_strategy import LifecycleError, ShardConfig, Topology, shard
+from tests.engine.training import forget_meshes, whole
+from tests.ranks import RankContext, RankPool
+
+CONFIGS = {
+    preset: ShardConfig.preset(preset, topology=Topology(ranks_per_node=2)) for preset in ("zero3", "mics", "ddp")
+}
+
+
+def build() -> nn.Sequential:
+    """Even, uneven and empty parts, a scalar, a frozen parameter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 9), nn.Linear(9, 2), nn.PReLU())
+    model[3].weight = nn.Parameter(torch.tensor(0.25))
+    model[1].bias.requires_grad_(False)
+    return model
+
+
+def same(found: DTensor, expected: DTensor) -> bool:
+    return (
+        type(found) is DTensor
+        and (found.placements, found.shape, found.stride()) == (expected.placements, expected.shape, expected.stride())
+        and found.device_mesh == expected.device_mesh
+        and torch.equal(found.to_local(), expected.to_local())
+    )
+
+
+def save_and_copy(ctx: RankContext, config: ShardConfig, folder: Path) -> dict[str, Tensor]:
+    forget_meshes()
+    model = build()
+    shard(model, config, units=[nn.Linear])
+    model(torch.randn(4, 8)).sum().backward()
+    state, file = model.state_dict(), folder / str(ctx.rank)
+    torch.save(state, file)
+    local_bytes = sum(value.to_local().nbytes for value in state.values())
+    assert file.stat().st_size < local_bytes + 40_000
+    copied = copy.deepcopy(state)
+    loaded = torch.load(file, weights_only=True)
+    for name, value in state.items():
+        assert same(loaded[name], value)
+        assert same(copied[name], value)
+    values = {name: value.to_local().clone() for name, value in state.items()}
+    for value in (*copied.values(), *loaded.values()):
+        value.to_local().fill_(7)
+    assert all(torch.equal(value.to_local(), values[name]) for name, value in state.items())
+    for name, parameter in model.named_parameters():
+        assert same(copy.deepcopy(parameter.data), parameter.detach())
+        for each, needs_grad in (
+            (parameter, parameter.requires_grad),
+            (parameter.data, False),
+            (parameter.grad, False),
+        ):
+            if each is not None:
+                torch.save(each, folder / f"one {ctx.rank}")
+                found = torch.load(folder / f"one {ctx.rank}", weights_only=True)
+                assert same(found, each.detach()), name
+                assert found.requires_grad is needs_grad
+    with pytest.raises(LifecycleError, match="cannot be deep-copied"):
+        copy.deepcopy(model[0].weight)
+    return {name: whole(value) for name, value in state.items()}
+
+
+def load(ctx: RankContext, config: ShardConfig, folder: Path) -> dict[str, Tensor]:
+    forget_meshes()
+    model = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    shard(model, config, units=[nn.Linear])
+    model.load_state_dict(torch.load(folder / str(ctx.rank), weights_only=True))
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("preset", CONFIGS)
+def test_a_state_dict_is_saved_copied_and_loaded_in_parts(ranks: RankPool, tmp_path: Path, preset: str) -> None:
+    expected = build().state_dict()
+    for found in ranks(4, save_and_copy, CONFIGS[preset], tmp_path) + ranks(4, load, CONFIGS[preset], tmp_path):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def of_fsdp2(ctx: RankContext, folder: Path) -> bool:
+    """Whether both save the same, where the parts are."""
+    forget_meshes()
+    saved: list[Any] = []
+    for kind in ("ours", "theirs"):
+        model = build()[:1]
+        if kind == "ours":
+            shard(model, "zero3")
+        else:
+            fully_shard(model, mesh=dist.init_device_mesh("cpu", (ctx.world_size,)))
+        file = folder / f"{kind} {ctx.rank}"
+        torch.save(model.state_dict(), file)
+        saved.append(torch.load(file, weights_only=True))
+    ours, theirs = saved
+    return all(
+        type(ours[name]) is type(value)
+        and ours[name].placements == value.placements
+        and torch.equal(ours[name].to_local(), value.to_local())
+        and ours[name].requires_grad == value.requires_grad
+        for name, value in theirs.items()
+    )
+
+
+def test_what_is_saved_is_what_fsdp2_saves(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(4, of_fsdp2, tmp_path) == [True] * 4

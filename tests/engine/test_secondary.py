@@ -1,0 +1,92 @@
+"""Does a backward that gathers from a second copy train the same, and send what the copy is for?"""
+
+import pytest
+
+from mics_strategy import ShardConfig
+from mics_strategy.engine.plan import Plan
+from tests import models
+from tests.engine.counting import CountC10d, planned_kinds
+from tests.engine.training import Run, assert_same_training, plain, start, train, unused_alike
+from tests.ranks import RankContext, RankPool
+
+CHAINS = [  # params, secondary, grads, optimizer: of 4 ranks, 2 to a node
+    (4, 2, 4, 4),
+    (4, 1, 4, 4),
+    (2, 1, 2, 2),
+    (2, 1, 1, 4),
+    (4, 2, 1, 4),
+    (4, 2, 2, 4),
+    (2, 1, 4, 4),
+]
+chains = pytest.mark.parametrize("chain", CHAINS, ids=str)
+
+
+def _config(chain: tuple[int, int, int, int], **options: object) -> ShardConfig:
+    params, secondary, grads, optimizer = chain
+    scopes = {"params": params, "secondary_params": secondary, "grads": grads, "optimizer": optimizer}
+    return ShardConfig(**scopes, **options)
+
+
+@chains
+@pytest.mark.parametrize("case", [models.transformer, models.tied, models.scalar, models.shared, unused_alike])
+def test_trains_as_plain(ranks: RankPool, chain: tuple[int, int, int, int], case: object) -> None:
+    run = Run(case=case, config=_config(chain), accumulation=2)
+    assert_same_training(ranks(4, train, run, ranks_per_node=2), plain(run, 4))
+
+
+@pytest.mark.parametrize("overlap", ["all", "none", {"gather"}], ids=str)
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_trains_as_plain_with_any_timing(ranks: RankPool, overlap: object, prefetch: int) -> None:
+    run = Run(case=models.transformer, config=_config((4, 2, 4, 4), overlap=overlap, prefetch=prefetch), clip=0.1)
+    assert_same_training(ranks(4, train, run, ranks_per_node=2), plain(run, 4))
+
+
+def count_steps(ctx: RankContext, run: Run) -> tuple[object, object, Plan]:
+    training = start(ctx, run)
+    training.step(0)
+    with CountC10d() as counted:
+        training.step(1)
+    return counted.kinds, planned_kinds(training.sharded.plan), training.sharded.plan
+
+
+@chains
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_sends_what_was_planned(ranks: RankPool, chain: tuple[int, int, int, int], accumulation: int) -> None:
+    run = Run(case=models.transformer, config=_config(chain), accumulation=accumulation)
+    for issued, planned, _ in ranks(4, count_steps, run, ranks_per_node=2):
+        assert issued == planned
+
+
+def _gathered(plan: Plan, moment: str) -> set[str]:
+    return {p.axis for p in plan.collectives if p.collective == "all_gather" and p.phase == moment}
+
+
+def test_backward_stays_in_the_node(ranks: RankPool) -> None:
+    run = Run(case=models.transformer, config=ShardConfig.preset("zeropp"))
+    _, _, plan = ranks(4, count_steps, run, ranks_per_node=2)[0]
+    assert _gathered(plan, "forward") == {"intra_node", "inter_node"}
+    assert _gathered(plan, "backward") == {"intra_node"}
+
+
+def test_copy_of_the_whole_sends_nothing_in_the_backward(ranks: RankPool) -> None:
+    _, _, plan = ranks(4, count_steps, Run(case=models.transformer, config=_config((4, 1, 4, 4))), ranks_per_node=2)[0]
+    assert _gathered(plan, "forward")
+    assert not _gathered(plan, "backward")
+
+
+def memory(ctx: RankContext, run: Run) -> dict[str, int]:
+    return dict(start(ctx, run).sharded.memory.bytes_by_purpose)
+
+
+@pytest.mark.parametrize("chain", CHAINS[:3], ids=str)
+def test_copy_takes_its_share_and_no_more(ranks: RankPool, chain: tuple[int, int, int, int]) -> None:
+    run = Run(case=models.transformer, config=_config(chain))
+    bytes_ = ranks(4, memory, run, ranks_per_node=2)[0]
+    assert bytes_["secondary parameter shards"] * chain[1] == bytes_["optimizer shards"] * chain[3]
+
+
+def test_on_one_node_there_is_no_copy(ranks: RankPool) -> None:
+    run = Run(case=models.transformer, config=ShardConfig.preset("zeropp"))
+    zero3 = run.replace(config=ShardConfig.preset("zero3"))
+    assert ranks(2, memory, run) == ranks(2, memory, zero3)
+    assert ranks(2, count_steps, run)[0][2] == ranks(2, count_steps, zero3)[0][2]

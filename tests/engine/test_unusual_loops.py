@@ -1,0 +1,128 @@
+"""Is every loop right that the engine's authors did not have in mind?"""
+
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mics_strategy import ShardConfig, shard
+from mics_strategy.errors import LifecycleError
+from tests.engine import unusual
+from tests.engine.training import forget_meshes
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
+
+SETTINGS = {
+    "mics": ShardConfig.preset("mics"),
+    "mics, 3 ahead": ShardConfig.preset("mics", prefetch=3),
+    "zero3": ShardConfig.preset("zero3"),
+    "zeropp": ShardConfig.preset("zeropp"),
+    "zero2": ShardConfig.preset("zero2"),
+    "ddp": ShardConfig.preset("ddp"),
+    "paro-nig": ShardConfig.preset("paro-nig"),
+    "no overlap": ShardConfig.preset("mics", overlap="none"),
+}
+
+
+@lru_cache
+def expected(name: str) -> dict[str, Tensor]:
+    return unusual.reference(unusual.LOOPS[name], 4)
+
+
+def loops_of(setting: str) -> list[str]:
+    """All for the first setting, a seventh for each of the others."""
+    place = list(SETTINGS).index(setting)
+    return list(unusual.LOOPS) if place == 0 else list(unusual.LOOPS)[place - 1 :: 7]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_unusual_loops_train_as_a_plain_process_does(ranks: RankPool, setting: str) -> None:
+    names = loops_of(setting)
+    results = ranks(4, unusual.train, names, SETTINGS[setting], ranks_per_node=2)
+    for name in names:
+        for of_rank in results:
+            assert not of_rank[name].error, name
+            for key, value in of_rank[name].parameters.items():
+                torch.testing.assert_close(value, expected(name)[key], rtol=1e-9, atol=1e-11, msg=f"{name}: {key}")
+
+
+class Gain(nn.Module):
+    """Keeps something that it computes from a parameter of its own, which is frozen."""
+
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(unusual.WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x * self.gain
+        return x + 1
+
+
+def left_by_an_attribute(ctx: RankContext) -> None:
+    forget_meshes()
+    model = nn.Sequential(nn.Linear(unusual.WIDTH, unusual.WIDTH), *[Gain() for _ in range(5)])
+    shard(model, "zero3", units=[Gain])
+    model(torch.ones(2, unusual.WIDTH))
+    model[1].kept.sum().backward()
+
+
+def features_of_the_first_block(ctx: RankContext) -> None:
+    forget_meshes()
+    model = unusual.Stack(count=6)
+    shard(model, "zero3", units=[unusual.Block])
+    model.order = [1, 2, 0, 3, 4, 5]
+    unusual.features(model, torch.ones(2, unusual.WIDTH), 0)
+
+
+def test_features_of_trainable_units_that_are_resharded_are_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(
+        lambda: ranks(2, features_of_the_first_block),
+        LifecycleError,
+        match="Return that tensor from the unit's forward",
+    )
+
+
+def test_a_backward_that_enters_past_all_modules_is_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(
+        lambda: ranks(2, left_by_an_attribute),
+        LifecycleError,
+        match="needed the parameters of unit `1 .frozen.` when they were not",
+    )
+
+
+def asked_for_a_gradient(ctx: RankContext, **options: bool) -> None:
+    forget_meshes()
+    model = unusual.Stack()
+    shard(model, "mics", units=[unusual.Block])
+    torch.autograd.grad(model(torch.ones(2, unusual.WIDTH)).sum(), list(model.parameters()), **options)
+
+
+def asked_for_an_unused_gradient(ctx: RankContext) -> None:
+    asked_for_a_gradient(ctx, allow_unused=True)
+
+
+def asked_for_zeros(ctx: RankContext) -> None:
+    asked_for_a_gradient(ctx, materialize_grads=True)
+
+
+@pytest.mark.parametrize("job", [asked_for_a_gradient, asked_for_an_unused_gradient, asked_for_zeros])
+def test_local_gradients_of_sharded_parameters_are_refused(ranks: RankPool, job: object) -> None:
+    raises_on_every_rank(
+        lambda: ranks(2, job), LifecycleError, match="gradient of the sharded parameter `inner.weight`.*backward"
+    )
+
+
+def gradient_of_a_penalty(ctx: RankContext) -> Tensor:
+    forget_meshes()
+    model = unusual.Stack()
+    shard(model, "mics", units=[unusual.Block])
+    weight = model.head.weight
+    (gradient,) = torch.autograd.grad(weight.square().sum(), [weight])
+    return (gradient - 2 * weight).abs().max().full_tensor().detach()
+
+
+def test_gradients_of_what_is_computed_from_sharded_parameters_are_given(ranks: RankPool) -> None:
+    for difference in ranks(2, gradient_of_a_penalty):
+        assert difference == 0

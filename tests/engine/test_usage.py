@@ -1,0 +1,101 @@
+"""When is what ranks have counted read, and does the host wait for a GPU to know it?
+
+A GPU is pretended by tensors that say they are on one.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from mics_strategy import LifecycleError, ShardConfig, Topology, shard
+from mics_strategy.engine.replica_check import ReplicaCheck
+from mics_strategy.engine.streams import OpChain, Streams
+from mics_strategy.engine.used_params import READ_AT_ONCE, DesyncCheck, UsedParamMap
+from tests.ranks import RankContext, RankPool
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def a_way(mesh: Any) -> tuple[DesyncCheck, torch.Tensor]:
+    counts = torch.zeros(3, dtype=torch.int32)
+    way = DesyncCheck(counts, mesh, ReplicaCheck([], mesh, -1))
+    way._digest = counts[-1:].as_subclass(OnGpu)
+    return way, counts
+
+
+def test_a_gpu_is_waited_for_in_the_first_steps_only() -> None:
+    way, _ = a_way(SimpleNamespace())
+    event, waits = mock.Mock(), []
+    with mock.patch.object(torch.cuda, "Event", return_value=event):
+        for _ in range(READ_AT_ONCE + 2):
+            way.record()
+            waits.append(event.synchronize.call_count)
+    assert waits == [*range(1, READ_AT_ONCE + 1), READ_AT_ONCE, READ_AT_ONCE]
+
+
+@pytest.mark.parametrize("step", [0, READ_AT_ONCE])
+def test_ranks_that_differ_are_told_at_once_in_the_first_steps_and_one_step_later_afterwards(step: int) -> None:
+    way, counts = a_way(SimpleNamespace(first_mismatch=lambda: "they differ", is_in_sync=lambda: False))
+    with mock.patch.object(torch.cuda, "Event"):
+        for _ in range(step):
+            way.record()
+        counts[-1] = 1
+        if step >= READ_AT_ONCE:
+            way.record()
+        with pytest.raises(LifecycleError, match="they differ"):
+            way.record() if step < READ_AT_ONCE else way.raise_if_desynced()
+
+
+def test_counts_are_copied_from_pinned_memory_without_waiting() -> None:
+    asked: list[dict[str, Any]] = []
+    make = torch.tensor
+
+    def tensor(values: list[int], *, pin_memory: bool, **options: Any) -> torch.Tensor:
+        asked.append({"pin_memory": pin_memory})
+        return make(values, **options)
+
+    class Counts(OnGpu):
+        def copy_(self, source: torch.Tensor, **options: Any) -> torch.Tensor:
+            asked.append(options)
+            return super().copy_(source, **options)
+
+    counts: Any = torch.zeros(1, dtype=torch.int32).as_subclass(Counts)
+    with mock.patch.object(torch, "tensor", tensor):
+        UsedParamMap(counts, [], SimpleNamespace(balance=5, control=None))
+    assert asked == [{"pin_memory": True}, {"non_blocking": True}]
+    assert int(counts.as_subclass(torch.Tensor)) == 5
+
+
+def reads_of_a_step(ctx: RankContext, preset: str) -> int:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded = shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2)), units=[nn.Linear])
+    start = Streams.second_hop
+
+    def final_at_once(streams: Streams, *stages: Any, **options: Any) -> OpChain:
+        """As on a GPU, where the state of a gradient is final when its second hop has been launched."""
+        chain = start(streams, *stages, **options)
+        chain.wait()
+        return chain
+
+    with (
+        mock.patch.object(Streams, "second_hop", final_at_once),
+        mock.patch.object(UsedParamMap, "_by_position", autospec=True, side_effect=UsedParamMap._by_position) as read,
+    ):
+        for micro in range(2):
+            with sharded.micro_step(micro, of=2):
+                model(torch.ones(1, 4)).sum().backward()
+        sharded.clip_grad_norm_(1.0)
+    return read.call_count
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "mics"])
+def test_no_count_is_read_where_the_last_backward_has_sent_everything(ranks: RankPool, preset: str) -> None:
+    assert ranks(4, reads_of_a_step, preset, ranks_per_node=2) == [0] * 4

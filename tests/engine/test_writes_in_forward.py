@@ -1,0 +1,139 @@
+"""Is what a forward writes into a parameter kept, exactly, or refused?"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mics_strategy import ShardConfig, shard
+from mics_strategy.errors import ConfigError, LifecycleError
+from tests.engine.training import forget_meshes, whole
+from tests.engine.unusual import WIDTH, Block, ClampedBlock, Stack
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
+
+
+class Bounded(ClampedBlock):
+    """Writes what changes nothing."""
+
+    limit: float = 100.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for parameter in self.parameters() if self.limit else ():
+            with torch.no_grad():
+                parameter.clamp_(max=self.limit)
+        return Block.forward(self, x)
+
+
+class Codebook(nn.Module):
+    """Entries that no optimizer trains and every forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = nn.Parameter(torch.ones(5, WIDTH), requires_grad=False)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.entries.lerp_(torch.full((5, WIDTH), 2.0), 0.5)
+        return self.linear(x) + self.entries.mean(0)
+
+
+def stack(block: type[Block], **attributes: Any) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = Stack(block)
+    for each in model.blocks:
+        for name, value in attributes.items():
+            setattr(each, name, value)
+    return model
+
+
+def trained(ctx: RankContext, limit: float, config: ShardConfig) -> dict[str, Tensor]:
+    """Job: parameters after three steps of a model that may write into all of them."""
+    forget_meshes()
+    model = stack(Bounded, limit=limit)
+    shard(model, config, units=[Bounded])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + ctx.rank)
+        model(torch.randn(3, WIDTH, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(each) for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("preset", ["mics", "paro-nig", "zeropp"])
+def test_writes_that_change_nothing_cost_masters_no_precision(ranks: RankPool, preset: str) -> None:
+    config = ShardConfig.preset(preset, param_dtype="bfloat16")
+    (with_writes, *_), (without, *_) = (ranks(4, trained, limit, config, ranks_per_node=2) for limit in (100.0, 0.0))
+    assert all(torch.equal(with_writes[name], without[name]) for name in without)
+    assert any(not torch.equal(each, each.bfloat16().float()) for each in without.values())
+
+
+def moved_codebook(ctx: RankContext, preset: str) -> Tensor:
+    """Job: the entries after two training forwards and one in evaluation."""
+    forget_meshes()
+    model = nn.Sequential(Codebook(), Codebook(), nn.Linear(WIDTH, 2))
+    shard(model, preset, units=[Codebook])
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    return whole(model[1].entries)
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero2", "ddp"])
+def test_writes_into_frozen_parameters_are_kept(ranks: RankPool, preset: str) -> None:
+    for entries in ranks(2, moved_codebook, preset):
+        torch.testing.assert_close(entries, torch.full((5, WIDTH), 2 - 0.5**3))
+
+
+def written_under_a_codec(ctx: RankContext) -> None:
+    forget_meshes()
+    model = stack(ClampedBlock)
+    shard(model, ShardConfig.preset("zero3", weight_codec="int8"), units=[ClampedBlock])
+    model(torch.ones(2, WIDTH))
+
+
+def test_writes_into_decoded_parameters_are_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(
+        lambda: ranks(4, written_under_a_codec, ranks_per_node=2),
+        LifecycleError,
+        match="wrote into parameter `blocks.0.scale`.*weight_codec='none'",
+    )
+
+
+def embedding(max_norm: float | None) -> nn.Module:
+    return nn.Sequential(nn.Embedding(8, WIDTH, max_norm=max_norm), nn.Linear(WIDTH, 2))
+
+
+def sharded_max_norm(ctx: RankContext) -> None:
+    forget_meshes()
+    shard(embedding(1.0), "mics")
+
+
+def test_rows_that_ranks_would_renormalize_apart_are_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(
+        lambda: ranks(2, sharded_max_norm), ConfigError, match="`0` renormalizes the rows that a batch looks up"
+    )
+
+
+def renormalized_by_hand(ctx: RankContext) -> Tensor:
+    """Job: what the refusal advises."""
+    forget_meshes()
+    model = embedding(None)
+    shard(model, "mics")
+    weight, max_norm = model[0].weight, 1.0
+    with torch.no_grad():
+        weight.mul_((max_norm / weight.norm(dim=1, keepdim=True).clamp(min=1e-7)).clamp(max=1))
+    found = whole(weight)
+    model(torch.tensor([1])).sum().backward()
+    return found
+
+
+def test_rows_can_be_renormalized_after_the_step(ranks: RankPool) -> None:
+    for weight in ranks(2, renormalized_by_hand):
+        assert weight.norm(dim=1).max() <= 1 + 1e-6
+        assert weight.norm(dim=1).max() > 0.9

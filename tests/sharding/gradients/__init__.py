@@ -1,1 +1,0 @@
-"""Tests of mics_strategy.sharding.gradients."""
