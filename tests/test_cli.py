@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mics_strategy.cli import main, parser
-from tests.checkpoint.test_consolidate import saved
+from tests.checkpoint.test_export import saved
 from tests.engine.training import assert_identical
 from tests.ranks import RankPool
 

@@ -29,10 +29,12 @@ from mics_strategy.engine.used_params import DesyncCheck, UsedParamMap
 class ReducerBuffers:
     """Where gradients wait and travel.
 
-    `flat_pools` lends, by unit index, the flat buffer of the unit's trainable buckets. `zero_grad_pool` is as large,
-    for any unit whose turn comes without a gradient: it never takes the buffer of one that waits, and nobody writes to it,
-    so any number of transfers may read it. `second_hop` lends the wire form of one bucket for its second hop, where
-    that is not the dtype of the sum. `usage` counts the users of every trainable parameter.
+    Args:
+        flat_pools: By unit index, lends the flat buffer of the unit's trainable buckets.
+        zero_grad_pool: As large as the largest of them, for a unit whose turn comes without a gradient: it never
+            takes the buffer of one that waits. Nobody writes to it, so any number of transfers may read it.
+        second_hop: Lends the wire form of one bucket for its second hop, where that is not the dtype of the sum.
+        usage: Counts the users of every trainable parameter.
     """
 
     flat_pools: dict[int, StagingPool]

@@ -16,8 +16,8 @@ from mics_strategy import CheckpointError
 from mics_strategy.checkpoint import atomic, claims
 from mics_strategy.checkpoint.folder import atomic_checkpoint_folder
 from mics_strategy.checkpoint.save import save_checkpoint
+from tests.checkpoint.test_atomic import names, write
 from tests.checkpoint.test_sharded import run_of
-from tests.checkpoint.test_storage import names, write
 from tests.engine.training import Run, start
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 

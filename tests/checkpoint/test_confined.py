@@ -17,8 +17,8 @@ from mics_strategy.checkpoint.load import load_checkpoint
 from mics_strategy.checkpoint.manifest import NAME, Manifest
 from mics_strategy.checkpoint.save import save_checkpoint
 from mics_strategy.checkpoint.weights import load_weights
+from tests.checkpoint.test_atomic import manifest
 from tests.checkpoint.test_sharded import run_of
-from tests.checkpoint.test_storage import manifest
 from tests.engine.training import Run, start
 from tests.ranks import RankContext, RankPool
 

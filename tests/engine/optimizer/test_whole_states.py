@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mics_strategy import ShardConfig, shard
 from tests import models
-from tests.engine.optimizer.test_whole import Make, adafactor, begin, layout, plain_with
+from tests.engine.optimizer.test_owner_exchange import Make, adafactor, begin, layout, plain_with
 from tests.engine.training import Run, assert_same, forget_meshes, whole
 from tests.ranks import RankContext, RankPool
 

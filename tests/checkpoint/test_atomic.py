@@ -110,7 +110,7 @@ def test_a_kill_between_any_two_steps_leaves_a_whole_one(tmp_path: Path, stop: i
 WRITER = """
 import sys
 from pathlib import Path
-from tests.checkpoint.test_storage import write
+from tests.checkpoint.test_atomic import write
 folder = Path(sys.argv[1])
 for step in range(1, 10**6):
     write(folder / "last", step, b"%d " % step * 5000)
