@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from tests.accelerate.runs import PLAIN, accelerator
 from tests.accelerate.runs import run as run_accelerate
-from tests.engine.test_slots import Model, batch, contents, counting
+from tests.engine.test_module_buffers import Model, batch, contents, counting
 from tests.lightning.modules import Regression, loader
 from tests.lightning.runs import assert_same, mics, run, trainer, whole
 from tests.ranks import RankContext, RankPool
