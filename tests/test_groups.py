@@ -18,11 +18,11 @@ def timeouts_of_all_groups(ctx: RankContext) -> set[float]:
     timeout = timedelta(seconds=23)
     dist.init_process_group("gloo", rank=ctx.rank, world_size=ctx.world_size, timeout=timeout)
     sharded = shard(nn.Linear(4, 4), ShardConfig.preset("mics", topology=Topology(ranks_per_node=ctx.ranks_per_node)))
-    mesh = sharded._groups
-    groups = [transport.group for transport in mesh._transports] + mesh.trainable_placement.device_mesh.get_all_groups()
+    ours = sharded._groups
+    groups = [transport.group for transport in ours._transports] + ours.trainable_placement.device_mesh.get_all_groups()
     assert len(groups) > 5
     found = {timeout_of(group, "cpu").total_seconds() for group in groups}
-    del sharded, mesh, groups
+    del sharded, ours, groups
     dist.destroy_process_group()
     return found
 

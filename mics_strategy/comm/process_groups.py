@@ -99,7 +99,7 @@ class ProcessGroups:
             random=ReplicaRandom(self._seed, index, self.device),
         )
         if self.device.type == "cpu":
-            _gloo_meshes.add(self)
+            _on_gloo.add(self)
 
     def _autotune(self, scopes: Scopes) -> list[TuningResult]:
         if self.world_group is None:
@@ -335,7 +335,7 @@ def new_group(
 
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, Span], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-_gloo_meshes: weakref.WeakSet[ProcessGroups] = weakref.WeakSet()
+_on_gloo: weakref.WeakSet[ProcessGroups] = weakref.WeakSet()
 _num_meshes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -352,9 +352,9 @@ def _close_gloo() -> None:
 
     What is still under way belongs to a job that has failed; closing would wait for it, up to the timeout.
     """
-    for mesh in list(_gloo_meshes):
-        mesh.stop()
+    for groups in list(_on_gloo):
+        groups.stop()
     if not has_pending_work():
-        for mesh in list(_gloo_meshes):
-            mesh.close()
+        for groups in list(_on_gloo):
+            groups.close()
         _groups.clear()

@@ -121,11 +121,11 @@ def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
 
 def _make_groups(scopes: Scopes, device: torch.device) -> ProcessGroups:
     """The groups of this job; what was measured for them, printed by rank 0."""
-    mesh = ProcessGroups(scopes, device)
-    news = report(mesh.tuning_results)
-    if mesh.rank == 0 and news:
+    groups = ProcessGroups(scopes, device)
+    news = report(groups.tuning_results)
+    if groups.rank == 0 and news:
         print(news, flush=True)
-    return mesh
+    return groups
 
 
 def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, initializer: Initializer | str) -> Sharded:

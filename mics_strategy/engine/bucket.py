@@ -69,7 +69,7 @@ class Bucket:
     def __init__(
         self,
         spec: BucketSpec,
-        mesh: ProcessGroups,
+        groups: ProcessGroups,
         master: torch.Tensor,
         params_shard: torch.Tensor | None,
         secondary: torch.Tensor | None,
@@ -77,8 +77,8 @@ class Bucket:
     ) -> None:
         self.spec = spec
         self.layout = spec.layout
-        self.groups = mesh
-        self.placement = mesh.trainable_placement if spec.trainable else mesh.frozen_placement
+        self.groups = groups
+        self.placement = groups.trainable_placement if spec.trainable else groups.frozen_placement
         self.master_shard = master
         self.param_shard = params_shard
         self.secondary_shard = secondary

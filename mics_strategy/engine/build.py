@@ -199,11 +199,11 @@ def build_engine(units: list[Unit], modules: list[UnitSpec], context: BuildConte
 
 
 def _gather_buffers(units: list[Unit], context: BuildContext) -> GatherBuffers:
-    mesh, memory, count = context.groups, context.memory, context.config.prefetch
+    groups, memory, count = context.groups, context.memory, context.config.prefetch
     staged = [unit.buckets if unit.needs_staging else [] for unit in units]
     flat = [packed_bytes([(b.layout.full_numel, b.spec.param_dtype) for b in buckets]) for buckets in staged]
     shard = [packed_bytes([bucket.cast_size for bucket in unit.buckets]) for unit in units]
-    update = mesh.trainable_placement.sync_comm
+    update = groups.trainable_placement.sync_comm
     casts = update is not None and any(bucket.needs_cast for unit in units for bucket in unit.buckets)
     staging = StagingPool(memory, "gather stagings", count, max(flat), context.device)
     cast = StagingPool(memory, "cast stagings", count, max(shard) if casts else 0, context.device)
@@ -247,10 +247,10 @@ def _gradients(units: list[Unit], context: BuildContext) -> dict[int, list[GradB
 def _reducer_buffers(
     gradients: dict[int, list[GradBucket]], modules: list[UnitSpec], context: BuildContext
 ) -> ReducerBuffers:
-    mesh, memory, device = context.groups, context.memory, context.device
+    groups, memory, device = context.groups, context.memory, context.device
     flat = {
         index: packed_bytes([(g.bucket.layout.full_numel, g.wire_dtype) for g in of_unit])
-        if mesh.grad_comm is not None
+        if groups.grad_comm is not None
         else 0
         for index, of_unit in gradients.items()
     }
@@ -263,7 +263,7 @@ def _reducer_buffers(
         ring = StagingPool(memory, "gradient stagings", count, max(flat[index] for index in indices), device)
         collecting.update(dict.fromkeys(indices, ring))
     largest = max(flat.values(), default=0)
-    wires = [second_hop_bytes(g, mesh) for gs in gradients.values() for g in gs]
+    wires = [second_hop_bytes(g, groups) for gs in gradients.values() for g in gs]
     count = sum(len(g.bucket.layout.param_slices) for gs in gradients.values() for g in gs)
     return ReducerBuffers(
         flat_pools=collecting,
@@ -275,12 +275,12 @@ def _reducer_buffers(
 
 def _allocate_workspaces(units: list[Unit], gradients: dict[int, list[GradBucket]], context: BuildContext) -> None:
     """Memory of what is under way, as much as the largest transfer of each kind needs."""
-    mesh, scopes = context.groups, context.groups.scopes
+    groups, scopes = context.groups, context.groups.scopes
     for bucket in (bucket for unit in units for bucket in unit.buckets):
         layout, dtype = bucket.layout, bucket.spec.param_dtype
         for collective, numel in (
-            (mesh.param_comm, layout.numel_at(scopes.params)),
-            (mesh.secondary_comm, layout.numel_at(scopes.secondary)),
+            (groups.param_comm, layout.numel_at(scopes.params)),
+            (groups.secondary_comm, layout.numel_at(scopes.secondary)),
             (bucket.placement.sync_comm, layout.shard_numel),
         ):
             if collective is not None:
@@ -290,9 +290,9 @@ def _allocate_workspaces(units: list[Unit], gradients: dict[int, list[GradBucket
                 )
                 if coalesced is not None:
                     coalesced.reserve_all_gather(numel, dtype)
-    variants = [(mesh.grad_comm, mesh.outer_grad_comm, mesh.replica_comm)]
+    variants = [(groups.grad_comm, groups.outer_grad_comm, groups.replica_comm)]
     if scopes.codecs.first_hop is not None or scopes.codecs.second_hop is not None:
-        variants.append(mesh.unquantized)
+        variants.append(groups.unquantized)
     of_buckets = [gradient for of_unit in gradients.values() for gradient in of_unit]
     for gradient, (first, scatter, replicas) in itertools.product(of_buckets, variants):
         layout, wire, dtype = gradient.bucket.layout, gradient.wire_dtype, gradient.result.dtype
@@ -309,5 +309,5 @@ def _allocate_workspaces(units: list[Unit], gradients: dict[int, list[GradBucket
             scatter.reserve_reduce_scatter(layout.numel_at(scopes.grads), wire, dtype)
         if replicas is not None:
             replicas.reserve_all_reduce(layout.shard_numel, wire, dtype)
-    for workspace in mesh.workspaces.values():
+    for workspace in groups.workspaces.values():
         workspace.bind(context.memory.zeros("workspaces", workspace.needed_bytes, torch.uint8, context.device))

@@ -73,10 +73,10 @@ def estimate_memory(
     scopes = resolve_scopes(config.replace(topology=topology), topology, world_size)
     modules, memory = find_units(model, units), MemoryTracker()
     with _fake_process_group(world_size), torch.no_grad():
-        site = BuildContext(config=config, groups=ProcessGroups(scopes, "cpu"), device=_META, memory=memory)
-        built = build_units(modules, site)
-        add_sharded_parameters(built, modules, site)
-        build_engine(built, modules, site)
+        context = BuildContext(config=config, groups=ProcessGroups(scopes, "cpu"), device=_META, memory=memory)
+        built = build_units(modules, context)
+        add_sharded_parameters(built, modules, context)
+        build_engine(built, modules, context)
         trained = [bucket for unit in built for bucket in unit.trainable]
         num_trained = sum(bucket.layout.shard_numel for bucket in trained)
     return MemoryEstimate(

@@ -84,14 +84,14 @@ class GradBucket:
         self._paddings: dict[int, list[torch.Tensor]] = {}
         self._result_cast = result_cast
         self._is_one_buffer = accumulator.data_ptr() == result.data_ptr()
-        mesh = bucket.groups
-        self._predivisor = predivisor_of(wire_dtype, mesh.scopes.world_size)
-        self._divisor = mesh.scopes.world_size / self._predivisor
+        groups = bucket.groups
+        self._predivisor = predivisor_of(wire_dtype, groups.scopes.world_size)
+        self._divisor = groups.scopes.world_size / self._predivisor
         self._zero_copy = (
-            plan_in_place_reduce(mesh.grad_comm, bucket.spec, wire_dtype) if self._predivisor == 1 else None
+            plan_in_place_reduce(groups.grad_comm, bucket.spec, wire_dtype) if self._predivisor == 1 else None
         )
-        self._replicas = mesh.replica_comm.size if mesh.replica_comm is not None else 1
-        shards = mesh.trainable_placement
+        self._replicas = groups.replica_comm.size if groups.replica_comm is not None else 1
+        shards = groups.trainable_placement
         self._dtensors: list[DTensor] = [
             grad_as_dtensor(region.view_in(result_cast, shards.index), region, shards)
             for region in bucket.layout.param_slices
@@ -290,8 +290,8 @@ class GradBucket:
         """
         views = self._paddings.get(buffer.data_ptr())
         if views is None:
-            mesh, layout = self.bucket.groups, self.bucket.layout
-            rows = layout.shard_slices(degree)[mesh.scopes.span(1, degree).index(mesh.rank)]
+            groups, layout = self.bucket.groups, self.bucket.layout
+            rows = layout.shard_slices(degree)[groups.scopes.span(1, degree).index(groups.rank)]
             views = self._paddings[buffer.data_ptr()] = layout.padding_views(buffer, rows)
         if views:
             torch._foreach_zero_(views)

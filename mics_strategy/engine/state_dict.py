@@ -52,13 +52,13 @@ def load_full_state_dict(model: nn.Module, state: StateDict, *, strict: bool) ->
     return model.load_state_dict(pieces, strict=strict)
 
 
-def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, mesh: ProcessGroups) -> StateDict:
+def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, groups: ProcessGroups) -> StateDict:
     """The plain optimizer's state dict on rank 0's CPU, integer ids kept; empty on other ranks. Collective.
 
     Args:
         optimizer: Of the sharded model.
         owner_of: The rank of the optimizer scope that alone has the states of a parameter; None where each has rows.
-        mesh: For the ranks of that scope.
+        groups: For the ranks of that scope.
 
     Raises:
         CheckpointError: States of a kind that cannot be put together.
@@ -72,10 +72,10 @@ def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, mesh: Pro
     for index in range(len(parameters)):
         entry = state["state"].get(index)
         if index in owners:
-            entry = _from_owner(entry, owners[index], mesh)
+            entry = _from_owner(entry, owners[index], groups)
         if entry is not None:
             states[index] = {
-                key: _quantized_on_rank_zero(value, parameters[index], mesh)
+                key: _quantized_on_rank_zero(value, parameters[index], groups)
                 if (index, key) in quantized
                 else _to_rank_zero(value)
                 if isinstance(value, torch.Tensor)
@@ -124,25 +124,27 @@ def _quantized_rows(states: dict[int, StateDict]) -> set[tuple[int, str]]:
     return set().union(*gather_objects(own))
 
 
-def _quantized_on_rank_zero(value: torch.Tensor, parameter: ShardedParameter, mesh: ProcessGroups) -> torch.Tensor:
+def _quantized_on_rank_zero(value: torch.Tensor, parameter: ShardedParameter, groups: ProcessGroups) -> torch.Tensor:
     """The whole state as the plain optimizer keeps it; an empty tensor on other ranks."""
     local, dim = to_local(value).detach().cpu(), parameter.mics_slice.dim
-    if mesh.shard_group is None or dim is None or not is_sharded(parameter):
+    if groups.shard_group is None or dim is None or not is_sharded(parameter):
         return _to_rank_zero(local)
     pieces = []
-    for source in range(mesh.trainable_placement.degree):
-        piece = mesh.shard_group.broadcast_object(local if source == mesh.trainable_placement.index else None, source)
+    for source in range(groups.trainable_placement.degree):
+        piece = groups.shard_group.broadcast_object(
+            local if source == groups.trainable_placement.index else None, source
+        )
         if dist.get_rank() == 0 and piece is not None:
             pieces.append(piece)
     return concat_quantized(pieces, dim, parameter.shape) if pieces else torch.empty(0)
 
 
-def _from_owner(entry: StateDict | None, owner: int, mesh: ProcessGroups) -> StateDict | None:
+def _from_owner(entry: StateDict | None, owner: int, groups: ProcessGroups) -> StateDict | None:
     """The states of a parameter that one rank of the optimizer scope has, on all of them, on the CPU."""
-    if mesh.shard_group is None:
+    if groups.shard_group is None:
         return entry
     sent = None if entry is None else {key: _on_cpu(value) for key, value in entry.items()}
-    return mesh.shard_group.broadcast_object(sent, owner)
+    return groups.shard_group.broadcast_object(sent, owner)
 
 
 def _on_cpu(value: Any) -> Any:

@@ -89,14 +89,14 @@ class DesyncCheck:
 
     Args:
         counts: Where `UsedParamMap` leaves its sums; the last one is that of the balances.
-        mesh: Process groups.
+        groups: Process groups.
         replicas: Whether those of shards are equal; what it computes is added to the balances.
     """
 
-    def __init__(self, counts: torch.Tensor, mesh: ProcessGroups, replicas: ReplicaCheck) -> None:
+    def __init__(self, counts: torch.Tensor, groups: ProcessGroups, replicas: ReplicaCheck) -> None:
         self.replicas = replicas
         self._digest = counts[-1:]
-        self._groups = mesh
+        self._groups = groups
         self._on_host = torch.zeros(1, dtype=counts.dtype, pin_memory=counts.is_cuda)
         self._copied: torch.cuda.Event | None = None
         self._num_noted = 0

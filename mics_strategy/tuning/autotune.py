@@ -119,18 +119,18 @@ def backend_key(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def _tune(
-    crossing: TunableCollective, purpose: str, links: TuningKey, kept: int | None, site: BenchmarkContext
+    crossing: TunableCollective, purpose: str, links: TuningKey, kept: int | None, context: BenchmarkContext
 ) -> TuningResult:
     collective, span = crossing
     if kept is not None:
         return TuningResult(collective=collective, span=span, from_bytes=kept)
     timings: tuple[SizeTiming, ...] = ()
     workspace = Workspace()
-    both = site.make_communicator(purpose, workspace)
+    both = context.make_communicator(purpose, workspace)
     if isinstance(both, SizeDispatch):
-        timings = benchmark(collective, both, workspace, site.control_group, site.device)
+        timings = benchmark(collective, both, workspace, context.control_group, context.device)
     from_bytes = threshold_bytes(timings)
-    if site.control_group.index == 0:
+    if context.control_group.index == 0:
         cache.store(links, from_bytes, timings)
     return TuningResult(collective=collective, span=span, from_bytes=from_bytes, timings=timings)
 

@@ -48,7 +48,7 @@ def planned(ctx: RankContext, ranks: range) -> list[list[tuple[str, int]]]:
     """Of each of these ranks of 512, what it would write: name and bytes. Nothing is trained, and no file is made."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("mesh", "agreement", "sharding.materialize", "sharding.api"):
+        for name in ("comm.process_groups", "comm.consensus", "engine.setup.materialize", "engine.api"):
             patch.setattr(f"mics_strategy.{name}.gather_objects", _everyone_alike)
         for rank in ranks:
             forget_meshes()

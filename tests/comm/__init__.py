@@ -1,1 +1,1 @@
-"""Tests of mics_strategy.collectives."""
+"""Tests of mics_strategy.comm."""

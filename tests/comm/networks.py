@@ -44,18 +44,18 @@ class Network:
     """
 
     def __init__(self, ctx: RankContext, codec: Codec | None = None, links: str = "slow", stages: Stages = 2) -> None:
-        self.mesh = ProcessGroups(scopes_of(ctx, codec, links, stages), "cpu")
-        self.one = _only(self.mesh.param_comm)
-        self.other = _only(self.mesh.grad_comm)
+        self.groups = ProcessGroups(scopes_of(ctx, codec, links, stages), "cpu")
+        self.one = _only(self.groups.param_comm)
+        self.other = _only(self.groups.grad_comm)
 
     @property
     def workspace(self) -> Workspace:
         """Of the first lane."""
-        return self.mesh.workspaces["gather"]
+        return self.groups.workspaces["gather"]
 
     def lend(self, spare_bytes: int = 0) -> None:
         """Give each lane the memory that was announced for it, and forget the announcements."""
-        for workspace in self.mesh.workspaces.values():
+        for workspace in self.groups.workspaces.values():
             num_bytes = max(0, workspace.needed_bytes + spare_bytes)
             workspace.bind(torch.full((num_bytes,), NAN_BYTE, dtype=torch.uint8))
             workspace.needed_bytes = 0

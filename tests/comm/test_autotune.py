@@ -28,7 +28,7 @@ LOG = "mics_strategy.tuning.cache"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one rank saw of one mesh."""
+    """What one rank saw of one groups."""
 
     findings: list[TuningResult]
     decided: tuple[tuple[TunableCollective, int], ...]
@@ -70,9 +70,9 @@ def see(ctx: RankContext, cache: Path, presets: list[str], options: dict | None 
         patch.setenv("XDG_CACHE_HOME", str(cache))
         for preset in presets:
             with watched() as (measured, warnings):
-                mesh = ProcessGroups(scopes_of(ctx, preset, **(options or {})), "cpu")
-            seen.append(Seen(mesh.tuning_results, mesh.scopes.two_stages.measured, measured, warnings))
-            assert not mesh.traffic_log.entries
+                groups = ProcessGroups(scopes_of(ctx, preset, **(options or {})), "cpu")
+            seen.append(Seen(groups.tuning_results, groups.scopes.two_stages.measured, measured, warnings))
+            assert not groups.traffic_log.entries
     return seen
 
 
@@ -146,17 +146,17 @@ def test_what_is_not_encoded_is_still_measured() -> None:
 
 def test_simulated_ranks_measure_nothing() -> None:
     def job(ctx: RankContext) -> bool:
-        mesh = ProcessGroups(scopes_of(ctx), "cpu")
-        return mesh.tuning_results == [] and not isinstance(mesh.param_comm, SizeDispatch)
+        groups = ProcessGroups(scopes_of(ctx), "cpu")
+        return groups.tuning_results == [] and not isinstance(groups.param_comm, SizeDispatch)
 
     assert simulate(4, job, ranks_per_node=2) == [True] * 4
 
 
 def _fake(ctx: RankContext) -> bool:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    mesh = ProcessGroups(scopes_of(replace(ctx, world_size=8, ranks_per_node=4)), "cpu")
+    groups = ProcessGroups(scopes_of(replace(ctx, world_size=8, ranks_per_node=4)), "cpu")
     dist.destroy_process_group()
-    return mesh.tuning_results == [] and not isinstance(mesh.param_comm, SizeDispatch)
+    return groups.tuning_results == [] and not isinstance(groups.param_comm, SizeDispatch)
 
 
 def test_a_transport_that_moves_nothing_measures_nothing(ranks: RankPool) -> None:
@@ -166,13 +166,13 @@ def test_a_transport_that_moves_nothing_measures_nothing(ranks: RankPool) -> Non
 def _chosen(ctx: RankContext, from_bytes: int) -> list[tuple[str, bool]]:
     """Which of two transfers, of fewer bytes than `from_bytes` and of as many, goes in which way."""
     with mock.patch.object(decisions, "load", return_value=from_bytes):
-        mesh = ProcessGroups(scopes_of(ctx), "cpu")
-    both, found = mesh.param_comm, []
+        groups = ProcessGroups(scopes_of(ctx), "cpu")
+    both, found = groups.param_comm, []
     assert isinstance(both, SizeDispatch)
     for numel in (from_bytes // 16 - 1, from_bytes // 16):
         both.all_gather(torch.empty(4 * numel), torch.zeros(numel), "block").wait()
-        axes = sorted(sent.axis for sent in mesh.traffic_log.drain())
-        routes = mesh.scopes.route("param_all_gather", 16 * numel)
+        axes = sorted(sent.axis for sent in groups.traffic_log.drain())
+        routes = groups.scopes.route("param_all_gather", 16 * numel)
         assert routes is not None
         found.append(("+".join(axes), routes.intra is None))
     return found

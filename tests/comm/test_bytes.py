@@ -65,7 +65,7 @@ def different(ctx: RankContext, codec: Codec | None, links: str, num_stages: Sta
                 handle, messages = started(one, kind, numel)
                 handle.wait()
             planned = kinds_of(messages)
-            if not counted.kinds == written(network.mesh.traffic_log) == planned:
+            if not counted.kinds == written(network.groups.traffic_log) == planned:
                 found.append(f"{kind} of {numel}: {counted.kinds} sent, {planned} planned")
     return found
 

@@ -231,7 +231,7 @@ def refused(ctx: RankContext) -> int:
         count += 2
     with pytest.raises(ShapeError):
         one.all_gather(torch.empty(8), torch.empty(2, dtype=BF16), "block")
-    assert not network.mesh.traffic_log.entries
+    assert not network.groups.traffic_log.entries
     assert [transport.fingerprint.count for transport in one.transports] == [0, 0]
     return count
 

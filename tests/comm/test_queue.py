@@ -228,7 +228,7 @@ def close_what_never_ends(ctx: RankContext, lanes: int) -> tuple[bool, int]:
         return True, 0
     handles = [lane.all_gather(torch.empty(8 * lane.size), torch.ones(8), "alone") for lane in (one, other)[:lanes]]
     start_s = time.monotonic()
-    network.mesh.stop()
+    network.groups.stop()
     assert time.monotonic() - start_s < WITHIN_S
     for handle in handles:
         with pytest.raises(CommunicationError, match="Gather of alone"):
@@ -259,7 +259,7 @@ def close_after_a_peer_has_died(ctx: RankContext) -> None:
             time.sleep(0.01)
         return
     try:
-        network.mesh.stop()
+        network.groups.stop()
         with pytest.raises(CommunicationError, match="Gather of alone"):
             handle.wait()
         assert not any(thread.name.startswith("mics ") for thread in threading.enumerate())

@@ -60,7 +60,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from mics_strategy.collectives import codec_kernels as kernels
+from mics_strategy.comm.codecs import triton_codec as kernels
 
 BLOCK = {"ROWS": 8, "LANE": 256}
 NUMBERS = ("begin", "numel", "rows", "lane", "piece_bytes", "seed")
@@ -113,8 +113,8 @@ def test_compiled_kernels_fuse_no_rounding_and_move_16_bytes_at_once(tmp_path: P
 def test_without_triton_the_reference_stands_in_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    package = importlib.import_module("mics_strategy.collectives")
-    monkeypatch.delattr(package, "codec_kernels", raising=False)
+    package = importlib.import_module("mics_strategy.comm.codecs")
+    monkeypatch.delattr(package, "triton_codec", raising=False)
     monkeypatch.delitem(sys.modules, "mics_strategy.comm.codecs.triton_codec", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     load_kernels.cache_clear()

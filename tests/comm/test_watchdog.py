@@ -170,16 +170,16 @@ def let_nodes_differ(ctx: RankContext) -> bool:
     scopes = Scopes(
         world_size=4, ranks_per_node=2, params=2, grads=2, optimizer=4, secondary=2, axes=axes, is_hierarchical=True
     )
-    mesh = ProcessGroups(scopes, "cpu")
-    assert mesh.param_comm is not None
-    assert mesh.trainable_placement.sync_comm is not None
+    groups = ProcessGroups(scopes, "cpu")
+    assert groups.param_comm is not None
+    assert groups.trainable_placement.sync_comm is not None
     with impatient(0.05):
         for _ in range(1 - ctx.node):
-            mesh.param_comm.all_gather(torch.empty(8), torch.ones(4), "more").wait()
+            groups.param_comm.all_gather(torch.empty(8), torch.ones(4), "more").wait()
         time.sleep(0.6 * ctx.node)
         for step in range(2):
             out = torch.empty(8)
-            mesh.trainable_placement.sync_comm.all_gather(out, torch.full((4,), float(step)), f"update {step}").wait()
+            groups.trainable_placement.sync_comm.all_gather(out, torch.full((4,), float(step)), f"update {step}").wait()
             assert torch.equal(out, torch.full((8,), float(step)))
             time.sleep(0.6 * (1 - ctx.node))
     return True
@@ -255,7 +255,7 @@ def test_when_a_rank_dies_the_others_say_what_failed_and_among_whom(
 
 def lose_a_peer(ctx: RankContext, kind: str) -> None:
     """Rank 2 dies when the others begin; it is the source of what is broadcast."""
-    peers = Network(ctx).mesh.world_group
+    peers = Network(ctx).groups.world_group
     assert peers is not None
     dist.barrier()
     if ctx.rank == DYING:
@@ -302,7 +302,7 @@ class Refused:
 
 
 def send_what_is_refused(ctx: RankContext) -> bool:
-    peers = Network(ctx).mesh.world_group
+    peers = Network(ctx).groups.world_group
     assert peers is not None
     for send in (lambda: gather_objects(Refused()), lambda: peers.broadcast_object(Refused(), peers.index)):
         with pytest.raises(LifecycleError, match=r"^this cannot be pickled$"):

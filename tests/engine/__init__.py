@@ -1,1 +1,1 @@
-"""Tests of mics_strategy.sharding."""
+"""Tests of mics_strategy.engine."""

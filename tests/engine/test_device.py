@@ -170,11 +170,11 @@ def shard_on_a_gpu(ctx: RankContext) -> list[int]:
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch.cuda, "set_device") as set_device,
         mock.patch.object(dist, "get_backend", return_value="nccl"),
-        mock.patch("mics_strategy.engine.api.ProcessGroups", side_effect=_Reached) as mesh,
+        mock.patch("mics_strategy.engine.api.ProcessGroups", side_effect=_Reached) as groups,
         pytest.raises(_Reached),
     ):
         shard(nn.Linear(2, 2), ShardConfig.preset("mics"))
-    return [set_device.call_args.args[0].index, mesh.call_args.args[1].index]
+    return [set_device.call_args.args[0].index, groups.call_args.args[1].index]
 
 
 def test_the_gpu_of_a_rank_becomes_current_before_groups_are_made(ranks: RankPool) -> None:
@@ -182,8 +182,8 @@ def test_the_gpu_of_a_rank_becomes_current_before_groups_are_made(ranks: RankPoo
 
 
 def test_what_a_mesh_sends_is_on_the_models_device() -> None:
-    mesh: Any = SimpleNamespace(device=torch.device("meta"), reduce_over_shards=lambda value, **_: value)
-    assert total_norm([], mesh, 2.0).is_meta
+    groups: Any = SimpleNamespace(device=torch.device("meta"), reduce_over_shards=lambda value, **_: value)
+    assert total_norm([], groups, 2.0).is_meta
     assert Streams(torch.device("cpu"))._gather is None
 
 
@@ -198,8 +198,8 @@ def device_of_a_calibration(ctx: RankContext) -> list[torch.device]:
     with mock.patch("mics_strategy.comm.process_groups.autotune", calibrate):
         model = nn.Linear(2, 2)
         sharded = shard(model, "mics", device=device)
-    mesh: ProcessGroups = sharded._groups
-    return [*seen, mesh.device]
+    groups: ProcessGroups = sharded._groups
+    return [*seen, groups.device]
 
 
 def test_a_calibration_is_on_the_models_device(ranks: RankPool) -> None:

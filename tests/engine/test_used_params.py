@@ -24,9 +24,9 @@ class OnGpu(torch.Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-def a_way(mesh: Any) -> tuple[DesyncCheck, torch.Tensor]:
+def a_way(groups: Any) -> tuple[DesyncCheck, torch.Tensor]:
     counts = torch.zeros(3, dtype=torch.int32)
-    way = DesyncCheck(counts, mesh, ReplicaCheck([], mesh, -1))
+    way = DesyncCheck(counts, groups, ReplicaCheck([], groups, -1))
     way._digest = counts[-1:].as_subclass(OnGpu)
     return way, counts
 

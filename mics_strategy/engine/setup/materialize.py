@@ -30,7 +30,7 @@ _WORDS = 1 << 24  # looked at together
 def materialize(
     model: nn.Module,
     units: list[tuple[UnitSpec, Unit]],
-    mesh: ProcessGroups,
+    groups: ProcessGroups,
     initializer: Initializer | str,
     device: torch.device,
 ) -> None:
@@ -39,14 +39,14 @@ def materialize(
     Args:
         model: The whole model, asked how it initialises itself when something of it is on the meta device.
         units: Modules and what was built for them.
-        mesh: For rank 0's values and random seed.
+        groups: For rank 0's values and random seed.
         initializer: As given to `shard`.
         device: Where the model trains.
     """
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     is_auto = isinstance(initializer, str)
     initialize = find_initializer(model) if isinstance(initializer, str) else initializer
-    if is_meta and is_auto and mesh.rank == 0:
+    if is_meta and is_auto and groups.rank == 0:
         print(describe_initializer(model), flush=True)
     seed = shared_seed() if is_meta else 0
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=is_meta):
@@ -57,12 +57,12 @@ def materialize(
             values.update(initialized_values(module, initialize, device))
             if is_auto:  # else whoever gave the initializer may load the rest
                 check_initialized(modules_of(module))
-            _load_shards(values, unit.buckets, mesh, device)
+            _load_shards(values, unit.buckets, groups, device)
             _put_parameters(module, {entry.name: entry.parameter for entry in module.parameters})
 
 
 def _load_shards(
-    values: dict[str, torch.Tensor], buckets: list[Bucket], mesh: ProcessGroups, device: torch.device
+    values: dict[str, torch.Tensor], buckets: list[Bucket], groups: ProcessGroups, device: torch.device
 ) -> None:
     """Shard whole values, rank 0's where ranks disagree.
 
@@ -72,11 +72,11 @@ def _load_shards(
     for bucket in buckets:
         for position, region in enumerate(bucket.layout.param_slices):
             value = values[region.name].to(device)
-            if mesh.world_group is not None and any(
+            if groups.world_group is not None and any(
                 other[region.name] != everyone[0][region.name] for other in everyone
             ):
                 value = value.clone()
-                mesh.world_group.broadcast(value, region.name)
+                groups.world_group.broadcast(value, region.name)
             bucket.load(position, value)
 
 

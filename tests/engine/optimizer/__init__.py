@@ -1,1 +1,1 @@
-"""Tests of mics_strategy.sharding.optimizer."""
+"""Tests of mics_strategy.engine.optimizer."""
