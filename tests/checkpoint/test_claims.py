@@ -24,8 +24,8 @@ from tests.ranks import RankContext, RankPool, raises_on_every_rank
 WRITER = """
 import sys, time
 from pathlib import Path
-from mics_strategy.checkpoint import storage
-print(storage.begin(Path(sys.argv[1])), flush=True)
+from mics_strategy.checkpoint import atomic
+print(atomic.begin_draft(Path(sys.argv[1])), flush=True)
 time.sleep(600)
 """
 

@@ -23,13 +23,13 @@ from tests.ranks import RankContext, RankError, RankPool
 WITHIN_S = 15.0  # far less than the timeout of a process group
 
 
-class NothingToSee:
+class NullWatchdog:
     """In place of a watch: nobody waits in vain."""
 
-    def ask(self, lane: str, what: str, size: str, ranks: frozenset[int]) -> OpId:
+    def record(self, lane: str, what: str, size: str, ranks: frozenset[int]) -> OpId:
         return OpId(lane, 0, what, size, ranks)
 
-    def look(self, own: OpId) -> None:
+    def check(self, own: OpId) -> None:
         pass
 
     def forget(self) -> None:
@@ -38,7 +38,7 @@ class NothingToSee:
 
 @contextmanager
 def opened(name: str = "test") -> Iterator[CommThread]:
-    lane = CommThread(name, NothingToSee())
+    lane = CommThread(name, NullWatchdog())
     try:
         yield lane
     finally:
@@ -162,13 +162,13 @@ def test_nothing_of_a_program_is_for_autograd() -> None:
 
 
 def test_a_lane_without_programs_has_no_thread_and_closes() -> None:
-    lane = CommThread("idle", NothingToSee())
+    lane = CommThread("idle", NullWatchdog())
     assert not threads_of("idle")
     lane.close([])
 
 
 def test_closing_twice_and_asking_again_is_fine() -> None:
-    lane, ran = CommThread("again", NothingToSee()), []
+    lane, ran = CommThread("again", NullWatchdog()), []
     for number in range(2):
         run(lane, lambda number=number: ran.append(number)).wait()
         lane.close([])
@@ -196,7 +196,7 @@ def test_a_forgotten_lane_ends_its_thread(fails: bool) -> None:
         with pytest.raises(ValueError, match="Lane") if fails else nullcontext():
             work.wait()
 
-    use_and_forget(CommThread("forgotten", NothingToSee()))
+    use_and_forget(CommThread("forgotten", NullWatchdog()))
     threads = threads_of("forgotten")
     gc.collect()
     for thread in threads:

@@ -99,7 +99,7 @@ def events_where_first_hops_are_fast(ctx: RankContext) -> tuple[list[str], list[
 
     def land_all_that_will_arrive(reducer: Reducer) -> None:
         for hop in reducer._in_flight:
-            while hop.starts_second_hop and not hop.is_completed:
+            while hop.starts_second_hop and not hop.has_completed:
                 time.sleep(0.001)
         land_arrived(reducer)
 

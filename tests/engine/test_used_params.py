@@ -69,7 +69,7 @@ def test_counts_are_copied_from_pinned_memory_without_waiting() -> None:
 
     counts: Any = torch.zeros(1, dtype=torch.int32).as_subclass(Counts)
     with mock.patch.object(torch, "tensor", tensor):
-        UsedParamMap(counts, [], SimpleNamespace(balance=5, control=None))
+        UsedParamMap(counts, [], SimpleNamespace(desync_digest=5, world_group=None))
     assert asked == [{"pin_memory": True}, {"non_blocking": True}]
     assert int(counts.as_subclass(torch.Tensor)) == 5
 
