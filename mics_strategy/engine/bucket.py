@@ -16,7 +16,7 @@ the last.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 
 import torch
@@ -92,7 +92,7 @@ class Bucket:
         self.saved_versions = SavedVersions(spec.name, self.unsharded_params)
         self.sharded_params: list[ShardedParameter] = []
         self._zero_copy = plan_in_place_gather(
-            self._gathers_whole, spec.layout, self._unsharded_views, spec.name, coalesces=spec.coalesce_all_gather
+            self._unshard_comm, spec.layout, self._unsharded_views, spec.name, coalesces=spec.coalesce_all_gather
         )
         self._copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.synced_version = -1
@@ -124,8 +124,8 @@ class Bucket:
         return self.layout.shard_numel if self.placement.sync_comm is not None else 0, self.spec.param_dtype
 
     @property
-    def _gathers_whole(self) -> AnyCommunicator | None:
-        """What gathers into the parameters themselves, and leaves nothing of the flat form to be kept."""
+    def _unshard_comm(self) -> AnyCommunicator | None:
+        """The communicator of the last all-gather, whose result the parameters are; None where there is none."""
         of_shards = self.groups.param_comm if self.secondary_shard is None else self.groups.secondary_comm
         return self.placement.sync_comm if self.param_shard is None else of_shards
 
@@ -133,35 +133,35 @@ class Bucket:
     def needs_staging(self) -> bool:
         """Whether anything that arrives takes the flat form first."""
         keeps_secondary = self.secondary_shard is not None and self.groups.param_comm is not None
-        return keeps_secondary or (self._gathers_whole is not None and self._zero_copy is None)
+        return keeps_secondary or (self._unshard_comm is not None and self._zero_copy is None)
 
     @property
     def needs_cast(self) -> bool:
         """Whether an update changes the dtype."""
         return self.spec.param_dtype != self.spec.master_dtype
 
-    def sync_params(self, staging: torch.Tensor, cast: torch.Tensor) -> Work | None:
+    def sync_params(self, flat: torch.Tensor, cast: torch.Tensor) -> Work | None:
         """Bring the optimizer's result to the parameter scope.
 
         Args:
-            staging: [full_numel] in the compute dtype; used when parameters are not sharded.
-            cast: [shard_numel] in the compute dtype; used when an update changes the dtype and travels.
+            flat: [full_numel] in the compute dtype; used where parameters are not sharded.
+            cast: [shard_numel] in the compute dtype; used where a sync changes the dtype and sends something.
 
         Returns:
-            The gather over the axes that the optimizer scope has and the parameter scope lacks; None when
-            nothing travels.
+            The all-gather over the axes that the optimizer scope has and the parameter scope lacks; None where nothing
+            has to be sent.
         """
         self.synced_version = self.version
-        across = self.placement.sync_comm
-        if across is None:
+        comm = self.placement.sync_comm
+        if comm is None:
             self._sync_in_place()
             return None
-        shard = self.master_shard
-        if self.needs_cast:
-            shard = cast.copy_(self.master_shard)
+        shard = cast.copy_(self.master_shard) if self.needs_cast else self.master_shard
         if self.param_shard is not None:
-            return across.all_gather(self.param_shard, shard, self.spec.name)
-        return self._all_gather(across, staging, shard)
+            return comm.all_gather(self.param_shard, shard, self.spec.name)
+        if self._zero_copy is not None:
+            return self._zero_copy(shard)
+        return comm.all_gather(flat, shard, self.spec.name).then(partial(self._copy_out, flat))
 
     def _sync_in_place(self) -> None:
         if self.param_shard is not None:
@@ -170,40 +170,33 @@ class Bucket:
         elif not self.is_aliased:
             self.unsharded_buffer.copy_(self.master_shard)
 
-    def unshard(self, staging: torch.Tensor, *, for_backward: bool) -> Work | None:
-        """Gather the whole parameters.
+    def unshard(self, flat: torch.Tensor, *, for_backward: bool) -> Work | None:
+        """All-gather the parameters.
 
         Args:
-            staging: [full_numel] in the compute dtype.
-            for_backward: For a backward: from the secondary shards, if a forward has left them.
+            flat: [full_numel] in the compute dtype.
+            for_backward: Whether to gather the secondary shards, if a forward has left them.
 
         Returns:
-            The gather, which ends with the parameters in place; None when they are not sharded.
+            The all-gather, which ends with the parameters in place; None where they are not sharded.
         """
         self.unsharded_version = self.synced_version
-        if for_backward and self.secondary_shard is not None and self._secondary_version == self.synced_version:
-            return self._unshard_secondary(staging, self.secondary_shard)
-        gather = self.groups.param_comm
-        if gather is None or self.param_shard is None:
+        comm, shard = self.groups.param_comm, self.param_shard
+        keeps_secondary = self.secondary_shard is not None
+        if for_backward and keeps_secondary and self._secondary_version == self.synced_version:
+            comm, shard, keeps_secondary = self.groups.secondary_comm, self.secondary_shard, False
+            if comm is None and shard is not None:  # the secondary scope is this rank alone
+                self._copy_out(shard)
+        if comm is None or shard is None:
             return None
-        if self.secondary_shard is None:
-            return self._all_gather(gather, staging, self.param_shard)
-        return gather.all_gather(staging, self.param_shard, self.spec.name).then(lambda: self._on_gathered(staging))
-
-    def _unshard_secondary(self, staging: torch.Tensor, secondary: torch.Tensor) -> Work | None:
-        gather = self.groups.secondary_comm
-        if gather is None:
-            self._copy_out(secondary)
-            return None
-        return self._all_gather(gather, staging, secondary)
-
-    def _all_gather(self, across: AnyCommunicator, staging: torch.Tensor, shard: torch.Tensor) -> Work:
-        """Gather shards into the parameters: straight, or by way of the flat form."""
+        if keeps_secondary:
+            return comm.all_gather(flat, shard, self.spec.name).then(partial(self._keep_secondary, flat))
         if self._zero_copy is not None:
             return self._zero_copy(shard)
-        return across.all_gather(staging, shard, self.spec.name).then(lambda: self._copy_out(staging))
+        return comm.all_gather(flat, shard, self.spec.name).then(partial(self._copy_out, flat))
 
-    def _on_gathered(self, flat: torch.Tensor) -> None:
+    def _keep_secondary(self, flat: torch.Tensor) -> None:
+        """Copy the parameters out, and this rank's secondary shard for the backward."""
         if self.secondary_shard is not None:
             index = self.groups.secondary_span.index(self.groups.rank)
             self.secondary_shard.copy_(flat.view(-1, self.secondary_shard.numel())[index])

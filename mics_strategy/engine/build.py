@@ -15,15 +15,15 @@ import torch
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.engine.bucket import Bucket, BucketSpec
-from mics_strategy.engine.engine import Engine, GatherBuffers, OverlapPolicy
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.layout import make_layout
 from mics_strategy.engine.memory import MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
 from mics_strategy.engine.parameter import make_sharded_parameter
 from mics_strategy.engine.reducer import Reducer, ReducerBuffers, second_hop_bytes
 from mics_strategy.engine.replica_check import ReplicaCheck
-from mics_strategy.engine.streams import Streams
-from mics_strategy.engine.unit import Unit
+from mics_strategy.engine.step import Engine, OverlapPolicy
+from mics_strategy.engine.streams import OpStream, Streams
+from mics_strategy.engine.unit import GatherResources, Unit
 from mics_strategy.engine.units import ParamRef, UnitSpec
 from mics_strategy.engine.used_params import DesyncCheck, usage_numel
 from mics_strategy.engine.zero_copy_gather import coalesced_comm_for
@@ -188,17 +188,16 @@ def build_engine(units: list[Unit], modules: list[UnitSpec], context: BuildConte
     return Engine(
         units,
         reducer,
-        streams,
-        _gather_buffers(units, context),
+        _gather_resources(units, streams.all_gather, context),
         OverlapPolicy(
             prefetch=config.prefetch if "gather" in overlap else 0,
             second_hop_every_backward=config.second_hop == "micro_step",
-            update_at_once="update" not in overlap,
+            sync_at_once="update" not in overlap,
         ),
     )
 
 
-def _gather_buffers(units: list[Unit], context: BuildContext) -> GatherBuffers:
+def _gather_resources(units: list[Unit], stream: OpStream, context: BuildContext) -> GatherResources:
     groups, memory, count = context.groups, context.memory, context.config.prefetch
     staged = [unit.buckets if unit.needs_staging else [] for unit in units]
     flat = [packed_bytes([(b.layout.full_numel, b.spec.param_dtype) for b in buckets]) for buckets in staged]
@@ -207,7 +206,7 @@ def _gather_buffers(units: list[Unit], context: BuildContext) -> GatherBuffers:
     casts = update is not None and any(bucket.needs_cast for unit in units for bucket in unit.buckets)
     staging = StagingPool(memory, "gather stagings", count, max(flat), context.device)
     cast = StagingPool(memory, "cast stagings", count, max(shard) if casts else 0, context.device)
-    return GatherBuffers(staging=staging, cast=cast)
+    return GatherResources(stream=stream, flat=staging, cast=cast)
 
 
 def _gradients(units: list[Unit], context: BuildContext) -> dict[int, list[GradBucket]]:

@@ -7,8 +7,8 @@ import weakref
 from torch import nn
 
 from mics_strategy.engine.bucket import Bucket
-from mics_strategy.engine.engine import Engine
 from mics_strategy.engine.grad_bucket import GradBucket
+from mics_strategy.engine.step import Engine
 
 
 class EngineLink:

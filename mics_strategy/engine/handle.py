@@ -16,7 +16,6 @@ from mics_strategy.comm.consensus import run_on_all_ranks
 from mics_strategy.comm.traffic_log import IssuedCollective
 from mics_strategy.engine import state_dict as state
 from mics_strategy.engine.build import BuildContext
-from mics_strategy.engine.engine import Engine
 from mics_strategy.engine.engine_link import EngineLink
 from mics_strategy.engine.module_buffers import ModuleBuffers
 from mics_strategy.engine.optimizer import norm
@@ -26,6 +25,7 @@ from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, plan_step
 from mics_strategy.engine.plan_report import TrafficRow, compare, unit_plan_of
 from mics_strategy.engine.setup import guards
+from mics_strategy.engine.step import Engine
 from mics_strategy.engine.unit import Unit
 from mics_strategy.engine.units import UnitSpec
 from mics_strategy.errors import ConfigError, LifecycleError

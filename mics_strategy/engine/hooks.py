@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mics_strategy.engine.engine import Engine
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.order import ForwardCall
+from mics_strategy.engine.step import Engine
 from mics_strategy.engine.unit import Unit
 from mics_strategy.errors import LifecycleError
 

@@ -140,12 +140,6 @@ class Slot:
             and tensor.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
         )
 
-    def acquire(self, tenant: Resident) -> None:
-        """Make `resident` the one whose parameters are here."""
-        if self.resident is not None and self.resident is not tenant:
-            self.resident.evict()
-        self.resident = tenant
-
 
 def _always() -> bool:
     return True

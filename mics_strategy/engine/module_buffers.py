@@ -23,8 +23,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from mics_strategy.comm.control import ControlGroup, as_dense
 from mics_strategy.engine.build import BuildContext
-from mics_strategy.engine.engine import Engine
 from mics_strategy.engine.lifecycle import UnitPhase
+from mics_strategy.engine.step import Engine
 
 LARGE_BYTES = 1 << 16
 

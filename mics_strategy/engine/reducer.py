@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -206,7 +207,7 @@ class Reducer:
                 self._wait_second_hop(gradient)
             if gradients[0].buffer_state is not GradBufferState.FILLING:
                 self._bind_buffer(unit, self.buffers.zero_grad_pool, is_zero=True)
-            chains = [self.streams.reduce(gradient.reduce_scatter) for gradient in gradients]
+            chains = [self.streams.reduce_scatter.launch([gradient.reduce_scatter]) for gradient in gradients]
         self._in_flight.append(FirstHop(unit, chains, bool(self.is_boundary) and self.overlap_second_hop))
         while len(self._in_flight) > (1 if self.overlap_reduce else 0):
             self._complete_next()
@@ -244,8 +245,8 @@ class Reducer:
             return
         buffer = self.buffers.second_hop.acquire(lambda: self._wait_second_hop(gradient))
         wire = buffer[: second_hop_bytes(gradient, self.groups)].view(gradient.wire_dtype)
-        self._second[gradient] = self.streams.second_hop(
-            lambda: gradient.reduce_scatter_outer(wire), gradient.all_reduce, finish=gradient.finish
+        self._second[gradient] = self.streams.second_hop.launch(
+            [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce], gradient.finish
         )
 
     def _wait_second_hop(self, gradient: GradBucket) -> None:

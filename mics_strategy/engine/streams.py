@@ -1,15 +1,14 @@
-"""What may run at the same time?
+"""Side streams: chains of collectives that overlap with compute.
 
-A `Chain` is a sequence of collectives of which each needs the one before (update, then gather). All are asked for at
-once, in this order: on the CPU a lane's thread works them off while Python computes, on CUDA they are put on a side
-stream, ordered by events, and the host never blocks.
+An `OpChain` is a sequence of ops of which each needs the one before, for example a param sync and the all-gather behind
+it. All are submitted at once, in order. On CUDA they run on a side stream, ordered by events, and the host never blocks;
+on the CPU the communication threads run them while Python computes.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -17,73 +16,53 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from mics_strategy.comm.work import Work
 
 Op = Callable[[], Work | None]
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class OpChain:
-    """Collectives one after the other.
+    """Ops submitted to one stream, in flight until `wait`.
 
     Args:
-        stages: Each starts a collective, or does local work and returns None.
-        finish: Local work after the last.
-        stream: Where a CUDA chain runs; None on the CPU.
+        finish: Local work after the last op; None for none.
     """
 
-    def __init__(
-        self, stages: list[Op], finish: Callable[[], None] | None = None, stream: torch.cuda.Stream | None = None
-    ) -> None:
-        self._handles: list[Work] = []
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._works: list[Work] = []
         self._finish = finish
-        self._device = stream.device if stream is not None else None
         self._done: torch.cuda.Event | None = None
+        self._device: torch.device | None = None
         self._ordered: set[torch.cuda.Stream] = set()  # streams that have waited for the event
-        self._keepalive: list[torch.Tensor] = []  # what the device still reads when the host has gone on
+        self._keepalive: list[torch.Tensor] = []  # tensors that the device may still read after the host has gone on
         self.is_done = False
-        if stream is None:
-            self._start(stages)
+
+    def add(self, work: Work | None) -> None:
+        """Append the work of an op; work that the stream does not order is waited for here."""
+        if work is None:
+            return
+        self._keepalive += work.keepalive
+        if work.is_queued:
+            self._works.append(work)
         else:
-            self._run_on(stream, stages)
+            work.wait()
 
-    def _start(self, stages: list[Op]) -> None:
-        for stage in stages:
-            handle = stage()
-            if handle is None:
-                continue
-            self._keepalive += handle.keepalive
-            if handle.is_queued:
-                self._handles.append(handle)
-            else:
-                handle.wait()
-
-    def _drain(self) -> None:
-        handles, self._handles = self._handles, []
-        finish, self._finish = self._finish, None
-        for handle in handles:
-            handle.wait()
-        if finish is not None:
-            finish()
-
-    def _run_on(self, stream: torch.cuda.Stream, stages: list[Op]) -> None:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
-            self._start(stages)
-            self._drain()
-            self._done = torch.cuda.Event()
-            self._done.record(stream)
+    def record(self, stream: torch.cuda.Stream) -> None:
+        """Finish on `stream`, the current one, and record the event that other streams wait for."""
+        self._complete()
+        self._device = stream.device
+        self._done = torch.cuda.Event()
+        self._done.record(stream)
 
     @property
     def has_completed(self) -> bool:
         """Whether `wait` would not block, as far as ranks may act on it.
 
-        Never on CUDA: what is launched on a stream, ranks launch in one order, whatever has arrived where.
+        Always False on CUDA: all ranks must launch in the same order, whatever has completed where.
         """
-        return self._done is None and all(handle.has_completed for handle in self._handles)
+        return self._done is None and all(work.has_completed for work in self._works)
 
     def wait(self) -> None:
         """Make all results valid on the current stream of the chain's device; on the CPU, now.
 
-        Calling it again does nothing, except on CUDA where another stream is current than before.
+        A second call does nothing, except on CUDA where another stream is current than before.
         """
         if self._done is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -93,47 +72,72 @@ class OpChain:
             self.is_done = True
         elif not self.is_done:
             self.is_done = True
-            self._drain()
-        self._keepalive.clear()  # memory that is used anew now is written behind the event
+            self._complete()
+        self._keepalive.clear()  # a new user of that memory writes behind the event
+
+    def _complete(self) -> None:
+        works, self._works = self._works, []
+        finish, self._finish = self._finish, None
+        for work in works:
+            work.wait()
+        if finish is not None:
+            finish()
+
+
+class OpStream:
+    """A side stream for one kind of collective; on the CPU, nothing but an order.
+
+    Args:
+        device: Device of the model.
+        priority: CUDA priority; lower numbers run first.
+    """
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
+
+    def launch(self, ops: Iterable[Op], finish: Callable[[], None] | None = None) -> OpChain:
+        """Submit a chain behind the present work of the current stream.
+
+        Args:
+            ops: Each starts a collective, or does local work and returns None.
+            finish: Local work after the last op.
+        """
+        chain, stream = OpChain(finish), self._stream
+        if stream is None:
+            for op in ops:
+                chain.add(op())
+            return chain
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            for op in ops:
+                chain.add(op())
+            chain.record(stream)
+        return chain
 
 
 class Streams:
-    """Starts chains where they may overlap with compute.
+    """The side streams of one model.
+
+    First and second hops have streams of their own: ranks may start the first hop of one unit and the second hop of
+    another in different orders, and on one stream such ranks would wait for each other forever.
 
     Args:
-        device: Of the model.
+        device: Device of the model.
+
+    Attributes:
+        all_gather: Stream of parameters.
+        reduce_scatter: Stream of first hops, of higher priority: no all-gather delays a reduction that is ready.
+        second_hop: Stream of second hops.
     """
 
     def __init__(self, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        self._gather = torch.cuda.Stream(device) if is_cuda else None
-        self._reduce = torch.cuda.Stream(device, priority=-1) if is_cuda else None
-        self._second_hop = torch.cuda.Stream(device) if is_cuda else None
-
-    def gather(self, *stages: Op) -> OpChain:
-        """Start a chain that brings parameters."""
-        return OpChain(list(stages), stream=self._gather)
-
-    def reduce(self, *stages: Op, finish: Callable[[], None] | None = None) -> OpChain:
-        """Start a chain that takes gradients away, on a stream of higher priority: no gather delays it."""
-        return OpChain(list(stages), finish, self._reduce)
-
-    def second_hop(self, *stages: Op, finish: Callable[[], None]) -> OpChain:
-        """Start the second hop of a gradient, on a stream of its own: ranks may start first hops meanwhile.
-
-        On one stream for both hops, ranks that order them differently would wait for one another forever.
-        """
-        return OpChain(list(stages), finish, self._second_hop)
+        self.all_gather = OpStream(device)
+        self.reduce_scatter = OpStream(device, priority=-1)
+        self.second_hop = OpStream(device)
 
 
-def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
-    """What `function` does with the engine's tensors is no part of what `torch.func` transforms."""
-
-    @functools.wraps(function)
-    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch._C._functorch.peek_interpreter_stack() is None:
-            return function(*args, **kwargs)
-        with temporarily_clear_interpreter_stack():
-            return function(*args, **kwargs)
-
-    return outside
+def outside_transforms() -> AbstractContextManager[object]:
+    """A context in which `torch.func` transforms do not see what happens to the engine's own tensors."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()

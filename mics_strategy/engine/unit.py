@@ -7,6 +7,8 @@ backward, the first ones at the start of the next micro-step) is not gathered ag
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -17,10 +19,25 @@ from mics_strategy.engine.bucket import Bucket
 from mics_strategy.engine.lifecycle import PHASE_TRANSITIONS, UNSHARD_TRANSITIONS, UnitPhase, UnshardState, transition
 from mics_strategy.engine.memory import CachedViews, Slot, StagingPool
 from mics_strategy.engine.parameter import ShardedParameter
-from mics_strategy.engine.streams import Op, OpChain, Streams, outside_transforms
+from mics_strategy.engine.streams import Op, OpChain, OpStream, outside_transforms
 from mics_strategy.errors import LifecycleError
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherResources:
+    """What every all-gather of parameters uses.
+
+    Attributes:
+        stream: Side stream of all-gathers.
+        flat: Flat buffers for all buckets of one unit in the compute dtype.
+        cast: Buffers for this rank's shards of one unit in the compute dtype.
+    """
+
+    stream: OpStream
+    flat: StagingPool
+    cast: StagingPool
 
 
 class Unit:
@@ -67,73 +84,64 @@ class Unit:
             bucket.unsharded_version == bucket.version for bucket in self.buckets
         )
 
-    def start_unshard(self, streams: Streams, staging: StagingPool, cast: StagingPool, *, for_backward: bool) -> None:
-        """Begin to gather, unless the slot already holds the current parameters.
+    def start_unshard(self, resources: GatherResources, *, for_backward: bool) -> None:
+        """Start the all-gather, unless the slot already holds the current parameters.
 
         Args:
-            streams: Where the transfer runs.
-            staging: Lends a buffer for the flat form of all buckets in the compute dtype.
-            cast: Lends a buffer for this rank's shards in the compute dtype.
-            for_backward: For a backward, after the forward of the same step.
+            resources: Stream and buffers of all-gathers.
+            for_backward: Whether a backward needs the parameters, after the forward of the same step.
         """
-        if not self.is_up_to_date:
-            self._start_unshard(streams, staging, cast, for_backward=for_backward)
-
-    @outside_transforms
-    def _start_unshard(self, streams: Streams, staging: StagingPool, cast: StagingPool, *, for_backward: bool) -> None:
-        self.finish_unshard()
-        self._pending_unshard = None
-        self.slot.acquire(self)
-        for bucket in self.buckets:
-            bucket.saved_versions.reshard()  # also where its own memory gets other values
-        if self.unshard_state is UnshardState.UNSHARDED:
-            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
-        self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "gather", self.name)
-        flats, casts = self._acquire_buffers(staging, cast)
-        stages: list[Op] = []
-        for bucket, flat, shard in zip(self.buckets, flats, casts, strict=True):
-            if bucket.synced_version != bucket.version:
-                stages.append(partial(bucket.sync_params, flat, shard))
-            stages.append(partial(bucket.unshard, flat, for_backward=for_backward))
-        self._pending_unshard = streams.gather(*stages)
+        if self.is_up_to_date:
+            return
+        with outside_transforms():
+            self.finish_unshard()
+            self._pending_unshard = None
+            self._take_slot()
+            for bucket in self.buckets:
+                bucket.saved_versions.reshard()  # also where its own memory gets other values
+            if self.unshard_state is UnshardState.UNSHARDED:
+                self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
+            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "gather", self.name)
+            ops: list[Op] = []
+            for bucket, flat, cast in self._with_buffers(resources):
+                if bucket.synced_version != bucket.version:
+                    ops.append(partial(bucket.sync_params, flat, cast))
+                ops.append(partial(bucket.unshard, flat, for_backward=for_backward))
+            self._pending_unshard = resources.stream.launch(ops)
         for bucket in self.buckets:
             bucket.unsharded_version = bucket.version
 
-    def sync_params(self, streams: Streams, staging: StagingPool, cast: StagingPool) -> None:
-        """Bring the optimizer's result to the parameter scope now, instead of in front of the next use.
+    def _take_slot(self) -> None:
+        """Evict the present resident of the slot."""
+        resident = self.slot.resident
+        if resident is not None and resident is not self:
+            resident.evict()
+        self.slot.resident = self
 
-        Args:
-            streams: Where the transfer runs.
-            staging: As for `start_unshard`.
-            cast: As for `start_unshard`.
-        """
-        flats, casts = self._acquire_buffers(staging, cast)
-        for bucket, flat, shard in zip(self.buckets, flats, casts, strict=True):
+    def sync_params(self, resources: GatherResources) -> None:
+        """Bring the optimizer's result to the parameter scope now, instead of in front of the next use."""
+        for bucket, flat, cast in self._with_buffers(resources):
             if bucket.synced_version != bucket.version:
-                streams.gather(partial(bucket.sync_params, flat, shard)).wait()
+                resources.stream.launch([partial(bucket.sync_params, flat, cast)]).wait()
 
-    def _acquire_buffers(
-        self, staging: StagingPool, cast: StagingPool
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Views for every bucket: its flat form, and this rank's shard (where it is updated), in the compute dtype."""
-        flat = staging.acquire(self.finish_unshard) if self.needs_staging else _NOTHING
-        return self._flats.views_of(flat), self._casts.views_of(cast.acquire(self.finish_unshard))
+    def _with_buffers(self, resources: GatherResources) -> Iterator[tuple[Bucket, torch.Tensor, torch.Tensor]]:
+        """Every bucket with views of its flat buffer and of its cast shard, both in the compute dtype."""
+        flat = resources.flat.acquire(self.finish_unshard) if self.needs_staging else _NOTHING
+        cast = resources.cast.acquire(self.finish_unshard)
+        return zip(self.buckets, self._flats.views_of(flat), self._casts.views_of(cast), strict=True)
 
     def finish_unshard(self) -> None:
-        """Make the gathered parameters usable on the current stream, which may be another one at the next use."""
+        """Make the gathered parameters usable on the current stream, which may differ from the last use's."""
         if self._pending_unshard is None:
             return
-        if self.unshard_state is UnshardState.UNSHARDING:
-            self._finish(self._pending_unshard)
-        else:
+        if self.unshard_state is not UnshardState.UNSHARDING:
             self._pending_unshard.wait()
-
-    @outside_transforms
-    def _finish(self, arrival: OpChain) -> None:
-        arrival.wait()
-        self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "arrive", self.name)
-        for bucket in self.buckets:
-            bucket.saved_versions.unshard(bucket.unsharded_version)
+            return
+        with outside_transforms():
+            self._pending_unshard.wait()
+            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "arrive", self.name)
+            for bucket in self.buckets:
+                bucket.saved_versions.unshard(bucket.unsharded_version)
 
     def evict(self) -> None:
         """Give the slot up; autograd refuses a backward that still needs the parameters (see `saved_versions`)."""

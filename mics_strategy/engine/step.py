@@ -1,0 +1,344 @@
+"""The training step of one sharded model: seven functions, in the order in which a step calls them.
+
+1. `pre_forward`: all-gather the unit unless its slot is current, wait, register its unsharded parameters, prefetch.
+2. `post_forward`: register its sharded parameters, remember the call, watch its outputs for the backward.
+3. `pre_backward`: retire units that autograd is done with, all-gather again, prefetch.
+4. `on_grad`: collect one gradient; a complete unit starts its first hop.
+5. `post_backward`: reduce what is left in the order that all ranks share; release every unit.
+6. `finish_gradients`: the second hop, once per optimizer step.
+7. `post_step`: the master shards are new; the next `pre_forward` of each unit syncs them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mics_strategy.comm.consensus import gather_objects
+from mics_strategy.engine.double_backward import DoubleBackward
+from mics_strategy.engine.grad_bucket import GradBucket
+from mics_strategy.engine.lifecycle import UnitPhase, UnshardState
+from mics_strategy.engine.memory import levels_of
+from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards
+from mics_strategy.engine.reducer import Reducer
+from mics_strategy.engine.streams import outside_transforms
+from mics_strategy.engine.unit import GatherResources, Unit
+from mics_strategy.errors import LifecycleError
+
+_log = logging.getLogger(__name__)
+_next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapPolicy:
+    """When the engine communicates.
+
+    Attributes:
+        prefetch: Number of units gathered ahead; 0 gathers each when it is needed.
+        second_hop_every_backward: Whether gradients are finished after every backward instead of before the step.
+        sync_at_once: Whether param syncs run right after the step instead of in front of each unit's next forward.
+    """
+
+    prefetch: int
+    second_hop_every_backward: bool
+    sync_at_once: bool
+
+
+class Engine:
+    """Follows one sharded model through forward, backward and step.
+
+    Args:
+        units: Units by index; the root is the first.
+        reducer: Reducer of their gradients.
+        resources: Stream and buffers of all-gathers.
+        overlap: See `OverlapPolicy`.
+
+    Attributes:
+        order: Order of units that the first training pass recorded.
+        num_backwards: Backwards of this model so far.
+        on_gradients: Called when gradients have become final.
+    """
+
+    def __init__(self, units: list[Unit], reducer: Reducer, resources: GatherResources, overlap: OverlapPolicy) -> None:
+        self.units = units
+        self.reducer = reducer
+        self.order = ExecutionOrder()
+        self.num_backwards = 0
+        self.on_gradients: Callable[[], None] = lambda: None
+        self._resources = resources
+        self._overlap = overlap
+        self._pending = PendingBackwards()
+        self._global_order = GlobalOrder(units)
+        self._keeps_params_unsharded = reducer.groups.param_comm is None
+        self._num_unused = 0  # backwards since the last step or the last clearing of gradients
+        self._has_warned_pending = False
+        self._clock = 0  # counts entries into and exits from forwards
+        self._in_backward = False
+        self._checkpointed: set[int] = set()  # units that ran without gradients in a training forward
+        self._training_forward: Unit | None = None  # the outermost unit of a forward with gradients
+        self._double_backward = DoubleBackward(self.pre_backward, self._pre_double_backward)
+
+    def pre_forward(self, unit: Unit) -> ForwardCall:
+        """Make the unit's parameters usable. Returns the call, for `post_forward`."""
+        self._clock += 1
+        self.reset_after_error()
+        unit.check_still_frozen()
+        if self._in_backward:
+            self.order.record_backward(unit.index)
+        self._start_unshard(unit)
+        unit.finish_unshard()
+        unit.enter_forward()
+        is_recomputed = self.is_recomputing
+        if not is_recomputed:
+            self._record_forward(unit)
+            self._prefetch(unit, (self.units[index] for index in self.order.upcoming(self._overlap.prefetch)))
+        return ForwardCall(
+            unit,
+            self._clock,
+            first_node=_next_sequence_number(),
+            is_recomputed=is_recomputed,
+            is_evaluation=not self.units[0].module.training,
+        )
+
+    def post_forward(self, call: ForwardCall, outputs: list[torch.Tensor]) -> None:
+        """Release the unit's parameters and watch its outputs for the backward.
+
+        Args:
+            call: Result of `pre_forward`; the forward has ended, or raised.
+            outputs: Tensors that the forward returned; empty when it raised.
+        """
+        unit = call.unit
+        unit.exit_forward()
+        if self._training_forward is unit:
+            self._training_forward = None
+        if unit.index == 0 and self._keeps_params_unsharded:
+            for other in self._global_order.take_rest():  # other ranks may have needed them
+                other.start_unshard(self._resources, for_backward=self._in_backward)
+        self._clock += 1
+        call.leave, call.versions = self._clock, tuple(bucket.version for bucket in unit.buckets)
+        if self.watch(call, outputs) and not call.is_recomputed:
+            self._pending.push(call)
+
+    def pre_backward(self, call: ForwardCall) -> None:
+        """Unshard for the backward of `call`: the gradient of a tensor that its forward made has arrived."""
+        with outside_transforms():
+            self._on_backward_start()
+            unit, backward = call.unit, torch._C._current_graph_task_id()
+            if torch.is_grad_enabled():  # `create_graph=True`
+                self._double_backward.follow(call, torch._C._current_autograd_node())
+            if call.backward == backward:
+                self._unshard_again(unit)
+                return
+            call.backward = backward
+            for other in self._pending.pop_until(call):
+                self._run_skipped(other)
+                if other.enter < call.enter:  # around this call: autograd passes it without having met its outputs
+                    other.unit.enter_backward(other.enter)
+            self._retire_finished_units(call)
+            _check_unchanged(call)
+            self._unshard(unit)
+            unit.enter_backward(call.enter)
+            if call.is_recomputed:
+                unit.earliest_enter = call.enter
+                _at_end_of_backward(lambda: self._release(unit))
+            self._prefetch_next(unit)
+
+    def on_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: nn.Parameter) -> None:
+        """Collect the gradient that autograd has accumulated on an unsharded parameter.
+
+        It may have entered the unit other than through the forward's outputs: had it needed resharded parameters, it
+        would have refused (see `saved_versions`).
+        """
+        self._on_backward_start()
+        self.reducer.add(unit, gradient, position, parameter)
+
+    def post_backward(self) -> None:
+        """Follow what other ranks may have run, reduce what is left, release every unit."""
+        with outside_transforms():
+            skipped = list(map(self._run_skipped, self._pending.drain()))
+            for unit in self.units:
+                self._release(unit)
+            self._double_backward.end()
+            self.reducer.end_backward()
+            self.order.complete(followed_all=not skipped)
+            self._checkpointed.clear()
+            self._in_backward = False
+            if self._overlap.second_hop_every_backward:
+                self.finish_gradients()
+
+    def finish_gradients(self) -> None:
+        """Make every gradient final and visible. Collective; does nothing inside a backward or when nothing is due."""
+        self.reset_after_error()
+        if self._in_backward or not self.reducer.is_dirty:
+            return
+        if self._keeps_params_unsharded:
+            for unit in self._global_order.take_rest():
+                unit.start_unshard(self._resources, for_backward=False)
+        if not self._global_order.is_agreed:
+            self._global_order.agree(gather_objects(self.order.forward))
+        self.reducer.finish()
+        for unit in self.units:  # also those gathered for other ranks: the optimizer is about to write what is read
+            unit.finish_unshard()
+        self.on_gradients()
+
+    def post_step(self) -> None:
+        """Parameters have changed: graphs from before the step cannot be differentiated any more."""
+        self.reducer.groups.record_step()
+        self._num_unused = 0
+        for _ in self._pending.drain():
+            pass
+        self._global_order.restart()
+        if self._overlap.sync_at_once:
+            for unit in self.units:
+                unit.sync_params(self._resources)
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether autograd is at work, so that a forward now is a recomputation."""
+        return self._in_backward and torch._C._current_graph_task_id() != -1
+
+    def watch(self, call: ForwardCall, tensors: Iterable[torch.Tensor]) -> bool:
+        """Hook tensors that a forward has made, for the backward that enters through them; whether there are any."""
+        made = [level for each in tensors for level in levels_of(each) if level.requires_grad and call.has_made(level)]
+        if not made or not torch.is_grad_enabled():
+            return False
+        for tensor in made:
+            tensor.register_hook(lambda _: self.pre_backward(call))
+        return True
+
+    def _record_forward(self, unit: Unit) -> None:
+        if self._training_forward is None and torch.is_grad_enabled():
+            self._training_forward = unit
+            if self.units[0].module.training:
+                self._pending.drop_evaluations()
+        if self._training_forward is not None:
+            self.order.record_forward(unit.index)
+            if not torch.is_grad_enabled():
+                self._checkpointed.add(unit.index)
+
+    def _start_unshard(self, unit: Unit) -> None:
+        """Start the all-gather of `unit`, behind those that other ranks may need before it."""
+        due = [*self._global_order.take_until(unit), unit] if self._keeps_params_unsharded else (unit,)
+        for each in due:
+            each.start_unshard(self._resources, for_backward=self._in_backward)
+
+    def _unshard(self, unit: Unit) -> None:
+        if self._in_backward:
+            self.order.record_backward(unit.index)
+        self._start_unshard(unit)
+        unit.finish_unshard()
+
+    def _unshard_again(self, unit: Unit) -> None:
+        if unit.unshard_state is not UnshardState.UNSHARDED:
+            self._unshard(unit)
+
+    def _prefetch(self, current: Unit, following: Iterable[Unit]) -> None:
+        """Start the all-gathers of the following units while `current` computes, as far as their slots are free."""
+        for unit in following:
+            tenant = unit.slot.resident
+            is_free = tenant is None or tenant is unit or (isinstance(tenant, Unit) and tenant.phase is UnitPhase.IDLE)
+            if unit is not current and tenant is not current and is_free and self._overlap.prefetch:
+                self._start_unshard(unit)
+
+    def _prefetch_next(self, unit: Unit) -> None:
+        """Prefetch the call that is before `unit`'s in the forward."""
+        following = self._pending.next
+        if following is not None:
+            self._prefetch(unit, [following])
+
+    def _on_backward_start(self) -> None:
+        """Agree on the order of reductions when the first sign of a backward appears; `post_backward` will end it."""
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self.num_backwards += 1
+        self.reducer.groups.record_backward()
+        self._num_unused = self._num_unused + 1 if self.reducer.holds_gradients else 1
+        self.order.freeze()
+        order = self._pending.reduction_order()
+        if self._keeps_params_unsharded or self.reducer.groups.grad_comm is None:  # ranks may have run different units
+            order = self._global_order.units[::-1]
+        ran = self._checkpointed.union(unit.index for unit in self.units if unit.num_live_calls)
+        if self.reducer.begin_backward(order, {unit.index for unit in self.units} - ran):
+            self.order.forget_backward()
+        _at_end_of_backward(self.post_backward)
+
+    def _run_skipped(self, call: ForwardCall) -> None:
+        """All-gather and reduce in the order of ranks whose backward passes `call`, which this rank's skips.
+
+        In another order each rank waits for a collective that the other one starts only later.
+        """
+        self._retire_finished_units(call)
+        self._unshard(call.unit)
+        self._prefetch_next(call.unit)
+
+    def _pre_double_backward(self, call: ForwardCall) -> None:
+        """A backward differentiates the backward of `call`, and reads the parameters in any order."""
+        with outside_transforms():
+            self._on_backward_start()
+            _check_unchanged(call)
+            self._unshard_again(call.unit)
+
+    def _retire_finished_units(self, call: ForwardCall) -> None:
+        """Release the units that were entered after `call` had left: autograd is done with them."""
+        for unit in self.units:
+            if unit.phase is UnitPhase.BACKWARD and unit.backward_enter > call.leave:
+                unit.exit_backward()
+            if unit.num_live_calls == 0 and unit.earliest_enter > call.leave:
+                unit.earliest_enter = -1
+                self.reducer.complete(unit)
+
+    def _release(self, unit: Unit) -> None:
+        unit.earliest_enter = -1
+        if unit.phase is UnitPhase.BACKWARD:
+            unit.exit_backward()
+
+    def reset_after_error(self) -> None:
+        """Clean up after a backward that an exception has ended; autograd does not report it when it happens."""
+        if self._in_backward and not self.is_recomputing:
+            self._discard_backward()
+
+    def _discard_backward(self) -> None:
+        self._in_backward = False
+        self._checkpointed.clear()
+        self._training_forward = None
+        self._double_backward.end()
+        for _ in self._pending.drain():
+            pass
+        for unit in self.units:
+            unit.discard()
+        self.reducer.discard()
+
+    @property
+    def num_pending(self) -> int:
+        """Number of backwards whose gradients no optimizer step has used."""
+        return self._num_unused if self.reducer.holds_gradients else 0
+
+    def warn_pending_gradients(self) -> None:
+        """Warn once, on rank 0, that pending gradients will not be in a checkpoint."""
+        count, has_warned = self.num_pending, self._has_warned_pending
+        self._has_warned_pending = has_warned or count > 0
+        if count and not has_warned and self.reducer.groups.rank == 0:
+            _log.warning(
+                "Saved after %d micro-steps whose gradients no optimizer step has used. Gradients are not saved: who "
+                "resumes from here goes on without them. Save right after an optimizer step to lose nothing.",
+                count,
+            )
+
+
+def _check_unchanged(call: ForwardCall) -> None:
+    if call.versions != tuple(bucket.version for bucket in call.unit.buckets):
+        raise LifecycleError(
+            f"The parameters of unit `{call.unit.name}` changed between its forward and its backward (an optimizer "
+            "step, a load, or a write into a parameter). Run the backward before changing parameters, or run the "
+            "forward again."
+        )
+
+
+def _at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward that is running now (the innermost one) has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
