@@ -18,7 +18,7 @@ TAKEN_AWAY: dict[str, tuple[object, str, Callable[..., Any], dict[str, Any]]] = 
     "streams wait for streams": (Stream, "wait_stream", lambda *_: None, {}),
     "streams wait for events": (Stream, "wait_event", lambda *_: None, {}),
     "collectives are waited for": (Works, "waited_for", lambda *_: None, {}),
-    "gradients are kept": (Work, "keep", lambda handle, tensors: handle, COALESCED),
+    "gradients are kept": (Work, "keep_alive", lambda handle, tensors: handle, COALESCED),
 }
 
 
@@ -28,7 +28,7 @@ def test_without_it_something_is_found(what: str, preset: str) -> None:
     owner, name, instead, options = TAKEN_AWAY[what]
     with mock.patch.object(owner, name, instead):
         found = run(config_of(preset, **options), told).races
-    assert any(line.startswith("freed while in use" if name == "keep" else "race") for line in found)
+    assert any(line.startswith("freed while in use" if name == "keep_alive" else "race") for line in found)
 
 
 def test_it_was_there() -> None:
