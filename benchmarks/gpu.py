@@ -25,7 +25,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ from benchmarks.gpu_codecs import Meter, Row, Sizes, Stamp, measure_codecs
 from benchmarks.gpu_training import SIZES, Block, Rounds, Shape, Trained, compare_engines
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.engine.unit import Unit
+from mics_strategy.engine.streams import Op, OpChain, OpStream
+from mics_strategy.engine.unit import GatherResources, Unit
 
 PARTS = ("codecs", "engine", "overlap", "memory")
 _PER_NODE = 8
@@ -102,8 +103,9 @@ class Trace:
         """Note when the gather of each unit begins and ends, on the stream that brings it."""
         original = Unit.start_unshard
 
-        def start_unshard(unit: Unit, streams: Any, *args: Any, **kwargs: Any) -> None:
-            original(unit, _Marking(streams, unit.name, self), *args, **kwargs)  # type: ignore[arg-type]
+        def start_unshard(unit: Unit, resources: GatherResources, **options: Any) -> None:
+            marking: Any = _Marking(resources.stream, unit.name, self)
+            original(unit, replace(resources, stream=marking), **options)
 
         with mock.patch.object(Unit, "start_unshard", start_unshard):
             yield
@@ -124,15 +126,15 @@ class Trace:
 
 
 class _Marking:
-    """Streams that mark the chains which bring a unit."""
+    """A stream that marks the chains which bring a unit."""
 
-    def __init__(self, streams: Any, unit: str, trace: Trace) -> None:
-        self._streams, self._unit, self._trace = streams, unit, trace
+    def __init__(self, stream: OpStream, unit: str, trace: Trace) -> None:
+        self._stream, self._unit, self._trace = stream, unit, trace
 
-    def gather(self, *stages: Any) -> Any:
-        """See `Streams.gather`."""
+    def launch(self, ops: list[Op]) -> OpChain:
+        """See `OpStream.launch`."""
         begin, end = (partial(self._trace.mark, f"gather {word}", self._unit) for word in ("begins", "ends"))
-        return self._streams.gather(begin, *stages, end)
+        return self._stream.launch([begin, *ops, end])
 
 
 def measure_overlap(shape: Shape, device: torch.device) -> Iterator[Row]:

@@ -1,8 +1,8 @@
 """Side streams: chains of collectives that overlap with compute.
 
-An `OpChain` is a sequence of ops of which each needs the one before, for example a param sync and the all-gather behind
-it. All are submitted at once, in order. On CUDA they run on a side stream, ordered by events, and the host never blocks;
-on the CPU the communication threads run them while Python computes.
+An `OpChain` is a sequence of ops of which each needs the one before, for example a param sync and the all-gather
+behind it. All are submitted at once, in order. On CUDA they run on a side stream, ordered by events, and the host never
+blocks. On the CPU the communication threads run them while Python computes.
 """
 
 from __future__ import annotations

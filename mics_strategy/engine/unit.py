@@ -103,9 +103,9 @@ class Unit:
                 self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
             self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "gather", self.name)
             ops: list[Op] = []
-            for bucket, flat, cast in self._with_buffers(resources):
+            for bucket, flat, narrow in self._with_buffers(resources):
                 if bucket.synced_version != bucket.version:
-                    ops.append(partial(bucket.sync_params, flat, cast))
+                    ops.append(partial(bucket.sync_params, flat, narrow))
                 ops.append(partial(bucket.unshard, flat, for_backward=for_backward))
             self._pending_unshard = resources.stream.launch(ops)
         for bucket in self.buckets:
@@ -120,15 +120,15 @@ class Unit:
 
     def sync_params(self, resources: GatherResources) -> None:
         """Bring the optimizer's result to the parameter scope now, instead of in front of the next use."""
-        for bucket, flat, cast in self._with_buffers(resources):
+        for bucket, flat, narrow in self._with_buffers(resources):
             if bucket.synced_version != bucket.version:
-                resources.stream.launch([partial(bucket.sync_params, flat, cast)]).wait()
+                resources.stream.launch([partial(bucket.sync_params, flat, narrow)]).wait()
 
     def _with_buffers(self, resources: GatherResources) -> Iterator[tuple[Bucket, torch.Tensor, torch.Tensor]]:
         """Every bucket with views of its flat buffer and of its cast shard, both in the compute dtype."""
         flat = resources.flat.acquire(self.finish_unshard) if self.needs_staging else _NOTHING
-        cast = resources.cast.acquire(self.finish_unshard)
-        return zip(self.buckets, self._flats.views_of(flat), self._casts.views_of(cast), strict=True)
+        narrow = resources.cast.acquire(self.finish_unshard)
+        return zip(self.buckets, self._flats.views_of(flat), self._casts.views_of(narrow), strict=True)
 
     def finish_unshard(self) -> None:
         """Make the gathered parameters usable on the current stream, which may differ from the last use's."""

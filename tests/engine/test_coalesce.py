@@ -5,7 +5,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -294,7 +293,8 @@ def test_a_sum_holds_its_gradients() -> None:
 def test_gradients_live_until_the_sum_has_been_waited_for() -> None:
     kept = [torch.zeros(3)]
     gradient = weakref.ref(kept[0])
-    chain = OpChain([partial(Work("a sum", []).keep_alive, kept)])
+    chain = OpChain()
+    chain.add(Work("a sum", []).keep_alive(kept))
     del kept
     gc.collect()
     assert gradient() is not None

@@ -13,7 +13,7 @@ from torch import nn
 
 from mics_strategy import LifecycleError, ShardConfig, Topology, shard
 from mics_strategy.engine.replica_check import ReplicaCheck
-from mics_strategy.engine.streams import OpChain, Streams
+from mics_strategy.engine.streams import OpChain
 from mics_strategy.engine.used_params import READ_AT_ONCE, DesyncCheck, UsedParamMap
 from tests.ranks import RankContext, RankPool
 
@@ -77,16 +77,17 @@ def test_counts_are_copied_from_pinned_memory_without_waiting() -> None:
 def reads_of_a_step(ctx: RankContext, preset: str) -> int:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     sharded = shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2)), units=[nn.Linear])
-    start = Streams.second_hop
+    second_hop = sharded._engine.reducer.streams.second_hop
+    launch = second_hop.launch
 
-    def final_at_once(streams: Streams, *stages: Any, **options: Any) -> OpChain:
+    def final_at_once(*args: Any) -> OpChain:
         """As on a GPU, where the state of a gradient is final when its second hop has been launched."""
-        chain = start(streams, *stages, **options)
+        chain = launch(*args)
         chain.wait()
         return chain
 
     with (
-        mock.patch.object(Streams, "second_hop", final_at_once),
+        mock.patch.object(second_hop, "launch", final_at_once),
         mock.patch.object(UsedParamMap, "_by_position", autospec=True, side_effect=UsedParamMap._by_position) as read,
     ):
         for micro in range(2):

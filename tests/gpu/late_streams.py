@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu import pretended_ranks
 from benchmarks.gpu_training import Block, Shape
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.engine.streams import OpChain, Streams
+from mics_strategy.engine.streams import Op, OpChain, OpStream, Streams
 
 CYCLES = 10_000_000  # about 6 ms
 SHAPE = Shape(width=256, layers=6, heads=4, feed_forward=512, vocabulary=1024, sequence=128, micro_batch=4)
@@ -51,35 +51,24 @@ def sleep() -> None:
 @contextmanager
 def late(variant: str) -> Iterator[None]:
     """Delay chains of one kind; in `control`, all of them, and nobody waits for any."""
-    kinds: list[str] = []
-    start = OpChain._start
+    launch, init = OpStream.launch, Streams.__init__
+    kinds: dict[OpStream, str] = {}
 
-    def started(chain: OpChain, stages: list[Any]) -> None:
-        is_late = variant in ("late everything", "control") or (bool(kinds) and variant == f"late {kinds[-1]}")
-        if is_late:
-            sleep()
-        start(chain, stages)
-        if is_late:
-            sleep()
+    def initialized(streams: Streams, device: torch.device) -> None:
+        init(streams, device)
+        kinds.update({streams.all_gather: "gathers", streams.reduce_scatter: "sums", streams.second_hop: "sums"})
 
-    def of_kind(kind: str, method: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> OpChain:
-            kinds.append(kind)
-            try:
-                return method(*args, **kwargs)
-            finally:
-                kinds.pop()
-
-        return call
+    def launched(stream: OpStream, ops: Iterable[Op], finish: Callable[[], None] | None = None) -> OpChain:
+        is_late = variant in ("late everything", "control", f"late {kinds[stream]}")
+        return launch(stream, [sleep, *ops, sleep] if is_late else ops, finish)
 
     def forget(chain: OpChain) -> None:
         chain.is_done = True
         chain._keepalive.clear()
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(OpChain, "_start", started))
-        for name, kind in (("gather", "gathers"), ("reduce", "sums"), ("second_hop", "sums")):
-            stack.enter_context(mock.patch.object(Streams, name, of_kind(kind, getattr(Streams, name))))
+        stack.enter_context(mock.patch.object(Streams, "__init__", initialized))
+        stack.enter_context(mock.patch.object(OpStream, "launch", launched))
         if variant == "control":
             stack.enter_context(mock.patch.object(OpChain, "wait", forget))
         yield
