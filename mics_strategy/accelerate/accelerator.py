@@ -247,18 +247,18 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             ConfigError: Some belong to no prepared model.
         """
         rest = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        found = []
+        by_model: list[tuple[Sharded, list[torch.Tensor]]] = []
         for handle in self.handles:
-            own = [each if handle.owns(each) else handle.sharded_param_for(each) for each in rest if _has(handle, each)]
-            rest = [each for each in rest if not _has(handle, each)]
-            if own:
-                found.append((handle, [each for each in own if each is not None]))
+            sharded = [handle.sharded_param_for(parameter) for parameter in rest]
+            rest = [parameter for parameter, its in zip(rest, sharded, strict=True) if its is None]
+            if any(its is not None for its in sharded):
+                by_model.append((handle, [its for its in sharded if its is not None]))
         if rest:
             raise ConfigError(
                 f"Gradients of a tensor {list(rest[0].shape)} of no model that was prepared cannot be clipped. Pass "
                 "those of models after `prepare`."
             )
-        return found
+        return by_model
 
     # -- saving and loading -----------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
 
 
 def _has(handle: Sharded, parameter: torch.Tensor) -> bool:
-    return handle.owns(parameter) or handle.sharded_param_for(parameter) is not None
+    return handle.sharded_param_for(parameter) is not None
 
 
 def _local_gradients(by_model: list[tuple[Sharded, list[torch.Tensor]]]) -> Iterator[torch.Tensor]:

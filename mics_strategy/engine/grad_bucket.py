@@ -24,6 +24,8 @@ from mics_strategy.engine.lifecycle import (
     GRAD_BUFFER_TRANSITIONS,
     AccumulatorState,
     GradBufferState,
+    GradFlag,
+    GradFlags,
     transition,
 )
 from mics_strategy.engine.parameter import grad_as_dtensor
@@ -72,12 +74,8 @@ class GradBucket:
         self.wire_dtype = wire_dtype
         self.buffer_state = GradBufferState.EMPTY
         self.state = AccumulatorState.NONE
-        self._positions = frozenset(range(len(bucket.layout.param_slices)))
-        self.used: set[int] = set()  # this rank has contributed, in this window
-        self._maybe_used: set[int] = set()  # some rank may have contributed, in this window
-        self._arrived: set[int] = set()  # arrived in this backward
-        self._accumulated: set[int] = set()  # the accumulator holds a sum of it
-        self._has_prior_mean: set[int] = set()  # the result holds an earlier mean of it
+        self.flags = GradFlags(len(bucket.layout.param_slices))
+        self.num_arrived = 0  # parameters whose gradient has arrived in this backward
         self._flat: torch.Tensor | None = None
         self._is_zero = False
         self._strided_views: dict[int, list[torch.Tensor | None]] = {}
@@ -102,11 +100,6 @@ class GradBucket:
         """Whether gradients are reduced in every backward."""
         return self.bucket.groups.grad_comm is not None
 
-    @property
-    def num_arrived(self) -> int:
-        """Parameters whose gradient has arrived in this backward."""
-        return len(self._arrived)
-
     def bind_buffer(self, flat: torch.Tensor, *, is_zero: bool) -> None:
         """Use `flat`, [full_numel] in the wire dtype, until this backward's first hop has landed.
 
@@ -125,14 +118,14 @@ class GradBucket:
             self._start_accumulating()
             if self._predivisor > 1:
                 grad = grad.to(self.accumulator.dtype) / self._predivisor
-            self._copy_in(self.accumulator, position, grad, position in self._accumulated)
-            self._accumulated.add(position)
-        self._arrived.add(position)
-        self.used.add(position)
+            self._copy_in(self.accumulator, position, grad, self.flags.has(GradFlag.ACCUMULATED, position))
+            self.flags.apply("accumulate", position)
+        self.num_arrived += not self.flags.has(GradFlag.ARRIVED, position)
+        self.flags.apply("arrive", position)
 
     def _stage(self, flat: torch.Tensor, position: int, grad: torch.Tensor) -> None:
         """Keep a gradient until the first hop, in the flat form or where it is."""
-        is_first = position not in self._arrived
+        is_first = not self.flags.has(GradFlag.ARRIVED, position)
         if self._zero_copy is not None:
             if is_first and self._zero_copy.keep(position, grad):
                 return
@@ -157,13 +150,17 @@ class GradBucket:
         for piece, part in pairs:
             piece.add_(part) if add else piece.copy_(part)
 
+    def _forget_arrivals(self) -> None:
+        self.flags.apply_to_all("end_backward")
+        self.num_arrived = 0
+
     def end_backward(self) -> None:
         """The next backward starts with nothing collected."""
-        self._arrived.clear()
+        self._forget_arrivals()
 
     def discard(self) -> None:
         """Forget what an interrupted backward collected but did not send."""
-        self._arrived.clear()
+        self._forget_arrivals()
         self._flat = None
         if self._zero_copy is not None:
             self._zero_copy.clear()
@@ -176,18 +173,18 @@ class GradBucket:
         if across is None or flat is None:
             return None
         if not self._is_zero:
-            self._zero(flat, self._positions - self._arrived)
+            self._zero(flat, self.flags.lacking(GradFlag.ARRIVED))
             if self.bucket.groups.scopes.codecs.first_hop is not None:
                 self._zero_padding(flat, degree=1)
             if self._predivisor > 1:
                 flat.div_(self._predivisor)
-        self._arrived.clear()
         self.buffer_state = transition(GRAD_BUFFER_TRANSITIONS, self.buffer_state, "launch", self.name)
         self._start_accumulating()
-        accumulate = bool(self._accumulated)
+        accumulate = self.flags.any(GradFlag.ACCUMULATED)
         if accumulate:
-            self._zero(self.accumulator, self._positions - self._accumulated)
-        self._accumulated.update(self._positions)
+            self._zero(self.accumulator, self.flags.lacking(GradFlag.ACCUMULATED))
+        self.flags.apply_to_all("reduce")
+        self.num_arrived = 0
         self._flat = None
         reduce = across.reduce_scatter if self._zero_copy is None else self._zero_copy.reduce_scatter
         return reduce(self.accumulator, flat, accumulate, self.name).then(self._on_reduced)
@@ -202,11 +199,13 @@ class GradBucket:
         if before is AccumulatorState.PARTIAL:
             return
         if before is AccumulatorState.NONE:
-            self._has_prior_mean.clear()
-        else:
-            self._mean_to_sum()
-        self._accumulated = set(self._has_prior_mean) if self._is_one_buffer else set()
-        self._maybe_used = set(self._positions)
+            self.flags.apply_to_all("start_window")
+            return
+        self._mean_to_sum()
+        self.flags.apply_to_all("reopen_window")
+        if self._is_one_buffer:
+            for position in self.flags.having(GradFlag.HAS_PRIOR_MEAN):
+                self.flags.apply("accumulate", position)
 
     def _mean_to_sum(self) -> None:
         """From the mean back to a sum: the parts of all replicas together are again the mean times the divisor."""
@@ -225,20 +224,21 @@ class GradBucket:
         """
         if self.state is not AccumulatorState.PARTIAL:
             self._start_accumulating()  # other ranks have something, this one adds zeros
-        self._zero(self.accumulator, self._positions - self._accumulated)
-        self._accumulated.update(self._positions)
+        self._zero(self.accumulator, self.flags.lacking(GradFlag.ACCUMULATED))
+        self.flags.apply_to_all("accumulate")
         scopes = self.bucket.groups.scopes
         if scopes.codecs.second_hop is not None:
             self._zero_padding(self.accumulator, scopes.grads)
         across = self.bucket.groups.outer_grad_comm
         if across is None:
             return None
-        if self._has_prior_mean:
-            self._zero(self.result, self._positions - self._has_prior_mean)
+        accumulate = self.flags.any(GradFlag.HAS_PRIOR_MEAN)
+        if accumulate:
+            self._zero(self.result, self.flags.lacking(GradFlag.HAS_PRIOR_MEAN))
         full = self.accumulator
         if self.wire_dtype != full.dtype:
             full = wire.copy_(full)
-        return across.reduce_scatter(self.result, full, bool(self._has_prior_mean), self.name)
+        return across.reduce_scatter(self.result, full, accumulate, self.name)
 
     def all_reduce(self) -> Work | None:
         """Sum over the replicas."""
@@ -252,8 +252,7 @@ class GradBucket:
         if self._result_cast is not self.result:
             self._result_cast.copy_(self.result)
         self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "finish", self.name)
-        self._has_prior_mean = set(self._positions)
-        self._maybe_used.clear()
+        self.flags.apply_to_all("finish")
 
     def discard_unused(self) -> None:
         """No rank has used any parameter of the bucket: there is no gradient."""
@@ -261,7 +260,7 @@ class GradBucket:
 
     def expose(self, position: int) -> None:
         """Let the parameter at `position` show its gradient; one that was set or penalised directly is added."""
-        self._maybe_used.add(position)
+        self.flags.apply("expose", position)
         parameter, shown = self.bucket.sharded_params[position], self._dtensors[position]
         stored = parameter.raw_grad
         if stored is not None and stored is not shown:
@@ -270,12 +269,11 @@ class GradBucket:
 
     def clear(self, position: int) -> None:
         """Forget one parameter's gradient."""
-        for positions in (self.used, self._maybe_used, self._accumulated, self._has_prior_mean):
-            positions.discard(position)
-        if not self._maybe_used:
+        self.flags.apply("clear", position)
+        if not self.flags.any(GradFlag.MAYBE_USED):
             self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "clear", self.name)
 
-    def _zero(self, buffer: torch.Tensor, positions: frozenset[int] | set[int]) -> None:
+    def _zero(self, buffer: torch.Tensor, positions: list[int]) -> None:
         rows = buffer.view(-1, self.bucket.layout.shard_numel)
         for position in positions:
             region = self.bucket.layout.param_slices[position]

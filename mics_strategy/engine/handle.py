@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -13,14 +12,13 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mics_strategy.comm.consensus import run_on_all_ranks
-from mics_strategy.comm.traffic_log import IssuedCollective
 from mics_strategy.engine import state_dict as state
 from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.engine_link import EngineLink
 from mics_strategy.engine.module_buffers import ModuleBuffers
 from mics_strategy.engine.optimizer import norm
-from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange, assign_owners_by_bucket
 from mics_strategy.engine.optimizer.step import StepHooks, adopt
+from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, plan_step
 from mics_strategy.engine.plan_report import TrafficRow, compare, unit_plan_of
@@ -40,7 +38,6 @@ class Sharded:
         config: As given.
         buffers: Those of the model, which are not sharded.
         memory: Bytes that the engine has allocated, by purpose.
-        steps_done: Optimizer steps so far; set it when a training is resumed.
         grad_codec_steps: The step from which gradients travel as they are; None for never.
     """
 
@@ -49,24 +46,16 @@ class Sharded:
         self.config = context.config
         self.memory = context.memory
         self._groups = context.groups
-        self.steps_done = 0
         self.grad_codec_steps = context.config.grad_codec_steps
-        self.keeps_optimizer_whole = self.scopes.optimizer == 1
-        self.optimizer_layout = self.config.optimizer_layout
-        self.device = context.device
-        self.random = context.groups.trainable_placement.random
         self._engine = engine
         self._units = engine.units
-        self._sharded_params: Any = WeakIdKeyDictionary()
-        self._link(modules)
+        self._target = OptimizerTarget(engine, context, self._link(modules))
+        self._step_hooks = StepHooks(self._target)
         self.buffers = ModuleBuffers(model, context, engine)
-        self._last_step: tuple[int, Counter[IssuedCollective]] = (1, Counter())
-        self._owner_bytes = [0] * self.scopes.optimizer  # of whole tensors, by their owner
-        self._stepped_whole: list[OwnerExchange] = []  # in the last step
-        self._is_check_due = self._is_step_over = True
-        self._step_hooks = StepHooks(self)
 
-    def _link(self, modules: list[UnitSpec]) -> None:
+    def _link(self, modules: list[UnitSpec]) -> WeakIdKeyDictionary:
+        """Connect the sharded parameters with the engine. Returns them by the plain ones that they replaced."""
+        sharded_params = WeakIdKeyDictionary()
         for unit, module in zip(self._units, modules, strict=True):
             plain = {entry.name: entry.parameter for entry in module.parameters}
             gradients = iter(self._engine.reducer.gradients.get(unit.index, []))
@@ -75,7 +64,17 @@ class Sharded:
                 for position, sharded in enumerate(bucket.sharded_params):
                     sharded.__dict__.update(plain[sharded.mics_name].__dict__)  # marks that users put on parameters
                     sharded.mics_owner, sharded.mics_position = link, position
-                    self._sharded_params[plain[sharded.mics_name]] = sharded
+                    sharded_params[plain[sharded.mics_name]] = sharded
+        return sharded_params
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps so far; set it when a training is resumed."""
+        return self._target.steps_done
+
+    @steps_done.setter
+    def steps_done(self, count: int) -> None:
+        self._target.steps_done = count
 
     @property
     def parameters(self) -> list[ShardedParameter]:
@@ -90,7 +89,8 @@ class Sharded:
     def pre_forward(self) -> None:
         """The model is about to run: see once per step that it is still the model that was sharded."""
         self._step_hooks.recover()
-        if self._is_check_due:
+        target = self._target
+        if target.is_check_due:
             buckets = [bucket for unit in self._units for bucket in unit.buckets]
             pairs = [
                 pair
@@ -98,14 +98,14 @@ class Sharded:
                 for pair in zip(bucket.sharded_params, bucket.layout.param_slices, strict=True)
             ]
             known = {id(sharded): region.name for sharded, region in pairs}
-            self._is_check_due = not guards.check_parameters_unchanged(self.model, known)
-        if self._is_step_over and self.model.training and torch.is_grad_enabled():
+            target.is_check_due = not guards.check_parameters_unchanged(self.model, known)
+        if target.is_step_over and self.model.training and torch.is_grad_enabled():
             self._begin_step()
         self.buffers.pre_forward()
 
     def _begin_step(self) -> None:
         self._groups.traffic_log.drain()  # what evaluation has sent belongs to no step
-        self._is_step_over = False
+        self._target.is_step_over = False
         if self.grad_codec_steps is not None and self.steps_done >= self.grad_codec_steps:
             self.grad_codec_steps = None
             self._groups.disable_grad_codecs()
@@ -140,7 +140,7 @@ class Sharded:
             ConfigError: On every rank, for an optimizer over other parameters, or one that needs whole
                 tensors.
         """
-        run_on_all_ranks(lambda: adopt(optimizer, self, self._step_hooks))
+        run_on_all_ranks(lambda: adopt(optimizer, self._target, self._step_hooks))
         return optimizer
 
     @contextmanager
@@ -196,7 +196,7 @@ class Sharded:
 
     def _select(self, only: Iterable[torch.Tensor]) -> list[ShardedParameter]:
         chosen = {id(parameter): parameter for parameter in only}
-        foreign = [parameter for parameter in chosen.values() if not self.owns(parameter)]
+        foreign = [parameter for parameter in chosen.values() if not self._target.owns(parameter)]
         if foreign:
             raise ConfigError(
                 f"`only` holds a tensor {list(foreign[0].shape)} that is no parameter of this sharded model. Pass "
@@ -216,10 +216,10 @@ class Sharded:
         shape = StepOrder(
             forward=tuple(recorded.forward) if recorded.is_frozen else in_order,
             backward=tuple(recorded.backward) if recorded.is_complete else (0, *reversed(in_order[1:])),
-            num_micro_steps=self._last_step[0],
+            num_micro_steps=self._target.last_step[0],
             second_hop_every_backward=self.config.second_hop == "micro_step",
         )
-        dealt = [bucket for wholes in self._stepped_whole for bucket in wholes.buckets]
+        dealt = [bucket for wholes in self._target.stepped_whole for bucket in wholes.buckets]
         whole = tuple(
             OwnedPlan(
                 name=bucket.name,
@@ -236,7 +236,7 @@ class Sharded:
 
     def traffic(self) -> tuple[TrafficRow, ...]:
         """What the last optimizer step sent beside what was planned for it, by axis and collective, for this rank."""
-        return compare(self.plan, self._last_step[1])
+        return compare(self.plan, self._target.last_step[1])
 
     def full_state_dict(self) -> dict[str, Any]:
         """The plain model's state dict, whole tensors on rank 0's CPU; empty on other ranks. Collective.
@@ -295,44 +295,8 @@ class Sharded:
         """Give every rank rank 0's buffers. Collective."""
         self.buffers.synchronize()
 
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether `parameter` is a sharded parameter of this model."""
-        return (
-            isinstance(parameter, ShardedParameter)
-            and isinstance(parameter.mics_owner, EngineLink)
-            and parameter.mics_owner.belongs_to(self._engine)
-        )
-
     def sharded_param_for(self, parameter: torch.Tensor) -> ShardedParameter | None:
-        """The sharded parameter in the place of the plain `parameter` of before."""
-        return cast("ShardedParameter | None", self._sharded_params.get(parameter))
-
-    def pre_step(self) -> None:
-        """An optimizer is about to read gradients."""
-        self._engine.finish_gradients()
-
-    def assign_owners(self, parameters: list[ShardedParameter]) -> OwnerExchange:
-        """Give each of `parameters` that is trained an owner among the ranks of the optimizer scope, and memory there.
-
-        Raises:
-            LifecycleError: There is nobody to deal them to.
-        """
-        across = self._groups.shard_group
-        if across is None:
-            raise LifecycleError("Every rank holds whole tensors. This is a defect of the engine; please report it.")
-        buckets = [bucket for unit in self._units for bucket in unit.trainable]
-        dealt = assign_owners_by_bucket(buckets, set(parameters), self._owner_bytes)
-        return OwnerExchange(dealt, across, self._groups.trainable_placement.index, self.memory, self.device)
-
-    def post_step(self, wholes: list[OwnerExchange]) -> None:
-        """An optimizer has changed its parameters, some of them whole."""
-        self._engine.post_step()
-        self._is_check_due = self._is_step_over = True
-        if self._engine.num_backwards:
-            self._last_step = (self._engine.num_backwards, self._groups.traffic_log.drain())
-            self._engine.num_backwards = 0
-            self._stepped_whole = [*wholes]
-            self.steps_done += 1
-        else:  # another optimizer of the same step
-            self._last_step[1].update(self._groups.traffic_log.drain())
-            self._stepped_whole += wholes
+        """The model's sharded parameter: `parameter` itself, or the one that replaced it; None for any other tensor."""
+        if self._target.owns(parameter):
+            return cast("ShardedParameter", parameter)
+        return self._target.sharded_param_for(parameter)

@@ -1,21 +1,23 @@
-"""What may happen to a unit next?
+"""State tables of units and gradients.
 
-Four small machines, each one table from (state, event) to the next state. What a table does not list is
-illegal and raises; nothing infers a state from whether some attribute is None.
+Four small machines, each one table from (state, event) to the next state. An event that a table does not list is
+illegal and raises; no code infers a state from whether some attribute is None.
 
 - `UnshardState`: what a unit's slot holds for it.
 - `UnitPhase`: who is using the unit's parameters. A forward inside the backward is a recomputation and changes
   nothing.
-- `Collection`: the buffer in which one backward's gradients wait for their reduction.
+- `GradBufferState`: the buffer in which one backward's gradients wait for their reduction.
 - `AccumulatorState`: the accumulated gradient. PARTIAL still lacks other ranks' parts; SHARDED is the mean over all
   ranks.
+
+Inside a bucket every parameter has flags of its own, `GradFlag`, and a table of what each event sets and clears.
 
 Pure.
 """
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import TypeVar
 
 from mics_strategy.errors import LifecycleError
@@ -51,6 +53,84 @@ class AccumulatorState(Enum):
     NONE = "none"
     PARTIAL = "partial"
     SHARDED = "sharded"
+
+
+class GradFlag(IntEnum):
+    """Facts about one parameter's gradient on this rank.
+
+    Attributes:
+        USED: This rank has contributed to it since gradients were cleared.
+        MAYBE_USED: Some rank may have contributed to it in this accumulation window, or it is exposed.
+        ARRIVED: It has arrived in the present backward and no first hop has taken it.
+        ACCUMULATED: The accumulator holds a sum of it; where not set, its bytes there are undefined.
+        HAS_PRIOR_MEAN: The result holds an earlier mean of it; where not set, its bytes there are undefined.
+    """
+
+    USED = 0
+    MAYBE_USED = 1
+    ARRIVED = 2
+    ACCUMULATED = 3
+    HAS_PRIOR_MEAN = 4
+
+
+GRAD_FLAG_EVENTS: dict[str, tuple[tuple[GradFlag, ...], tuple[GradFlag, ...]]] = {  # what an event sets and clears
+    "arrive": ((GradFlag.USED, GradFlag.ARRIVED), ()),
+    "accumulate": ((GradFlag.ACCUMULATED,), ()),
+    "reduce": ((GradFlag.ACCUMULATED,), (GradFlag.ARRIVED,)),
+    "end_backward": ((), (GradFlag.ARRIVED,)),
+    "start_window": ((GradFlag.MAYBE_USED,), (GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN)),
+    "reopen_window": ((GradFlag.MAYBE_USED,), (GradFlag.ACCUMULATED,)),
+    "finish": ((GradFlag.HAS_PRIOR_MEAN,), (GradFlag.MAYBE_USED,)),
+    "expose": ((GradFlag.MAYBE_USED,), ()),
+    "clear": ((), (GradFlag.USED, GradFlag.MAYBE_USED, GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN)),
+}
+
+
+class GradFlags:
+    """The flags of all parameters of one bucket: for each flag an integer whose bit `i` is parameter `i`'s.
+
+    Args:
+        count: Number of parameters.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._everywhere = (1 << count) - 1
+        self._bits = [0] * len(GradFlag)
+
+    def apply(self, event: str, position: int) -> None:
+        """Apply `event` to the parameter at `position`."""
+        self._apply(event, 1 << position)
+
+    def apply_to_all(self, event: str) -> None:
+        """Apply `event` to every parameter."""
+        self._apply(event, self._everywhere)
+
+    def has(self, flag: GradFlag, position: int) -> bool:
+        """Whether the parameter at `position` has `flag`."""
+        return self._bits[flag] >> position & 1 == 1
+
+    def any(self, flag: GradFlag) -> bool:
+        """Whether any parameter has `flag`."""
+        return self._bits[flag] != 0
+
+    def having(self, flag: GradFlag) -> list[int]:
+        """Positions of the parameters that have `flag`."""
+        return self._positions(self._bits[flag])
+
+    def lacking(self, flag: GradFlag) -> list[int]:
+        """Positions of the parameters that lack `flag`."""
+        return self._positions(self._everywhere & ~self._bits[flag])
+
+    def _apply(self, event: str, parameters: int) -> None:
+        sets, clears = GRAD_FLAG_EVENTS[event]
+        for flag in sets:
+            self._bits[flag] |= parameters
+        for flag in clears:
+            self._bits[flag] &= ~parameters
+
+    def _positions(self, bits: int) -> list[int]:
+        return [position for position in range(self._count) if bits >> position & 1] if bits else []
 
 
 S = TypeVar("S", UnshardState, UnitPhase, GradBufferState, AccumulatorState)

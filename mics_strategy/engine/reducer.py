@@ -11,6 +11,7 @@ look at it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -115,7 +116,7 @@ class Reducer:
         )
         self._order = [unit for unit in order if self._expected[unit.index]]
         self._ready = idle
-        self._launch_ready()
+        self._launch(self._take_in_order())
         return bool(before) and before != self._expected
 
     def add(self, unit: Unit, gradient: GradBucket, position: int, parameter: nn.Parameter) -> None:
@@ -129,28 +130,32 @@ class Reducer:
             self._acquire_buffer(unit)
         gradient.add(position, grad)
         if sum(other.num_arrived for other in self.gradients[unit.index]) >= self._expected[unit.index]:
-            self.complete(unit)
+            self._launch(self._take_ready(unit))
 
     def complete(self, unit: Unit) -> None:
         """No more gradients of `unit` will come in this backward; reduce it as soon as it is its turn."""
-        if unit not in self._order:
-            if self._is_filling(unit):
-                self._launch(unit)  # unforeseen: a reentrant checkpoint, or gradients that arrive a second time
-            return
-        self._ready.add(unit.index)
-        self._launch_ready()
+        self._launch(self._take_ready(unit))
 
-    def _launch_ready(self) -> None:
+    def _take_ready(self, unit: Unit) -> Iterator[Unit]:
+        """Remove and give the units whose turn it is now that `unit` is complete.
+
+        A unit outside the order was not foreseen: a reentrant checkpoint, or gradients that arrive a second time.
+        """
+        if unit in self._order:
+            self._ready.add(unit.index)
+            yield from self._take_in_order()
+        elif self._is_filling(unit):
+            yield unit
+
+    def _take_in_order(self) -> Iterator[Unit]:
         while self._order and self._order[0].index in self._ready:
-            self._launch(self._order.pop(0))
+            yield self._order.pop(0)
 
     def end_backward(self) -> None:
         """Reduce what is left, in order, then what no order foresaw (a unit that received gradients twice)."""
-        while self._order:
-            self._launch(self._order.pop(0))
-        for unit in reversed(self.units):
-            if self._is_filling(unit):
-                self._launch(unit)
+        self._ready.update(unit.index for unit in self._order)
+        self._launch(self._take_in_order())
+        self._launch(unit for unit in reversed(self.units) if self._is_filling(unit))
         for gradients in self.gradients.values():
             for gradient in gradients:
                 gradient.end_backward()
@@ -176,12 +181,13 @@ class Reducer:
             gradient.bind_buffer(flat, is_zero=is_zero)
 
     def _release_buffer(self, unit: Unit) -> None:
-        """Another unit needs the buffer of `unit`: send what it holds, and everything whose turn is before."""
+        """Another unit needs the buffer of `unit`: reduce what it holds, and every unit whose turn is before."""
+        if self._is_filling(unit) and unit in self._order:
+            count = self._order.index(unit) + 1
+            first, self._order = self._order[:count], self._order[count:]
+            self._launch(first)
         if self._is_filling(unit):
-            while unit in self._order:
-                self._launch(self._order.pop(0))
-            if self._is_filling(unit):
-                self._launch(unit)
+            self._launch([unit])
         self._wait_for(unit)
 
     def _may_send(self, unit: Unit) -> bool:
@@ -193,24 +199,27 @@ class Reducer:
         """Whether gradients of `unit` have arrived that no first hop has taken."""
         return any(gradient.buffer_state is GradBufferState.FILLING for gradient in self.gradients.get(unit.index, []))
 
-    def _launch(self, unit: Unit) -> None:
-        """Start the first hop of a unit.
+    def _launch(self, units: Iterable[Unit]) -> None:
+        """Start the first hops of units.
 
         Second hops start here only, or behind all first hops, as far as ranks could differ: in an order that follows
         from that of the launches, whatever gradients a rank has.
         """
-        self._complete_until(unit)  # its own first hop of an earlier backward
-        chains: list[OpChain] = []
-        if self.groups.grad_comm is not None:
-            gradients = self.gradients[unit.index]
-            for gradient in gradients:
-                self._wait_second_hop(gradient)
-            if gradients[0].buffer_state is not GradBufferState.FILLING:
-                self._bind_buffer(unit, self.buffers.zero_grad_pool, is_zero=True)
-            chains = [self.streams.reduce_scatter.launch([gradient.reduce_scatter]) for gradient in gradients]
-        self._in_flight.append(FirstHop(unit, chains, bool(self.is_boundary) and self.overlap_second_hop))
-        while len(self._in_flight) > (1 if self.overlap_reduce else 0):
-            self._complete_next()
+        for unit in units:
+            self._complete_until(unit)  # its own first hop of an earlier backward
+            chains: list[OpChain] = []
+            if self.groups.grad_comm is not None:
+                gradients = self.gradients[unit.index]
+                for gradient in gradients:
+                    self._wait_second_hop(gradient)
+                if gradients[0].buffer_state is not GradBufferState.FILLING:
+                    self._bind_buffer(unit, self.buffers.zero_grad_pool, is_zero=True)
+                stream = self.streams.reduce_scatter
+                for gradient in gradients:
+                    chains.append(stream.launch([gradient.reduce_scatter]))
+            self._in_flight.append(FirstHop(unit, chains, bool(self.is_boundary) and self.overlap_second_hop))
+            while len(self._in_flight) > (1 if self.overlap_reduce else 0):
+                self._complete_next()
 
     def _complete_arrived(self) -> None:
         """Start the second hops of units whose first hop has ended, without waiting for another unit's turn."""

@@ -12,7 +12,7 @@ import torch
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.work import Work
 from mics_strategy.engine.grad_bucket import GradBucket
-from mics_strategy.engine.lifecycle import AccumulatorState
+from mics_strategy.engine.lifecycle import AccumulatorState, GradFlag
 from mics_strategy.engine.replica_check import ReplicaCheck
 from mics_strategy.errors import LifecycleError
 
@@ -47,7 +47,10 @@ class UsedParamMap:
         for gradient in gradients:
             self._offsets[gradient] = len(own)
             due = _DUE if gradient.state is AccumulatorState.PARTIAL else 0
-            own += [due + (position in gradient.used) for position in range(len(gradient.bucket.sharded_params))]
+            used = gradient.flags.having(GradFlag.USED)
+            own += [due] * len(gradient.bucket.sharded_params)
+            for position in used:
+                own[self._offsets[gradient] + position] += 1
         own.append(groups.desync_digest)
         self._counts = counts
         self._everyone: list[int] | None = None
@@ -78,9 +81,8 @@ class UsedParamMap:
 
     def positions(self, gradient: GradBucket) -> list[int]:
         """The parameters of the bucket that any rank has used."""
-        count = len(gradient.bucket.sharded_params)
-        if len(gradient.used) == count:
-            return list(range(count))
+        if not gradient.flags.lacking(GradFlag.USED):
+            return list(range(len(gradient.bucket.sharded_params)))
         return [position for position, count in enumerate(self._by_position(gradient)) if count % _DUE]
 
 

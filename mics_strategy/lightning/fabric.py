@@ -271,7 +271,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessGroupMixin):  # for a ty
 
 
 def _has(handle: Sharded, parameter: torch.Tensor) -> bool:
-    return handle.owns(parameter) or handle.sharded_param_for(parameter) is not None
+    return handle.sharded_param_for(parameter) is not None
 
 
 @functools.cache

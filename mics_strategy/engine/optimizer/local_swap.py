@@ -7,45 +7,21 @@ rows, or, of tensors that are updated whole, those that this rank owns.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from mics_strategy.comm.placement import ReplicaRandom
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
 from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
+from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.optimizer.validate import check_locality, check_param_groups_only
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import LifecycleError
 
 T = TypeVar("T")
-
-
-class OptimizerTarget(Protocol):
-    """Who must know when an optimizer steps."""
-
-    keeps_optimizer_whole: bool
-    optimizer_layout: str
-    device: torch.device
-    random: ReplicaRandom
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether `parameter` is one of the sharded ones."""
-
-    def sharded_param_for(self, parameter: torch.Tensor) -> ShardedParameter | None:
-        """The sharded parameter that took the place of a plain one."""
-
-    def assign_owners(self, parameters: list[ShardedParameter]) -> OwnerExchange:
-        """Give each of `parameters` an owner, and memory there."""
-
-    def pre_step(self) -> None:
-        """Gradients are about to be read."""
-
-    def post_step(self, wholes: list[OwnerExchange]) -> None:
-        """Parameters have new values; `wholes` were updated whole."""
 
 
 class LocalParamSwap:
@@ -95,7 +71,7 @@ class LocalParamSwap:
         if groups == self._groups:
             return
         check_param_groups_only(optimizer)
-        if not model.keeps_optimizer_whole:
+        if not model.has_whole_states:
             untried = UpdateLocality.PER_TENSOR if model.optimizer_layout == "tensors" else UpdateLocality.ELEMENTWISE
             reaches = locality_by_group(optimizer, model.device, untried)
             check_locality(optimizer, reaches, model.optimizer_layout)

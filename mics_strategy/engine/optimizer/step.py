@@ -18,7 +18,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mics_strategy.engine.optimizer.local_swap import LocalParamSwap, OptimizerTarget, deref
+from mics_strategy.engine.optimizer.local_swap import LocalParamSwap, deref
+from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.optimizer.validate import check_no_foreign_params, check_not_stale
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError
@@ -67,7 +68,7 @@ class StepHooks:
         step = self.step_of(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
         if closure is None:
-            observer.pre_step()
+            observer.engine.finish_gradients()
             step.swap_in()
             return args, kwargs
         wrapped = _around_closure(step, observer, closure)
@@ -86,7 +87,7 @@ def _around_closure(step: LocalParamSwap, target: OptimizerTarget, closure: Call
     def closure_on_sharded() -> Any:
         step.sync_owned()
         result = closure()
-        target.pre_step()
+        target.engine.finish_gradients()
         step.swap_in()
         return result
 

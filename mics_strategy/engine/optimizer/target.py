@@ -1,0 +1,101 @@
+"""The engine's side of optimizer steps on one sharded model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import cast
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from mics_strategy.comm.traffic_log import IssuedCollective
+from mics_strategy.engine.build import BuildContext
+from mics_strategy.engine.engine_link import EngineLink
+from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange, assign_owners_by_bucket
+from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.engine.step import Engine
+from mics_strategy.errors import LifecycleError
+
+
+class OptimizerTarget:
+    """What an optimizer steps on, and what its steps change.
+
+    Args:
+        engine: Engine of the model.
+        context: Configuration, groups, device and memory.
+        sharded_params: The sharded parameter that replaced each plain one.
+
+    Attributes:
+        engine: Engine of the model.
+        device: Device of the parameters.
+        random: Random states of the shards.
+        optimizer_layout: The layout that the user configured, `"rows"` or `"tensors"`.
+        has_whole_states: Whether every rank holds complete optimizer states.
+        steps_done: Optimizer steps so far.
+        last_step: Number of backwards of the last step, and its collectives.
+        stepped_whole: Exchanges of the tensors that the last step updated on their owners.
+        is_check_due: Whether the parameters are to be compared with the sharded ones before the next forward.
+        is_step_over: Whether no forward has started the next step yet.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        context: BuildContext,
+        sharded_params: WeakIdKeyDictionary,
+    ) -> None:
+        self.engine = engine
+        self.device = context.device
+        self.random = context.groups.trainable_placement.random
+        self.optimizer_layout = context.config.optimizer_layout
+        self.has_whole_states = context.groups.scopes.optimizer == 1
+        self.steps_done = 0
+        self.last_step: tuple[int, Counter[IssuedCollective]] = (1, Counter())
+        self.stepped_whole: list[OwnerExchange] = []
+        self.is_check_due = self.is_step_over = True
+        self._groups = context.groups
+        self._memory = context.memory
+        self._sharded_params = sharded_params
+        self._owner_bytes = [0] * context.groups.scopes.optimizer  # of whole tensors, by their owner
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether `parameter` is one of the model's sharded parameters."""
+        return (
+            isinstance(parameter, ShardedParameter)
+            and isinstance(parameter.mics_owner, EngineLink)
+            and parameter.mics_owner.belongs_to(self.engine)
+        )
+
+    def sharded_param_for(self, parameter: torch.Tensor) -> ShardedParameter | None:
+        """The sharded parameter that replaced the plain `parameter`; None for any other tensor."""
+        return cast("ShardedParameter | None", self._sharded_params.get(parameter))
+
+    def assign_owners(self, parameters: list[ShardedParameter]) -> OwnerExchange:
+        """Give each trained one of `parameters` an owner among the ranks of the optimizer scope, and memory there.
+
+        Raises:
+            LifecycleError: Every rank holds whole tensors already.
+        """
+        comm = self._groups.shard_group
+        if comm is None:
+            raise LifecycleError("Every rank holds whole tensors. This is a defect of the engine; please report it.")
+        buckets = [bucket for unit in self.engine.units for bucket in unit.trainable]
+        owned = assign_owners_by_bucket(buckets, set(parameters), self._owner_bytes)
+        return OwnerExchange(owned, comm, self._groups.trainable_placement.index, self._memory, self.device)
+
+    def post_step(self, exchanges: list[OwnerExchange]) -> None:
+        """Record that an optimizer has changed its parameters.
+
+        Args:
+            exchanges: Exchanges of the tensors that it updated on their owners.
+        """
+        self.engine.post_step()
+        self.is_check_due = self.is_step_over = True
+        if self.engine.num_backwards:
+            self.last_step = (self.engine.num_backwards, self._groups.traffic_log.drain())
+            self.engine.num_backwards = 0
+            self.stepped_whole = [*exchanges]
+            self.steps_done += 1
+        else:  # another optimizer of the same step
+            self.last_step[1].update(self._groups.traffic_log.drain())
+            self.stepped_whole += exchanges
