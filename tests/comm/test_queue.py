@@ -284,7 +284,7 @@ def fail_in_the_middle(ctx: RankContext) -> bool:
     ]
     handles[0].wait()
     for handle in handles[1:]:
-        with pytest.raises(LifecycleError, match="were announced"):
+        with pytest.raises(LifecycleError, match="are reserved"):
             handle.wait()
     return True
 
