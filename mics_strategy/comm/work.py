@@ -15,26 +15,27 @@ import torch
 from mics_strategy.errors import CommunicationError, LifecycleError, ShapeError
 
 
+class BackendWork(Protocol):
     """The part of ``torch.distributed.Work`` that every backend implements."""
-    """The part of ``torch.distributed.Work`` that every backend honours."""
 
     def wait(self) -> object:
         """Block (CPU) or make the current stream wait (CUDA)."""
 
+    def is_completed(self) -> bool:
         """Whether the transport has finished, or has failed."""
-        """Whether the transport has done it, or given up."""
 
 
+class Work:
     """One started collective and the steps that follow it.
 
     Args:
-        label: Names the collective, the unit and the axis in an error.
+        label: Name of the collective, the unit and the axis, for errors.
         works: Started work of the transport; empty when nothing had to be sent.
         is_queued: Whether later collectives of the same queue wait for this one by themselves.
         on_failure: Called when the transport has failed: returns what else is known, or raises a more precise error.
 
     Attributes:
-        keepalive: Tensors that are not freed before this object is.
+        keepalive: Tensors that live as long as this object.
     """
 
     __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "is_queued", "keepalive", "label")
@@ -56,11 +57,11 @@ from mics_strategy.errors import CommunicationError, LifecycleError, ShapeError
         _started.add(self)
 
     def wait(self) -> None:
-        """Make the result valid on the current stream. Calling it again does nothing.
         """Make the result valid on the current stream. A second call does nothing.
+
         Raises:
-            CommunicationError: The transport failed: a peer died or did not take part in time.
             CommunicationError: The transport failed: a peer died, or did not take part in time.
+        """
         works, self._works = self._works, []
         finish, self._finish = self._finish, None
         _started.discard(self)
