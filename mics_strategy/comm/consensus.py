@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mics_strategy import errors
 from mics_strategy.comm.bounded_store import BoundedStore
-from mics_strategy.comm.transport import moves
+from mics_strategy.comm.transport import backend_of
 
 T = TypeVar("T")
 _LONG_S = 2.0  # after which missing ranks are named
@@ -28,7 +28,7 @@ def gather_objects(value: T) -> list[T]:
         return [value]
     values: list[T] = [value] * dist.get_world_size()
     number = _num_calls[dist.group.WORLD] = _num_calls.get(dist.group.WORLD, 0) + 1
-    bounded, start_s, is_gloo = BoundedStore(), time.monotonic(), moves(dist.group.WORLD, "cpu") == "gloo"
+    bounded, start_s, is_gloo = BoundedStore(), time.monotonic(), backend_of(dist.group.WORLD, "cpu") == "gloo"
     if is_gloo:
         bounded.store.set(_key(dist.get_rank()), str(number))
     try:

@@ -28,7 +28,7 @@ from mics_strategy.comm.placement import ReplicaRandom, ShardPlacement
 from mics_strategy.comm.queue import CommThread, Executor, InlineExecutor, RouteBinding
 from mics_strategy.comm.route import Route
 from mics_strategy.comm.traffic_log import TrafficLog
-from mics_strategy.comm.transport import Transport, is_gloo, moves, timeout_of
+from mics_strategy.comm.transport import Transport, backend_of, is_gloo, timeout_of
 from mics_strategy.comm.work import has_pending_work
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.scopes import Scopes
@@ -336,7 +336,7 @@ def new_group(
     """
     timeout = timeout_of(dist.group.WORLD, device_type)
     make: Callable[..., dist.ProcessGroup] = functools.partial(dist.new_group, timeout=timeout)
-    if urgent and moves(dist.group.WORLD, device_type) == "nccl":
+    if urgent and backend_of(dist.group.WORLD, device_type) == "nccl":
         options: Any = cast("Any", dist).ProcessGroupNCCL.Options()
         options.is_high_priority_stream, options._timeout = True, timeout
         make = functools.partial(make, pg_options=options)
