@@ -193,7 +193,7 @@ def test_a_forgotten_lane_ends_its_thread(fails: bool) -> None:
                 raise ValueError(f"of {lane}")
 
         work = run(lane, program)
-        with pytest.raises(ValueError, match="Lane") if fails else nullcontext():
+        with pytest.raises(ValueError, match="CommThread") if fails else nullcontext():
             work.wait()
 
     use_and_forget(CommThread("forgotten", NothingToSee()))
