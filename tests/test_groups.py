@@ -38,7 +38,7 @@ def test_nccl_gives_reductions_a_stream_of_high_priority() -> None:
         mock.patch.object(dist, "group", SimpleNamespace(WORLD=None)),
         mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), create=True),
         mock.patch("mics_strategy.comm.process_groups.timeout_of", return_value=timedelta(seconds=7)),
-        mock.patch("mics_strategy.comm.process_groups.moves", return_value="nccl"),
+        mock.patch("mics_strategy.comm.process_groups.backend_of", return_value="nccl"),
     ):
         for urgent in (True, False):
             new_group([0, 1], "test", "cuda", urgent=urgent)

@@ -1,1 +1,1 @@
-"""How bytes travel: groups, communicators, codecs, and the only calls of torch.distributed."""
+"""Process groups, communicators, codecs, and the only calls of torch.distributed."""

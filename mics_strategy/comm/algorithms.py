@@ -1,10 +1,10 @@
-"""How do the ranks of one group gather and add, as they are or encoded?
+"""Algorithms of one stage of a collective: plain, quantized, and ring.
 
-A stage is one step of a collective inside one group. It is begun, which starts to send, and finished, which waits and
-puts the result in place; several may be under way. It runs within a program (see `lane`).
+A stage is one step of a collective inside one group. It is started, which posts the sends, and finished, which waits
+and puts the result in place. Several stages may be in flight. A stage runs within a task of a queue (see `queue`).
 
-Pieces are added in the order of the ranks in the dtype of the sum, fp32 or wider, which makes one rounding per
-contribution of a narrow wire instead of one per hop of a ring, and the same bits in every run.
+Sums add the pieces in the order of the ranks, in the dtype of the sum, fp32 or wider. That makes one rounding per
+contribution of a narrow wire dtype instead of one per step of a ring, and the same bits in every run.
 """
 
 from __future__ import annotations
@@ -19,50 +19,56 @@ from mics_strategy.comm.codecs.quantizer import Quantizer
 from mics_strategy.comm.transport import Transport, as_one_view
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
-Completion = Callable[[], None]
-SumCompletion = Callable[[torch.Tensor, bool], None]
+Completion = Callable[[], None]  # waits for the stage, and puts its result in place
+SumCompletion = Callable[[torch.Tensor, bool], None]  # the same for a sum: the output, and whether to add to it
 
 
 class GroupAlgorithm(Protocol):
-    """One step of a collective inside one group."""
+    """One stage of a collective inside one group.
+
+    Attributes:
+        transport: Transport of the group.
+    """
 
     transport: Transport
 
     def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """Of workspace, for `start_all_gather` of `numel` elements from each rank."""
+        """Bytes of workspace for `start_all_gather` of `numel` elements from each rank."""
 
-    def start_all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, wire: torch.dtype, tag: int) -> Completion:
-        """Put every rank's `own` into its row, the same bits on all ranks.
+    def start_all_gather(
+        self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
+    ) -> Completion:
+        """Put every rank's `shard` into its row, with the same bits on all ranks.
 
         Args:
             rows: [n] for each rank, contiguous.
-            own: [n], same dtype; may be its row.
-            wire: Dtype in which unencoded numbers travel.
-            tag: Of the transfer, the same on all ranks.
+            shard: [n], same dtype; may be its row.
+            wire: Dtype of unquantized payloads.
+            tag: Tag of the collective, the same on all ranks.
         """
 
     def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """Of workspace, for `start_reduce_scatter` of `numel` elements for each rank."""
+        """Bytes of workspace for `start_reduce_scatter` of `numel` elements for each rank."""
 
     def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
-        """Add what all ranks have for this one.
+        """Sum the pieces that all ranks have for this rank.
 
         Args:
             pieces: [n] for each rank, contiguous; unchanged until finished.
-            wire: Dtype in which unencoded numbers travel.
-            tag: Of the transfer, the same on all ranks.
+            wire: Dtype of unquantized payloads.
+            tag: Tag of the collective, the same on all ranks.
 
         Returns:
-            What takes the tensor for the sum, [n], fp32 or wider, and whether to add to it.
+            The completion. It takes the output, [n], fp32 or wider, and whether to add to it.
         """
 
 
 class PlainAlgorithm:
-    """Sends numbers as they are, or rounded to a narrower dtype.
+    """Sends data unquantized, or rounded to a narrower dtype.
 
     Args:
-        transport: Of the group.
-        workspace: Lends what is received before it is added.
+        transport: Transport of the group.
+        workspace: Scratch memory for received pieces.
     """
 
     def __init__(self, transport: Transport, workspace: Workspace) -> None:
@@ -70,51 +76,53 @@ class PlainAlgorithm:
         self._workspace = workspace
 
     def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `Stage.gather_bytes`."""
+        """See `GroupAlgorithm.all_gather_scratch_bytes`."""
         return 0 if wire == dtype else self.transport.size * aligned_bytes((numel, wire))
 
-    def start_all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, wire: torch.dtype, tag: int) -> Completion:
-        """See `Stage.start_all_gather`."""
-        if wire == own.dtype:
-            return self.transport.all_gather(rows, own, tag).wait
-        narrow = [self._workspace.allocate(own.numel(), wire) for _ in rows]
-        pieces = self.transport.all_gather(narrow, narrow[self.transport.index].copy_(own), tag)
+    def start_all_gather(
+        self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
+    ) -> Completion:
+        """See `GroupAlgorithm.start_all_gather`."""
+        if wire == shard.dtype:
+            return self.transport.all_gather(rows, shard, tag).wait
+        narrow_rows = [self._workspace.allocate(shard.numel(), wire) for _ in rows]
+        pending = self.transport.all_gather(narrow_rows, narrow_rows[self.transport.index].copy_(shard), tag)
 
         def finish() -> None:
-            pieces.wait()
-            for row, arrived in zip(rows, narrow, strict=True):
-                row.copy_(arrived)
+            pending.wait()
+            for row, narrow_row in zip(rows, narrow_rows, strict=True):
+                row.copy_(narrow_row)
 
         return finish
 
     def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `Stage.reduce_scatter_scratch_bytes`."""
+        """See `GroupAlgorithm.reduce_scatter_scratch_bytes`."""
         return (self.transport.size + 1) * aligned_bytes((numel, wire)) * (1 if wire == dtype else 2)
 
     def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
-        """See `Stage.start_reduce_scatter`."""
+        """See `GroupAlgorithm.start_reduce_scatter`."""
         numel, size = pieces[0].numel(), self.transport.size
         if wire != pieces[0].dtype:
             pieces = [self._workspace.allocate(numel, wire).copy_(piece) for piece in pieces]
         if pieces[0].is_cuda:
-            return self._begin_reduce_scatter(pieces)
-        own = self.transport.index
-        arrived = [pieces[own] if index == own else self._workspace.allocate(numel, wire) for index in range(size)]
-        under_way = self.transport.exchange(arrived, pieces, tag)
+            return self._start_backend_reduce_scatter(pieces)
+        rank = self.transport.index
+        received = [pieces[rank] if index == rank else self._workspace.allocate(numel, wire) for index in range(size)]
+        pending = self.transport.exchange(received, pieces, tag)
 
         def finish(out: torch.Tensor, accumulate: bool) -> None:
-            for index, piece in enumerate(arrived):
-                under_way.wait_recv(index)
+            for index, piece in enumerate(received):
+                pending.wait_recv(index)
                 if accumulate or index:
                     out.add_(piece)
                 else:
                     out.copy_(piece)
-            under_way.wait()
+            pending.wait()
 
         return finish
 
-    def _begin_reduce_scatter(self, pieces: list[torch.Tensor]) -> SumCompletion:
-        """With NCCL's own, which adds in the wire dtype in no said order."""
+    def _start_backend_reduce_scatter(self, pieces: list[torch.Tensor]) -> SumCompletion:
+        """Use NCCL's reduce-scatter, which adds in the wire dtype in an unspecified order."""
         numel = pieces[0].numel()
         total, full = self._workspace.allocate(numel, pieces[0].dtype), as_one_view(pieces)
         if full is None:
@@ -133,87 +141,89 @@ class PlainAlgorithm:
 
 
 class QuantizedAlgorithm:
-    """Sends numbers encoded.
+    """Sends data quantized.
 
-    Every rank decodes what travelled, its own share of a gather, too: all have the same bits. A rank's own share of a
-    sum does not travel and stays exact.
+    Every rank decodes all payloads of an all-gather, its own as well, so that all ranks have the same bits. A rank's
+    own piece of a sum is not sent and stays exact.
 
     Args:
-        transport: Of the group.
-        workspace: Lends what is encoded.
-        codec: How.
-        device: Where the tensors are.
+        transport: Transport of the group.
+        workspace: Scratch memory for payloads.
+        codec: Codec of the payloads.
+        device: Device of the tensors.
     """
 
     def __init__(self, transport: Transport, workspace: Workspace, codec: Codec, device: torch.device) -> None:
         self.transport = transport
         self._workspace = workspace
         self._codec = codec
-        noise = workspace.generator_for(codec, transport.fingerprint.ranks[transport.index])
-        self._quantizer = Quantizer(codec, device, noise)
+        generator = workspace.generator_for(codec, transport.fingerprint.ranks[transport.index])
+        self._quantizer = Quantizer(codec, device, generator)
 
-    def _rows(self, numel: int) -> list[torch.Tensor]:
+    def _allocate_payloads(self, numel: int) -> list[torch.Tensor]:
         num_bytes = self._codec.encoded_bytes(numel)
         return [self._workspace.allocate(num_bytes, torch.uint8) for _ in range(self.transport.size)]
 
     def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `Stage.gather_bytes`."""
+        """See `GroupAlgorithm.all_gather_scratch_bytes`."""
         return self.transport.size * aligned_bytes((self._codec.encoded_bytes(numel), torch.uint8))
 
-    def start_all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, wire: torch.dtype, tag: int) -> Completion:
-        """See `Stage.start_all_gather`."""
-        encoded = self._rows(own.numel())
-        mine = encoded[self.transport.index]
-        self._quantizer.encode(own, mine)
-        pieces = self.transport.all_gather(encoded, mine, tag)
+    def start_all_gather(
+        self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
+    ) -> Completion:
+        """See `GroupAlgorithm.start_all_gather`."""
+        payloads = self._allocate_payloads(shard.numel())
+        local_payload = payloads[self.transport.index]
+        self._quantizer.encode(shard, local_payload)
+        pending = self.transport.all_gather(payloads, local_payload, tag)
 
         def finish() -> None:
-            for index, (row, arrived) in enumerate(zip(rows, encoded, strict=True)):
-                pieces.wait_recv(index)
-                self._quantizer.decode(arrived, row)
-            pieces.wait()
+            for index, (row, payload) in enumerate(zip(rows, payloads, strict=True)):
+                pending.wait_recv(index)
+                self._quantizer.decode(payload, row)
+            pending.wait()
 
         return finish
 
     def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `Stage.reduce_scatter_scratch_bytes`."""
+        """See `GroupAlgorithm.reduce_scatter_scratch_bytes`."""
         return 2 * self.all_gather_scratch_bytes(numel, dtype, wire) + aligned_bytes((numel, torch.float32))
 
     def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
-        """See `Stage.start_reduce_scatter`."""
-        own, numel = self.transport.index, pieces[0].numel()
-        outgoing, arrived = self._rows(numel), self._rows(numel)
-        for index, (piece, encoded) in enumerate(zip(pieces, outgoing, strict=True)):
-            if index != own:
-                self._quantizer.encode(piece, encoded)
-        under_way = self.transport.exchange(arrived, outgoing, tag)
+        """See `GroupAlgorithm.start_reduce_scatter`."""
+        rank, numel = self.transport.index, pieces[0].numel()
+        sent, received = self._allocate_payloads(numel), self._allocate_payloads(numel)
+        for index, (piece, payload) in enumerate(zip(pieces, sent, strict=True)):
+            if index != rank:
+                self._quantizer.encode(piece, payload)
+        pending = self.transport.exchange(received, sent, tag)
         decoded = self._workspace.allocate(numel, torch.float32)
 
         def finish(out: torch.Tensor, accumulate: bool) -> None:
             if not accumulate:
                 out.zero_()
-            for index, encoded in enumerate(arrived):
-                under_way.wait_recv(index)
-                if index == own:
-                    out.add_(pieces[own])
+            for index, payload in enumerate(received):
+                pending.wait_recv(index)
+                if index == rank:
+                    out.add_(pieces[rank])
                 elif out.dtype == torch.float32:
-                    self._quantizer.decode_add(encoded, out)
+                    self._quantizer.decode_add(payload, out)
                 else:
-                    self._quantizer.decode(encoded, decoded)
+                    self._quantizer.decode(payload, decoded)
                     out.add_(decoded)
-            under_way.wait()
+            pending.wait()
 
         return finish
 
 
 class RingAlgorithm:
-    """Passes numbers on from neighbour to neighbour.
+    """Sends data from rank to rank around a ring.
 
-    Sums travel in the wire dtype, and a narrow one rounds them at every rank.
+    Partial sums are sent in the wire dtype, and a narrow one rounds them at every rank.
 
     Args:
-        transport: Of the group; point to point.
-        workspace: Lends what is received.
+        transport: Transport of the group; point to point.
+        workspace: Scratch memory for received pieces.
 
     Source:
         PaRO (arXiv:2310.06003) section 3.3, the ring that HO-Ring is compared with.
@@ -229,76 +239,78 @@ class RingAlgorithm:
         self._next = self._ring[(self._ring_index + 1) % transport.size]
 
     def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `Stage.gather_bytes`."""
+        """See `GroupAlgorithm.all_gather_scratch_bytes`."""
         return 0 if wire == dtype else self.transport.size * aligned_bytes((numel, wire))
 
-    def start_all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, wire: torch.dtype, tag: int) -> Completion:
-        """See `Stage.start_all_gather`."""
-        if wire == own.dtype:
-            return self._ring_all_gather(rows, own, tag)
-        narrow = [self._workspace.allocate(own.numel(), wire) for _ in rows]
-        arrive = self._ring_all_gather(narrow, narrow[self.transport.index].copy_(own), tag)
+    def start_all_gather(
+        self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
+    ) -> Completion:
+        """See `GroupAlgorithm.start_all_gather`."""
+        if wire == shard.dtype:
+            return self._ring_all_gather(rows, shard, tag)
+        narrow_rows = [self._workspace.allocate(shard.numel(), wire) for _ in rows]
+        finish_ring = self._ring_all_gather(narrow_rows, narrow_rows[self.transport.index].copy_(shard), tag)
 
         def finish() -> None:
-            arrive()
-            for row, arrived in zip(rows, narrow, strict=True):
-                row.copy_(arrived)
+            finish_ring()
+            for row, narrow_row in zip(rows, narrow_rows, strict=True):
+                row.copy_(narrow_row)
 
         return finish
 
-    def _ring_all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, tag: int) -> Completion:
-        """Gather.
+    def _ring_all_gather(self, rows: list[torch.Tensor], shard: torch.Tensor, tag: int) -> Completion:
+        """Gather around the ring.
 
-        1. Receive the rows of the ranks on the left, the nearest first, from the next on the left.
-        2. Send the own row to the right, and each that arrives but the last.
+        1. Receive the rows of all other ranks from the previous rank, that of the previous rank first.
+        2. Send this rank's row, and each received row but the last, to the next rank.
         """
-        arriving = [self._ring[self._ring_index - step] for step in range(1, self.transport.size)]
-        mine = rows[self.transport.index]
-        if own.data_ptr() != mine.data_ptr():
-            mine.copy_(own)
-        arrivals = [self.transport.recv(rows[index], self._prev, tag) for index in arriving]
-        departures = [self.transport.send(mine, self._next, tag)]
+        sources = [self._ring[self._ring_index - step] for step in range(1, self.transport.size)]
+        local_row = rows[self.transport.index]
+        if shard.data_ptr() != local_row.data_ptr():
+            local_row.copy_(shard)
+        recvs = [self.transport.recv(rows[index], self._prev, tag) for index in sources]
+        sends = [self.transport.send(local_row, self._next, tag)]
 
         def finish() -> None:
-            for index, arrival in zip(arriving, arrivals, strict=True):
-                arrival.wait()
-                if index != arriving[-1]:
-                    departures.append(self.transport.send(rows[index], self._next, tag))
-            for departure in departures:
-                departure.wait()
+            for index, recv in zip(sources, recvs, strict=True):
+                recv.wait()
+                if index != sources[-1]:
+                    sends.append(self.transport.send(rows[index], self._next, tag))
+            for send in sends:
+                send.wait()
 
         return finish
 
     def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `Stage.reduce_scatter_scratch_bytes`."""
+        """See `GroupAlgorithm.reduce_scatter_scratch_bytes`."""
         return self.transport.size * aligned_bytes((numel, wire)) * (1 if wire == dtype else 2)
 
     def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
-        """See `Stage.start_reduce_scatter`.
+        """See `GroupAlgorithm.start_reduce_scatter`.
 
-        1. Send the piece of the rank on the left to the right: it goes all the way round, to that rank.
-        2. Add the own piece to every sum that arrives, and send it on; the last one is this rank's.
+        1. Send the piece of the previous rank to the next rank: it goes all the way round, to the previous rank.
+        2. Add the local piece to every received partial sum, and send it on; the last sum is that of this rank.
         """
         numel = pieces[0].numel()
         if wire != pieces[0].dtype:
             pieces = [self._workspace.allocate(numel, wire).copy_(piece) for piece in pieces]
-        arriving = [self._ring[self._ring_index - step] for step in range(2, self.transport.size + 1)]
-        sums = [self._workspace.allocate(numel, wire) for _ in arriving]
-        arrivals = [self.transport.recv(each, self._prev, tag) for each in sums]
-        departures = [self.transport.send(pieces[self._prev], self._next, tag)]
+        targets = [self._ring[self._ring_index - step] for step in range(2, self.transport.size + 1)]
+        partial_sums = [self._workspace.allocate(numel, wire) for _ in targets]
+        recvs = [self.transport.recv(partial_sum, self._prev, tag) for partial_sum in partial_sums]
+        sends = [self.transport.send(pieces[self._prev], self._next, tag)]
 
         def finish(out: torch.Tensor, accumulate: bool) -> None:
-            for index, arrival, each in zip(arriving, arrivals, sums, strict=True):
-                arrival.wait()
+            for index, recv, partial_sum in zip(targets, recvs, partial_sums, strict=True):
+                recv.wait()
                 if index != self.transport.index:
-                    departures.append(self.transport.send(each.add_(pieces[index]), self._next, tag))
-            total = sums[-1]
+                    sends.append(self.transport.send(partial_sum.add_(pieces[index]), self._next, tag))
+            total = partial_sums[-1]
             if accumulate:
                 out.add_(total)
             else:
                 out.copy_(total)
             out.add_(pieces[self.transport.index])
-            for departure in departures:
-                departure.wait()
+            for send in sends:
+                send.wait()
 
         return finish

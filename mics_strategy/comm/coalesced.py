@@ -1,8 +1,8 @@
-"""How do ranks gather and sum several tensors in one launch, each whole where it belongs?
+"""All-gathers and reduce-scatters of several tensors in one launch, without a flat buffer.
 
-A tensor of which every rank has an equal part needs no flat form: the parts side by side are the tensor. The backend
-takes all tensors of a bucket at once (NCCL puts them into one kernel), so no copy goes in front of a sum or behind a
-gather. Whether that is faster than one flat tensor and a copy depends on sizes and links, and is measured.
+A tensor of which every rank has an equal part needs no flat buffer: the parts in rank order are the tensor. The backend
+takes all tensors of a bucket at once (NCCL puts them into one kernel), so there is no copy before a reduce-scatter or
+after an all-gather. Whether that is faster than one flat buffer and a copy depends on sizes and links, and is measured.
 """
 
 from __future__ import annotations
@@ -17,139 +17,140 @@ from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
 
 class RowViews:
-    """What a slice of the flat form has of every tensor: some rows, in each of which a tensor's numbers are together.
+    """Views of the tensors inside a slice of the flat buffer: rows, in each of which a tensor is contiguous.
 
     Args:
-        rows: Of the slice.
-        places: Where each tensor's numbers begin in a row, and how many they are.
-        dtype: In which they travel.
+        rows: Rows of the slice.
+        extents: Start and length of each tensor in a row, in elements.
+        dtype: Dtype on the wire.
     """
 
-    def __init__(self, rows: int, places: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    def __init__(self, rows: int, extents: list[tuple[int, int]], dtype: torch.dtype) -> None:
         self.rows = rows
         self.dtype = dtype
-        self._places = places
+        self._extents = extents
         self._views: dict[int, list[torch.Tensor]] = {}
 
     @property
     def numels(self) -> list[int]:
-        """Of each tensor, elements in a slice."""
-        return [self.rows * numel for _, numel in self._places]
+        """Elements of each tensor in a slice."""
+        return [self.rows * numel for _, numel in self._extents]
 
     def views_of(self, slice_: torch.Tensor) -> list[torch.Tensor]:
-        """Views [rows, numel]. Slices are few and stay where they are, so the views are made once."""
+        """Views [rows, numel] of the tensors. They are cached, since slices are few and keep their addresses."""
         address = slice_.data_ptr()
         if address not in self._views:
             table = slice_.view(self.rows, -1)
-            self._views[address] = [table[:, start : start + numel] for start, numel in self._places]
+            self._views[address] = [table[:, start : start + numel] for start, numel in self._extents]
         return self._views[address]
 
 
 class CoalescedCommunicator:
-    """Collectives in one or two stages over ranks whose backend takes several tensors at once, nothing encoded.
+    """Collectives on several tensors in one launch, over one or two stages, unquantized.
 
     Args:
-        route: For the account.
-        transports: Of the slow stage, and of the fast one where there is one.
-        programs: Runs them.
-        workspace: Of the programs.
+        route: Route for the traffic log.
+        transports: Transports of the inter-node stage and, where there is one, of the intra-node stage.
+        queue: Queue that runs the tasks.
+        workspace: Scratch memory of the tasks.
 
     Attributes:
-        num_stages: One or two.
+        size: Ranks that take part.
+        num_stages: Stages, 1 or 2.
     """
 
     def __init__(
-        self, route: routes.Route, transports: list[Transport], programs: CollectiveQueue, workspace: Workspace
+        self, route: routes.Route, transports: list[Transport], queue: CollectiveQueue, workspace: Workspace
     ) -> None:
         self._route = route
         self._inter, self._intra = transports[0], transports[1] if len(transports) > 1 else None
-        self._queue = programs
+        self._queue = queue
         self._workspace = workspace
         self.size = route.size
         self.num_stages = len(transports)
 
-    def all_gather(self, wholes: list[torch.Tensor], shard: torch.Tensor, parts: RowViews, what: str) -> Work:
-        """Put every rank's parts of `shard` side by side, in the order of the ranks' index.
+    def all_gather(self, outs: list[torch.Tensor], shard: torch.Tensor, parts: RowViews, label: str) -> Work:
+        """Put every rank's parts of `shard` into `outs`, in the order of the ranks' index.
 
         Args:
-            wholes: [size * part] each, contiguous; overwritten.
-            shard: [n]; must stay unchanged until the handle has been waited for.
-            parts: Of `shard`, one for each of `wholes`.
-            what: Names the caller in errors.
+            outs: [size * part] each, contiguous; overwritten.
+            shard: [n]; must stay unchanged until the work has been waited for.
+            parts: Views of the parts in `shard`, one for each of `outs`.
+            label: Label of the payload in errors.
 
         Cost:
-            That of `Collective.gather`; padding of `shard` is counted, though not sent. A shard of several rows is
-            copied once. In two stages the second starts when the first has ended.
+            That of `Communicator.all_gather`; padding of `shard` is counted, though not sent. A shard of several rows
+            is copied once. In two stages the second starts when the first has ended.
         """
-        for whole, numel in zip(wholes, parts.numels, strict=True):
-            check_shapes(whole.numel() == numel * self.size and whole.dtype == shard.dtype, what, shard, whole)
+        for out, numel in zip(outs, parts.numels, strict=True):
+            check_shapes(out.numel() == numel * self.size and out.dtype == shard.dtype, label, shard, out)
         full_numel = shard.numel() * self.size
-        asked = self._queue.next_op("Gather", what, full_numel, shard.dtype)
+        op = self._queue.next_op("All-gather", label, full_numel, shard.dtype)
         self._queue.log(routes.all_gather_traffic(self._route, full_numel, shard.dtype))
-        return self._queue.submit(asked, lambda: self._all_gather(wholes, shard, parts))
+        return self._queue.submit(op, lambda: self._all_gather(outs, shard, parts))
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
-        """Announce gathers of shards of `numel` elements."""
+        """Reserve workspace for all-gathers of shards of `numel` elements."""
         self._workspace.reserve(aligned_bytes((numel, dtype)))
 
-    def _all_gather(self, wholes: list[torch.Tensor], shard: torch.Tensor, parts: RowViews) -> None:
-        own = [part.view(-1) for part in parts.views_of(shard)] if parts.rows == 1 else self._pack(shard, parts)
-        fast = self._intra
-        mine = wholes if fast is None else [whole.view(fast.size, -1)[fast.index] for whole in wholes]
-        self._inter.all_gather_coalesced(mine, own).wait()
-        if fast is not None:
-            fast.all_gather_coalesced(wholes, mine).wait()
+    def _all_gather(self, outs: list[torch.Tensor], shard: torch.Tensor, parts: RowViews) -> None:
+        shards = [part.view(-1) for part in parts.views_of(shard)] if parts.rows == 1 else self._pack(shard, parts)
+        intra = self._intra
+        node_slices = outs if intra is None else [out.view(intra.size, -1)[intra.index] for out in outs]
+        self._inter.all_gather_coalesced(node_slices, shards).wait()
+        if intra is not None:
+            intra.all_gather_coalesced(outs, node_slices).wait()
 
     def _pack(self, shard: torch.Tensor, parts: RowViews) -> list[torch.Tensor]:
-        """The numbers of each tensor side by side."""
-        own = self._split_scratch(parts.numels, shard.numel(), shard.dtype)
-        torch._foreach_copy_([each.view(parts.rows, -1) for each in own], parts.views_of(shard))
-        return own
+        """Copy the rows of each tensor into one contiguous tensor."""
+        packed = self._split_scratch(parts.numels, shard.numel(), shard.dtype)
+        torch._foreach_copy_([tensor.view(parts.rows, -1) for tensor in packed], parts.views_of(shard))
+        return packed
 
     def _split_scratch(self, numels: list[int], total: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Tensors in a piece of the workspace, which has `total` elements."""
+        """Allocate `total` elements of the workspace, and return tensors of `numels` elements in them."""
         return list(self._workspace.allocate(total, dtype)[: sum(numels)].split(numels))
 
     def reduce_scatter(
-        self, out: torch.Tensor, fulls: list[torch.Tensor], parts: RowViews, accumulate: bool, what: str
+        self, out: torch.Tensor, fulls: list[torch.Tensor], parts: RowViews, accumulate: bool, label: str
     ) -> Work:
         """Sum every rank's `fulls` and keep this rank's part of each.
 
         Args:
-            out: [n], fp32 or wider: its parts hold the sums, or have them added; padding stays as it is.
+            out: [n], fp32 or wider; its parts are overwritten with the sums, or added to. Padding stays unchanged.
             fulls: [size * part] each, contiguous, the wire dtype.
-            parts: Of `out`, one for each of `fulls`.
-            accumulate: Add to `out` instead of overwriting it.
-            what: Names the caller in errors.
+            parts: Views of the parts in `out`, one for each of `fulls`.
+            accumulate: Whether to add to `out` instead of overwriting it.
+            label: Label of the payload in errors.
 
         Returns:
-            The handle, which keeps `fulls` until it has been waited for.
+            The work, which keeps `fulls` alive until it has been waited for.
 
         Cost:
-            That of `Collective.reduce`. The backend adds in the wire dtype, in an order of its own.
+            That of `Communicator.reduce_scatter`. The backend adds in the wire dtype, in an unspecified order.
         """
         for full, numel in zip(fulls, parts.numels, strict=True):
-            check_shapes(full.numel() == numel * self.size and full.dtype == parts.dtype, what, out, full)
+            check_shapes(full.numel() == numel * self.size and full.dtype == parts.dtype, label, out, full)
         full_numel = out.numel() * self.size
-        asked = self._queue.next_op("Reduction", what, full_numel, parts.dtype)
+        op = self._queue.next_op("Reduce-scatter", label, full_numel, parts.dtype)
         self._queue.log(routes.reduce_scatter_traffic(self._route, full_numel, parts.dtype))
-        return self._queue.submit(asked, lambda: self._reduce_scatter(out, fulls, parts, accumulate)).keep_alive(fulls)
+        return self._queue.submit(op, lambda: self._reduce_scatter(out, fulls, parts, accumulate)).keep_alive(fulls)
 
     def reserve_reduce_scatter(self, numel: int, wire: torch.dtype) -> None:
-        """Announce sums of `numel` elements for each rank."""
-        halves = numel * self._inter.size if self._intra is not None else 0
-        self._workspace.reserve(aligned_bytes((numel, wire), (halves, wire)))
+        """Reserve workspace for reduce-scatters of `numel` elements for each rank."""
+        node_numel = numel * self._inter.size if self._intra is not None else 0
+        self._workspace.reserve(aligned_bytes((numel, wire), (node_numel, wire)))
 
     def _reduce_scatter(self, out: torch.Tensor, fulls: list[torch.Tensor], parts: RowViews, accumulate: bool) -> None:
         if self._intra is not None:
             numels = [full.numel() // self._intra.size for full in fulls]
-            halves = self._split_scratch(numels, out.numel() * self._inter.size, parts.dtype)
-            self._intra.reduce_scatter_coalesced(halves, fulls).wait()
-            fulls = halves
-        arrived = self._split_scratch(parts.numels, out.numel(), parts.dtype)
-        self._inter.reduce_scatter_coalesced(arrived, fulls).wait()
-        summed = [each.view(parts.rows, -1) for each in arrived]
+            node_sums = self._split_scratch(numels, out.numel() * self._inter.size, parts.dtype)
+            self._intra.reduce_scatter_coalesced(node_sums, fulls).wait()
+            fulls = node_sums
+        sums = self._split_scratch(parts.numels, out.numel(), parts.dtype)
+        self._inter.reduce_scatter_coalesced(sums, fulls).wait()
+        row_sums = [tensor.view(parts.rows, -1) for tensor in sums]
         if accumulate:
-            torch._foreach_add_(parts.views_of(out), summed)
+            torch._foreach_add_(parts.views_of(out), row_sums)
         else:
-            torch._foreach_copy_(parts.views_of(out), summed)
+            torch._foreach_copy_(parts.views_of(out), row_sums)

@@ -1,10 +1,12 @@
-"""How is one tensor gathered, summed, or summed for all, over one or two stages?
+"""All-gather, reduce-scatter and all-reduce of one tensor over one or two stages.
 
-In two stages a slice goes in pieces, one behind the other: while a piece is on the slow links, the one before it is on
-the fast ones, so that a collective takes about as long as the slower of its stages and not as long as both.
+Two stages are pipelined: a slice goes through them in chunks. While one chunk is on the inter-node links, the previous
+one is on the intra-node links, so that a collective takes about as long as the slower of its stages, not as long as
+both.
 
-A collective is a program (see `lane`): on the CPU it goes on while nobody waits for it, on a GPU it is on the stream
-when the call returns. The workspace is that of the lane, so the programs of one lane never share it at one time.
+A collective is a task of a queue (see `queue`). On the CPU it makes progress while nothing waits for it; on a GPU it is
+on the stream when the call returns. The workspace belongs to the queue, so that two tasks never use it at the same
+time.
 """
 
 from __future__ import annotations
@@ -25,82 +27,91 @@ from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
 
 class Communicator:
-    """Collectives over one channel. Inputs and outputs are flat, contiguous and on one device.
+    """Collectives over one route. Inputs and outputs are flat, contiguous and on one device.
 
     Args:
-        channel: Where they go.
-        runner: Runs the programs.
-        workspace: Of the runner's programs.
-        traffic_log: Receives every stage.
-        device: Of the tensors.
+        binding: Route and transports.
+        executor: Runs the tasks.
+        workspace: Scratch memory of the executor's tasks.
+        traffic_log: Log that receives every stage.
+        device: Device of the tensors.
 
     Attributes:
-        peer_memory: The same for what has no flat form; None where ranks do not read what they need.
-        coalesced: The same for several tensors in one launch; None where the backend does not take them.
+        route: Stages, with their codecs.
+        transports: Transports of the inter-node stage and, where there is one, of the intra-node stage.
+        size: Ranks that take part.
+        index: Index of this rank among them.
+        peer_memory: The same collectives on scattered tensors; None unless the ranks read one another's memory.
+        coalesced: The same collectives on several tensors in one launch; None unless the backend supports it.
     """
 
     def __init__(
         self,
-        channel: RouteBinding,
-        runner: Executor,
+        binding: RouteBinding,
+        executor: Executor,
         workspace: Workspace,
         traffic_log: TrafficLog,
         device: torch.device,
     ) -> None:
-        self.route = route = channel.route
-        self.transports = channel.transports
+        self.route = route = binding.route
+        self.transports = binding.transports
         self.size = route.size
-        slow, *rest = channel.transports
-        self._num_nodes = slow.size
-        self._ranks_per_node = rest[0].size if rest else 1
-        self._local_index = rest[0].index if rest else 0
-        self.index = self._local_index * slow.size + slow.index
-        self._queue = CollectiveQueue(channel, runner, workspace, traffic_log)
+        inter, *intra = binding.transports
+        self._num_nodes = inter.size
+        self._ranks_per_node = intra[0].size if intra else 1
+        self._local_index = intra[0].index if intra else 0
+        self.index = self._local_index * inter.size + inter.index
+        self._queue = CollectiveQueue(binding, executor, workspace, traffic_log)
         self._workspace = workspace
-        self._inter = make_algorithm(slow, route.inter, workspace, device)
+        self._inter = make_algorithm(inter, route.inter, workspace, device)
         self._intra = (
-            make_algorithm(rest[0], route.intra, workspace, device) if rest and route.intra is not None else None
+            make_algorithm(intra[0], route.intra, workspace, device) if intra and route.intra is not None else None
         )
-        self._unquantized = [PlainAlgorithm(transport, workspace) for transport in channel.transports]
+        self._unquantized = [PlainAlgorithm(transport, workspace) for transport in binding.transports]
         codec = route.all_gather_codec
-        self._uses_backend_all_reduce = route.inter.algorithm is Algorithm.ALL_TO_ALL and not slow.is_point_to_point
+        self._uses_backend_all_reduce = route.inter.algorithm is Algorithm.ALL_TO_ALL and not inter.is_point_to_point
         self._quantizer = Quantizer(codec, device, workspace.generator_for(codec, self.index)) if codec else None
         self.peer_memory: PeerMemoryCommunicator | None = None
-        if slow.has_peer_memory and not rest and not route.is_quantized:
-            self.peer_memory = PeerMemoryCommunicator(route, slow, self._queue, workspace)
+        if inter.has_peer_memory and not intra and not route.is_quantized:
+            self.peer_memory = PeerMemoryCommunicator(route, inter, self._queue, workspace)
         self.coalesced: CoalescedCommunicator | None = None
-        if not slow.is_point_to_point and not route.is_quantized:
-            self.coalesced = CoalescedCommunicator(route, channel.transports, self._queue, workspace)
+        if not inter.is_point_to_point and not route.is_quantized:
+            self.coalesced = CoalescedCommunicator(route, binding.transports, self._queue, workspace)
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Work:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
         """Put every rank's `shard` into `out`, in the order of the ranks' index.
 
         Args:
             out: [size * n], same dtype as `shard`; overwritten.
-            shard: [n]; must stay unchanged until the handle has been waited for.
-            what: Names the caller in errors.
+            shard: [n]; must stay unchanged until the work has been waited for.
+            label: Label of the payload in errors.
+
+        Returns:
+            The work; `out` is valid after `wait()`.
 
         Cost:
             Sent: `route.all_gather_traffic`.
         """
-        check_shapes(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, what, out, shard)
-        asked = self._queue.next_op("Gather", what, out.numel(), shard.dtype)
+        check_shapes(out.numel() == shard.numel() * self.size and out.dtype == shard.dtype, label, out, shard)
+        op = self._queue.next_op("All-gather", label, out.numel(), shard.dtype)
         self._queue.log(routes.all_gather_traffic(self.route, out.numel(), out.dtype))
-        coder = self._quantizer
-        if coder is None:
+        quantizer = self._quantizer
+        if quantizer is None:
             return self._queue.submit(
-                asked, lambda: self._all_gather([self._inter, *self._intra_stages], out, shard, asked.tag)
+                op, lambda: self._all_gather([self._inter, *self._intra_stages], out, shard, op.tag)
             )
-        return self._queue.submit(asked, lambda: self._all_gather_quantized(coder, out, shard, asked.tag))
+        return self._queue.submit(op, lambda: self._all_gather_quantized(quantizer, out, shard, op.tag))
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
-        """Announce gathers of shards of `numel` elements."""
+        """Reserve workspace for all-gathers of shards of `numel` elements."""
         if self._quantizer is not None:
-            encoded = self._quantizer.codec.encoded_bytes(numel)
-            self._workspace.reserve(aligned_bytes((self.size * encoded, torch.uint8)))
+            num_bytes = self._quantizer.codec.encoded_bytes(numel)
+            self._workspace.reserve(aligned_bytes((self.size * num_bytes, torch.uint8)))
         elif numel:
-            pieces = routes.chunks_of(self.route, numel, dtype.itemsize)
-            self._workspace.reserve(sum(self._inter.all_gather_scratch_bytes(b - a, dtype, dtype) for a, b in pieces))
+            chunks = routes.chunks_of(self.route, numel, dtype.itemsize)
+            self._workspace.reserve(
+                sum(self._inter.all_gather_scratch_bytes(end - start, dtype, dtype) for start, end in chunks)
+            )
 
     @property
     def _intra_stages(self) -> list[GroupAlgorithm]:
@@ -109,165 +120,181 @@ class Communicator:
     def _all_gather(self, stages: list[GroupAlgorithm], out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
         """Gather.
 
-        1. Over the slow links, piece by piece, into this rank's slice of `out`.
-        2. Each piece over the fast links as soon as it is there; what is this rank's own, at once. It is taken while
-           the next one is on the slow links.
+        1. All-gather each chunk between nodes, into this rank's slice of `out`.
+        2. All-gather each chunk inside the node as soon as it has arrived, while the next one is on the inter-node
+           links. The chunks of this rank's own shard need no first step and go first.
         """
-        slow, *fasts = stages
+        inter, *intras = stages
         slices = out.view(self._ranks_per_node, self._num_nodes, -1)
-        mine, own_row = slices[self._local_index], slow.transport.index
-        pieces = routes.chunks_of(self.route, shard.numel(), shard.itemsize)
-        begun = [
-            slow.start_all_gather([row[start:end] for row in mine], shard[start:end], shard.dtype, tag)
-            for start, end in pieces
+        local_slice, local_row = slices[self._local_index], inter.transport.index
+        chunks = routes.chunks_of(self.route, shard.numel(), shard.itemsize)
+        inter_completions = [
+            inter.start_all_gather([row[start:end] for row in local_slice], shard[start:end], shard.dtype, tag)
+            for start, end in chunks
         ]
 
-        def pass_on(row: int, start: int, end: int) -> list[Completion]:
-            rows = [of_rank[row][start:end] for of_rank in slices]
-            return [fast.start_all_gather(rows, mine[row][start:end], shard.dtype, tag) for fast in fasts]
+        def start_intra(row: int, start: int, end: int) -> list[Completion]:
+            rows = [rank_slice[row][start:end] for rank_slice in slices]
+            return [intra.start_all_gather(rows, local_slice[row][start:end], shard.dtype, tag) for intra in intras]
 
-        is_own_final = not isinstance(slow, QuantizedAlgorithm)
-        over_fast: list[Completion] = []
-        for start, end in pieces if is_own_final else []:
-            over_fast += pass_on(own_row, start, end)
-        for finish, (start, end) in zip(begun, pieces, strict=True):
+        is_local_row_final = not isinstance(inter, QuantizedAlgorithm)
+        intra_completions: list[Completion] = []
+        for start, end in chunks if is_local_row_final else []:
+            intra_completions += start_intra(local_row, start, end)
+        for finish, (start, end) in zip(inter_completions, chunks, strict=True):
             finish()
-            before, over_fast = over_fast, []
+            previous, intra_completions = intra_completions, []
             for row in range(self._num_nodes):
-                if row != own_row or not is_own_final:
-                    over_fast += pass_on(row, start, end)
-            for finish_fast in before:
-                finish_fast()
-        for finish in over_fast:
+                if row != local_row or not is_local_row_final:
+                    intra_completions += start_intra(row, start, end)
+            for finish_intra in previous:
+                finish_intra()
+        for finish in intra_completions:
             finish()
 
-    def _all_gather_quantized(self, coder: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
-        """Encode once, gather what is encoded over all stages, decode everything, the own share, too."""
+    def _all_gather_quantized(self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+        """Encode once, gather the payloads over all stages, and decode all of them, this rank's own as well."""
         if not shard.numel():
             return
-        num_bytes = coder.codec.encoded_bytes(shard.numel())
-        encoded = self._workspace.allocate(self.size * num_bytes, torch.uint8)
-        rows = encoded.view(self.size, num_bytes)
-        coder.encode(shard, rows[self.index])
-        self._all_gather(list(self._unquantized), encoded, rows[self.index], tag)
+        num_bytes = quantizer.codec.encoded_bytes(shard.numel())
+        payloads = self._workspace.allocate(self.size * num_bytes, torch.uint8)
+        rows = payloads.view(self.size, num_bytes)
+        quantizer.encode(shard, rows[self.index])
+        self._all_gather(list(self._unquantized), payloads, rows[self.index], tag)
         for row, slice_ in zip(rows, out.view(self.size, -1), strict=True):
-            coder.decode(row, slice_)
+            quantizer.decode(row, slice_)
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, what: str) -> Work:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, label: str) -> Work:
         """Sum every rank's `full` and keep this rank's slice.
 
         Args:
-            out: [n], fp32 or wider: holds the sum, or has it added.
-            full: [size * n], the wire dtype; must stay unchanged until the handle has been waited for.
-            accumulate: Add to `out` instead of overwriting it.
-            what: Names the caller in errors.
+            out: [n], fp32 or wider; overwritten with the sum, or added to.
+            full: [size * n], the wire dtype; must stay unchanged until the work has been waited for.
+            accumulate: Whether to add to `out` instead of overwriting it.
+            label: Label of the payload in errors.
+
+        Returns:
+            The work; `out` is valid after `wait()`.
 
         Cost:
-            Sent: `route.reduce_scatter_traffic`. In two stages a narrow wire rounds once per stage.
+            Sent: `route.reduce_scatter_traffic`. In two stages a narrow wire dtype rounds once per stage.
         """
-        check_shapes(full.numel() == out.numel() * self.size, what, out, full)
-        asked = self._queue.next_op("Reduction", what, full.numel(), full.dtype)
+        check_shapes(full.numel() == out.numel() * self.size, label, out, full)
+        op = self._queue.next_op("Reduce-scatter", label, full.numel(), full.dtype)
         self._queue.log(routes.reduce_scatter_traffic(self.route, full.numel(), full.dtype))
-        return self._queue.submit(asked, lambda: self._reduce_scatter(out, full, accumulate, asked.tag))
+        return self._queue.submit(op, lambda: self._reduce_scatter(out, full, accumulate, op.tag))
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """Announce reductions of `full_numel` elements to sums of `dtype`."""
+        """Reserve workspace for reduce-scatters of `full_numel` elements to sums of `dtype`."""
         shard = full_numel // self.size
-        pieces = routes.chunks_of(self.route, shard, wire.itemsize) if shard else []
+        chunks = routes.chunks_of(self.route, shard, wire.itemsize) if shard else []
         if self._intra is None:
-            self._workspace.reserve(sum(self._inter.reduce_scatter_scratch_bytes(b - a, wire, wire) for a, b in pieces))
+            self._workspace.reserve(
+                sum(self._inter.reduce_scatter_scratch_bytes(end - start, wire, wire) for start, end in chunks)
+            )
             return
-        rows = 1 if len(pieces) == 1 else self._num_nodes
-        numels = [(b - a) * self._num_nodes // rows for a, b in pieces]
-        over_fast = sum(rows * self._intra.reduce_scatter_scratch_bytes(numel, wire, wire) for numel in numels)
-        over_slow = sum(self._inter.reduce_scatter_scratch_bytes(b - a, dtype, wire) for a, b in pieces)
-        self._workspace.reserve(over_fast + over_slow + aligned_bytes((self._num_nodes * shard, dtype)))
+        rows = 1 if len(chunks) == 1 else self._num_nodes
+        numels = [(end - start) * self._num_nodes // rows for start, end in chunks]
+        intra_bytes = sum(rows * self._intra.reduce_scatter_scratch_bytes(numel, wire, wire) for numel in numels)
+        inter_bytes = sum(self._inter.reduce_scatter_scratch_bytes(end - start, dtype, wire) for start, end in chunks)
+        self._workspace.reserve(intra_bytes + inter_bytes + aligned_bytes((self._num_nodes * shard, dtype)))
 
     def _reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> None:
-        """Sum.
+        """Reduce and scatter.
 
-        1. Over the fast links, piece by piece: this rank keeps one slice, in the dtype of the sum.
-        2. Each piece of the slice over the slow links as soon as it is summed.
+        1. Reduce-scatter each chunk inside the node: this rank keeps one slice, in the dtype of the sum.
+        2. Reduce-scatter each chunk of the slice between nodes as soon as it is summed.
         """
         numel, wire = out.numel(), full.dtype
-        pieces = routes.chunks_of(self.route, numel, wire.itemsize)
+        chunks = routes.chunks_of(self.route, numel, wire.itemsize)
         if self._intra is None:
             rows = list(full.view(self.size, -1).unbind())
-            if len(pieces) == 1:
+            if len(chunks) == 1:
                 self._inter.start_reduce_scatter(rows, wire, tag)(out, accumulate)
                 return
-            begun = [self._inter.start_reduce_scatter([row[a:b] for row in rows], wire, tag) for a, b in pieces]
-            for finish, (a, b) in zip(begun, pieces, strict=True):
-                finish(out[a:b], accumulate)
+            completions = [
+                self._inter.start_reduce_scatter([row[start:end] for row in rows], wire, tag) for start, end in chunks
+            ]
+            for finish, (start, end) in zip(completions, chunks, strict=True):
+                finish(out[start:end], accumulate)
             return
-        sums = self._workspace.allocate(self._num_nodes * numel, out.dtype)
-        slices, parts = full.view(self._ranks_per_node, self._num_nodes, -1), sums.view(self._num_nodes, -1)
-        fast = self._intra
-        if len(pieces) == 1:
-            over_fast = [[(fast.start_reduce_scatter(list(full.view(self._ranks_per_node, -1)), wire, tag), sums)]]
+        node_sums = self._workspace.allocate(self._num_nodes * numel, out.dtype)
+        slices, sum_rows = full.view(self._ranks_per_node, self._num_nodes, -1), node_sums.view(self._num_nodes, -1)
+        intra = self._intra
+        if len(chunks) == 1:
+            rows = list(full.view(self._ranks_per_node, -1))
+            intra_completions = [[(intra.start_reduce_scatter(rows, wire, tag), node_sums)]]
         else:
-            over_fast = [
+            intra_completions = [
                 [
-                    (fast.start_reduce_scatter([of_rank[row][a:b] for of_rank in slices], wire, tag), parts[row][a:b])
+                    (
+                        intra.start_reduce_scatter([rank_slice[row][start:end] for rank_slice in slices], wire, tag),
+                        sum_rows[row][start:end],
+                    )
                     for row in range(self._num_nodes)
                 ]
-                for a, b in pieces
+                for start, end in chunks
             ]
-        over_slow = []
-        for begun_rows, (a, b) in zip(over_fast, pieces, strict=True):
-            for finish, part in begun_rows:
-                finish(part, False)
-            over_slow.append(self._inter.start_reduce_scatter([part[a:b] for part in parts], wire, tag))
-        for finish, (a, b) in zip(over_slow, pieces, strict=True):
-            finish(out[a:b], accumulate)
+        inter_completions = []
+        for row_completions, (start, end) in zip(intra_completions, chunks, strict=True):
+            for finish, node_sum in row_completions:
+                finish(node_sum, False)
+            rows = [sum_row[start:end] for sum_row in sum_rows]
+            inter_completions.append(self._inter.start_reduce_scatter(rows, wire, tag))
+        for finish, (start, end) in zip(inter_completions, chunks, strict=True):
+            finish(out[start:end], accumulate)
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, what: str) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, label: str) -> Work:
         """Sum `tensor` over the ranks, in place; every rank ends with the same bits.
 
         Args:
             tensor: [n], fp32 or wider.
-            wire: Dtype in which unencoded numbers travel.
-            what: Names the caller in errors.
+            wire: Dtype of unquantized payloads.
+            label: Label of the payload in errors.
+
+        Returns:
+            The work; `tensor` is valid after `wait()`.
 
         Cost:
-            Sent: `route.all_reduce_traffic`. A narrow or encoded wire rounds once going, per stage, and once coming.
+            Sent: `route.all_reduce_traffic`. A narrow wire dtype or a codec rounds once in each stage of the sum, and
+            once when the sum is sent back.
         """
-        asked = self._queue.next_op("All-reduce", what, tensor.numel(), wire)
+        op = self._queue.next_op("All-reduce", label, tensor.numel(), wire)
         self._queue.log(routes.all_reduce_traffic(self.route, tensor.numel(), wire, tensor.dtype))
         if routes.is_plain_all_reduce(self.route, wire, tensor.dtype):
-            return self._queue.submit(asked, lambda: self._all_reduce_plain(tensor, asked.tag))
-        return self._queue.submit(asked, lambda: self._all_reduce(tensor, wire, asked.tag))
+            return self._queue.submit(op, lambda: self._all_reduce_plain(tensor, op.tag))
+        return self._queue.submit(op, lambda: self._all_reduce(tensor, wire, op.tag))
 
     def _all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> None:
-        """Sum for all with the transport's own."""
+        """Use the backend's all-reduce."""
         self.transports[0].barrier(tag)
         self.transports[0].all_reduce(tensor).wait()
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """Announce all-reduces of `numel` elements of `dtype`."""
+        """Reserve workspace for all-reduces of `numel` elements of `dtype`."""
         if not numel or routes.is_plain_all_reduce(self.route, wire, dtype):
             return
         slice_numel = routes.all_reduce_slice(self.route, numel)
         full = self._ranks_per_node * slice_numel
         num_bytes = aligned_bytes((full, dtype), (slice_numel, dtype))
-        for a, b in routes.all_reduce_chunks(self.route, slice_numel, wire.itemsize):
-            row = (b - a) // self._num_nodes
+        for start, end in routes.all_reduce_chunks(self.route, slice_numel, wire.itemsize):
+            row = (end - start) // self._num_nodes
             num_bytes += self._inter.reduce_scatter_scratch_bytes(
                 row, dtype, wire
             ) + self._inter.all_gather_scratch_bytes(row, dtype, wire)
             num_bytes += aligned_bytes((row, dtype))
             if self._intra is not None:
-                num_bytes += self._intra.reduce_scatter_scratch_bytes(b - a, dtype, wire) + self._unquantized[
+                num_bytes += self._intra.reduce_scatter_scratch_bytes(end - start, dtype, wire) + self._unquantized[
                     1
-                ].all_gather_scratch_bytes(b - a, dtype, wire)
+                ].all_gather_scratch_bytes(end - start, dtype, wire)
         self._workspace.reserve(num_bytes)
 
     def _all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> None:
-        """Sum for all.
+        """Sum over all ranks.
 
-        1. Sum over the fast links, piece by piece; this rank keeps a slice.
-        2. Sum over the slow links; each rank keeps a share of the piece, and sends its sum to the others.
-        3. Gather the slices over the fast links, never encoded anew, so that all nodes keep the same bits.
+        1. Reduce-scatter each chunk inside the node; this rank keeps a slice.
+        2. All-reduce the chunk between nodes: each rank sums a share of it, and sends the sum to the others.
+        3. All-gather the slices inside the node, never quantized again, so that all nodes have the same bits.
         """
         slice_numel = routes.all_reduce_slice(self.route, tensor.numel())
         full = self._workspace.allocate(self._ranks_per_node * slice_numel, tensor.dtype)
@@ -278,90 +305,92 @@ class Communicator:
             tensor.copy_(full[: tensor.numel()])
             return
         slices = full.view(self._ranks_per_node, -1)
-        mine = self._workspace.allocate(slice_numel, tensor.dtype) if self._intra is not None else full
-        pieces = routes.all_reduce_chunks(self.route, slice_numel, wire.itemsize)
-        summed = [self._start_intra_reduce_scatter(slices, mine, piece, wire, tag) for piece in pieces]
-        over_slow = []
-        for finish_fast, (a, b) in zip(summed, pieces, strict=True):
-            finish_fast()
-            rows = list(mine[a:b].view(self._num_nodes, -1))
-            over_slow.append((self._inter.start_reduce_scatter(rows, wire, tag), rows))
-        gathers = []
-        for finish_sum, rows in over_slow:
+        local_slice = self._workspace.allocate(slice_numel, tensor.dtype) if self._intra is not None else full
+        chunks = routes.all_reduce_chunks(self.route, slice_numel, wire.itemsize)
+        intra_sums = [self._start_intra_reduce_scatter(slices, local_slice, chunk, wire, tag) for chunk in chunks]
+        inter_sums = []
+        for finish_intra, (start, end) in zip(intra_sums, chunks, strict=True):
+            finish_intra()
+            rows = list(local_slice[start:end].view(self._num_nodes, -1))
+            inter_sums.append((self._inter.start_reduce_scatter(rows, wire, tag), rows))
+        inter_gathers = []
+        for finish_sum, rows in inter_sums:
             total = self._workspace.allocate(rows[0].numel(), tensor.dtype)
             finish_sum(total, False)
-            gathers.append(self._inter.start_all_gather(rows, total, wire, tag))
-        back: list[Completion] = []
-        for finish, (a, b) in zip(gathers, pieces, strict=True):
+            inter_gathers.append(self._inter.start_all_gather(rows, total, wire, tag))
+        intra_gathers: list[Completion] = []
+        for finish, (start, end) in zip(inter_gathers, chunks, strict=True):
             finish()
-            before, back = back, []
-            for fast in self._unquantized[1:]:
-                back.append(fast.start_all_gather([each[a:b] for each in slices], mine[a:b], wire, tag))
-            for finish_fast in before:
-                finish_fast()
-        for finish in back:
+            previous, intra_gathers = intra_gathers, []
+            for intra in self._unquantized[1:]:
+                rows = [rank_slice[start:end] for rank_slice in slices]
+                intra_gathers.append(intra.start_all_gather(rows, local_slice[start:end], wire, tag))
+            for finish_intra in previous:
+                finish_intra()
+        for finish in intra_gathers:
             finish()
         tensor.copy_(full[: tensor.numel()])
 
     def _start_intra_reduce_scatter(
-        self, slices: torch.Tensor, mine: torch.Tensor, piece: tuple[int, int], wire: torch.dtype, tag: int
+        self, slices: torch.Tensor, local_slice: torch.Tensor, chunk: tuple[int, int], wire: torch.dtype, tag: int
     ) -> Completion:
-        a, b = piece
+        start, end = chunk
         if self._intra is None:
             return lambda: None
-        finish = self._intra.start_reduce_scatter([each[a:b] for each in slices], wire, tag)
-        return lambda: finish(mine[a:b], False)
+        finish = self._intra.start_reduce_scatter([rank_slice[start:end] for rank_slice in slices], wire, tag)
+        return lambda: finish(local_slice[start:end], False)
 
 
 class SizeDispatch:
-    """Collectives over the same ranks, shards in the same order, that go in one of two ways. Used as one `Collective`.
+    """Collectives over the same ranks that use one of two routes, by size. Used like one `Communicator`.
 
-    Both are in one lane and lend one workspace, so the order in which they are asked for is kept between them, too.
+    Shards have the same order on both routes. Both have the same queue and workspace, so the order in which collectives
+    are submitted is also kept between them.
 
     Args:
-        flat: Moves whole tensors of fewer than `from_bytes` bytes, counted as they travel unencoded.
-        hierarchical: Moves the others.
-        from_bytes: The same on all ranks.
+        flat: Communicator for full tensors of fewer than `from_bytes` bytes, counted unquantized.
+        hierarchical: Communicator for the others.
+        from_bytes: Size threshold, the same on all ranks.
     """
 
-    def __init__(self, small: Communicator, large: Communicator, from_bytes: int) -> None:
-        self.flat = small
-        self.hierarchical = large
-        self.size = large.size
-        self.index = large.index
+    def __init__(self, flat: Communicator, hierarchical: Communicator, from_bytes: int) -> None:
+        self.flat = flat
+        self.hierarchical = hierarchical
+        self.size = hierarchical.size
+        self.index = hierarchical.index
         self._from_bytes = from_bytes
 
     @property
     def transports(self) -> list[Transport]:
-        """Of both."""
+        """Transports of both routes."""
         return [*self.hierarchical.transports, *self.flat.transports]
 
     def for_bytes(self, full_bytes: int) -> Communicator:
-        """What moves a whole tensor of this size."""
+        """The communicator for a full tensor of this size."""
         return self.flat if full_bytes < self._from_bytes else self.hierarchical
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, what: str) -> Work:
-        """See `Collective.gather`."""
-        return self.for_bytes(out.numel() * out.itemsize).all_gather(out, shard, what)
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, label: str) -> Work:
+        """See `Communicator.all_gather`."""
+        return self.for_bytes(out.numel() * out.itemsize).all_gather(out, shard, label)
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
-        """See `Collective.reserve_all_gather`."""
+        """See `Communicator.reserve_all_gather`."""
         self.for_bytes(self.size * numel * dtype.itemsize).reserve_all_gather(numel, dtype)
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, what: str) -> Work:
-        """See `Collective.reduce`."""
-        return self.for_bytes(full.numel() * full.itemsize).reduce_scatter(out, full, accumulate, what)
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, label: str) -> Work:
+        """See `Communicator.reduce_scatter`."""
+        return self.for_bytes(full.numel() * full.itemsize).reduce_scatter(out, full, accumulate, label)
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """See `Collective.reserve_reduce_scatter`."""
+        """See `Communicator.reserve_reduce_scatter`."""
         self.for_bytes(full_numel * wire.itemsize).reserve_reduce_scatter(full_numel, wire, dtype)
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, what: str) -> Work:
-        """See `Collective.all_reduce`."""
-        return self.for_bytes(tensor.numel() * wire.itemsize).all_reduce(tensor, wire, what)
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, label: str) -> Work:
+        """See `Communicator.all_reduce`."""
+        return self.for_bytes(tensor.numel() * wire.itemsize).all_reduce(tensor, wire, label)
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """See `Collective.reserve_all_reduce`."""
+        """See `Communicator.reserve_all_reduce`."""
         self.for_bytes(numel * wire.itemsize).reserve_all_reduce(numel, wire, dtype)
 
 

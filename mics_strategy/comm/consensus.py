@@ -1,4 +1,4 @@
-"""Do all ranks see the same?"""
+"""Collective checks: run on every rank, and raise on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from mics_strategy import errors
 from mics_strategy.comm.bounded_store import BoundedStore
-from mics_strategy.comm.transport import moves
+from mics_strategy.comm.transport import backend_of
 
 T = TypeVar("T")
-_LONG_S = 2.0  # after which ranks that are not there are named
+_LONG_S = 2.0  # after which missing ranks are named
 _num_calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -28,20 +28,20 @@ def gather_objects(value: T) -> list[T]:
         return [value]
     values: list[T] = [value] * dist.get_world_size()
     number = _num_calls[dist.group.WORLD] = _num_calls.get(dist.group.WORLD, 0) + 1
-    asked, start_s, is_gloo = BoundedStore(), time.monotonic(), moves(dist.group.WORLD, "cpu") == "gloo"
+    bounded, start_s, is_gloo = BoundedStore(), time.monotonic(), backend_of(dist.group.WORLD, "cpu") == "gloo"
     if is_gloo:
-        asked.store.set(_key(dist.get_rank()), str(number))
+        bounded.store.set(_key(dist.get_rank()), str(number))
     try:
         dist.all_gather_object(values, value)
-    except errors.MiCSError:  # of a value that refuses to be pickled
+    except errors.MiCSError:  # of a value that cannot be pickled
         raise
     except RuntimeError as error:
         is_late = is_gloo and time.monotonic() - start_s > _LONG_S
-        missing = asked.run_within(lambda: _missing_ranks(asked.store, number)) if is_late else None
-        found = f"No answer from rank {', '.join(map(str, missing))}. " if missing else ""
+        missing = bounded.run_within(lambda: _missing_ranks(bounded.store, number)) if is_late else None
+        silent = f"No answer from rank {', '.join(map(str, missing))}. " if missing else ""
         raise errors.CommunicationError(
-            f"What all ranks must agree on could not be gathered from all {len(values)} of them: {error}. {found}"
-            "A rank died or is somewhere else; look for the first error of the other ranks."
+            f"An object could not be gathered from all {len(values)} ranks: {error}. {silent}"
+            "A rank has died, or runs other code. Look for the first error of the other ranks."
         ) from error
     return values
 
@@ -51,47 +51,47 @@ def _key(rank: int) -> str:
 
 
 def _missing_ranks(store: Any, number: int) -> list[int]:
-    """Ranks that have not come to the gather of that number."""
+    """Ranks that have not entered the gather of that number."""
     keys = {rank: _key(rank) for rank in range(dist.get_world_size())}
     return [rank for rank, key in keys.items() if not store.check([key]) or int(store.get(key)) < number]
 
 
 def run_on_all_ranks(check: Callable[[], T]) -> T:
-    """Run a local check; if it raises on any rank, raise on all of them.
+    """Run a local check, and raise on all ranks if it raises on any.
 
     A rank that raises alone leaves the others waiting in their next collective.
 
     Raises:
-        MiCSError: The first rank's error, of the same class, naming the ranks that found it.
+        MiCSError: The first rank's error, of the same class, with the ranks that raised it.
     """
     result: T | None = None
     failure: tuple[str, str] | None = None
-    own: errors.MiCSError | None = None
+    local_error: errors.MiCSError | None = None
     try:
         result = check()
     except errors.MiCSError as error:
-        own, failure = error, (type(error).__name__, str(error))
+        local_error, failure = error, (type(error).__name__, str(error))
     failures = gather_objects(failure)
-    found = [rank for rank, other in enumerate(failures) if other is not None]
-    if not found:
+    failing = [rank for rank, other in enumerate(failures) if other is not None]
+    if not failing:
         return result  # type: ignore[return-value]
-    name, message = failures[found[0]] or ("MiCSError", "")
-    where = "" if len(found) == len(failures) else f" (found on rank {', '.join(map(str, found))})"
-    raise getattr(errors, name)(message + where) from own
+    name, message = failures[failing[0]] or ("MiCSError", "")
+    where = "" if len(failing) == len(failures) else f" (found on rank {', '.join(map(str, failing))})"
+    raise getattr(errors, name)(message + where) from local_error
 
 
 def check_equal_across_ranks(values: dict[str, str]) -> None:
-    """Refuse a job whose ranks disagree.
+    """Check that values are equal on all ranks. Collective.
 
     Args:
-        values: What must be equal, by a name that the error can show.
+        values: Values that must be equal, as text, by the name that an error shows.
 
     Raises:
-        ConfigError: On every rank, naming the value and the two ranks that differ.
+        ConfigError: On every rank, with the value and two ranks that differ.
     """
-    everyone = gather_objects(values)
-    for name, value in everyone[0].items():
-        for rank, other in enumerate(everyone):
+    by_rank = gather_objects(values)
+    for name, value in by_rank[0].items():
+        for rank, other in enumerate(by_rank):
             if other.get(name) != value:
                 raise errors.ConfigError(
                     f"`{name}` differs between ranks: {value} on rank 0, {other.get(name)} on rank {rank}. "
@@ -100,17 +100,17 @@ def check_equal_across_ranks(values: dict[str, str]) -> None:
 
 
 def check_same_keys_across_ranks(label: str, names: Iterable[str]) -> None:
-    """Refuse a job whose ranks do not have the same names.
+    """Check that all ranks have the same names. Collective.
 
     Raises:
         ConfigError: On every rank, with up to three of the names that some rank lacks.
     """
-    everyone = [set(found) for found in gather_objects(sorted(names))]
-    lacking = sorted(set().union(*everyone) - everyone[0].intersection(*everyone))
-    if lacking:
-        ranks = [rank for rank, found in enumerate(everyone) if not found.issuperset(lacking)]
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+    by_rank = [set(rank_names) for rank_names in gather_objects(sorted(names))]
+    missing = sorted(set().union(*by_rank) - by_rank[0].intersection(*by_rank))
+    if missing:
+        ranks = [rank for rank, rank_names in enumerate(by_rank) if not rank_names.issuperset(missing)]
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise errors.ConfigError(
-            f"{label} differ between ranks: {', '.join(lacking[:3])}{more} not on rank {', '.join(map(str, ranks))}. "
+            f"{label} differ between ranks: {', '.join(missing[:3])}{more} not on rank {', '.join(map(str, ranks))}. "
             "Pass the same names on every rank."
         )

@@ -1,6 +1,6 @@
-"""What else do the ranks of one group tell one another?
+"""Small control-plane collectives of one group.
 
-Small or rare: counts, norms, states, starting values, and tensors of any sizes. In one stage, never encoded.
+They carry counts, norms, states, initial values, and pieces of any sizes. One stage, never quantized.
 """
 
 from __future__ import annotations
@@ -21,88 +21,88 @@ T = TypeVar("T")
 
 
 class ControlGroup:
-    """The ranks of one group.
+    """The ranks of one group, for control-plane collectives.
 
     Args:
-        transport: Of the group.
-        traffic_log: Receives what belongs to a training step.
-        watch: Knows whether ranks have parted.
+        transport: Transport of the group.
+        traffic_log: Log that receives the collectives of a training step.
+        watchdog: Finds out whether ranks have diverged.
     """
 
-    def __init__(self, transport: Transport, traffic_log: TrafficLog, watch: DesyncWatchdog) -> None:
-        self._watchdog = watch
+    def __init__(self, transport: Transport, traffic_log: TrafficLog, watchdog: DesyncWatchdog) -> None:
+        self._watchdog = watchdog
         self.transport = transport
         self.size = transport.size
         self.index = transport.index
         self.axis = transport.axis
         self._traffic_log = traffic_log
 
-    def all_reduce(self, tensor: torch.Tensor, what: str) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, label: str) -> Work:
         """Sum `tensor` over the ranks, in place. Cost: 2 (size - 1) / size * n sent."""
         num_bytes = tensor.numel() * tensor.itemsize
         self._traffic_log.record(traffic.ALL_REDUCE, self.axis, self.size, tensor.dtype, num_bytes)
-        return self._as_work(f"All-reduce of {what}", self.transport.all_reduce(tensor))
+        return self._as_work(f"All-reduce of {label}", self.transport.all_reduce(tensor))
 
     def all_to_all(
-        self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int], what: str
+        self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int], label: str
     ) -> Work:
-        """Give every rank its piece of `full`, and put what the ranks give into `out`, in the order of their index.
+        """Send every rank its piece of `full`, and receive the pieces of all ranks into `out`, ordered by their index.
 
         Args:
             out: [sum of `out_numels`], same dtype as `full`; overwritten.
-            out_numels: Elements that each rank gives.
-            full: [sum of `full_numels`]; must stay unchanged until the handle has been waited for.
-            full_numels: Elements that each rank gets.
-            what: Names the caller in errors.
+            out_numels: Elements received from each rank.
+            full: [sum of `full_numels`]; must stay unchanged until the work has been waited for.
+            full_numels: Elements sent to each rank.
+            label: Label of the payload in errors.
 
         Cost:
-            All of `full` sent but the own piece.
+            Sent: all of `full` except this rank's own piece.
         """
         fits = (out.numel(), full.numel(), out.dtype) == (sum(out_numels), sum(full_numels), full.dtype)
-        check_shapes(fits, what, out, full)
-        self.transport.fingerprint.update(what)
+        check_shapes(fits, label, out, full)
+        self.transport.fingerprint.update(label)
         self._traffic_log.record_all_to_all(self.axis, self.size, full, full_numels[self.index])
-        return self._as_work(f"Exchange of {what}", self.transport.all_to_all(out, out_numels, full, full_numels))
+        return self._as_work(f"Exchange of {label}", self.transport.all_to_all(out, out_numels, full, full_numels))
 
-    def broadcast(self, tensor: torch.Tensor, what: str, source: int = 0) -> None:
-        """Copy the tensor of one rank to all, in place. For starting values, buffers and states; no plan has it.
+    def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
+        """Copy the tensor of one rank to all, in place. For initial values, buffers and states; not part of a plan.
 
-        Any strides: what is not contiguous is copied before and behind.
+        Any strides: a tensor that is not contiguous is copied before and after.
         """
         tensor = as_dense(tensor)
         dense = tensor.contiguous()
-        self._as_work(f"Broadcast of {what}", self.transport.broadcast(dense, source)).wait()
+        self._as_work(f"Broadcast of {label}", self.transport.broadcast(dense, source)).wait()
         if dense.data_ptr() != tensor.data_ptr():
             tensor.copy_(dense)
 
     def broadcast_object(self, value: T, source: int) -> T:
-        """The object of one rank, on all. For states; no plan has it.
+        """Broadcast an object of rank `source`, and return it on all ranks. For states; not part of a plan.
 
         Raises:
             CommunicationError: A rank died or did not take part in time.
         """
         try:
             return self.transport.broadcast_object(value, source)
-        except MiCSError:  # of a value that refuses to be pickled
+        except MiCSError:  # of a value that cannot be pickled
             raise
         except RuntimeError as error:
-            what = f"Broadcast of an object over {self.transport.description}"
-            raise as_communication_error(what, error, self._watchdog.explain()) from error
+            label = f"Broadcast of an object over {self.transport.description}"
+            raise as_communication_error(label, error, self._watchdog.explain()) from error
 
     def all_reduce_scalar(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
-        """The sum or the maximum of a small tensor over the ranks, in place. For norms; not part of a step's plan."""
+        """The sum or maximum of a small tensor over the ranks, in place. For norms; not part of a plan."""
         self._as_work("All-reduce of a norm", self.transport.all_reduce_scalar(value, is_max=is_max)).wait()
         return value
 
-    def _as_work(self, what: str, work: BackendWork) -> Work:
+    def _as_work(self, label: str, work: BackendWork) -> Work:
         if self.transport.is_point_to_point:
             ranks = frozenset(self.transport.fingerprint.ranks)
-            work = WatchedWork(work, self._watchdog, self._watchdog.record("peers", what, "", ranks))
-        return Work(f"{what} over {self.transport.description}", [work], on_failure=self._watchdog.explain)
+            work = WatchedWork(work, self._watchdog, self._watchdog.record("peers", label, "", ranks))
+        return Work(f"{label} over {self.transport.description}", [work], on_failure=self._watchdog.explain)
 
 
 def as_dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A view that has every number of an expanded tensor once."""
+    """A view that holds every element of an expanded tensor once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim]:
             tensor = tensor.narrow(dim, 0, 1)

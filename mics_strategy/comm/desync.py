@@ -1,10 +1,11 @@
-"""Were all ranks of a group asked for the same collectives, in the same order?
+"""Detection of ranks that submit different collectives: fingerprints and the watchdog.
 
-A rank that runs other units than its peers starts other collectives. Where the sizes agree the transport does not
-notice, and a unit is filled with the parameters of another one. So each group keeps a trail, and one number per rank,
-sent along with something that travels anyway, tells whether the trails of all groups agree.
+A rank that runs other units than its peers submits other collectives. Where the sizes agree, the transport does not
+notice, and a unit receives the parameters of another unit. So each group keeps a fingerprint of its collectives. One
+number per rank, sent along with a payload that is sent anyway, shows whether the fingerprints of all groups agree.
 
-Pure.
+The watchdog finds ranks that wait for each other: a rank that waits long publishes what it waits for in the store of
+the job, and compares it with the reports of its peers.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from dataclasses import dataclass, field
 from mics_strategy.comm.bounded_store import BoundedStore
 from mics_strategy.errors import LifecycleError
 
-STEPS = "optimizer steps"  # name of the trail that counts them
-_MODULUS = (1 << 18) - 5  # the balances of a thousand ranks fit into 32 bits
+STEPS = "optimizer steps"  # name of the fingerprint that counts them
+_MODULUS = (1 << 18) - 5  # the digests of a thousand ranks fit into 32 bits
 
 
 @dataclass(slots=True, kw_only=True)
 class CollectiveFingerprint:
-    """What one group was asked for, as this rank knows it.
+    """The collectives that one group has submitted, as this rank knows them.
 
     Attributes:
-        ranks: Of the group.
-        index: Which of them this is.
+        ranks: Ranks of the group.
+        index: Index of this rank among them.
         count: Collectives so far.
-        recent: What the last of them moved.
+        recent: Payloads of the last 256 collectives.
     """
 
     ranks: tuple[int, ...]
@@ -39,62 +40,64 @@ class CollectiveFingerprint:
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=256))
     _hash: int = 0
 
-    def update(self, what: str) -> None:
-        """The group is asked to move `what`."""
+    def update(self, label: str) -> None:
+        """Add one collective, with the payload `label`."""
         self.count += 1
-        self.recent.append(what)
-        self._hash = zlib.crc32(what.encode(), self._hash)
+        self.recent.append(label)
+        self._hash = zlib.crc32(label.encode(), self._hash)
 
     @property
     def digest(self) -> int:
-        """Adds up to 0 over the ranks of the group when their trails agree; else but for 1 case in 250,000 not."""
-        own = self._hash % _MODULUS
-        return own * (len(self.ranks) - 1) if self.index == 0 else -own
+        """A number that adds up to 0 over the ranks of the group when their fingerprints agree.
 
-    def describe(self, place: int) -> str:
-        """What the collective number `place` has moved."""
+        If they differ, the sum is not 0, except for 1 case in 250,000.
+        """
+        local_hash = self._hash % _MODULUS
+        return local_hash * (len(self.ranks) - 1) if self.index == 0 else -local_hash
+
+    def describe(self, number: int) -> str:
+        """The payload of collective `number`, as text."""
         start = self.count - len(self.recent)
-        if place >= self.count:
+        if number >= self.count:
             return "nothing"
-        return f"`{self.recent[place - start]}`" if place >= start else "something long ago"
+        return f"`{self.recent[number - start]}`" if number >= start else "an older payload, no longer recorded"
 
 
 def first_mismatch(fingerprints: list[dict[str, CollectiveFingerprint]]) -> str:
-    """Where two ranks of a group have parted, in words.
+    """The first collective in which two ranks of a group differ, as text.
 
     Args:
-        fingerprints: By rank, then by name.
+        fingerprints: Fingerprints by rank, then by name.
     """
-    counts = [of_rank[STEPS].count if STEPS in of_rank else 0 for of_rank in fingerprints]
+    counts = [by_name[STEPS].count if STEPS in by_name else 0 for by_name in fingerprints]
     fewest, most = counts.index(min(counts)), counts.index(max(counts))
     if fewest != most:
         return (
-            f"rank {fewest} has run {counts[fewest]} optimizer steps and rank {most} {counts[most]}. A rank without a "
-            "loss, as of an empty batch, must run a backward, too: of a loss that is zero, as by `(outputs.sum() * "
-            "0).backward()`"
+            f"rank {fewest} has run {counts[fewest]} optimizer steps, rank {most} {counts[most]}. A rank without a "
+            "loss (an empty batch) must also run a backward, of a loss that is zero: `(outputs.sum() * 0).backward()`"
         )
-    for rank, own in enumerate(fingerprints):
-        for name, trail in own.items():
-            first = fingerprints[trail.ranks[0]][name]
-            start = max(0, first.count - len(first.recent), trail.count - len(trail.recent))
-            for place in range(start, max(first.count, trail.count)):
-                if first.describe(place) != trail.describe(place):
+    for rank, by_name in enumerate(fingerprints):
+        for name, fingerprint in by_name.items():
+            first = fingerprints[fingerprint.ranks[0]][name]
+            start = max(0, first.count - len(first.recent), fingerprint.count - len(fingerprint.recent))
+            for number in range(start, max(first.count, fingerprint.count)):
+                if first.describe(number) != fingerprint.describe(number):
                     return (
-                        f"as transfer {place} of {name}, rank {first.ranks[0]} moved {first.describe(place)} and "
-                        f"rank {rank} moved {trail.describe(place)}"
+                        f"in collective {number} of {name}, rank {first.ranks[0]} sent {first.describe(number)}, "
+                        f"rank {rank} sent {fingerprint.describe(number)}"
                     )
-    return "they parted more transfers ago than are kept"
+    return "they diverged before the oldest recorded collective"
 
 
 QueueKey = tuple[str, frozenset[int]]
-STALL_GRACE_S = 2.5  # for the notes of ranks that have begun to wait later
+STALL_GRACE_S = 2.5  # for the reports of ranks that began to wait later
 _POLL_S = 0.1
-_NUM_KEPT = 64  # transfers of one place that are remembered
+_NUM_KEPT = 64  # collectives of one queue key that are remembered
 
 
 @dataclass(frozen=True, slots=True)
 class OpId:
-    """A transfer that a lane was asked for: the how manieth among these ranks, what it moves, how much, among whom."""
+    """One submitted collective: its number in its queue and group, its label, its size and its ranks."""
 
     queue: str
     number: int
@@ -104,20 +107,20 @@ class OpId:
 
     @property
     def queue_key(self) -> QueueKey:
-        """Where it has its number. Ranks that share it count alike; of other transfers one may have more."""
+        """The queue and ranks within which it is numbered. Ranks that share a key number its collectives equally."""
         return self.queue, self.ranks
 
     def __str__(self) -> str:
         return f"the {self.label[0].lower()}{self.label[1:]}"
 
     def size_beside(self, other: OpId) -> str:
-        """How much it moves, where it is not told from the other by what it moves."""
+        """The size as text, where the label does not distinguish it from `other`; else empty."""
         return f" of {self.size}" if self.label == other.label else ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What a rank waits for, how many transfers it was asked for so far, and how many backwards it has begun."""
+    """What a rank waits for, the collectives it has submitted by queue key, and the backwards it has begun."""
 
     op: OpId
     counts: dict[QueueKey, int]
@@ -125,14 +128,14 @@ class _Report:
 
 
 class DesyncWatchdog:
-    """The notes of one model's transfers.
+    """Finds ranks of one model that wait for each other.
 
     Args:
-        name: Of the model, the same on all ranks.
-        rank: Of this process.
+        name: Name of the model, the same on all ranks.
+        rank: Rank of this process.
 
     Attributes:
-        num_backwards: That have begun on this rank.
+        num_backwards: Backwards that have begun on this rank.
     """
 
     def __init__(self, name: str, rank: int) -> None:
@@ -144,139 +147,139 @@ class DesyncWatchdog:
         self._ops: defaultdict[QueueKey, deque[OpId]] = defaultdict(lambda: deque(maxlen=_NUM_KEPT))
         self.num_backwards = 0
         self._reported: OpId | None = None
-        self._silent: set[int] = set()  # ranks that did not wait for anything when the notes were read last
+        self._silent: set[int] = set()  # ranks that waited for nothing when the reports were last read
 
     def record(self, queue: str, label: str, size: str, ranks: frozenset[int]) -> OpId:
-        """A lane is asked for a transfer."""
-        asked = OpId(queue, self._counts[queue, ranks], label.split(" over ")[0], size, ranks)
-        self._counts[asked.queue_key] += 1
-        self._ops[asked.queue_key].append(asked)
-        return asked
+        """Number a collective that is submitted to a queue."""
+        op = OpId(queue, self._counts[queue, ranks], label.split(" over ")[0], size, ranks)
+        self._counts[op.queue_key] += 1
+        self._ops[op.queue_key].append(op)
+        return op
 
-    def check(self, own: OpId) -> None:
-        """Leave a note, and read those of the others.
+    def check(self, op: OpId) -> None:
+        """Publish what this rank waits for, and compare it with the reports of its peers.
 
         Args:
-            own: What this rank waits for.
+            op: Collective for which this rank waits.
 
         Raises:
-            LifecycleError: It will never come.
+            LifecycleError: It will never complete: ranks have submitted different collectives.
         """
-        self._reported = own
-        found = self._bounded.run_within(lambda: self._compare(own))
-        if found:
-            raise LifecycleError(found)
+        self._reported = op
+        message = self._bounded.run_within(lambda: self._compare(op))
+        if message:
+            raise LifecycleError(message)
 
     def forget(self) -> None:
-        """What this rank waited for has come."""
+        """Withdraw the report: the collective for which this rank waited has completed."""
         if self._reported is not None:
             self._reported = None
             self._bounded.run_within(lambda: self._store.set(self._key(self._rank), ""))
 
-    def _compare(self, own: OpId) -> str:
-        self._publish_report(own)
-        for rank in sorted(own.ranks - {self._rank}):
-            note = self._report_of(rank)
-            if note is None:
+    def _compare(self, op: OpId) -> str:
+        self._publish_report(op)
+        for rank in sorted(op.ranks - {self._rank}):
+            report = self._report_of(rank)
+            if report is None:
                 continue
-            other, mine = note.op, self._number(note.op.queue_key, note.op.number)
+            other, counterpart = report.op, self._op_numbered(report.op.queue_key, report.op.number)
             is_deadlock = (
                 self._rank in other.ranks
-                and note.counts.get(own.queue_key, 0) <= own.number
+                and report.counts.get(op.queue_key, 0) <= op.number
                 and self._counts[other.queue_key] <= other.number
             )
-            if mine is not None and (mine.label, mine.size) != (other.label, other.size):
-                self._store.set(self._key("parted"), self._difference(mine, rank, note))
+            if counterpart is not None and (counterpart.label, counterpart.size) != (other.label, other.size):
+                self._store.set(self._key("desync"), self._describe_desync(counterpart, rank, report))
             elif is_deadlock:
-                self._store.set(self._key("parted"), self._difference(own, rank, note))
-        self._silent = self._silent_now(own)
-        return self._raise_desync()
+                self._store.set(self._key("desync"), self._describe_desync(op, rank, report))
+        self._silent = self._silent_now(op)
+        return self._desync_message()
 
-    def _number(self, place: QueueKey, number: int) -> OpId | None:
-        """What this rank was asked for as the transfer of that number; None where it was not, or long ago."""
-        return next((asked for asked in self._ops[place] if asked.number == number), None)
+    def _op_numbered(self, queue_key: QueueKey, number: int) -> OpId | None:
+        """The collective of that number on this rank; None where it is not submitted yet, or no longer recorded."""
+        return next((op for op in self._ops[queue_key] if op.number == number), None)
 
-    def _difference(self, own: OpId, rank: int, note: _Report) -> str:
-        """For what this rank and another one wait in vain, and what to do."""
-        own_waits, its_waits = (self._rank, own, self.num_backwards), (rank, note.op, note.num_backwards)
-        first, second = sorted([own_waits, its_waits], key=lambda each: each[0])
-        found = (
-            f"Ranks have parted, and wait for each other in vain: rank {first[0]} for {first[1]}"
-            f"{first[1].size_beside(second[1])} (transfer {first[1].number} of its lane), rank {second[0]} for "
-            f"{second[1]}{second[1].size_beside(first[1])} (transfer {second[1].number}). "
+    def _describe_desync(self, op: OpId, rank: int, report: _Report) -> str:
+        """The error message: what this rank and a peer wait for, and what to do."""
+        local_wait, peer_wait = (self._rank, op, self.num_backwards), (rank, report.op, report.num_backwards)
+        first, second = sorted([local_wait, peer_wait], key=lambda wait: wait[0])
+        problem = (
+            f"Ranks diverged and wait for each other forever: rank {first[0]} for {first[1]}"
+            f"{first[1].size_beside(second[1])} (collective {first[1].number} of its queue), rank {second[0]} for "
+            f"{second[1]}{second[1].size_beside(first[1])} (collective {second[1].number}). "
         )
         if first[2] != second[2]:
             return (
-                f"{found}Rank {first[0]} has begun {first[2]} backward passes, rank {second[0]} {second[2]}. A rank "
-                "without a loss, as of an empty batch, must run the backward of its forward, too: of a loss that is "
-                "zero, as by `(outputs.sum() * 0).backward()`."
+                f"{problem}Rank {first[0]} has begun {first[2]} backward passes, rank {second[0]} {second[2]}. A rank "
+                "without a loss (an empty batch) must also run the backward of its forward, of a loss that is zero: "
+                "`(outputs.sum() * 0).backward()`."
             )
         return (
-            f"{found}Let all ranks run the same units in the same order while parameters are sharded: no evaluation, "
-            "`generate()` or other forward on some ranks only (`if rank == 0:`), and one seed for what chooses layers, "
-            "as LayerDrop does. Where each rank's data chooses experts, make the layer around them a unit, and no "
-            "expert. Or keep parameters whole with `params='none'`."
+            f"{problem}Run the same units in the same order on all ranks while parameters are sharded. Remove any "
+            "evaluation, `generate()` or other forward that runs on some ranks only (`if rank == 0:`). Use one seed "
+            "for layers that are skipped at random (LayerDrop). Where the data of a rank chooses experts, make the "
+            "layer around them a unit, not each expert. Or keep parameters unsharded with `params='none'`."
         )
 
-    def _publish_report(self, own: OpId) -> None:
-        counts = [(lane, sorted(ranks), count) for (lane, ranks), count in self._counts.items()]
-        note = [own.queue, own.number, own.label, own.size, sorted(own.ranks), counts, self.num_backwards]
-        self._store.set(self._key(self._rank), json.dumps(note))
+    def _publish_report(self, op: OpId) -> None:
+        counts = [(queue, sorted(ranks), count) for (queue, ranks), count in self._counts.items()]
+        report = [op.queue, op.number, op.label, op.size, sorted(op.ranks), counts, self.num_backwards]
+        self._store.set(self._key(self._rank), json.dumps(report))
 
     def _report_of(self, rank: int) -> _Report | None:
-        """The note of a rank; None where it does not wait."""
+        """The report of a rank; None where it does not wait."""
         text = self._store.get(self._key(rank)) if self._store.check([self._key(rank)]) else b""
         if not text:
             return None
-        lane, number, what, size, ranks, counts, num_backwards = json.loads(text)
-        by_place = {(lane, frozenset(ranks)): count for lane, ranks, count in counts}
-        return _Report(OpId(lane, number, what, size, frozenset(ranks)), by_place, num_backwards)
+        queue, number, label, size, ranks, counts, num_backwards = json.loads(text)
+        counts_by_key = {(queue, frozenset(ranks)): count for queue, ranks, count in counts}
+        return _Report(OpId(queue, number, label, size, frozenset(ranks)), counts_by_key, num_backwards)
 
-    def _raise_desync(self) -> str:
-        return self._store.get(self._key("parted")).decode() if self._store.check([self._key("parted")]) else ""
+    def _desync_message(self) -> str:
+        return self._store.get(self._key("desync")).decode() if self._store.check([self._key("desync")]) else ""
 
     def explain(self) -> str:
-        """Why a transfer has failed, in words; empty where nobody knows more than the transport.
+        """The known reason why a collective has failed, as sentences; empty where only the transport's is known.
 
         Cost:
-            Some seconds where this rank has waited long: others may have begun to wait later.
+            A few seconds where this rank has waited long: its peers may have begun to wait later.
 
         Raises:
-            LifecycleError: Ranks have parted, as this or another one has found.
+            LifecycleError: Ranks have diverged, as this rank or a peer has found.
         """
-        found = self._bounded.run_within(self._raise_desync)
-        if found:
-            raise LifecycleError(found)
-        own = self._reported
-        if own is None:
+        message = self._bounded.run_within(self._desync_message)
+        if message:
+            raise LifecycleError(message)
+        op = self._reported
+        if op is None:
             return ""
-        self._bounded.run_within(lambda: self._read_until_all_wait(own), within_s=STALL_GRACE_S)
+        self._bounded.run_within(lambda: self._read_until_all_wait(op), within_s=STALL_GRACE_S)
         if self._bounded.is_silent:
             return f"No answer from the store of the job either, which {self._bounded.holder} holds. "
         names = " and ".join(f"rank {rank}" for rank in sorted(self._silent))
         return f"No answer from {names}. " if names else ""
 
-    def _read_until_all_wait(self, own: OpId) -> None:
+    def _read_until_all_wait(self, op: OpId) -> None:
         deadline_s = time.monotonic() + STALL_GRACE_S
         while True:
-            self._silent = self._silent_now(own)
+            self._silent = self._silent_now(op)
             if not self._silent or time.monotonic() > deadline_s:
                 return
             time.sleep(_POLL_S)
 
-    def _silent_now(self, own: OpId) -> set[int]:
-        """Ranks for which this one waits, and those for which they wait, that wait for nothing themselves."""
+    def _silent_now(self, op: OpId) -> set[int]:
+        """Ranks for which this rank waits, directly or through its peers, that wait for nothing themselves."""
         silent: set[int] = set()
-        seen, ahead = {self._rank}, [own]
+        seen, ahead = {self._rank}, [op]
         while ahead:
             for rank in ahead.pop().ranks - seen:
                 seen.add(rank)
-                note = self._report_of(rank)
-                if note is None:
+                report = self._report_of(rank)
+                if report is None:
                     silent.add(rank)
                 else:
-                    ahead.append(note.op)
+                    ahead.append(report.op)
         return silent
 
-    def _key(self, of: int | str) -> str:
-        return f"mics/waits/{self._name}/{of}"
+    def _key(self, suffix: int | str) -> str:
+        return f"mics/waits/{self._name}/{suffix}"

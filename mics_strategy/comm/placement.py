@@ -1,4 +1,4 @@
-"""How are masters stored over the ranks, and what is drawn into them?"""
+"""Placement of master shards over the ranks, and their random numbers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ _NUM_SEEDS = 1 << 62
 
 
 class ReplicaRandom:
-    """Seeds for what one rank draws into its shards: the same on all replicas of a shard, others on every shard.
+    """Seeds for random numbers drawn into shards: equal on all replicas of a shard, different on every shard.
 
-    Whoever draws into shards (an optimizer with noise or stochastic rounding, `nn.init` on sharded parameters, noise on
-    gradients) would otherwise give replicas different values, as each rank has a generator of its own.
+    Code that draws into shards (an optimizer with noise or stochastic rounding, `nn.init` on sharded parameters, noise
+    on gradients) would otherwise give replicas different values, since each rank has its own generator.
 
     Args:
-        seed: The same on all ranks.
-        index: Of the shard; the same on its replicas.
-        device: Of the shards.
+        seed: Seed, the same on all ranks.
+        index: Index of the shard; the same on its replicas.
+        device: Device of the shards.
+
+    Attributes:
+        num_draws: Times that `drawing` was entered.
     """
 
     def __init__(self, seed: int, index: int, device: torch.device) -> None:
@@ -35,45 +38,43 @@ class ReplicaRandom:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Draw the next numbers inside; the rank's own generators go on afterwards as if nothing had been drawn.
-
-        Ranks enter it equally often.
-        """
-        before = self.begin()
+        """Seed the generators inside, and restore their states afterwards. Ranks enter it equally often."""
+        states = self.begin()
         try:
             yield
         finally:
-            self.end(before)
+            self.end(states)
 
     def begin(self) -> list[torch.Tensor]:
-        """Seed the generators for the next numbers. Returns their states of before."""
+        """Seed the generators for the next draw. Returns their previous states."""
         self.num_draws += 1
-        before = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
+        states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
         seed = ((self._seed + _PRIME * self.num_draws) * _PRIME + self._index) % _NUM_SEEDS
         torch.default_generator.manual_seed(seed)
         for device in self._devices:
             torch.cuda.default_generators[
                 torch.cuda.current_device() if device.index is None else device.index
             ].manual_seed(seed)
-        return before
+        return states
 
-    def end(self, before: list[torch.Tensor]) -> None:
-        """Put the generators back."""
-        torch.set_rng_state(before[0])
-        for device, state in zip(self._devices, before[1:], strict=True):
+    def end(self, states: list[torch.Tensor]) -> None:
+        """Restore the generators to `states`."""
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._devices, states[1:], strict=True):
             torch.cuda.set_rng_state(state, device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPlacement:
-    """How the masters of trained, or of frozen, parameters lie over the ranks.
+    """Sharding of the masters of trainable, or of frozen, parameters over the ranks.
 
     Attributes:
-        degree: Ranks over which they are sharded.
-        index: Which shard this rank holds.
-        device_mesh: Labels them; replicas by shards, axes of one rank left out.
-        sync_comm: Gathers them over what the parameter scope lacks; None where that is nothing.
-        random: For what is drawn into them.
+        degree: Ranks over which the masters are sharded.
+        index: Index of the shard on this rank.
+        device_mesh: Mesh of their DTensors: replicas by shards, without axes of one rank.
+        sync_comm: Communicator that gathers stepped parameters over the ranks that the optimizer scope has beyond the
+            parameter scope; None where the two are equal.
+        random: Seeds for random numbers drawn into the masters.
     """
 
     degree: int
@@ -84,12 +85,12 @@ class ShardPlacement:
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's words, an int64 scalar on its device: other where a few numbers are others."""
+    """The sum of a tensor's words, an int64 scalar on its device, which changes when a few elements change."""
     flat = values.detach().reshape(-1)
     word = torch.int32 if flat.numel() * flat.element_size() % 4 == 0 and flat.element_size() <= 4 else torch.uint8
     return flat.view(word).sum(dtype=torch.int64)
 
 
-def digest_weight(place: int, count: int) -> int:
-    """What to multiply equal numbers of `count` ranks with so that they add up to 0."""
-    return count - 1 if place == 0 else -1
+def digest_weight(index: int, count: int) -> int:
+    """The factor of rank `index` with which equal numbers of `count` ranks add up to 0."""
+    return count - 1 if index == 0 else -1

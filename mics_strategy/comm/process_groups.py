@@ -1,6 +1,6 @@
-"""Which ranks work together? The only file that makes process groups.
+"""The process groups and communicators of one sharded model. The only module that makes process groups.
 
-Every rank makes every group, in one order. A group lists its ranks by shard index, not by number
+Every rank makes every group, in one order. A group lists its ranks by shard index, not by rank number
 (``sort_ranks=False``): the local-rank-major order is not ascending, and DTensor returns wrongly ordered data,
 without an error, for a mesh whose order differs from its group's.
 """
@@ -28,7 +28,7 @@ from mics_strategy.comm.placement import ReplicaRandom, ShardPlacement
 from mics_strategy.comm.queue import CommThread, Executor, InlineExecutor, RouteBinding
 from mics_strategy.comm.route import Route
 from mics_strategy.comm.traffic_log import TrafficLog
-from mics_strategy.comm.transport import Transport, is_gloo, moves, timeout_of
+from mics_strategy.comm.transport import Transport, backend_of, is_gloo, timeout_of
 from mics_strategy.comm.work import has_pending_work
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.scopes import Scopes
@@ -36,10 +36,10 @@ from mics_strategy.topology import Span
 from mics_strategy.tuning.autotune import BenchmarkContext, TuningResult, autotune
 
 T = TypeVar("T")
-GradCommunicators = tuple[
+GradCommunicators = tuple[  # reduce-scatter of the first hop; reduce-scatter and all-reduce of the second hop
     AnyCommunicator | None, AnyCommunicator | None, AnyCommunicator | None
-]  # first hop; scatter, reduce
-_QUEUES = {
+]
+_QUEUES = {  # roles by queue
     "gather": ("param_all_gather", "secondary_all_gather", "param_sync"),
     "reduce": ("grad_reduce_scatter",),
     "second_hop": ("second_hop_reduce_scatter", "second_hop_all_reduce"),
@@ -47,15 +47,29 @@ _QUEUES = {
 
 
 class ProcessGroups:
-    """The process groups of one sharded model, by what they carry.
+    """The process groups of one sharded model, by role.
 
-    A collective is None where its span holds one rank: such an axis sends nothing. What brings parameters, what takes
-    gradients away in a backward, and what does so in the second hop, have groups and lanes of their own, so that none
-    waits for another. Models of one process share groups that carry the same over the same ranks.
+    A communicator is None where its span holds one rank: such an axis sends nothing. All-gathers of parameters,
+    reduce-scatters of gradients in a backward, and the second hop of gradients have their own groups and queues, so
+    that none waits for another. The models of one process share groups of the same role over the same ranks.
 
     Args:
         scopes: Ranks and axes of each model state.
         device: Device of the model, with its index where there are several.
+
+    Attributes:
+        traffic_log: Log of the collectives that were submitted.
+        workspaces: Scratch memory by queue.
+        write_digests: Digests of values that forwards wrote into parameters since the last step.
+        world_group: Control group of all ranks; None for one rank.
+        tuning_results: Results of the autotuner, one for each tuned collective.
+        param_comm: Communicator of the parameters' all-gathers.
+        secondary_comm: Communicator of the secondary copy's all-gathers.
+        grad_comm: Communicator of the gradients' reduce-scatters in a backward.
+        outer_grad_comm: Communicator of the second hop's reduce-scatters.
+        replica_comm: Communicator of the second hop's all-reduces.
+        shard_group: Control group of the ranks that hold different shards.
+        trainable_placement: Placement of trainable parameters.
     """
 
     def __init__(self, scopes: Scopes, device: torch.device | str) -> None:
@@ -63,12 +77,12 @@ class ProcessGroups:
         self.rank = dist.get_rank()
         self.traffic_log = TrafficLog()
         self.device = torch.device(device)
-        self._number = _count_meshes()
+        self._number = _count_models()
         self._watchdog = DesyncWatchdog(str(self._number), self.rank)
-        self.workspaces = {family: Workspace() for family in _QUEUES}
+        self.workspaces = {queue: Workspace() for queue in _QUEUES}
         self._transports: list[Transport] = []
         self._executors: dict[str, CommThread] = {}
-        self.write_digests: list[torch.Tensor] = []  # of what forwards wrote into parameters since the last step
+        self.write_digests: list[torch.Tensor] = []
         world = scopes.world_size
         self.world_group = self._control_group("control", scopes.span(1, world))
         self._steps: CollectiveFingerprint | None = None
@@ -77,7 +91,7 @@ class ProcessGroups:
             self._steps = CollectiveFingerprint(ranks=peers.ranks, index=peers.index)
         self.tuning_results = self._autotune(scopes)
         self.scopes = scopes = scopes.with_tuning(
-            {(each.collective, each.span): each.from_bytes for each in self.tuning_results}
+            {(result.collective, result.span): result.from_bytes for result in self.tuning_results}
         )
         self.has_secondary = scopes.secondary < scopes.params
         self.secondary_span = scopes.span_of("secondary_all_gather")
@@ -85,7 +99,7 @@ class ProcessGroups:
         self.secondary_comm = self._communicator("secondary_all_gather", scopes)
         self.grad_comm, self.outer_grad_comm, self.replica_comm = self._grad_communicators(scopes)
         self.shard_group = self._control_group("shard", scopes.span(1, scopes.optimizer))
-        update = self._communicator("param_sync", scopes)
+        sync_comm = self._communicator("param_sync", scopes)
         self._device_mesh = self._make_device_mesh(
             scopes.span(1, scopes.optimizer), scopes.span(scopes.optimizer, world)
         )
@@ -95,7 +109,7 @@ class ProcessGroups:
             degree=scopes.optimizer,
             index=index,
             device_mesh=self._device_mesh,
-            sync_comm=update,
+            sync_comm=sync_comm,
             random=ReplicaRandom(self._seed, index, self.device),
         )
         if self.device.type == "cpu":
@@ -104,27 +118,27 @@ class ProcessGroups:
     def _autotune(self, scopes: Scopes) -> list[TuningResult]:
         if self.world_group is None:
             return []
-        in_both_ways = scopes.with_both_algorithms()
+        untuned_scopes = scopes.with_both_algorithms()
 
-        def make(purpose: str, workspace: Workspace) -> AnyCommunicator | None:
-            return self._communicator(purpose, in_both_ways, workspace)
+        def make(role: str, workspace: Workspace) -> AnyCommunicator | None:
+            return self._communicator(role, untuned_scopes, workspace)
 
-        found = autotune(
+        results = autotune(
             scopes,
             BenchmarkContext(
                 control_group=self.world_group, device=self.device, make_communicator=make, gather=gather_objects
             ),
         )
         self.traffic_log.drain()
-        return found
+        return results
 
     @functools.cached_property
     def unquantized(self) -> GradCommunicators:
-        """Collectives of gradients without codecs. Collective where it is asked for first."""
+        """Communicators of gradients without codecs. The first access is collective."""
         return self._grad_communicators(self.scopes.without_grad_codecs())
 
     def disable_grad_codecs(self) -> None:
-        """Send gradients as they are, from now on. On every rank between two optimizer steps."""
+        """Send gradients unquantized from now on. Called on every rank between two optimizer steps."""
         self.grad_comm, self.outer_grad_comm, self.replica_comm = self.unquantized
         self.scopes = self.scopes.without_grad_codecs()
 
@@ -136,80 +150,80 @@ class ProcessGroups:
         return reduce, scatter, self._communicator("second_hop_all_reduce", scopes)
 
     def stop(self) -> None:
-        """End the lanes. Not collective; what no rank waits for any more may be under way."""
-        for lane in self._executors.values():
-            lane.close(self._transports)
+        """End the communication threads. Not collective; collectives that no rank waits for may be unfinished."""
+        for thread in self._executors.values():
+            thread.close(self._transports)
 
     def close(self) -> None:
-        """Let go of the groups, which ends the threads of gloo. Not collective; nothing may be under way."""
+        """Destroy the groups, which ends the threads of gloo. Not collective; no collective may be unfinished."""
         self.stop()
         for transport in self._transports:
             transport.close()
         self._transports.clear()
-        getattr(self._device_mesh, "_pg_registry", {}).clear()  # torch 2.13; before, it knows groups by name
+        getattr(self._device_mesh, "_pg_registry", {}).clear()  # torch 2.13; older versions know groups by name
 
-    def _communicator(self, purpose: str, scopes: Scopes, workspace: Workspace | None = None) -> AnyCommunicator | None:
-        routes, span = scopes.routes(purpose), scopes.span_of(purpose)
+    def _communicator(self, role: str, scopes: Scopes, workspace: Workspace | None = None) -> AnyCommunicator | None:
+        routes, span = scopes.routes(role), scopes.span_of(role)
         if routes is None:
             return None
-        large = self._communicator_on(purpose, routes.hierarchical, span, workspace)
+        hierarchical = self._communicator_on(role, routes.hierarchical, span, workspace)
         if routes.flat is None:
-            return large
+            return hierarchical
         return SizeDispatch(
-            self._communicator_on(purpose, routes.flat, span, workspace), large, routes.hierarchical_from_bytes
+            self._communicator_on(role, routes.flat, span, workspace), hierarchical, routes.hierarchical_from_bytes
         )
 
-    def make_benchmark_communicator(self, purpose: str, workspace: Workspace) -> AnyCommunicator:
-        """The collective of a purpose once more, which uses that workspace, to be timed. Collective."""
-        made = self._communicator(purpose, self.scopes, workspace)
-        if made is None:
-            raise errors.LifecycleError(f"Nothing travels for {purpose}. This is a defect; please report it.")
-        return made
+    def make_benchmark_communicator(self, role: str, workspace: Workspace) -> AnyCommunicator:
+        """A second communicator of a role, which uses `workspace`, for timing. Collective."""
+        comm = self._communicator(role, self.scopes, workspace)
+        if comm is None:
+            raise errors.LifecycleError(
+                f"The role {role} has no collective to time. This is a defect; please report it."
+            )
+        return comm
 
-    def _communicator_on(self, purpose: str, route: Route, span: Span, workspace: Workspace | None) -> Communicator:
+    def _communicator_on(self, role: str, route: Route, span: Span, workspace: Workspace | None) -> Communicator:
         stages = span.split_by_link()[::-1] if route.intra is not None else (span,)
-        transports = [self._transport(purpose, stage) for stage in stages]
+        transports = [self._transport(role, stage) for stage in stages]
         for transport, stage in zip(transports, stages, strict=True):
             if stage.is_inside_node:
                 transport.enable_peer_memory()
-        family = next(family for family, purposes in _QUEUES.items() if purpose in purposes)
-        channel = RouteBinding(
-            route=route, transports=transports, ranks=frozenset(span.group_ranks(self.rank)), watch=self._watchdog
+        queue = next(queue for queue, roles in _QUEUES.items() if role in roles)
+        binding = RouteBinding(
+            route=route, transports=transports, ranks=frozenset(span.group_ranks(self.rank)), watchdog=self._watchdog
         )
-        runner = self._executor(family, transports)
-        return Communicator(channel, runner, workspace or self.workspaces[family], self.traffic_log, self.device)
+        executor = self._executor(queue, transports)
+        return Communicator(binding, executor, workspace or self.workspaces[queue], self.traffic_log, self.device)
 
-    def _executor(self, family: str, transports: list[Transport]) -> Executor:
-        """The lane of a family of collectives, whose order among one another is kept; or none where none is needed."""
+    def _executor(self, queue: str, transports: list[Transport]) -> Executor:
+        """The thread that runs the collectives of a queue in order; the inline executor where none is needed."""
         if not is_gloo(transports[0].group, self.device.type):
             return InlineExecutor()
-        if family not in self._executors:
-            self._executors[family] = CommThread(f"{family} {self._number}", self._watchdog)
-        return self._executors[family]
+        if queue not in self._executors:
+            self._executors[queue] = CommThread(f"{queue} {self._number}", self._watchdog)
+        return self._executors[queue]
 
-    def _control_group(self, purpose: str, span: Span) -> ControlGroup | None:
-        return (
-            None if span.size == 1 else ControlGroup(self._transport(purpose, span), self.traffic_log, self._watchdog)
-        )
+    def _control_group(self, role: str, span: Span) -> ControlGroup | None:
+        return None if span.size == 1 else ControlGroup(self._transport(role, span), self.traffic_log, self._watchdog)
 
-    def _transport(self, purpose: str, span: Span) -> Transport:
-        group = self._group(purpose, span)
+    def _transport(self, role: str, span: Span) -> Transport:
+        group = self._group(role, span)
         if group is None:
-            raise errors.LifecycleError(f"No group for {purpose} over one rank. This is a defect; please report it.")
+            raise errors.LifecycleError(f"No group for {role} over one rank. This is a defect; please report it.")
         transport = Transport(group, span.name, self.device.type)
         self._transports.append(transport)
         return transport
 
-    def _group(self, purpose: str, span: Span) -> dist.ProcessGroup | None:
+    def _group(self, role: str, span: Span) -> dist.ProcessGroup | None:
         if span.size == 1:
             return None
         shared = _groups.setdefault(dist.group.WORLD, {})
-        # Gloo's own all-reduce is matched by its number in the group, and every model has a lane that asks for it.
-        key = purpose if purpose != "second_hop_all_reduce" else f"{purpose} {self._number}"
+        # Gloo matches its own all-reduces by their number in the group, and every model has a thread that submits them.
+        key = role if role != "second_hop_all_reduce" else f"{role} {self._number}"
         if (key, span) not in shared:
             for members in span.groups(self.scopes.world_size):
                 group = new_group(
-                    members, f"mics.{purpose}.{span.name}", self.device.type, urgent=purpose == "grad_reduce_scatter"
+                    members, f"mics.{role}.{span.name}", self.device.type, urgent=role == "grad_reduce_scatter"
                 )
                 if self.rank in members:
                     shared[key, span] = group
@@ -217,9 +231,9 @@ class ProcessGroups:
 
     @functools.cached_property
     def frozen_placement(self) -> ShardPlacement:
-        """Of frozen parameters: whole where parameters are not sharded, as there is no optimizer to shard them for.
+        """The placement of frozen parameters: degree 1 where parameters are unsharded, as no optimizer shards them.
 
-        Labelled over the same ranks as trained ones, so that an operation may have both.
+        Its device mesh has the same ranks as that of trainable parameters, so that one operation may use both.
         """
         if self.scopes.params > 1:
             return self.trainable_placement
@@ -248,59 +262,59 @@ class ProcessGroups:
         return DeviceMesh.from_group(group, self.device.type, mesh=torch.tensor(shard_ranks), mesh_dim_names=("shard",))
 
     def record_backward(self) -> None:
-        """A backward begins; ranks that wait in vain compare how many each has begun."""
+        """Count a backward that begins. The watchdog compares the counts of ranks that wait for each other."""
         self._watchdog.num_backwards += 1
 
     def record_step(self) -> None:
-        """An optimizer has stepped. All ranks step alike, or gradients of different steps would be added."""
+        """Count an optimizer step. All ranks step equally often, or gradients of different steps would be added."""
         if self._steps is not None:
             self._steps.update(f"step {self._steps.count + 1}")
 
     def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
-        """The sum or maximum of a scalar over the ranks that hold different shards, in place. No plan has it."""
+        """The sum or maximum of a scalar over the ranks with different shards, in place. Not part of a plan."""
         return value if self.shard_group is None else self.shard_group.all_reduce_scalar(value, is_max=is_max)
 
     @property
     def _fingerprints(self) -> dict[str, CollectiveFingerprint]:
-        watched = {
-            "gathers": self.param_comm,
-            "secondary gathers": self.secondary_comm,
-            "updates": self.trainable_placement.sync_comm,
-            "reductions": self.grad_comm,
+        comms = {
+            "parameter all-gathers": self.param_comm,
+            "secondary all-gathers": self.secondary_comm,
+            "parameter syncs": self.trainable_placement.sync_comm,
+            "gradient reduce-scatters": self.grad_comm,
         }
-        trails = {
+        fingerprints = {
             f"{name} over {transport.axis}": transport.fingerprint
-            for name, collective in watched.items()
-            if collective is not None
-            for transport in collective.transports
+            for name, comm in comms.items()
+            if comm is not None
+            for transport in comm.transports
         }
         if self._steps is not None:
-            trails[STEPS] = self._steps
+            fingerprints[STEPS] = self._steps
         if self.shard_group is not None:
-            trails[f"whole tensors over {self.shard_group.axis}"] = self.shard_group.transport.fingerprint
-        return trails
+            fingerprints[f"owned tensors over {self.shard_group.axis}"] = self.shard_group.transport.fingerprint
+        return fingerprints
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """What stochastic rounding draws from, in the same order in every run with this configuration."""
+        """Generators of stochastic rounding, in the same order in every run with this configuration."""
         return [generator for workspace in self.workspaces.values() for generator in workspace.generators]
 
     @property
     def desync_digest(self) -> int:
-        """Adds up to 0 over all ranks while they gather and reduce the same in the same order."""
-        return sum(trail.digest for trail in self._fingerprints.values())
+        """A number that adds up to 0 over all ranks while they submit the same collectives in the same order."""
+        return sum(fingerprint.digest for fingerprint in self._fingerprints.values())
 
     def is_in_sync(self) -> bool:
-        """Whether all ranks have gathered and reduced the same in the same order. Collective, on the default group."""
+        """Whether all ranks have submitted the same collectives in one order. Collective, on the default group."""
         return sum(gather_objects(self.desync_digest)) == 0
 
     def first_mismatch(self) -> str:
-        """Where ranks have parted, in words. Collective, on the default group."""
+        """The first collective in which ranks differ, as text. Collective, on the default group."""
         return first_mismatch(gather_objects(self._fingerprints))
 
 
 class _UnsortedRank(int):
-    """A rank that torch 2.11, which sorts the ranks of a group, leaves where it is."""
+    """A rank that compares by its position, since torch 2.11 sorts the ranks of a group."""
 
     position: int
 
@@ -312,37 +326,37 @@ class _UnsortedRank(int):
 def new_group(
     members: list[int], description: str, device_type: str = "cpu", *, urgent: bool = False
 ) -> dist.ProcessGroup:
-    """A group of `members` in their order, with the timeout that the user gave for the default group.
+    """Make a group of `members` in their order, with the timeout that the user gave for the default group.
 
     Args:
         members: Ranks of the job.
         description: Name of the group in torch's logs.
-        device_type: Device of what the group will send.
-        urgent: Give NCCL's own stream of the group, on which its kernels run, a high priority.
+        device_type: Device type of the tensors that the group will send.
+        urgent: Whether NCCL's own stream of the group, on which its kernels run, has a high priority.
     """
     timeout = timeout_of(dist.group.WORLD, device_type)
     make: Callable[..., dist.ProcessGroup] = functools.partial(dist.new_group, timeout=timeout)
-    if urgent and moves(dist.group.WORLD, device_type) == "nccl":
+    if urgent and backend_of(dist.group.WORLD, device_type) == "nccl":
         options: Any = cast("Any", dist).ProcessGroupNCCL.Options()
         options.is_high_priority_stream, options._timeout = True, timeout
         make = functools.partial(make, pg_options=options)
     if "sort_ranks" in inspect.signature(dist.new_group).parameters:
         return make(members, sort_ranks=False, group_desc=description)
     ranks = [_UnsortedRank(member) for member in members]
-    for place, rank in enumerate(ranks):
-        rank.position = place
+    for position, rank in enumerate(ranks):
+        rank.position = position
     return make(ranks, group_desc=description)
 
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, Span], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 _on_gloo: weakref.WeakSet[ProcessGroups] = weakref.WeakSet()
-_num_meshes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_num_models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def _count_meshes() -> int:
-    """How many meshes the ranks of this job have made before, in the same order on all of them."""
-    number = _num_meshes.get(dist.group.WORLD, 0)
-    _num_meshes[dist.group.WORLD] = number + 1
+def _count_models() -> int:
+    """The number of models that the ranks of this job have sharded before, in the same order on all ranks."""
+    number = _num_models.get(dist.group.WORLD, 0)
+    _num_models[dist.group.WORLD] = number + 1
     return number
 
 
@@ -350,7 +364,7 @@ def _count_meshes() -> int:
 def _close_gloo() -> None:
     """End gloo's threads while the interpreter lives: one that frees a tensor later aborts the process (torch 2.13).
 
-    What is still under way belongs to a job that has failed; closing would wait for it, up to the timeout.
+    Unfinished collectives belong to a job that has failed; closing would wait for them, up to the timeout.
     """
     for groups in list(_on_gloo):
         groups.stop()

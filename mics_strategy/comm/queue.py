@@ -1,12 +1,11 @@
-"""What does the CPU have in place of a stream?
+"""Queues that run collectives in submission order, and the thread that replaces a CUDA stream on the CPU.
 
-A `CommThread` is a thread that works off programs in the order in which they were asked for, while the training loop
-computes. A program posts sends and receives, waits for them, adds, and posts more; so a transfer of many stages goes on
-although nobody waits for it, which on a GPU the streams see to. Ranks ask in one order for what a lane carries, so
-programs meet.
+A `CommThread` runs tasks in the order in which they were submitted, while the training loop computes. A task posts
+sends and receives, waits for them, adds, and posts more. So a collective of many stages makes progress although nothing
+waits for it, as it does on a CUDA stream. Ranks submit the collectives of one queue in the same order, so their tasks
+match.
 
-Where the transport needs no thread (streams on a GPU; a transport that has finished when it returns), programs run at
-once.
+Where the transport needs no thread (streams on a GPU; a transport that has finished when it returns), tasks run inline.
 """
 
 from __future__ import annotations
@@ -32,88 +31,88 @@ from mics_strategy.comm.workspace import Workspace
 from mics_strategy.errors import LifecycleError
 
 CommTask = Callable[[], None]
-STALL_CHECK_S = 2.0  # before a rank that waits looks whether its peers wait for something else
-MAX_STALL_CHECK_S = 30.0  # between two looks
-SHUTDOWN_GRACE_S = 1.0  # for what is under way when the process ends
+STALL_CHECK_S = 2.0  # before a waiting rank first checks whether its peers wait for something else
+MAX_STALL_CHECK_S = 30.0  # between two checks
+SHUTDOWN_GRACE_S = 1.0  # for unfinished tasks when the process ends
 
 
 class Executor(Protocol):
-    """Runs programs in order.
+    """Runs tasks in order.
 
     Attributes:
-        name: The same on all ranks, and no other runner's.
-        is_async: Whether a program may still be under way when `submit` has returned.
+        name: Name of the executor: the same on all ranks, and unique on each.
+        is_async: Whether a task may be unfinished when `submit` has returned.
     """
 
     name: str
     is_async: bool
 
-    def submit(self, what: str, size: str, ranks: frozenset[int], program: CommTask) -> BackendWork | None:
-        """Run a program after all before it.
+    def submit(self, label: str, size: str, ranks: frozenset[int], task: CommTask) -> BackendWork | None:
+        """Run a task after all previous ones.
 
         Args:
-            what: Names it in errors, the same on all ranks that take part.
-            size: How much it moves, in words; the same, too.
-            ranks: That take part.
-            program: To run.
+            label: Name of the collective in errors, the same on all ranks that take part.
+            size: Size of the collective as text, the same on all ranks that take part.
+            ranks: Ranks that take part.
+            task: Function to run.
 
         Returns:
-            What to wait for; None when a stream orders what follows.
+            The work to wait for; None when a stream orders later operations.
         """
 
 
 class InlineExecutor:
-    """Runs programs where and when they are asked for, on the current stream."""
+    """Runs tasks inside `submit`, on the current stream."""
 
-    name = "at once"
+    name = "inline"
     is_async = False
 
-    def submit(self, what: str, size: str, ranks: frozenset[int], program: CommTask) -> BackendWork | None:
-        """See `Executor.run`."""
+    def submit(self, label: str, size: str, ranks: frozenset[int], task: CommTask) -> BackendWork | None:
+        """See `Executor.submit`."""
         try:
-            program()
+            task()
         except LifecycleError:
             raise
         except RuntimeError as error:
-            raise as_communication_error(what, error) from error
+            raise as_communication_error(label, error) from error
         return None
 
 
 class CommThread:
-    """Runs programs in a thread of its own. After one that has failed, all others fail, too.
+    """Runs tasks in its own thread. After a task has failed, all later tasks fail with its error.
 
     Args:
-        name: See `Executor`.
-        watch: Looks for the reason where somebody waits long.
+        name: Name of the executor, see `Executor`.
+        watchdog: Finds out why a rank waits long.
     """
 
     is_async = True
 
-    def __init__(self, name: str, watch: DesyncWatchdog) -> None:
+    def __init__(self, name: str, watchdog: DesyncWatchdog) -> None:
         self.name = name
-        self._watchdog = watch
+        self._watchdog = watchdog
         self._queue: SimpleQueue[_QueuedTask | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._first_failure = _FirstFailure()
         self._last: _QueuedTask | None = None
         weakref.finalize(self, self._queue.put, None)
 
-    def submit(self, what: str, size: str, ranks: frozenset[int], program: CommTask) -> BackendWork:
-        """See `Executor.run`."""
+    def submit(self, label: str, size: str, ranks: frozenset[int], task: CommTask) -> BackendWork:
+        """See `Executor.submit`."""
         if self._thread is None:
             name = f"mics {self.name}"
             self._thread = threading.Thread(target=_run_queue, args=(self._queue,), name=name, daemon=True)
             self._thread.start()
-        asked = self._watchdog.record(self.name, what, size, ranks)
-        task = self._last = _QueuedTask(asked, program, self._watchdog, self._first_failure, self._last)
-        self._queue.put(task)
-        return task
+        op = self._watchdog.record(self.name, label, size, ranks)
+        queued = self._last = _QueuedTask(op, task, self._watchdog, self._first_failure, self._last)
+        self._queue.put(queued)
+        return queued
 
     def close(self, transports: Iterable[Transport]) -> None:
-        """End the thread, after what is under way.
+        """End the thread, after its unfinished tasks.
 
         Args:
-            transports: To cancel when a program does not end by itself.
+            transports: Transports to cancel when a task does not end in time.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -126,55 +125,55 @@ class CommThread:
 
 
 class WatchedWork:
-    """Work of gloo's own collectives, of which a rank that waits long looks for the reason.
+    """Work of one of gloo's own collectives, watched for stalls.
 
     Args:
-        work: May be waited for again after a wait that took too long.
-        watch: Looks.
-        asked: What it is.
+        work: Work of gloo, which may be waited for again after a wait that timed out.
+        watchdog: Finds out why this rank waits long.
+        op: The collective.
     """
 
-    def __init__(self, work: Any, watch: DesyncWatchdog, asked: OpId) -> None:
+    def __init__(self, work: Any, watchdog: DesyncWatchdog, op: OpId) -> None:
         self._work = work
-        self._watchdog = watch
-        self._op = asked
+        self._watchdog = watchdog
+        self._op = op
 
     def wait(self) -> None:
         """Block until the work is done.
 
         Raises:
-            LifecycleError: It never will: ranks wait for different things.
+            LifecycleError: It never will be: ranks wait for different collectives.
         """
-        patience_s = STALL_CHECK_S
-        while not self._is_done(patience_s):
+        interval_s = STALL_CHECK_S
+        while not self._is_done(interval_s):
             self._watchdog.check(self._op)
-            patience_s = min(2 * patience_s, MAX_STALL_CHECK_S)
+            interval_s = min(2 * interval_s, MAX_STALL_CHECK_S)
         self._watchdog.forget()
 
     def _is_done(self, within_s: float) -> bool:
         try:
             self._work.wait(timedelta(seconds=within_s))
         except RuntimeError:
-            if self._work.is_completed():  # with that error
+            if self._work.is_completed():  # failed with that error, not timed out
                 raise
             return False
         return True
 
     def is_completed(self) -> bool:
-        """Whether the work is done, well or not."""
+        """Whether the work has ended, with or without an error."""
         return bool(self._work.is_completed())
 
 
 def _run_queue(queue: SimpleQueue[_QueuedTask | None]) -> None:
-    """Run what comes. Nothing stays here between two programs, so a lane that nobody knows any more can be freed."""
-    with torch.inference_mode():  # nothing is for autograd; tensors made in anybody's inference mode may be written
+    """Run tasks until None arrives. No reference is held between two tasks, so that an unused queue can be freed."""
+    with torch.inference_mode():  # nothing is recorded for autograd; inference tensors may be written
         while (task := queue.get()) is not None:
             task.execute()
             del task
 
 
 class _FirstFailure:
-    """What has become of a lane: the failure of the first program that has failed."""
+    """The failure of the first failed task of a queue."""
 
     __slots__ = ("failure",)
 
@@ -183,78 +182,83 @@ class _FirstFailure:
 
 
 class _QueuedTask:
-    """A program in the queue."""
+    """A task in the queue."""
 
-    __slots__ = ("_asked", "_before", "_done", "_failure", "_fate", "_program", "_watch")
+    __slots__ = ("_done", "_failure", "_first_failure", "_op", "_previous", "_task", "_watchdog")
 
     def __init__(
-        self, asked: OpId, program: CommTask, watch: DesyncWatchdog, fate: _FirstFailure, before: _QueuedTask | None
+        self,
+        op: OpId,
+        task: CommTask,
+        watchdog: DesyncWatchdog,
+        first_failure: _FirstFailure,
+        previous: _QueuedTask | None,
     ) -> None:
-        self._asked = asked
-        self._fate = fate
-        self._before = before
-        self._program: CommTask | None = program
-        self._watch = watch
+        self._op = op
+        self._first_failure = first_failure
+        self._previous = previous
+        self._task: CommTask | None = task
+        self._watchdog = watchdog
         self._done = threading.Event()
         self._failure: BaseException | None = None
 
     def execute(self) -> None:
-        """Run it, unless one before has failed."""
-        program, self._program = self._program, None
-        self._before = None
-        if program is not None and self._fate.failure is None:
+        """Run the task, unless a previous one has failed."""
+        task, self._task = self._task, None
+        self._previous = None
+        if task is not None and self._first_failure.failure is None:
             try:
-                program()
+                task()
             except BaseException as error:
-                self._fate.failure = error  # raised again where somebody waits
-        self._failure = self._fate.failure
+                self._first_failure.failure = error  # raised again where the work is waited for
+        self._failure = self._first_failure.failure
         self._done.set()
 
     def wait(self) -> None:
-        """Block until the program has ended.
+        """Block until the task has ended.
 
         Raises:
-            LifecycleError: It never will: ranks wait for different things.
+            LifecycleError: It never will: ranks wait for different collectives.
         """
-        patience_s = STALL_CHECK_S
-        while not self._done.wait(patience_s):
-            self._watch.check(self._first_under_way()._asked)
-            patience_s = min(2 * patience_s, MAX_STALL_CHECK_S)
+        interval_s = STALL_CHECK_S
+        while not self._done.wait(interval_s):
+            self._watchdog.check(self._first_unfinished()._op)
+            interval_s = min(2 * interval_s, MAX_STALL_CHECK_S)
         if self._failure is not None:
             raise self._failure
-        self._watch.forget()
+        self._watchdog.forget()
 
-    def _first_under_way(self) -> _QueuedTask:
-        """What this waits for: itself, or one before it in the queue."""
+    def _first_unfinished(self) -> _QueuedTask:
+        """The task that runs now: this one, or a previous one of the queue."""
         first = self
-        while (before := first._before) is not None and not before._done.is_set():
-            first = before
+        while (previous := first._previous) is not None and not previous._done.is_set():
+            first = previous
         return first
 
     def is_completed(self, within_s: float = 0.0) -> bool:
-        """Whether the program has ended, well or not, or does so within that time."""
+        """Whether the task has ended, with or without an error, or does so within that time."""
         return self._done.wait(within_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteBinding:
-    """A route in this job.
+    """A route bound to the transports of this job.
 
     Attributes:
         route: The stages, with their codecs.
-        transports: Of the slow stage, and of the fast one where there is one.
-        ranks: That take part, in all stages.
-        watch: Knows whether ranks have parted.
+        transports: Transports of the inter-node stage and, where there is one, of the intra-node stage.
+        ranks: Ranks that take part in any stage.
+        watchdog: Finds out whether ranks have diverged.
     """
 
     route: Route
     transports: list[Transport]
     ranks: frozenset[int]
-    watch: DesyncWatchdog
+    watchdog: DesyncWatchdog
 
 
 def make_algorithm(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> GroupAlgorithm:
-    """What carries out one hop of a route."""
+    """The algorithm for one hop of a route."""
     if hop.codec is not None:
         return QuantizedAlgorithm(transport, workspace, hop.codec, device)
     if hop.algorithm is Algorithm.RING and transport.is_point_to_point:
@@ -264,7 +268,7 @@ def make_algorithm(transport: Transport, hop: Hop, workspace: Workspace, device:
 
 @dataclass(frozen=True, slots=True)
 class OpRequest:
-    """A collective as ranks know it; all that ranks share which are asked for the same."""
+    """A collective as all its ranks know it. Ranks with the same tag have submitted the same collective."""
 
     name: str
     size: str
@@ -272,43 +276,45 @@ class OpRequest:
 
 
 class CollectiveQueue:
-    """Names, counts and runs the programs of one channel.
+    """Names, counts and submits the collectives of one route.
 
     Args:
-        channel: Where they go.
-        runner: Runs them.
-        workspace: Of the runner's programs.
-        traffic_log: Receives every stage.
+        binding: Route and transports.
+        executor: Runs the tasks.
+        workspace: Scratch memory of the executor's tasks.
+        traffic_log: Log that receives every stage.
     """
 
-    def __init__(self, channel: RouteBinding, runner: Executor, workspace: Workspace, traffic_log: TrafficLog) -> None:
-        self._channel = channel
-        self._executor = runner
+    def __init__(
+        self, binding: RouteBinding, executor: Executor, workspace: Workspace, traffic_log: TrafficLog
+    ) -> None:
+        self._binding = binding
+        self._executor = executor
         self._workspace = workspace
         self._traffic_log = traffic_log
-        self._where = " and ".join(transport.description for transport in channel.transports)
+        self._where = " and ".join(transport.description for transport in binding.transports)
 
-    def next_op(self, kind: str, what: str, numel: int, dtype: torch.dtype) -> OpRequest:
-        """Write into the trails what is asked for."""
-        for transport in self._channel.transports:
-            transport.fingerprint.update(what)
-        count = self._channel.transports[0].fingerprint.count
-        tag = zlib.crc32(f"{self._executor.name} {count} {kind} {what} {numel} {dtype}".encode()) % (2**31 - 1)
-        return OpRequest(f"{kind} of {what}", f"{numel} {dtype}", tag)
+    def next_op(self, kind: str, label: str, numel: int, dtype: torch.dtype) -> OpRequest:
+        """Add the next collective to the fingerprints, and give it a tag."""
+        for transport in self._binding.transports:
+            transport.fingerprint.update(label)
+        count = self._binding.transports[0].fingerprint.count
+        tag = zlib.crc32(f"{self._executor.name} {count} {kind} {label} {numel} {dtype}".encode()) % (2**31 - 1)
+        return OpRequest(f"{kind} of {label}", f"{numel} {dtype}", tag)
 
-    def log(self, messages: list[HopTraffic]) -> None:
-        """Count what is to be sent."""
-        for m in messages:
-            self._traffic_log.record(m.collective, m.axis, m.size, m.dtype, m.full_bytes)
+    def log(self, hops: list[HopTraffic]) -> None:
+        """Record what the collective sends."""
+        for hop in hops:
+            self._traffic_log.record(hop.collective, hop.axis, hop.size, hop.dtype, hop.full_bytes)
 
-    def submit(self, asked: OpRequest, program: Callable[[], None]) -> Work:
-        """Run a program, with the workspace to itself."""
+    def submit(self, op: OpRequest, task: Callable[[], None]) -> Work:
+        """Run a task that has the workspace to itself."""
 
         def in_workspace() -> None:
             self._workspace.reset()
-            program()
+            task()
 
-        name = f"{asked.name} over {self._where}"
-        work = self._executor.submit(name, asked.size, self._channel.ranks, in_workspace)
+        name = f"{op.name} over {self._where}"
+        work = self._executor.submit(name, op.size, self._binding.ranks, in_workspace)
         works = [] if work is None else [work]
-        return Work(name, works, is_queued=self._executor.is_async, on_failure=self._channel.watch.explain)
+        return Work(name, works, is_queued=self._executor.is_async, on_failure=self._binding.watchdog.explain)

@@ -1,12 +1,12 @@
-"""Through which stages does a collective go, in which form, and how many bytes is that?
+"""Routes of a collective: its stages, their codecs and algorithms, and the bytes that they send.
 
-A collective over ranks of several nodes may go in two stages: over the fast links inside a node, and over the slow ones
-between nodes. A gather goes over the slow links first, a reduction over the fast ones first. A rank's place inside its
-node is the more significant digit of its index, so every stage moves a contiguous slice: nothing is re-arranged.
+A collective over ranks of several nodes may go in two stages: over the intra-node links and over the inter-node links.
+An all-gather starts with the inter-node stage, a reduce-scatter with the intra-node stage. The local rank is the more
+significant digit of a rank's index, so every stage moves a contiguous slice, and nothing is rearranged.
 
-Of a tensor of M bytes over p ranks, k in a node, all ranks of a node together send M (p - k) / p to other nodes; in one
-stage over all ranks it would be M (p - 1) / p at the best. Of a small tensor it is not bytes that take time but
-messages that wait for one another, and one stage may be faster: a purpose has a route for each size.
+Of a tensor of M bytes over p ranks, k in a node, all ranks of a node together send M (p - k) / p to other nodes; one
+stage over all ranks would send M (p - 1) / p at best. The time of a small tensor is not that of its bytes but that of
+messages that wait for one another, and one stage may be faster. So a role has routes by size.
 
 Pure.
 """
@@ -23,24 +23,25 @@ from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 
 _MIN_CHUNK_BYTES = 64 * 1024
-_MAX_CHUNKS = 8  # measured: 2 pieces leave a tenth of the overlap, 32 cost more in messages than they win
+_MAX_CHUNKS = 8  # measured: 2 chunks leave a tenth of the overlap, 32 cost more in messages than they gain
 
 
 class Algorithm(enum.Enum):
-    """How the numbers of one stage go from rank to rank, where they travel unencoded.
+    """The order in which the unquantized messages of one stage are sent.
 
-    Of one rank's numbers for the p - 1 others, DIRECT waits for one message, RING for p - 1 that follow one another,
-    but leaves every node once. Where the backend moves tensors by itself, as NCCL does, both are the backend's own.
+    ALL_TO_ALL sends one rank's data to the p - 1 others in messages that do not wait for one another. RING sends it in
+    p - 1 messages, one after another, but each node sends it to other nodes only once. Where the backend has its own
+    collectives, as NCCL has, both are those of the backend.
     """
 
-    DEFAULT = "each piece straight to its rank; an all-reduce as the backend does it"
-    RING = "from neighbour to neighbour, in the order of the nodes; an all-reduce as the backend does it"
-    ALL_TO_ALL = "each piece straight to its rank; an all-reduce, too: the shares of a sum, then the sums"
+    DEFAULT = "each piece directly to its rank; an all-reduce by the backend"
+    RING = "from rank to rank in the order of the nodes; an all-reduce by the backend"
+    ALL_TO_ALL = "each piece directly to its rank; an all-reduce as a reduce-scatter and an all-gather"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hop:
-    """One stage: the ranks it connects, what its numbers are encoded with, and how they go."""
+    """One stage: the ranks that it connects, its codec and its algorithm."""
 
     axis: str
     size: int
@@ -50,7 +51,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The stages of one collective. `intra` is None where there is one stage only.
+    """The stages of one collective. `intra` is None where there is only one stage.
 
     Source:
         MiCS (arXiv:2205.00119) section 3.3; ZeRO++ (arXiv:2306.10209) section 3.3.
@@ -66,28 +67,28 @@ class Route:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of the fast stage."""
+        """Ranks of the intra-node stage."""
         return self.intra.size if self.intra is not None else 1
 
     @property
     def all_gather_codec(self) -> Codec | None:
-        """What a gather encodes with, once for all stages; None where it encodes for the slow ones only, or nothing."""
+        """The codec of all stages of an all-gather, encoded once; None where only the inter-node stage has one."""
         return self.intra.codec if self.intra is not None else self.inter.codec
 
     @property
     def is_quantized(self) -> bool:
-        """Whether anything is encoded."""
+        """Whether any stage is quantized."""
         return self.inter.codec is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedRoutes:
-    """The routes of one purpose, by the size of what is sent.
+    """The routes of one role, by the size of the tensor.
 
     Attributes:
-        hierarchical: Of tensors of `hierarchical_from_bytes` bytes or more; of all where there is no other.
-        flat: Of smaller ones.
-        hierarchical_from_bytes: Of the whole tensor, as it travels unencoded.
+        hierarchical: Route of tensors of `hierarchical_from_bytes` bytes or more; of all where `flat` is None.
+        flat: Route of smaller tensors.
+        hierarchical_from_bytes: Bytes of the full tensor, counted unquantized.
     """
 
     hierarchical: Route
@@ -95,13 +96,13 @@ class SizedRoutes:
     hierarchical_from_bytes: int = 0
 
     def for_bytes(self, full_bytes: int) -> Route:
-        """The route of a tensor of so many bytes."""
+        """The route of a tensor of `full_bytes` bytes."""
         return self.flat if self.flat is not None and full_bytes < self.hierarchical_from_bytes else self.hierarchical
 
 
 @dataclass(frozen=True, slots=True)
 class HopTraffic:
-    """One stage of one collective as it is planned and counted; `full_bytes` of the whole tensor of the stage."""
+    """One stage of one collective, as planned and counted; `full_bytes` of the full tensor of the stage."""
 
     collective: str
     axis: str
@@ -111,15 +112,15 @@ class HopTraffic:
 
 
 def pipeline_chunks(numel: int, itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """Pieces of a slice that go through the stages one behind the other, so that both links are at work.
+    """Split a slice into chunks that go through the stages one after the other, so that both links are busy.
 
     Args:
         numel: Elements of the slice.
-        itemsize: Bytes of one, as they travel unencoded.
-        multiple: Every piece but the last is a multiple of it.
+        itemsize: Bytes of one element, counted unquantized.
+        multiple: Divisor of the size of every chunk but the last.
 
     Returns:
-        Start and end of each piece.
+        Start and end of each chunk.
     """
     count = max(1, min(_MAX_CHUNKS, numel * itemsize // _MIN_CHUNK_BYTES))
     step = max(1, math.ceil(numel / count / multiple)) * multiple
@@ -127,7 +128,7 @@ def pipeline_chunks(numel: int, itemsize: int, multiple: int = 1) -> list[tuple[
 
 
 def chunks_of(route: Route, numel: int, itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """The pieces in which a slice of `numel` elements goes through the stages of `route`."""
+    """The chunks in which a slice of `numel` elements goes through the stages of `route`."""
     if route.intra is None and not route.is_quantized:
         return [(0, numel)]
     block = route.inter.codec.block_size if route.inter.codec is not None else 1
@@ -135,52 +136,52 @@ def chunks_of(route: Route, numel: int, itemsize: int, multiple: int = 1) -> lis
 
 
 def all_gather_traffic(route: Route, full_numel: int, dtype: torch.dtype) -> list[HopTraffic]:
-    """What a gather of `full_numel` elements sends, stage by stage."""
+    """The traffic of an all-gather of `full_numel` elements, stage by stage."""
     shard = full_numel // route.size
-    slow, fast, ranks = route.inter, route.intra, route.inter.size
-    coded = route.all_gather_codec
-    if coded is not None:
-        num_bytes = coded.encoded_bytes(shard)
-        messages = [HopTraffic(ALL_GATHER, slow.axis, ranks, torch.uint8, ranks * num_bytes)]
-        if fast is not None:
-            messages.append(HopTraffic(ALL_GATHER, fast.axis, fast.size, torch.uint8, route.size * num_bytes))
-        return messages
-    if slow.codec is not None:
-        pieces = chunks_of(route, shard, dtype.itemsize)
-        num_bytes = sum(slow.codec.encoded_bytes(end - start) for start, end in pieces)
-        messages = [HopTraffic(ALL_GATHER, slow.axis, ranks, torch.uint8, ranks * num_bytes)]
+    inter, intra, num_nodes = route.inter, route.intra, route.inter.size
+    codec = route.all_gather_codec
+    if codec is not None:
+        num_bytes = codec.encoded_bytes(shard)
+        hops = [HopTraffic(ALL_GATHER, inter.axis, num_nodes, torch.uint8, num_nodes * num_bytes)]
+        if intra is not None:
+            hops.append(HopTraffic(ALL_GATHER, intra.axis, intra.size, torch.uint8, route.size * num_bytes))
+        return hops
+    if inter.codec is not None:
+        chunks = chunks_of(route, shard, dtype.itemsize)
+        num_bytes = sum(inter.codec.encoded_bytes(end - start) for start, end in chunks)
+        hops = [HopTraffic(ALL_GATHER, inter.axis, num_nodes, torch.uint8, num_nodes * num_bytes)]
     else:
-        messages = [
-            HopTraffic(ALL_GATHER, slow.axis, ranks, dtype, full_numel * dtype.itemsize // route.ranks_per_node)
+        hops = [
+            HopTraffic(ALL_GATHER, inter.axis, num_nodes, dtype, full_numel * dtype.itemsize // route.ranks_per_node)
         ]
-    if fast is not None:
-        messages.append(HopTraffic(ALL_GATHER, fast.axis, fast.size, dtype, full_numel * dtype.itemsize))
-    return messages
+    if intra is not None:
+        hops.append(HopTraffic(ALL_GATHER, intra.axis, intra.size, dtype, full_numel * dtype.itemsize))
+    return hops
 
 
 def reduce_scatter_traffic(route: Route, full_numel: int, wire: torch.dtype) -> list[HopTraffic]:
-    """What a reduction of `full_numel` elements sends, stage by stage."""
+    """The traffic of a reduce-scatter of `full_numel` elements, stage by stage."""
     shard = full_numel // route.size
-    pieces = chunks_of(route, shard, wire.itemsize)
-    messages = []
+    chunks = chunks_of(route, shard, wire.itemsize)
+    hops = []
     if route.intra is not None:
-        rows = [end - start for start, end in pieces] * route.inter.size
-        rows = rows if len(pieces) > 1 else [shard * route.inter.size]
-        messages.append(_reduction(route.intra, full_numel * wire.itemsize, rows, wire))
-    over_slow = full_numel * wire.itemsize // route.ranks_per_node
-    return [*messages, _reduction(route.inter, over_slow, [end - start for start, end in pieces], wire)]
+        rows = [end - start for start, end in chunks] * route.inter.size
+        rows = rows if len(chunks) > 1 else [shard * route.inter.size]
+        hops.append(_reduce_scatter_hop(route.intra, full_numel * wire.itemsize, rows, wire))
+    inter_bytes = full_numel * wire.itemsize // route.ranks_per_node
+    return [*hops, _reduce_scatter_hop(route.inter, inter_bytes, [end - start for start, end in chunks], wire)]
 
 
-def _reduction(hop: Hop, plain_bytes: int, numels: list[int], wire: torch.dtype) -> HopTraffic:
-    """Of `plain_bytes`, or where they are encoded of pieces of which each rank gets one: their sizes are `numels`."""
+def _reduce_scatter_hop(hop: Hop, unquantized_bytes: int, numels: list[int], wire: torch.dtype) -> HopTraffic:
+    """The traffic of one stage. A quantized one sends pieces of `numels` elements, one of each size to each rank."""
     if hop.codec is None:
-        return HopTraffic(REDUCE_SCATTER, hop.axis, hop.size, wire, plain_bytes)
+        return HopTraffic(REDUCE_SCATTER, hop.axis, hop.size, wire, unquantized_bytes)
     num_bytes = hop.size * sum(hop.codec.encoded_bytes(numel) for numel in numels)
     return HopTraffic(REDUCE_SCATTER, hop.axis, hop.size, torch.uint8, num_bytes)
 
 
 def is_plain_all_reduce(route: Route, wire: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether an all-reduce is one of the transport's own: one stage, nothing encoded or rounded, not all direct."""
+    """Whether an all-reduce is one of the backend: one stage, neither quantized nor rounded, not ALL_TO_ALL."""
     return (
         route.intra is None
         and not route.is_quantized
@@ -190,35 +191,35 @@ def is_plain_all_reduce(route: Route, wire: torch.dtype, dtype: torch.dtype) -> 
 
 
 def all_reduce_multiple(route: Route) -> int:
-    """What a piece of an all-reduce is a multiple of: equal shares of the ranks, encoded in whole blocks."""
+    """The divisor of a chunk of an all-reduce: equal shares of the ranks, in whole blocks of the codec."""
     codec = route.inter.codec
     return route.inter.size * (codec.bound_numel if codec is not None else 1)
 
 
 def all_reduce_slice(route: Route, numel: int) -> int:
-    """Elements, padding included, that one rank of a fast stage takes over the slow links."""
+    """Elements, with padding, that one rank of the intra-node stage sends over the inter-node links."""
     multiple = all_reduce_multiple(route)
     return -(-numel // (route.ranks_per_node * multiple)) * multiple
 
 
 def all_reduce_chunks(route: Route, slice_numel: int, itemsize: int) -> list[tuple[int, int]]:
-    """The pieces in which such a slice goes; every rank's share of each begins with a block."""
+    """The chunks of such a slice; every rank's share of each begins with a block."""
     return chunks_of(route, slice_numel, itemsize, all_reduce_multiple(route))
 
 
 def all_reduce_traffic(route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype) -> list[HopTraffic]:
-    """What an all-reduce of `numel` elements of `dtype` sends, stage by stage."""
-    slow, fast = route.inter, route.intra
+    """The traffic of an all-reduce of `numel` elements of `dtype`, stage by stage."""
+    inter, intra = route.inter, route.intra
     if is_plain_all_reduce(route, wire, dtype):
-        return [HopTraffic(ALL_REDUCE, slow.axis, slow.size, dtype, numel * dtype.itemsize)]
+        return [HopTraffic(ALL_REDUCE, inter.axis, inter.size, dtype, numel * dtype.itemsize)]
     slice_numel = all_reduce_slice(route, numel)
     numels = [end - start for start, end in all_reduce_chunks(route, slice_numel, wire.itemsize)]
-    if slow.codec is None:
-        over_slow = HopTraffic(ALL_REDUCE, slow.axis, slow.size, wire, slice_numel * wire.itemsize)
+    if inter.codec is None:
+        inter_hop = HopTraffic(ALL_REDUCE, inter.axis, inter.size, wire, slice_numel * wire.itemsize)
     else:
-        num_bytes = slow.size * sum(slow.codec.encoded_bytes(n // slow.size) for n in numels)
-        over_slow = HopTraffic(ALL_REDUCE, slow.axis, slow.size, torch.uint8, num_bytes)
-    if fast is None:
-        return [over_slow]
-    back = HopTraffic(ALL_GATHER, fast.axis, fast.size, wire, fast.size * slice_numel * wire.itemsize)
-    return [_reduction(fast, back.full_bytes, numels, wire), over_slow, back]
+        num_bytes = inter.size * sum(inter.codec.encoded_bytes(numel // inter.size) for numel in numels)
+        inter_hop = HopTraffic(ALL_REDUCE, inter.axis, inter.size, torch.uint8, num_bytes)
+    if intra is None:
+        return [inter_hop]
+    gather_hop = HopTraffic(ALL_GATHER, intra.axis, intra.size, wire, intra.size * slice_numel * wire.itemsize)
+    return [_reduce_scatter_hop(intra, gather_hop.full_bytes, numels, wire), inter_hop, gather_hop]

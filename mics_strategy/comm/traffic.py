@@ -1,7 +1,7 @@
-"""How many bytes does each hop carry?
+"""Closed formulas for the bytes that one rank sends in a collective.
 
-Bytes that one rank sends in one collective, by closed formula. The plan is priced with these numbers, the
-executor counts what it hands to the transport with its own tensors, and the tests compare the two.
+Plans are priced with these numbers. The executor counts the tensors that it really passes to the transport, and tests
+compare the two.
 
 Pure.
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_REDUCE = "all_reduce"
-ALL_TO_ALL = "all_to_all"  # with pieces of any sizes: what a rank sends is what it holds for others
+ALL_TO_ALL = "all_to_all"  # with pieces of any sizes: a rank sends what it holds for others
 
 
 def all_gather_bytes(full_bytes: int, size: int) -> int:
-    """Sent per rank by an all-gather of `full_bytes` over `size`: its own shard to each of the others' needs.
+    """Bytes sent per rank by an all-gather of `full_bytes` over `size` ranks.
 
     Source:
         MiCS (arXiv:2205.00119) section 3.3, ``(p - 1) M / p``.
@@ -24,7 +24,7 @@ def all_gather_bytes(full_bytes: int, size: int) -> int:
 
 
 def reduce_scatter_bytes(full_bytes: int, size: int) -> int:
-    """Sent per rank by a reduce-scatter of `full_bytes` over `size`.
+    """Bytes sent per rank by a reduce-scatter of `full_bytes` over `size` ranks.
 
     Source:
         MiCS (arXiv:2205.00119) section 3.4, ``(p - 1) M / p``.
@@ -33,10 +33,10 @@ def reduce_scatter_bytes(full_bytes: int, size: int) -> int:
 
 
 def all_reduce_bytes(full_bytes: int, size: int) -> int:
-    """Sent per rank by a ring all-reduce of `full_bytes` over `size`, rounded down.
+    """Bytes sent per rank by a ring all-reduce of `full_bytes` over `size` ranks, rounded down.
 
     Source:
-        AMSP (arXiv:2311.00257) equation A2, ``2 (p - 1) v / p``.
+        AMSP (arXiv:2311.00257), cost of a ring all-reduce, ``2 (p - 1) v / p``.
     """
     return 2 * full_bytes * (size - 1) // size
 

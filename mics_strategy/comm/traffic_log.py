@@ -1,7 +1,7 @@
-"""What has been handed to the transport?
+"""Log of the collectives that were handed to the transport.
 
-Every collective of the training loop is written into a `TrafficLog` when it is asked for, from the tensors that were
-really passed, one entry for each stage.
+Every collective of the training loop is recorded in a `TrafficLog` when it is submitted, from the tensors that were
+really passed, with one entry for each stage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from mics_strategy.comm import traffic
 
 @dataclass(frozen=True, slots=True)
 class IssuedCollective:
-    """One issued collective: what, over which axis, in which dtype, and the bytes that this rank sends."""
+    """One issued stage of a collective, and the bytes that this rank sends.
+
+    Attributes:
+        collective: Name of the collective: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        axis: Names of the mesh axes that it spans.
+        size: Ranks that take part.
+        dtype: Dtype on the wire.
+        full_bytes: Bytes of the full tensor.
+        sent_bytes: Bytes that this rank sends.
+    """
 
     collective: str
     axis: str
@@ -28,21 +37,21 @@ class IssuedCollective:
 
 @dataclass(slots=True)
 class TrafficLog:
-    """The collectives issued since it was last emptied, with their number."""
+    """The collectives issued since the log was last drained, with their counts."""
 
     entries: Counter[IssuedCollective] = field(default_factory=Counter)
 
     def record(self, collective: str, axis: str, size: int, dtype: torch.dtype, full_bytes: int) -> None:
         """Record one collective whose full tensor has `full_bytes`."""
-        sent = traffic.SENT_BYTES[collective](full_bytes, size)
-        self.entries[IssuedCollective(collective, axis, size, dtype, full_bytes, sent)] += 1
+        sent_bytes = traffic.SENT_BYTES[collective](full_bytes, size)
+        self.entries[IssuedCollective(collective, axis, size, dtype, full_bytes, sent_bytes)] += 1
 
     def record_all_to_all(self, axis: str, size: int, full: torch.Tensor, kept_numel: int) -> None:
         """Record an all-to-all of `full`, of which this rank keeps `kept_numel` elements."""
-        full_bytes, sent = full.numel() * full.itemsize, (full.numel() - kept_numel) * full.itemsize
-        self.entries[IssuedCollective(traffic.ALL_TO_ALL, axis, size, full.dtype, full_bytes, sent)] += 1
+        full_bytes, sent_bytes = full.numel() * full.itemsize, (full.numel() - kept_numel) * full.itemsize
+        self.entries[IssuedCollective(traffic.ALL_TO_ALL, axis, size, full.dtype, full_bytes, sent_bytes)] += 1
 
     def drain(self) -> Counter[IssuedCollective]:
-        """The entries so far; the traffic_log starts again empty."""
+        """Return the entries so far, and empty the log."""
         entries, self.entries = self.entries, Counter()
         return entries

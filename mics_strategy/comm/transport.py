@@ -1,13 +1,13 @@
-"""How do pieces get from rank to rank? The only file that names torch's primitives.
+"""Transport of tensors within one process group. The only module that calls torch's communication primitives.
 
-On gloo pieces are sent point to point: every receive is posted before the first send, into the place where the piece
-belongs, so nothing is copied and nothing allocated (gloo's own gather has a hidden copy of the whole, its own
-reduce-scatter is an all-reduce and sends twice as much). Elsewhere, as on NCCL, torch's collectives move them.
+On gloo, pieces are sent point to point. Every receive is posted before the first send, into its destination, so that
+nothing is copied and nothing allocated (gloo's own all-gather has a hidden copy of the full tensor; its own
+reduce-scatter is an all-reduce and sends twice as much). Other backends, such as NCCL, use torch's collectives.
 
-A piece has a tag made of what it belongs to. Ranks that are at different transfers therefore never put one's numbers
-into another's memory, and gloo, which ends the process on a message of the wrong size, never sees one.
+A piece has a tag made from its collective. So the data of one collective never arrives in the memory of another when
+ranks diverge, and gloo, which ends the process on a message of the wrong size, never receives one.
 
-Ranks of one node that can read one another's memory do without gloo (see `neighbour`).
+Ranks of one node that can read one another's memory do not use gloo (see `peer_memory.connection`).
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _HANDSHAKE_TAG = 0
-_CARRIED = frozenset(  # by gloo's and NCCL's own collectives; others travel as bytes
+_CARRIED = frozenset(  # by gloo's and NCCL's own collectives; other dtypes are sent as bytes
     (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 )
 
 
 class PendingExchange:
-    """One piece from every rank, under way.
+    """One exchange in flight: one piece from every rank.
 
     Args:
-        arrivals: By the index of the rank it comes from; ranks may share one.
-        departures: Of what this rank sends.
+        recvs: Work of the receives by the index of their source; sources may share one.
+        sends: Work of this rank's sends.
     """
 
     __slots__ = ("_recvs", "_sends")
 
-    def __init__(self, arrivals: dict[int, BackendWork], departures: list[BackendWork]) -> None:
-        self._recvs = arrivals
-        self._sends = departures
+    def __init__(self, recvs: dict[int, BackendWork], sends: list[BackendWork]) -> None:
+        self._recvs = recvs
+        self._sends = sends
 
     def wait_recv(self, index: int) -> None:
         """Make the piece of one rank valid."""
@@ -57,7 +57,7 @@ class PendingExchange:
             work.wait()
 
     def wait(self) -> None:
-        """Make all pieces valid, and what was sent free to be overwritten."""
+        """Make all pieces valid, and make the memory of the sent ones free to be overwritten."""
         for index in list(self._recvs):
             self.wait_recv(index)
         for work in self._sends:
@@ -66,12 +66,19 @@ class PendingExchange:
 
 
 class Transport:
-    """One process group and the ways to move pieces within it.
+    """One process group and its communication primitives.
 
     Args:
-        group: Ranks in the order of their shard index.
-        axis: Names of the axes that the group spans.
-        device_type: Of the tensors that will travel.
+        group: Process group, its ranks in the order of their shard index.
+        axis: Names of the mesh axes that the group spans.
+        device_type: Device type of the tensors.
+
+    Attributes:
+        size: Ranks of the group.
+        index: Index of this rank in the group.
+        description: Axes and ranks as text, for errors.
+        fingerprint: Fingerprint of the group's collectives.
+        is_point_to_point: Whether this class sends pieces itself, which it does on gloo.
     """
 
     def __init__(self, group: dist.ProcessGroup, axis: str, device_type: str) -> None:
@@ -87,95 +94,95 @@ class Transport:
         self._connections: dict[int, PeerConnection] = {}
 
     def enable_peer_memory(self) -> None:
-        """Let the ranks, all of one node, read one another's memory, if each can. Collective; nothing is under way.
+        """Let the ranks, all of one node, read one another's memory if each can. Collective; nothing is in flight.
 
         Cost:
-            See `greeting.meet`. None where gloo is not in use.
+            That of `peer_memory.connection.handshake`. None where gloo is not in use.
         """
         if self.is_point_to_point:
-            patience = timeout_of(self.group, "cpu")
+            timeout = timeout_of(self.group, "cpu")
             self._connections = connection.handshake(
-                self.fingerprint.ranks, self.index, self._gather_handshakes, patience
+                self.fingerprint.ranks, self.index, self._gather_handshakes, timeout
             )
 
     @property
     def has_peer_memory(self) -> bool:
-        """Whether ranks read what they need where the others have it."""
+        """Whether the ranks read one another's memory."""
         return bool(self._connections)
 
-    def _gather_handshakes(self, own: torch.Tensor) -> torch.Tensor:
-        rows = own.new_zeros(self.size, own.numel())
-        self.all_gather(list(rows), own, _HANDSHAKE_TAG).wait()
+    def _gather_handshakes(self, values: torch.Tensor) -> torch.Tensor:
+        rows = values.new_zeros(self.size, values.numel())
+        self.all_gather(list(rows), values, _HANDSHAKE_TAG).wait()
         return rows
 
-    def all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, tag: int) -> PendingExchange:
-        """Put every rank's `own` into its row, this rank's, too.
+    def all_gather(self, rows: list[torch.Tensor], shard: torch.Tensor, tag: int) -> PendingExchange:
+        """Put every rank's `shard` into its row, this rank's as well.
 
         Args:
             rows: [n] for each rank, contiguous.
-            own: [n], same dtype; may be its row.
-            tag: Of the transfer, the same on all ranks.
+            shard: [n], same dtype; may be its row.
+            tag: Tag of the collective, the same on all ranks.
 
         Cost:
             (size - 1) * n sent.
         """
-        mine = rows[self.index]
-        if own.data_ptr() != mine.data_ptr():
-            mine.copy_(own)
+        local_row = rows[self.index]
+        if shard.data_ptr() != local_row.data_ptr():
+            local_row.copy_(shard)
         if self.is_point_to_point:
-            return self._post_p2p(rows, [mine] * self.size, tag)
-        rows, mine = [as_wire_dtype(row) for row in rows], as_wire_dtype(mine)
+            return self._post_p2p(rows, [local_row] * self.size, tag)
+        rows, local_row = [as_wire_dtype(row) for row in rows], as_wire_dtype(local_row)
         out = as_one_view(rows)
         if out is not None:
-            return self._as_pending(_all_gather(out, mine, group=self.group, async_op=True))
-        return self._as_pending(dist.all_to_all(rows, [mine] * self.size, group=self.group, async_op=True))
+            return self._as_pending(_all_gather(out, local_row, group=self.group, async_op=True))
+        return self._as_pending(dist.all_to_all(rows, [local_row] * self.size, group=self.group, async_op=True))
 
-    def all_gather_into(self, rows: list[ScatterTarget], own: torch.Tensor, tag: int) -> PendingExchange:
-        """Put every rank's `own` where the elements of its row belong. Where ranks read one another's memory.
+    def all_gather_into(self, rows: list[ScatterTarget], shard: torch.Tensor, tag: int) -> PendingExchange:
+        """Scatter every rank's `shard` into the target of its row. Needs peer memory.
 
         Args:
-            rows: For each rank, this one, too.
-            own: [n], as many as each row.
-            tag: Of the transfer, the same on all ranks.
+            rows: Targets by rank, this rank's as well.
+            shard: [n], as many elements as each row.
+            tag: Tag of the collective, the same on all ranks.
 
         Cost:
             (size - 1) * n read.
         """
-        if not own.numel():
+        if not shard.numel():
             return PendingExchange({}, [])
-        departures = [self.send(own, index, tag) for index in self._others]
-        rows[self.index].copy(own)
-        arrivals: dict[int, BackendWork] = {
-            o: self._connections[o].post_recv(rows[o], tag) for o in reversed(self._others)
+        sends = [self.send(shard, index, tag) for index in self._others]
+        rows[self.index].copy(shard)
+        recvs: dict[int, BackendWork] = {
+            index: self._connections[index].post_recv(rows[index], tag) for index in reversed(self._others)
         }
-        return PendingExchange(arrivals, departures)
+        return PendingExchange(recvs, sends)
 
     def all_to_all_scattered(
         self, incoming: dict[int, GatherTarget], outgoing: list[SourceVec], tag: int
     ) -> PendingExchange:
-        """Let every other rank read its row of `outgoing`, and read what each has for this one.
+        """Let every other rank read its row of `outgoing`, and read the row of each for this rank. Needs peer memory.
 
         Args:
-            incoming: By the index of the rank it comes from.
-            outgoing: For each rank by its index; must stay unchanged until all has been waited for.
-            tag: Of the transfer, the same on all ranks.
+            incoming: Targets by the index of the source.
+            outgoing: Sources by the index of the destination; unchanged until the exchange has been waited for.
+            tag: Tag of the collective, the same on all ranks.
 
         Cost:
-            What `incoming` has is read.
+            The elements of `incoming` are read.
         """
-        departures: list[BackendWork] = [self._connections[o].post_send(outgoing[o], tag) for o in self._others]
-        arrivals: dict[int, BackendWork] = {
-            o: self._connections[o].post_recv(incoming[o], tag) for o in reversed(self._others)
+        sends: list[BackendWork] = [self._connections[index].post_send(outgoing[index], tag) for index in self._others]
+        recvs: dict[int, BackendWork] = {
+            index: self._connections[index].post_recv(incoming[index], tag) for index in reversed(self._others)
         }
-        return PendingExchange(arrivals, departures)
+        return PendingExchange(recvs, sends)
 
     def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
-        """Send every rank its row of `outgoing`, and put into a row of `incoming` what its rank has sent.
+        """Send every rank its row of `outgoing`, and receive a row of `incoming` from each.
 
         Args:
-            incoming: [n] for each rank, contiguous; what this rank's own row holds afterwards is not said.
+            incoming: [n] for each rank, contiguous; this rank's own row is undefined afterwards.
             outgoing: [n] for each rank, contiguous, same dtype.
-            tag: Of the transfer, the same on all ranks.
+            tag: Tag of the collective, the same on all ranks.
 
         Cost:
             (size - 1) * n sent.
@@ -187,14 +194,14 @@ class Transport:
             return self._as_pending(dist.all_to_all_single(received, full, group=self.group, async_op=True))
         return self._as_pending(dist.all_to_all(incoming, outgoing, group=self.group, async_op=True))
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> BackendWork:
-        """Send to the rank of that index, or let it read. Where messages go point to point."""
+    def send(self, tensor: torch.Tensor, dest: int, tag: int) -> BackendWork:
+        """Send to the rank of index `dest`, or let it read. Needs point-to-point messages."""
         if self._connections:
-            return self._connections[to].post_send(tensor, tag)
-        return self.group.send([tensor], to, tag)
+            return self._connections[dest].post_send(tensor, tag)
+        return self.group.send([tensor], dest, tag)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int) -> BackendWork:
-        """Receive from the rank of that index. Messages of one tag arrive in the order in which they were sent."""
+        """Receive from the rank of index `source`. Messages of one tag arrive in the order of their sends."""
         if self._connections:
             return self._connections[source].post_recv(tensor, tag)
         return self.group.recv([tensor], source, tag)
@@ -202,45 +209,45 @@ class Transport:
     def _post_p2p(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
         if not outgoing[self.index].numel():
             return PendingExchange({}, [])
-        arrivals: dict[int, BackendWork] = {}
+        recvs: dict[int, BackendWork] = {}
         for index in reversed(self._others):
-            arrivals[index] = self.recv(incoming[index], index, tag)
-        return PendingExchange(arrivals, [self.send(outgoing[index], index, tag) for index in self._others])
+            recvs[index] = self.recv(incoming[index], index, tag)
+        return PendingExchange(recvs, [self.send(outgoing[index], index, tag) for index in self._others])
 
     def barrier(self, tag: int) -> None:
-        """Block until all ranks are at the same transfer, before one of gloo's own collectives, which have no tags.
+        """Block until all ranks have reached one collective, before one of gloo's own, which has no tags.
 
-        Each rank hears from those 1, 2, 4, ... places before it, each of which has heard from others by then.
+        Each rank receives from those 1, 2, 4, ... places before it, each of which has received from others by then.
 
         Args:
-            tag: Of the transfer, the same on all ranks.
+            tag: Tag of the collective, the same on all ranks.
 
         Cost:
-            Messages of no bytes, one after the other: log2(size), rounded up. None where gloo is not in use.
+            Empty messages, one after the other: log2(size), rounded up. None where gloo is not in use.
         """
         step = 1
         while self.is_point_to_point and step < self.size:
-            arrival = self.group.recv([torch.empty(0)], (self.index - step) % self.size, tag)
+            recv = self.group.recv([torch.empty(0)], (self.index - step) % self.size, tag)
             self.group.send([torch.empty(0)], (self.index + step) % self.size, tag).wait()
-            arrival.wait()
+            recv.wait()
             step *= 2
 
     def _as_pending(self, work: Any) -> PendingExchange:
         return PendingExchange(dict.fromkeys(range(self.size), work), [])
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> BackendWork:
-        """Sum every rank's `full` and keep this rank's slice, in their dtype, in no said order. On NCCL."""
+        """Sum every rank's `full` in its dtype, in unspecified order, and keep this rank's slice. For NCCL."""
         work: BackendWork = _reduce_scatter(out, full, group=self.group, async_op=True)
         return work
 
-    def all_gather_coalesced(self, outs: list[torch.Tensor], owns: list[torch.Tensor]) -> BackendWork:
-        """Gather several tensors in one launch, the ranks' side by side, [size * n] each. Elsewhere than on gloo."""
-        outs, owns = [as_wire_dtype(out) for out in outs], [as_wire_dtype(own) for own in owns]
-        work: BackendWork = self.group.allgather_into_tensor_coalesced(outs, owns)
+    def all_gather_coalesced(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> BackendWork:
+        """All-gather several tensors in one launch, [size * n] each, in the order of the ranks. Not for gloo."""
+        outs, shards = [as_wire_dtype(out) for out in outs], [as_wire_dtype(shard) for shard in shards]
+        work: BackendWork = self.group.allgather_into_tensor_coalesced(outs, shards)
         return work
 
     def reduce_scatter_coalesced(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> BackendWork:
-        """Several reduce-scatters in one launch, see `reduce_scatter`. Elsewhere than on gloo."""
+        """Reduce-scatter several tensors in one launch, see `reduce_scatter`. Not for gloo."""
         work: BackendWork = self.group.reduce_scatter_tensor_coalesced(outs, fulls)
         return work
 
@@ -252,17 +259,17 @@ class Transport:
     def all_to_all(
         self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int]
     ) -> BackendWork:
-        """Exchange pieces of any sizes."""
+        """Exchange pieces of any sizes, in elements."""
         work: BackendWork = dist.all_to_all_single(out, full, out_numels, full_numels, group=self.group, async_op=True)
         return work
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> BackendWork:
-        """Copy the tensor of one rank, contiguous, to all, in place."""
+        """Copy the contiguous tensor of rank `source` to all ranks, in place."""
         work: BackendWork = dist.broadcast(as_wire_dtype(tensor), group=self.group, group_src=source, async_op=True)
         return work
 
     def broadcast_object(self, value: T, source: int) -> T:
-        """The object of one rank, on all."""
+        """Return the object of rank `source` on all ranks."""
         values = [value]
         dist.broadcast_object_list(values, group=self.group, group_src=source)
         return values[0]
@@ -274,21 +281,21 @@ class Transport:
         return work
 
     def cancel(self) -> None:
-        """End everything that is under way in the group, on its other ranks, too, with an error. On gloo.
+        """Fail all collectives in flight in the group, on its other ranks as well. For gloo.
 
-        Nothing else wakes a thread that waits for a message which will never come; when the interpreter ends around
-        such a thread, the process is aborted.
+        Nothing else wakes a thread that waits for a message which will never come. When the interpreter ends while
+        such a thread waits, the process is aborted.
         """
-        for neighbour in self._connections.values():
-            neighbour.cancel()
+        for peer in self._connections.values():
+            peer.cancel()
         for other in self._others:  # until one is alive: where none is, nothing waits
-            with suppress(RuntimeError):  # as meant: a receive that is late closes the connections of its group
+            with suppress(RuntimeError):  # intended: a receive that times out closes the connections of its group
                 self.group.recv([torch.empty(1)], other, 2**31 - 1).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Let go of the group. Not collective; nothing may be under way."""
-        for neighbour in self._connections.values():
-            neighbour.close()
+        """Destroy the group. Not collective; nothing may be in flight."""
+        for peer in self._connections.values():
+            peer.close()
         if dist.is_initialized():
             with suppress(ValueError):  # of a default group that is gone
                 dist.destroy_process_group(self.group)
@@ -296,23 +303,23 @@ class Transport:
 
 
 def as_wire_dtype(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor that is only to be copied, as one whose dtype every backend knows."""
+    """View a contiguous tensor that is only copied in a dtype that every backend supports."""
     return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
 
 
 def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
     """Whether gloo moves the tensors of this device."""
-    return device_type == "cpu" and moves(group, device_type) == "gloo"
+    return device_type == "cpu" and backend_of(group, device_type) == "gloo"
 
 
-def moves(group: dist.ProcessGroup | None, device_type: str) -> str | None:
-    """The backend that moves the tensors of this device."""
-    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(",") if ":" in each)
+def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
+    """The backend that moves the tensors of this device type; None where there is none."""
+    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(",") if ":" in entry)
     return backends.get(device_type)
 
 
 def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta:
-    """How long ranks of a group wait for one another; torch's default where its backend does not say."""
+    """The timeout of a group; torch's default where its backend does not say."""
     try:
         group = dist.distributed_c10d._get_default_group() if group is None else group
         options = group._get_backend(torch.device(device_type)).options
@@ -323,11 +330,11 @@ def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta:
 
 
 def as_one_view(rows: list[torch.Tensor]) -> torch.Tensor | None:
-    """The rows as one tensor without a copy; None where they do not lie side by side."""
+    """The rows as one tensor, without a copy; None where they are not consecutive in memory."""
     first = rows[0]
     storage = first.untyped_storage().data_ptr()
-    for place, row in enumerate(rows):
-        offset = first.storage_offset() + place * first.numel()
+    for position, row in enumerate(rows):
+        offset = first.storage_offset() + position * first.numel()
         if row.storage_offset() != offset or row.untyped_storage().data_ptr() != storage:
             return None
     return first.as_strided((len(rows) * first.numel(),), (1,))

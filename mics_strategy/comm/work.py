@@ -1,7 +1,7 @@
-"""What does a collective look like to its caller?
+"""The asynchronous result of a collective, and the errors of a failed one.
 
-A collective is started and gives a `Work`; its result is valid after `Work.wait()`. Work that needs the
-result (adding a received sum, copying out) is part of the handle, so a caller never sees half a result.
+A collective returns a `Work`; its result is valid after `Work.wait()`. Steps that need the result (adding a received
+sum, copying out) are part of the work, so a caller never sees half a result.
 """
 
 from __future__ import annotations
@@ -16,36 +16,39 @@ from mics_strategy.errors import CommunicationError, LifecycleError, ShapeError
 
 
 class BackendWork(Protocol):
-    """The part of ``torch.distributed.Work`` that every backend honours."""
+    """The part of ``torch.distributed.Work`` that every backend implements."""
 
     def wait(self) -> object:
         """Block (CPU) or make the current stream wait (CUDA)."""
 
     def is_completed(self) -> bool:
-        """Whether the transport has done it, or given up."""
+        """Whether the transport has finished, or has failed."""
 
 
 class Work:
-    """One started collective and what must follow it.
+    """One started collective and the steps that follow it.
 
     Args:
-        what: Names the collective, the unit and the axis in an error.
-        works: Started transport work; empty when nothing had to be sent.
-        is_queued: Whether what is asked for next, of the same lane, waits for this by itself.
-        on_failure: Called when the transport has given up: says why, or raises what it knows better.
+        label: Name of the collective, the unit and the axis, for errors.
+        works: Started work of the transport; empty when nothing had to be sent.
+        is_queued: Whether later collectives of the same queue wait for this one by themselves.
+        on_failure: Called when the transport has failed: returns what else is known, or raises a more precise error.
+
+    Attributes:
+        keepalive: Tensors that live as long as this object.
     """
 
-    __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "is_queued", "keepalive", "what")
+    __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "is_queued", "keepalive", "label")
 
     def __init__(
         self,
-        what: str,
+        label: str,
         works: list[BackendWork],
         *,
         is_queued: bool = False,
         on_failure: Callable[[], str] = str,
     ) -> None:
-        self.what = what
+        self.label = label
         self._on_failure = on_failure
         self.is_queued = is_queued
         self._works = works
@@ -54,10 +57,10 @@ class Work:
         _started.add(self)
 
     def wait(self) -> None:
-        """Make the result valid on the current stream. Calling it again does nothing.
+        """Make the result valid on the current stream. A second call does nothing.
 
         Raises:
-            CommunicationError: The transport failed: a peer died or did not take part in time.
+            CommunicationError: The transport failed: a peer died, or did not take part in time.
         """
         works, self._works = self._works, []
         finish, self._finish = self._finish, None
@@ -68,44 +71,44 @@ class Work:
             except LifecycleError:
                 raise
             except RuntimeError as error:
-                raise as_communication_error(self.what, error, self._on_failure()) from error
+                raise as_communication_error(self.label, error, self._on_failure()) from error
         if finish is not None:
             finish()
 
     @property
     def has_completed(self) -> bool:
-        """Whether the transport is done, so that `wait` would not block for it."""
+        """Whether the transport has finished, so that `wait` would not block on it."""
         return all(work.is_completed() for work in self._works)
 
     def then(self, finish: Callable[[], None]) -> Work:
-        """The same handle, with more to do after the work, once, on the stream that waits."""
-        before = self._finish
+        """Add a step that runs once after the work, on the stream that waits. Returns this object."""
+        previous = self._finish
 
         def both() -> None:
-            if before is not None:
-                before()
+            if previous is not None:
+                previous()
             finish()
 
         self._finish = both
         return self
 
     def keep_alive(self, tensors: list[torch.Tensor]) -> Work:
-        """The same handle, which holds tensors that must not be freed before its work is done on the device."""
+        """Hold tensors that must not be freed before the work is done on the device. Returns this object."""
         self.keepalive = tensors
         return self
 
 
-def as_communication_error(what: str, error: RuntimeError, found: str = "") -> CommunicationError:
-    """The error of a collective that the transport has given up.
+def as_communication_error(label: str, error: RuntimeError, details: str = "") -> CommunicationError:
+    """The error of a collective that has failed in the transport.
 
     Args:
-        what: Names the collective.
-        error: Of the transport.
-        found: What is known of the ranks beside, as sentences.
+        label: Name of the collective.
+        error: Error of the transport.
+        details: What else is known of the ranks, as sentences.
     """
     return CommunicationError(
-        f"{what} failed: {error}. {found}A rank died, stands still or left the common schedule; look for the first "
-        "error of the other ranks. All ranks must run the same units in the same order while anything is sharded."
+        f"{label} failed: {error}. {details}A rank has died, hangs, or runs other units. Look for the first error of "
+        "the other ranks. All ranks must run the same units in the same order while anything is sharded."
     )
 
 
@@ -113,18 +116,18 @@ _started: weakref.WeakSet[Work] = weakref.WeakSet()
 
 
 def has_pending_work() -> bool:
-    """Whether a collective that this process has started, and nobody has waited for, still travels."""
-    return any(not handle.has_completed for handle in list(_started))
+    """Whether a collective that this process has started is unfinished, and nothing has waited for it."""
+    return any(not work.has_completed for work in list(_started))
 
 
-def check_shapes(fits: bool, what: str, small: torch.Tensor, large: torch.Tensor) -> None:
-    """Refuse buffers that do not belong to one collective, before anything is sent.
+def check_shapes(fits: bool, label: str, small: torch.Tensor, large: torch.Tensor) -> None:
+    """Raise for buffers that do not fit one collective, before anything is sent.
 
     Raises:
         ShapeError: They do not fit.
     """
     if not fits:
         raise ShapeError(
-            f"{what}: buffers of {small.numel()} {small.dtype} and {large.numel()} {large.dtype} do not belong to one "
-            "collective. This is a defect of the layout; please report it."
+            f"{label}: a buffer of {small.numel()} {small.dtype} and one of {large.numel()} {large.dtype} do not fit "
+            "one collective. This is a defect of the layout; please report it."
         )

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
 from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from mics_strategy.comm.transport import moves
+from mics_strategy.comm.transport import backend_of
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.scopes import Scopes
 from mics_strategy.topology import Span
@@ -112,7 +112,7 @@ def autotune(scopes: Scopes, context: BenchmarkContext) -> list[TuningResult]:
 
 def backend_key(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """What moves tensors, in words; None where times say nothing, as among simulated ranks."""
-    backend = moves(group, device.type)
+    backend = backend_of(group, device.type)
     if backend not in _TIMED_BACKENDS:
         return None
     return f"{backend} on {torch.cuda.get_device_name() if device.type == 'cuda' else device.type}"

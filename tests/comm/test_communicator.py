@@ -253,7 +253,7 @@ def take_too_much(ctx: RankContext, kind: str, codec: Codec | None) -> bool:
         "reduce": lambda: one.reduce_scatter(torch.empty(1000), torch.empty(4000, dtype=BF16), False, "block"),
         "all_reduce": lambda: one.all_reduce(torch.empty(1000), BF16, "block"),
     }[kind]
-    with pytest.raises(LifecycleError, match="were announced"):
+    with pytest.raises(LifecycleError, match="are reserved"):
         start().wait()
     return True
 

@@ -43,10 +43,10 @@ def test_balances_of_a_thousand_ranks_fit_into_32_bits() -> None:
 @pytest.mark.parametrize(
     ("moved", "words"),
     [
-        (("abc", "adc"), "as transfer 1 of gathers, rank 4 moved `b` and rank 5 moved `d`"),
-        (("abc", "abc", "ab"), "as transfer 2 of gathers, rank 4 moved `c` and rank 6 moved nothing"),
-        (("x" * 300 + "a", "x" * 300 + "b"), "as transfer 300 of gathers, rank 4 moved `a` and rank 5 moved `b`"),
-        (("a" + "x" * 300, "b" + "x" * 300), "they parted more transfers ago than are kept"),
+        (("abc", "adc"), "in collective 1 of gathers, rank 4 sent `b`, rank 5 sent `d`"),
+        (("abc", "abc", "ab"), "in collective 2 of gathers, rank 4 sent `c`, rank 6 sent nothing"),
+        (("x" * 300 + "a", "x" * 300 + "b"), "in collective 300 of gathers, rank 4 sent `a`, rank 5 sent `b`"),
+        (("a" + "x" * 300, "b" + "x" * 300), "they diverged before the oldest recorded collective"),
     ],
 )
 def test_first_difference_is_named(moved: tuple[str, ...], words: str) -> None:

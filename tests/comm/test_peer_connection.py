@@ -97,7 +97,7 @@ def test_a_piece_may_not_be_overwritten_before_it_was_read() -> None:
 def test_a_piece_of_another_size_is_found() -> None:
     with neighbours() as (one, other):
         one.post_send(torch.zeros(5), 1)
-        with pytest.raises(RuntimeError, match="rank 0 offers 20 bytes where 16 are expected"):
+        with pytest.raises(RuntimeError, match="rank 0 sends 20 bytes, but 16 are expected"):
             other.post_recv(torch.zeros(4), 1).wait()
 
 
@@ -119,7 +119,7 @@ def test_who_waits_is_woken(ends: Callable[[PeerConnection], None], of_other: bo
         thread.start()
         ends(other if of_other else one)
         thread.join(TIMEOUT_S)
-        with pytest.raises(RuntimeError, match="rank 1 cannot be told"):
+        with pytest.raises(RuntimeError, match="no message can be sent to rank 1"):
             one.post_send(torch.zeros(1), 1)
     assert found == ["rank 1 has closed the connection"]
 
@@ -162,7 +162,7 @@ def test_a_piece_that_is_read_in_stretches_has_the_size_of_all_of_it() -> None:
         other.post_recv(ScatterTarget([(3, out)], 5, FP32), 1).wait()
         assert out.tolist() == [3.0, 4.0]
         one.post_send(torch.zeros(6), 1)
-        with pytest.raises(RuntimeError, match="rank 0 offers 24 bytes where 20 are expected"):
+        with pytest.raises(RuntimeError, match="rank 0 sends 24 bytes, but 20 are expected"):
             other.post_recv(ScatterTarget([(3, out)], 5, FP32), 1).wait()
 
 
@@ -195,7 +195,7 @@ def test_a_piece_that_is_spread_otherwise_than_expected_is_not_read() -> None:
     out = torch.zeros(4)
     with neighbours() as (one, other):
         one.post_send(SourceVec([out.data_ptr()], 16), 1)
-        with pytest.raises(RuntimeError, match="rank 0 offers 1 stretches where 2 are expected"):
+        with pytest.raises(RuntimeError, match="rank 0 sends 1 extents, but 2 are expected"):
             other.post_recv(GatherTarget([out[:2], out[2:]], 4, FP32), 1).wait()
 
 
@@ -205,7 +205,9 @@ def test_a_read_beyond_what_is_there_says_how_far_it_came() -> None:
         out = torch.zeros(2 * mmap.PAGESIZE, dtype=torch.uint8)
         readv.read_into(out, os.getpid(), [address])
         ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + mmap.PAGESIZE), mmap.PAGESIZE, 0)
-        with pytest.raises(OSError, match=f"it ends there, after {mmap.PAGESIZE} of {2 * mmap.PAGESIZE} bytes"):
+        with pytest.raises(
+            OSError, match=f"the mapped memory ends, after {mmap.PAGESIZE} of {2 * mmap.PAGESIZE} bytes"
+        ):
             readv.read_into(out, os.getpid(), [address])
         ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + mmap.PAGESIZE), mmap.PAGESIZE, 3)
         del address
@@ -284,7 +286,7 @@ def test_when_a_rank_dies_while_it_is_read_the_others_say_so(ranks: RankPool, di
     assert isinstance(errors.pop(1), ChildProcessError)
     assert sorted(errors) == [0, 2, 3]
     assert all(isinstance(error, CommunicationError) for error in errors.values())
-    assert "Gather of layers.3 over" in str(errors[0])
+    assert "All-gather of layers.3 over" in str(errors[0])
     assert "rank 1" in str(errors[0])
 
 

@@ -24,12 +24,12 @@ WITHIN_S = 15.0  # far less than the timeout of a process group
 
 
 class NullWatchdog:
-    """In place of a watch: nobody waits in vain."""
+    """In place of a watchdog: no rank waits forever."""
 
-    def record(self, lane: str, what: str, size: str, ranks: frozenset[int]) -> OpId:
-        return OpId(lane, 0, what, size, ranks)
+    def record(self, queue: str, label: str, size: str, ranks: frozenset[int]) -> OpId:
+        return OpId(queue, 0, label, size, ranks)
 
-    def check(self, own: OpId) -> None:
+    def check(self, op: OpId) -> None:
         pass
 
     def forget(self) -> None:
@@ -128,7 +128,7 @@ def test_a_failure_reaches_all_who_wait() -> None:
     assert found == ["for all"] * 4
 
 
-@pytest.mark.parametrize("is_lane", [True, False], ids=["lane", "at once"])
+@pytest.mark.parametrize("is_lane", [True, False], ids=["lane", "inline"])
 @pytest.mark.parametrize(
     ("error", "expected"),
     [(RuntimeError("connection lost"), CommunicationError), (LifecycleError("too early"), LifecycleError)],
@@ -141,7 +141,7 @@ def test_errors_of_the_transport_become_errors_of_communication(
         raise error
 
     with opened() as lane, pytest.raises(expected, match=str(error)):
-        Work("Gather of block", [run(lane if is_lane else InlineExecutor(), fail)]).wait()
+        Work("All-gather of block", [run(lane if is_lane else InlineExecutor(), fail)]).wait()
 
 
 def test_nothing_of_a_program_is_for_autograd() -> None:
@@ -193,7 +193,7 @@ def test_a_forgotten_lane_ends_its_thread(fails: bool) -> None:
                 raise ValueError(f"of {lane}")
 
         work = run(lane, program)
-        with pytest.raises(ValueError, match="Lane") if fails else nullcontext():
+        with pytest.raises(ValueError, match="CommThread") if fails else nullcontext():
             work.wait()
 
     use_and_forget(CommThread("forgotten", NullWatchdog()))
@@ -231,7 +231,7 @@ def close_what_never_ends(ctx: RankContext, lanes: int) -> tuple[bool, int]:
     network.groups.stop()
     assert time.monotonic() - start_s < WITHIN_S
     for handle in handles:
-        with pytest.raises(CommunicationError, match="Gather of alone"):
+        with pytest.raises(CommunicationError, match="All-gather of alone"):
             handle.wait()
     return True, sum(thread.name.startswith("mics ") for thread in threading.enumerate())
 
@@ -260,7 +260,7 @@ def close_after_a_peer_has_died(ctx: RankContext) -> None:
         return
     try:
         network.groups.stop()
-        with pytest.raises(CommunicationError, match="Gather of alone"):
+        with pytest.raises(CommunicationError, match="All-gather of alone"):
             handle.wait()
         assert not any(thread.name.startswith("mics ") for thread in threading.enumerate())
     finally:
@@ -284,7 +284,7 @@ def fail_in_the_middle(ctx: RankContext) -> bool:
     ]
     handles[0].wait()
     for handle in handles[1:]:
-        with pytest.raises(LifecycleError, match="were announced"):
+        with pytest.raises(LifecycleError, match="are reserved"):
             handle.wait()
     return True
 

@@ -80,9 +80,9 @@ def test_ranks_that_are_asked_for_different_things_say_so(ranks: RankPool, world
     failure = raises_on_every_rank(
         lambda: ranks(world, ask_for_different_things, ranks_per_node=per_node, timeout_s=TIMEOUT_S),
         LifecycleError,
-        r"rank \d for the gather of layers.\d \(transfer 1 of its lane\), rank \d for the gather of layers.\d \(tr",
+        r"rank \d for the all-gather of layers.\d \(collective 1 of its queue\), rank \d for the all-gather of layers",
     )
-    assert names_both(failure, "gather of layers.3", "gather of layers.7")
+    assert names_both(failure, "all-gather of layers.3", "all-gather of layers.7")
 
 
 def wait_for_one_another(ctx: RankContext) -> None:
@@ -99,9 +99,9 @@ def test_ranks_that_wait_for_one_another_in_two_lanes_say_so(ranks: RankPool, wo
     failure = raises_on_every_rank(
         lambda: ranks(world, wait_for_one_another, ranks_per_node=per_node, timeout_s=TIMEOUT_S),
         LifecycleError,
-        "Ranks have parted",
+        "Ranks diverged",
     )
-    assert names_both(failure, "gather of layers.3", "reduction of layers.7")
+    assert names_both(failure, "all-gather of layers.3", "reduce-scatter of layers.7")
 
 
 def wait_for_what_is_behind(ctx: RankContext) -> None:
@@ -133,7 +133,7 @@ def ask_for_different_sizes(ctx: RankContext, kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("gather", "gather"), ("reduce", "reduction"), ("bfloat16", "all-reduce"), ("float32", "all-reduce")],
+    [("gather", "all-gather"), ("reduce", "reduce-scatter"), ("bfloat16", "all-reduce"), ("float32", "all-reduce")],
 )
 @pytest.mark.parametrize(("world", "per_node"), [(2, 2), (4, 2)])
 def test_ranks_that_are_asked_for_different_sizes_say_so(
@@ -235,7 +235,7 @@ def dying(after: int) -> Iterator[None]:
 @pytest.mark.parametrize("codec", [None, INT8], ids=["plain", "int8"])
 @pytest.mark.parametrize("stages", [1, 2, DIRECT], ids=["one-stage", "two-stages", "direct"])
 @pytest.mark.parametrize(
-    ("kind", "name"), [("gather", "Gather"), ("reduce", "Reduction"), ("all_reduce", "All-reduce")]
+    ("kind", "name"), [("gather", "All-gather"), ("reduce", "Reduce-scatter"), ("all_reduce", "All-reduce")]
 )
 def test_when_a_rank_dies_the_others_say_what_failed_and_among_whom(
     ranks: RankPool, kind: str, name: str, stages: Stages, codec: Codec | None

@@ -76,5 +76,7 @@ def _evaluate_then_train(ctx: RankContext) -> None:
 
 
 def test_what_went_wrong_in_evaluation_is_told_in_training(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"Ranks have parted.*layers.1 \(transfer 1 of its lane\).*layers.2.*no evalua"):
+    with pytest.raises(
+        RankError, match=r"Ranks diverged.*layers.1 \(collective 1 of its queue\).*layers.2.*Remove any evalua"
+    ):
         ranks(2, _evaluate_then_train, timeout_s=20.0)

@@ -190,4 +190,4 @@ def test_when_a_rank_dies_whose_gradient_is_read_the_other_says_in_what(ranks: R
     error = failure.value.by_rank[0]
     assert isinstance(error, CommunicationError)
     assert "rank 1" in str(error)
-    assert "Reduction of 1" in str(error)
+    assert "Reduce-scatter of 1" in str(error)

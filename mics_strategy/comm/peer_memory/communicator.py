@@ -1,7 +1,7 @@
-"""How do ranks gather and sum what lies apart: parameters and gradients, each where it is used and where it was made?
+"""Collectives on scattered tensors, for ranks that read one another's memory.
 
-Ranks that read one another's memory need no flat form, which is a copy more of everything: a rank reads the stretches
-that it needs, from where its neighbours have them to where they belong.
+Such ranks need no flat buffer, which is one more copy of everything: a rank reads the extents that it needs from the
+parameters or gradients of its peers, and writes them to their destinations.
 """
 
 from __future__ import annotations
@@ -20,111 +20,109 @@ from mics_strategy.comm.workspace import Workspace
 
 
 class ShardViews:
-    """The stretches of a slice of the flat form; what is in none is padding.
+    """Views of the extents of a slice of the flat buffer; elements outside of them are padding.
 
     Args:
-        stretches: Where each begins, and its length, in elements.
-        dtype: In which they travel.
+        extents: Start and length of each extent, in elements.
+        dtype: Dtype on the wire.
     """
 
-    def __init__(self, stretches: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
+    def __init__(self, extents: Sequence[tuple[int, int]], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._stretches = stretches
+        self._extents = extents
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def views_of(self, slice_: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the stretches. Slices are few and stay where they are, so the views are made once."""
+        """Views of the extents. They are cached, since slices are few and keep their addresses."""
         address = slice_.data_ptr()
         if address not in self._views:
-            self._views[address] = [slice_[start : start + numel] for start, numel in self._stretches]
+            self._views[address] = [slice_[start : start + numel] for start, numel in self._extents]
         return self._views[address]
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceInputs:
-    """What one rank has for the sums of all: stretches that lie apart, contiguous.
+    """The inputs of one rank to a reduce-scatter: scattered contiguous tensors.
 
     Attributes:
-        own: For this rank's slice, in the order of its cut.
-        spreads: For the slice of each rank, by its index; the own one is not used.
-        keep_alive: What all of them lie in.
+        local_parts: Parts for this rank's own slice, in the order of its extents.
+        sources: Addresses of the parts for the slice of each rank, by its index; this rank's own entry is unused.
+        keep_alive: Tensors that hold all parts.
     """
 
-    own: list[torch.Tensor]
-    spreads: list[SourceVec]
+    local_parts: list[torch.Tensor]
+    sources: list[SourceVec]
     keep_alive: list[torch.Tensor]
 
 
 class PeerMemoryCommunicator:
-    """Collectives of one stage over ranks that read one another's memory, nothing encoded.
+    """Collectives of one stage over ranks that read one another's memory, unquantized.
 
     Args:
-        route: For the account.
-        transport: Of the ranks.
-        programs: Runs them.
-        workspace: Of the programs.
+        route: Route for the traffic log.
+        transport: Transport of the ranks.
+        queue: Queue that runs the tasks.
+        workspace: Scratch memory of the tasks.
     """
 
-    def __init__(
-        self, route: routes.Route, transport: Transport, programs: CollectiveQueue, workspace: Workspace
-    ) -> None:
+    def __init__(self, route: routes.Route, transport: Transport, queue: CollectiveQueue, workspace: Workspace) -> None:
         self._route = route
         self._transport = transport
-        self._queue = programs
+        self._queue = queue
         self._workspace = workspace
 
-    def all_gather(self, rows: list[ScatterTarget], shard: torch.Tensor, what: str) -> Work:
-        """Put the elements of every rank's `shard` where they belong.
+    def all_gather(self, rows: list[ScatterTarget], shard: torch.Tensor, label: str) -> Work:
+        """Scatter the elements of every rank's `shard` to their destinations.
 
         Args:
-            rows: For each rank, in the order of their index.
-            shard: [n], as many as each row; must stay unchanged until the handle has been waited for.
-            what: Names the caller in errors.
+            rows: Destinations of each rank's shard, in the order of the ranks' index.
+            shard: [n], as many elements as each row; must stay unchanged until the work has been waited for.
+            label: Label of the payload in errors.
 
         Cost:
-            That of `Collective.gather`.
+            That of `Communicator.all_gather`.
         """
         transport, full_numel = self._transport, shard.numel() * self._transport.size
-        check_shapes(rows[transport.index].numel() == shard.numel(), what, shard, shard)
-        asked = self._queue.next_op("Gather", what, full_numel, shard.dtype)
+        check_shapes(rows[transport.index].numel() == shard.numel(), label, shard, shard)
+        op = self._queue.next_op("All-gather", label, full_numel, shard.dtype)
         self._queue.log(routes.all_gather_traffic(self._route, full_numel, shard.dtype))
-        return self._queue.submit(asked, lambda: transport.all_gather_into(rows, shard, asked.tag).wait())
+        return self._queue.submit(op, lambda: transport.all_gather_into(rows, shard, op.tag).wait())
 
     def reduce_scatter(
-        self, out: torch.Tensor, summands: ReduceInputs, cut: ShardViews, accumulate: bool, what: str
+        self, out: torch.Tensor, inputs: ReduceInputs, views: ShardViews, accumulate: bool, label: str
     ) -> Work:
-        """Sum every rank's summands of this rank's slice, in the order of the ranks.
+        """Sum the inputs of all ranks for this rank's slice, in the order of the ranks.
 
         Args:
-            out: [n], fp32 or wider: holds the sum, or has it added; padding stays as it is.
-            summands: What this rank has.
-            cut: Of the slice that this rank keeps.
-            accumulate: Add to `out` instead of overwriting it.
-            what: Names the caller in errors.
+            out: [n], fp32 or wider; overwritten with the sum, or added to. Padding stays unchanged.
+            inputs: Inputs of this rank.
+            views: Extents of the slice that this rank keeps.
+            accumulate: Whether to add to `out` instead of overwriting it.
+            label: Label of the payload in errors.
 
         Cost:
-            That of `Collective.reduce`, whose workspace it uses; padding is counted, though not read.
+            That of `Communicator.reduce_scatter`, with its workspace; padding is counted, though not read.
         """
         full_numel = out.numel() * self._transport.size
-        asked = self._queue.next_op("Reduction", what, full_numel, cut.dtype)
-        self._queue.log(routes.reduce_scatter_traffic(self._route, full_numel, cut.dtype))
-        return self._queue.submit(asked, lambda: self._reduce_scatter(out, summands, cut, accumulate, asked.tag))
+        op = self._queue.next_op("Reduce-scatter", label, full_numel, views.dtype)
+        self._queue.log(routes.reduce_scatter_traffic(self._route, full_numel, views.dtype))
+        return self._queue.submit(op, lambda: self._reduce_scatter(out, inputs, views, accumulate, op.tag))
 
     def _reduce_scatter(
-        self, out: torch.Tensor, summands: ReduceInputs, cut: ShardViews, accumulate: bool, tag: int
+        self, out: torch.Tensor, inputs: ReduceInputs, views: ShardViews, accumulate: bool, tag: int
     ) -> None:
-        transport, sums = self._transport, cut.views_of(out)
+        transport, sums = self._transport, views.views_of(out)
         others = [index for index in range(transport.size) if index != transport.index]
-        arrived = {index: cut.views_of(self._workspace.allocate(out.numel(), cut.dtype)) for index in others}
-        targets = {index: GatherTarget(parts, out.numel(), cut.dtype) for index, parts in arrived.items()}
-        under_way = transport.all_to_all_scattered(targets, summands.spreads, tag)
+        received = {index: views.views_of(self._workspace.allocate(out.numel(), views.dtype)) for index in others}
+        targets = {index: GatherTarget(parts, out.numel(), views.dtype) for index, parts in received.items()}
+        pending = transport.all_to_all_scattered(targets, inputs.sources, tag)
         for index in range(transport.size):
-            under_way.wait_recv(index)
-            parts = arrived.get(index, summands.own)
-            if not sums:  # a rank behind the last row, whose slice is padding
+            pending.wait_recv(index)
+            parts = received.get(index, inputs.local_parts)
+            if not sums:  # a rank after the last row, whose slice is all padding
                 continue
             if accumulate or index:
                 torch._foreach_add_(sums, parts)
             else:
                 torch._foreach_copy_(sums, parts)
-        under_way.wait()
+        pending.wait()

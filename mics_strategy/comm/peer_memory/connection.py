@@ -1,14 +1,13 @@
-"""How do two ranks of one node hand numbers to each other without sending them?
+"""Connections between ranks of one node that read one another's memory.
 
-The receiver reads them where the sender has them.
+The receiver reads a piece from the memory of the sender.
 
-1. The sender writes a note: the tag of the transfer, how many bytes the piece has, and where it is, in one place or
-   several.
-2. The receiver waits for the note, reads the piece into the place where it belongs, and writes back that it has.
-3. The sender may overwrite the piece when that answer is there.
+1. The sender sends a descriptor: the tag of the collective, the bytes of the piece, and its addresses.
+2. The receiver waits for the descriptor, reads the piece into its destination, and sends an acknowledgement.
+3. The sender may overwrite the piece when the acknowledgement has arrived.
 
-Notes and answers go over a socket of the two, of Unix: a thread that waits is woken by the message itself, and by the
-end of the other process. Each is for one tag, so what comes for another transfer waits until somebody asks for it.
+Descriptors and acknowledgements use a Unix socket between the two ranks: a waiting thread is woken by the message
+itself, and by the end of the other process. Each message has a tag, and is kept until its collective asks for it.
 """
 
 from __future__ import annotations
@@ -34,143 +33,143 @@ from mics_strategy.comm.peer_memory.readv import IOV_MAX, SourceVec, Target
 _HEAD = struct.Struct("=iq")  # tag, bytes; addresses follow
 _ADDRESS = "q"
 _MAX_MESSAGE_BYTES = _HEAD.size + IOV_MAX * array(_ADDRESS).itemsize
-_ACK = -1  # in place of the bytes, in an answer
-_AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_ACK = -1  # in place of the bytes, in an acknowledgement
+_NO_WAIT = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _CREDENTIALS = struct.Struct("=iii")  # Linux's struct ucred
 _TIMEVAL = struct.Struct("@ll")
 
 
 class PeerConnection:
-    """Another rank of the node, to one group. One thread at a time may use it, beside `cancel`.
+    """The connection to another rank of the node, within one group. For one thread at a time, except `cancel`.
 
     Args:
-        connection: To that rank, keeping the bounds of messages; closed with this object.
-        rank: Its number.
-        patience: How long to wait for it; the timeout of the group.
+        connection: Socket to that rank, with message boundaries; closed with this object.
+        rank: Number of that rank.
+        timeout: Longest wait for it; the timeout of the group.
 
     Attributes:
-        process: Its process, as this one knows it.
+        process: Process id of that rank, in the namespace of this process.
     """
 
-    def __init__(self, connection: socket.socket, rank: int, patience: timedelta = default_pg_timeout) -> None:
+    def __init__(self, connection: socket.socket, rank: int, timeout: timedelta = default_pg_timeout) -> None:
         self._connection = connection
         self._rank = rank
         self._descriptors: dict[int, deque[SourceVec]] = {}
-        self._acks: dict[tuple[int, int], int] = {}  # by tag and first address; how many nobody has asked for
+        self._acks: dict[tuple[int, int], int] = {}  # unclaimed acknowledgements by tag and first address
         self._finalizer = weakref.finalize(self, connection.close)
-        self._finalizer.atexit = False  # a thread may still wait then
-        self._patience_s = patience.total_seconds()
-        seconds, rest = divmod(patience, timedelta(seconds=1))
+        self._finalizer.atexit = False  # a thread may still wait at exit
+        self._timeout_s = timeout.total_seconds()
+        seconds, rest = divmod(timeout, timedelta(seconds=1))
         limit = _TIMEVAL.pack(seconds, rest // timedelta(microseconds=1))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self.process = _process_behind(connection)
+        self.process = _peer_process(connection)
 
     def post_send(self, piece: torch.Tensor | SourceVec, tag: int) -> SendWork:
-        """Let the neighbour read `piece`, which must stay unchanged until that is waited for."""
+        """Let the peer read `piece`, which must stay unchanged until the work has been waited for."""
         if isinstance(piece, torch.Tensor):
-            spread = SourceVec([piece.data_ptr()], piece.numel() * piece.itemsize)
+            source = SourceVec([piece.data_ptr()], piece.numel() * piece.itemsize)
         else:
-            spread = piece
-        self._write(tag, spread.num_bytes, spread.addresses)
-        return SendWork(self, piece, spread.first, tag)
+            source = piece
+        self._send(tag, source.num_bytes, source.addresses)
+        return SendWork(self, piece, source.first, tag)
 
     def post_recv(self, out: Target, tag: int) -> RecvWork:
-        """Read what the neighbour offers, into `out`, when that is waited for."""
+        """Read the piece that the peer sends into `out`, when the work is waited for."""
         return RecvWork(self, out, tag)
 
     def read(self, out: Target, tag: int) -> None:
-        """Block until the neighbour has offered a piece of that tag, and read it into `out`.
+        """Block until the peer has sent a descriptor of that tag, and read its piece into `out`.
 
         Raises:
-            RuntimeError: It has ended or left, or offers something else.
+            RuntimeError: The peer has ended or closed the connection, or sends another piece than expected.
         """
         while tag not in self._descriptors:
-            self._take_message()
-        note = self._descriptors[tag].popleft()
+            self._recv_message()
+        source = self._descriptors[tag].popleft()
         if not self._descriptors[tag]:
             del self._descriptors[tag]
         num_bytes, num_sources = out.numel() * out.dtype.itemsize, readv.num_sources(out)
-        if note.num_bytes != num_bytes:
-            raise RuntimeError(f"rank {self._rank} offers {note.num_bytes} bytes where {num_bytes} are expected")
-        if len(note.addresses) != num_sources:
+        if source.num_bytes != num_bytes:
+            raise RuntimeError(f"rank {self._rank} sends {source.num_bytes} bytes, but {num_bytes} are expected")
+        if len(source.addresses) != num_sources:
             raise RuntimeError(
-                f"rank {self._rank} offers {len(note.addresses)} stretches where {num_sources} are expected"
+                f"rank {self._rank} sends {len(source.addresses)} extents, but {num_sources} are expected"
             )
         try:
-            readv.read_into(out, self.process, note.addresses)
+            readv.read_into(out, self.process, source.addresses)
         except OSError as error:
             where = f"rank {self._rank} (process {self.process})"
             raise RuntimeError(f"the memory of {where} cannot be read: {error.strerror}") from error
-        self._write(tag, _ACK, [note.first])
+        self._send(tag, _ACK, [source.first])
 
     def wait_for_ack(self, first: int, tag: int) -> None:
-        """Block until the neighbour has read the piece of which that is the first address.
+        """Block until the peer has read the piece whose first address is `first`.
 
         Raises:
-            RuntimeError: It has ended or left.
+            RuntimeError: The peer has ended or closed the connection.
         """
-        answer = tag, first
-        while answer not in self._acks:
-            self._take_message()
-        count = self._acks.pop(answer)
+        ack = tag, first
+        while ack not in self._acks:
+            self._recv_message()
+        count = self._acks.pop(ack)
         if count > 1:
-            self._acks[answer] = count - 1
+            self._acks[ack] = count - 1
 
-    def _take_message(self) -> None:
+    def _recv_message(self) -> None:
         try:
             message = self._connection.recv(_MAX_MESSAGE_BYTES)
         except BlockingIOError as error:
-            raise RuntimeError(f"no word from rank {self._rank} within {self._patience_s:g} s") from error
+            raise RuntimeError(f"no message from rank {self._rank} within {self._timeout_s:g} s") from error
         except OSError as error:
-            raise RuntimeError(f"no word from rank {self._rank}: {error.strerror}") from error
+            raise RuntimeError(f"no message from rank {self._rank}: {error.strerror}") from error
         if not message:
             raise RuntimeError(f"rank {self._rank} has closed the connection")
         tag, num_bytes = _HEAD.unpack_from(message)
-        spread = SourceVec(array(_ADDRESS, message[_HEAD.size :]), num_bytes)
+        source = SourceVec(array(_ADDRESS, message[_HEAD.size :]), num_bytes)
         if num_bytes == _ACK:
-            answer = tag, spread.first
-            self._acks[answer] = self._acks.get(answer, 0) + 1
+            ack = tag, source.first
+            self._acks[ack] = self._acks.get(ack, 0) + 1
         else:
-            self._descriptors.setdefault(tag, deque()).append(spread)
+            self._descriptors.setdefault(tag, deque()).append(source)
 
-    def _write(self, tag: int, num_bytes: int, addresses: Sequence[int]) -> None:
-        """Without waiting for a neighbour that writes as much itself: what it has written is taken in meanwhile."""
+    def _send(self, tag: int, num_bytes: int, addresses: Sequence[int]) -> None:
+        """Send a message. While the peer's buffer is full, its messages are received, so that two senders go on."""
         message = _HEAD.pack(tag, num_bytes) + array(_ADDRESS, addresses).tobytes()
         while True:
             try:
-                self._connection.send(message, _AT_ONCE)
+                self._connection.send(message, _NO_WAIT)
                 return
             except BlockingIOError:
-                self._wait_for_room()
+                self._wait_for_buffer()
             except OSError as error:
-                raise RuntimeError(f"rank {self._rank} cannot be told: {error.strerror}") from error
+                raise RuntimeError(f"no message can be sent to rank {self._rank}: {error.strerror}") from error
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_buffer(self) -> None:
         poll = select.poll()
         poll.register(self._connection, select.POLLIN | select.POLLOUT)
-        events = poll.poll(1000 * self._patience_s)
+        events = poll.poll(1000 * self._timeout_s)
         if not events:
-            raise RuntimeError(f"rank {self._rank} has taken nothing in for {self._patience_s:g} s")
+            raise RuntimeError(f"rank {self._rank} has received nothing for {self._timeout_s:g} s")
         if events[0][1] != select.POLLOUT:
-            self._take_message()
+            self._recv_message()
 
     def cancel(self) -> None:
-        """End whatever waits for the neighbour, here and there, with an error. From any thread."""
+        """Fail all waits for the peer, and its waits for this rank, with an error. From any thread."""
         with suppress(OSError):  # of a connection that has ended
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the connection; nothing may be under way."""
+        """Close the connection; nothing may be in flight."""
         self._finalizer()
 
 
 class SendWork:
-    """A piece that a neighbour is to read."""
+    """A posted send: a piece that a peer will read."""
 
-    __slots__ = ("_first", "_neighbour", "_piece", "_tag")
+    __slots__ = ("_connection", "_first", "_piece", "_tag")
 
-    def __init__(self, neighbour: PeerConnection, piece: torch.Tensor | SourceVec, first: int, tag: int) -> None:
-        self._neighbour = neighbour
+    def __init__(self, connection: PeerConnection, piece: torch.Tensor | SourceVec, first: int, tag: int) -> None:
+        self._connection = connection
         self._piece: torch.Tensor | SourceVec | None = piece
         self._first = first
         self._tag = tag
@@ -179,36 +178,36 @@ class SendWork:
         """Block until the piece may be overwritten."""
         piece, self._piece = self._piece, None
         if piece is not None:
-            self._neighbour.wait_for_ack(self._first, self._tag)
+            self._connection.wait_for_ack(self._first, self._tag)
 
     def is_completed(self) -> bool:
-        """Whether that has been waited for."""
+        """Whether the send has been waited for."""
         return self._piece is None
 
 
 class RecvWork:
-    """A piece that this rank is to read."""
+    """A posted receive: a piece that this rank will read."""
 
-    __slots__ = ("_neighbour", "_out", "_tag")
+    __slots__ = ("_connection", "_out", "_tag")
 
-    def __init__(self, neighbour: PeerConnection, out: Target, tag: int) -> None:
-        self._neighbour = neighbour
+    def __init__(self, connection: PeerConnection, out: Target, tag: int) -> None:
+        self._connection = connection
         self._out: Target | None = out
         self._tag = tag
 
     def wait(self) -> None:
-        """Block until the piece is here."""
+        """Block until the piece has been read."""
         out, self._out = self._out, None
         if out is not None:
-            self._neighbour.read(out, self._tag)
+            self._connection.read(out, self._tag)
 
     def is_completed(self) -> bool:
-        """Whether that has been waited for."""
+        """Whether the receive has been waited for."""
         return self._out is None
 
 
-def _process_behind(connection: socket.socket) -> int:
-    """Number of the process at the other end, in this one's namespace; 0 where it has none."""
+def _peer_process(connection: socket.socket) -> int:
+    """Process id of the other end, in the namespace of this process; 0 where it has none."""
     process, _, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(process)
 
@@ -217,42 +216,42 @@ Gather = Callable[[torch.Tensor], torch.Tensor]  # [n] int64 of this rank to [ra
 _INDEX = struct.Struct("=i")
 
 
-def handshake(ranks: Sequence[int], index: int, gather: Gather, timeout_s: timedelta) -> dict[int, PeerConnection]:
+def handshake(ranks: Sequence[int], index: int, gather: Gather, timeout: timedelta) -> dict[int, PeerConnection]:
     """Connect all ranks of a group, if each can read the others' memory. Collective.
 
-    1. Every rank listens, and tells where, and a number that nobody can guess, and the address of it.
-    2. It connects to those behind it, and tells whether it could.
-    3. It accepts those before it, reads the number of each rank, and tells whether it could.
+    1. Every rank listens, and gathers its socket name, a random cookie and the address of the cookie.
+    2. It connects to the ranks after it, and gathers whether that succeeded.
+    3. It accepts the ranks before it, reads the cookie of each rank, and gathers whether that succeeded.
 
     Args:
-        ranks: Of the group.
-        index: Which of them this is.
-        gather: Tells the others something.
-        timeout_s: How long a rank waits for another one in any transfer.
+        ranks: Ranks of the group.
+        index: Index of this rank among them.
+        gather: All-gathers a tensor over the group.
+        timeout: Longest wait for another rank in any collective.
 
     Returns:
-        The others by index; none on any rank where one of them cannot read another's memory.
+        Connections to the other ranks by index; empty on all ranks where one of them cannot read another's memory.
 
     Cost:
-        Three gathers of some bytes, and a socket for each other rank.
+        Three all-gathers of at most 24 bytes, and a socket for each other rank.
     """
     if sys.platform != "linux":
         return {}
-    name, number = secrets.randbits(62), torch.tensor([secrets.randbits(62)])
-    connections: dict[int, socket.socket] = {}
+    name, cookie = secrets.randbits(62), torch.tensor([secrets.randbits(62)])
+    sockets: dict[int, socket.socket] = {}
     with _listen(name, len(ranks)) or nullcontext() as listener:
-        told = gather(torch.tensor([name, number.data_ptr(), int(number)])).tolist()
+        offers = gather(torch.tensor([name, cookie.data_ptr(), int(cookie)])).tolist()
         others = range(index + 1, len(ranks))
-        if _all_agree(gather, all(_connect(connections, index, other, told[other][0]) for other in others)):
-            is_complete = listener is not None and _accept(connections, listener, index)
-            neighbours = {}
+        if _all_agree(gather, all(_connect(sockets, index, other, offers[other][0]) for other in others)):
+            is_complete = listener is not None and _accept(sockets, listener, index)
+            connections = {}
             if is_complete:
-                neighbours = {o: PeerConnection(each, ranks[o], timeout_s) for o, each in connections.items()}
-            can_read = all(_is_number(each, *told[other][1:]) for other, each in neighbours.items())
+                connections = {other: PeerConnection(end, ranks[other], timeout) for other, end in sockets.items()}
+            can_read = all(_has_cookie(peer, *offers[other][1:]) for other, peer in connections.items())
             if _all_agree(gather, is_complete and can_read):
-                return neighbours
-    for connection in connections.values():
-        connection.close()
+                return connections
+    for end in sockets.values():
+        end.close()
     return {}
 
 
@@ -261,11 +260,11 @@ def _all_agree(gather: Gather, is_possible: bool) -> bool:
 
 
 def _address(name: int) -> str:
-    return f"\0mics {name:x}"  # of no file
+    return f"\0mics {name:x}"  # in the abstract namespace, without a file
 
 
 def _listen(name: int, backlog: int) -> socket.socket | None:
-    """Listen under that name; where this process cannot, nobody will find it."""
+    """Listen under that name; None where this process cannot, so that no peer can connect."""
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError:
@@ -280,38 +279,38 @@ def _listen(name: int, backlog: int) -> socket.socket | None:
     return listener
 
 
-def _connect(connections: dict[int, socket.socket], index: int, other: int, name: int) -> bool:
+def _connect(sockets: dict[int, socket.socket], index: int, other: int, name: int) -> bool:
     try:
-        connection = connections[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.connect(_address(name))
-        connection.send(_INDEX.pack(index))
+        end = sockets[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        end.connect(_address(name))
+        end.send(_INDEX.pack(index))
     except OSError:
         return False
     return True
 
 
-def _accept(connections: dict[int, socket.socket], listener: socket.socket, index: int) -> bool:
-    """Accept those before this rank, all of which have connected and have said who they are."""
+def _accept(sockets: dict[int, socket.socket], listener: socket.socket, index: int) -> bool:
+    """Accept the ranks before this one, all of which have connected and have sent their index."""
     expected = set(range(index))
     try:
         for _ in range(index):
-            connection, _ = listener.accept()
-            (other,) = _INDEX.unpack(connection.recv(_INDEX.size, socket.MSG_DONTWAIT))
-            connection.setblocking(True)
-            if other not in expected:  # a stranger
-                connection.close()
+            end, _ = listener.accept()
+            (other,) = _INDEX.unpack(end.recv(_INDEX.size, socket.MSG_DONTWAIT))
+            end.setblocking(True)
+            if other not in expected:  # a process outside of the group
+                end.close()
                 return False
             expected.remove(other)
-            connections[other] = connection
+            sockets[other] = end
     except (OSError, struct.error):
         return False
     return True
 
 
-def _is_number(neighbour: PeerConnection, address: int, number: int) -> bool:
-    found = torch.zeros(1, dtype=torch.int64)
+def _has_cookie(peer: PeerConnection, address: int, cookie: int) -> bool:
+    value = torch.zeros(1, dtype=torch.int64)
     try:
-        readv.read_into(found, neighbour.process, [address])
+        readv.read_into(value, peer.process, [address])
     except OSError:
         return False
-    return int(found) == number
+    return int(value) == cookie

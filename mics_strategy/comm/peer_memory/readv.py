@@ -1,9 +1,9 @@
-"""How does a process read what another one has in memory?
+"""Reads from the memory of another process, with scatter-gather lists.
 
-With `process_vm_readv` of Linux, which copies once, from one address space to the other, without a socket or a thread
-on the other side. The kernel allows it between processes of one user unless it has been told otherwise: the `ptrace`
-scope of Yama, seccomp, another namespace of users. Numbers of processes mean something within one namespace only. So
-whoever wants to read tries first (see `greeting`).
+`process_vm_readv` of Linux copies once, from one address space to the other, without a socket or a thread on the other
+side. The kernel allows it between processes of one user unless it is configured otherwise: by the `ptrace` scope of
+Yama, by seccomp, or by another user namespace. Process ids are valid within one namespace only. So the handshake of
+`connection` tries a read before any collective relies on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-IOV_MAX = 1024  # of one call: IOV_MAX
+IOV_MAX = 1024  # ranges of one call
 _MAX_BYTES = 1 << 30  # of one call; Linux copies less than 2 GiB
 
 
@@ -28,11 +28,11 @@ class _IoVec(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class SourceVec:
-    """A piece that lies in several places of this process.
+    """A piece in scattered memory of this process.
 
     Attributes:
-        addresses: Where its stretches begin, in their order; `MAX_RANGES` at most.
-        num_bytes: Of the piece, with what is in no stretch.
+        addresses: Addresses of its extents, in their order; at most `IOV_MAX`.
+        num_bytes: Bytes of the piece, with the padding that is in no extent.
     """
 
     addresses: Sequence[int]
@@ -45,12 +45,12 @@ class SourceVec:
 
 
 class GatherTarget:
-    """Where a piece belongs, stretch by stretch, that is spread over as many places elsewhere.
+    """Destination of a scattered piece of another process: one tensor for each extent.
 
     Args:
-        parts: For the stretches, in their order: contiguous, on the CPU.
-        numel: Of the piece. What is in no stretch is left out.
-        dtype: Of the piece, and of all tensors.
+        parts: Tensors for the extents, in their order; contiguous, on the CPU.
+        numel: Elements of the piece, with the padding that is in no extent and is not read.
+        dtype: Dtype of the piece and of all tensors.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], numel: int, dtype: torch.dtype) -> None:
@@ -60,11 +60,11 @@ class GatherTarget:
         self._parts = parts
 
     def numel(self) -> int:
-        """Of the piece, as of a tensor."""
+        """Elements of the piece, as `torch.Tensor.numel`."""
         return self._numel
 
     def calls(self, addresses: Sequence[int]) -> list[_ReadvCall]:
-        """What the kernel is to do when the stretches are at those addresses of another process."""
+        """The system calls that read the extents from those addresses of another process."""
         ranges = [
             (part.data_ptr(), address, part.numel() * self.dtype.itemsize)
             for part, address in zip(self._parts, addresses, strict=True)
@@ -73,13 +73,13 @@ class GatherTarget:
 
 
 class ScatterTarget:
-    """Where the elements of a piece belong when that is not one place.
+    """Destinations of one contiguous piece: several tensors.
 
     Args:
-        parts: Where a stretch begins in the piece, in elements, and the tensor for it: contiguous, on the CPU. What is
-            in no stretch is left out.
-        numel: Of the piece.
-        dtype: Of the piece, and of all tensors.
+        parts: Start of each extent in the piece, in elements, and the tensor for it; contiguous, on the CPU. Elements
+            outside of the extents are not read.
+        numel: Elements of the piece.
+        dtype: Dtype of the piece and of all tensors.
     """
 
     num_sources = 1
@@ -93,20 +93,20 @@ class ScatterTarget:
         self._calls: tuple[int, list[_ReadvCall]] = -1, []
 
     def numel(self) -> int:
-        """Of the piece, as of a tensor."""
+        """Elements of the piece, as `torch.Tensor.numel`."""
         return self._numel
 
     def copy(self, piece: torch.Tensor) -> None:
-        """Fill them from a piece of this process, [numel]."""
-        if self._sources[0] != piece.data_ptr():  # it stays where it is, so the views are made once
+        """Fill the tensors from a piece of this process, [numel]."""
+        if self._sources[0] != piece.data_ptr():  # its address rarely changes, so the views are cached
             starts = [start for start, _ in self._parts]
-            sources = [piece[a : a + out.numel()] for a, out in zip(starts, self._targets, strict=True)]
+            sources = [piece[start : start + out.numel()] for start, out in zip(starts, self._targets, strict=True)]
             self._sources = piece.data_ptr(), sources
-        if self._targets:  # else a rank behind the last row, whose shard is padding
+        if self._targets:  # else a rank after the last row, whose shard is all padding
             torch._foreach_copy_(self._targets, self._sources[1])
 
     def calls(self, addresses: Sequence[int]) -> list[_ReadvCall]:
-        """What the kernel is to do when the piece is at that one address of another process."""
+        """The system calls that read the piece from that one address of another process."""
         (address,) = addresses
         if self._calls[0] != address:
             ranges = [
@@ -118,13 +118,13 @@ class ScatterTarget:
 
 
 class _ReadvCall:
-    """Ranges that one call copies: their addresses here and there, and their bytes."""
+    """One system call: local and remote addresses of its ranges, and their bytes."""
 
     def __init__(self, ranges: Sequence[tuple[int, int, int]]) -> None:
         self.count = len(ranges)
         self.num_bytes = sum(num_bytes for _, _, num_bytes in ranges)
-        self.here = _array([_IoVec(here, num_bytes) for here, _, num_bytes in ranges])
-        self.there = _array([_IoVec(there, num_bytes) for _, there, num_bytes in ranges])
+        self.local = _array([_IoVec(local, num_bytes) for local, _, num_bytes in ranges])
+        self.remote = _array([_IoVec(remote, num_bytes) for _, remote, num_bytes in ranges])
 
 
 def _array(ranges: list[_IoVec]) -> ctypes.Array[_IoVec]:
@@ -134,9 +134,9 @@ def _array(ranges: list[_IoVec]) -> ctypes.Array[_IoVec]:
 def _batches(ranges: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
     batch: list[tuple[int, int, int]] = []
     room = _MAX_BYTES
-    for here, there, num_bytes in ranges:
+    for local, remote, num_bytes in ranges:
         for done in range(0, num_bytes, _MAX_BYTES):
-            part = here + done, there + done, min(num_bytes - done, _MAX_BYTES)
+            part = local + done, remote + done, min(num_bytes - done, _MAX_BYTES)
             if len(batch) == IOV_MAX or part[2] > room:
                 yield batch
                 batch, room = [], _MAX_BYTES
@@ -150,43 +150,43 @@ Target = torch.Tensor | ScatterTarget | GatherTarget
 
 
 def num_sources(out: Target) -> int:
-    """From how many places of another process it is filled."""
+    """The number of addresses of another process from which `out` is filled."""
     return 1 if isinstance(out, torch.Tensor) else out.num_sources
 
 
 def read_into(out: Target, process: int, addresses: Sequence[int]) -> None:
-    """Copy what another process of this machine has in memory; other threads run meanwhile.
+    """Copy memory of another process of this machine. Other threads run meanwhile.
 
     Args:
-        out: A contiguous tensor on the CPU, or several; overwritten.
-        process: Its number.
-        addresses: Where its bytes begin, as many as `out` has, in `num_sources(out)` places.
+        out: Destination: a contiguous tensor on the CPU, or several; overwritten.
+        process: Process id.
+        addresses: Addresses of the bytes in that process, `num_sources(out)` of them.
 
     Cost:
         One copy in the kernel: 0.13 CPU seconds per GB where loopback TCP takes 0.5 (AMD EPYC, Linux 6).
 
     Raises:
-        OSError: The kernel refuses, or the process has ended, or has nothing there; or this is not Linux.
+        OSError: The kernel refuses, the process has ended, an address is not mapped, or this is not Linux.
     """
     parts = GatherTarget([out], out.numel(), out.dtype) if isinstance(out, torch.Tensor) else out
     calls = parts.calls(addresses)
     function, done = _function(), 0
     for call in calls:
-        copied = function(process, call.here, call.count, call.there, call.count, 0)
+        copied = function(process, call.local, call.count, call.remote, call.count, 0)
         if copied != call.num_bytes:
-            reason = os.strerror(ctypes.get_errno()) if copied < 0 else "it ends there"
+            reason = os.strerror(ctypes.get_errno()) if copied < 0 else "the mapped memory ends"
             done += max(copied, 0)
-            whole = sum(each.num_bytes for each in calls)
-            raise OSError(ctypes.get_errno(), f"{reason}, after {done} of {whole} bytes")
+            total = sum(planned.num_bytes for planned in calls)
+            raise OSError(ctypes.get_errno(), f"{reason}, after {done} of {total} bytes")
         done += copied
 
 
 @functools.cache
 def _function() -> Callable[..., int]:
-    """Of the C library.
+    """`process_vm_readv` of the C library.
 
     Raises:
-        OSError: It has none, as elsewhere than on Linux.
+        OSError: The C library has no such function, as on other systems than Linux.
     """
     try:
         function = ctypes.CDLL(None, use_errno=True).process_vm_readv
