@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.codecs.quantizer import Quantizer
@@ -104,8 +105,6 @@ class PlainAlgorithm:
         numel, size = pieces[0].numel(), self.transport.size
         if wire != pieces[0].dtype:
             pieces = [self._workspace.allocate(numel, wire).copy_(piece) for piece in pieces]
-        if pieces[0].is_cuda:
-            return self._start_backend_reduce_scatter(pieces)
         rank = self.transport.index
         received = [pieces[rank] if index == rank else self._workspace.allocate(numel, wire) for index in range(size)]
         pending = self.transport.exchange(received, pieces, tag)
@@ -121,12 +120,21 @@ class PlainAlgorithm:
 
         return finish
 
-    def _start_backend_reduce_scatter(self, pieces: list[torch.Tensor]) -> SumCompletion:
-        """Use NCCL's reduce-scatter, which adds in the wire dtype in an unspecified order."""
+
+class BackendAlgorithm(PlainAlgorithm):
+    """Sends as `PlainAlgorithm` does, and sums with the backend's own reduce-scatter.
+
+    The backend adds in the wire dtype, in an unspecified order.
+    """
+
+    @override
+    def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
         numel = pieces[0].numel()
-        total, full = self._workspace.allocate(numel, pieces[0].dtype), as_one_view(pieces)
+        if wire != pieces[0].dtype:
+            pieces = [self._workspace.allocate(numel, wire).copy_(piece) for piece in pieces]
+        total, full = self._workspace.allocate(numel, wire), as_one_view(pieces)
         if full is None:
-            full = self._workspace.allocate(len(pieces) * numel, pieces[0].dtype)
+            full = self._workspace.allocate(len(pieces) * numel, wire)
             torch.cat(pieces, out=full)
         work = self.transport.reduce_scatter(total, full)
 

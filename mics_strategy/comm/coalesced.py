@@ -7,6 +7,8 @@ after an all-gather. Whether that is faster than one flat buffer and a copy depe
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from mics_strategy.comm import route as routes
@@ -87,7 +89,7 @@ class CoalescedCommunicator:
         full_numel = shard.numel() * self.size
         op = self._queue.next_op("All-gather", label, full_numel, shard.dtype)
         self._queue.log(routes.all_gather_traffic(self._route, full_numel, shard.dtype))
-        return self._queue.submit(op, lambda: self._all_gather(outs, shard, parts))
+        return self._queue.submit(op, partial(self._all_gather, outs, shard, parts))
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Reserve workspace for all-gathers of shards of `numel` elements."""
@@ -134,7 +136,7 @@ class CoalescedCommunicator:
         full_numel = out.numel() * self.size
         op = self._queue.next_op("Reduce-scatter", label, full_numel, parts.dtype)
         self._queue.log(routes.reduce_scatter_traffic(self._route, full_numel, parts.dtype))
-        return self._queue.submit(op, lambda: self._reduce_scatter(out, fulls, parts, accumulate)).keep_alive(fulls)
+        return self._queue.submit(op, partial(self._reduce_scatter, out, fulls, parts, accumulate)).keep_alive(fulls)
 
     def reserve_reduce_scatter(self, numel: int, wire: torch.dtype) -> None:
         """Reserve workspace for reduce-scatters of `numel` elements for each rank."""

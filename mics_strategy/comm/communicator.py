@@ -11,6 +11,8 @@ time.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from mics_strategy.comm import route as routes
@@ -18,9 +20,8 @@ from mics_strategy.comm.algorithms import Completion, GroupAlgorithm, PlainAlgor
 from mics_strategy.comm.coalesced import CoalescedCommunicator
 from mics_strategy.comm.codecs.quantizer import Quantizer
 from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator
-from mics_strategy.comm.queue import CollectiveQueue, Executor, RouteBinding, make_algorithm
+from mics_strategy.comm.queue import CollectiveQueue, RouteBinding, make_algorithm
 from mics_strategy.comm.route import Algorithm
-from mics_strategy.comm.traffic_log import TrafficLog
 from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.work import Work, check_shapes
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
@@ -31,9 +32,8 @@ class Communicator:
 
     Args:
         binding: Route and transports.
-        executor: Runs the tasks.
-        workspace: Scratch memory of the executor's tasks.
-        traffic_log: Log that receives every stage.
+        queue: Queue that runs the tasks.
+        workspace: Scratch memory of the queue's tasks.
         device: Device of the tensors.
 
     Attributes:
@@ -48,9 +48,8 @@ class Communicator:
     def __init__(
         self,
         binding: RouteBinding,
-        executor: Executor,
+        queue: CollectiveQueue,
         workspace: Workspace,
-        traffic_log: TrafficLog,
         device: torch.device,
     ) -> None:
         self.route = route = binding.route
@@ -61,12 +60,13 @@ class Communicator:
         self._ranks_per_node = intra[0].size if intra else 1
         self._local_index = intra[0].index if intra else 0
         self.index = self._local_index * inter.size + inter.index
-        self._queue = CollectiveQueue(binding, executor, workspace, traffic_log)
+        self._queue = queue
         self._workspace = workspace
         self._inter = make_algorithm(inter, route.inter, workspace, device)
         self._intra = (
             make_algorithm(intra[0], route.intra, workspace, device) if intra and route.intra is not None else None
         )
+        self._stages = [self._inter, *([self._intra] if self._intra is not None else [])]
         self._unquantized = [PlainAlgorithm(transport, workspace) for transport in binding.transports]
         codec = route.all_gather_codec
         self._uses_backend_all_reduce = route.inter.algorithm is Algorithm.ALL_TO_ALL and not inter.is_point_to_point
@@ -97,10 +97,12 @@ class Communicator:
         self._queue.log(routes.all_gather_traffic(self.route, out.numel(), out.dtype))
         quantizer = self._quantizer
         if quantizer is None:
-            return self._queue.submit(
-                op, lambda: self._all_gather([self._inter, *self._intra_stages], out, shard, op.tag)
-            )
-        return self._queue.submit(op, lambda: self._all_gather_quantized(quantizer, out, shard, op.tag))
+            return self._queue.submit(op, partial(self._all_gather, self._stages, out, shard, op.tag))
+        return self._queue.submit(op, partial(self._all_gather_quantized, quantizer, out, shard, op.tag))
+
+    def for_bytes(self, full_bytes: int) -> Communicator:
+        """This communicator, which serves full tensors of every size; see `SizeDispatch.for_bytes`."""
+        return self
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Reserve workspace for all-gathers of shards of `numel` elements."""
@@ -112,10 +114,6 @@ class Communicator:
             self._workspace.reserve(
                 sum(self._inter.all_gather_scratch_bytes(end - start, dtype, dtype) for start, end in chunks)
             )
-
-    @property
-    def _intra_stages(self) -> list[GroupAlgorithm]:
-        return [self._intra] if self._intra is not None else []
 
     def _all_gather(self, stages: list[GroupAlgorithm], out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
         """Gather.
@@ -182,7 +180,7 @@ class Communicator:
         check_shapes(full.numel() == out.numel() * self.size, label, out, full)
         op = self._queue.next_op("Reduce-scatter", label, full.numel(), full.dtype)
         self._queue.log(routes.reduce_scatter_traffic(self.route, full.numel(), full.dtype))
-        return self._queue.submit(op, lambda: self._reduce_scatter(out, full, accumulate, op.tag))
+        return self._queue.submit(op, partial(self._reduce_scatter, out, full, accumulate, op.tag))
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for reduce-scatters of `full_numel` elements to sums of `dtype`."""
@@ -262,8 +260,8 @@ class Communicator:
         op = self._queue.next_op("All-reduce", label, tensor.numel(), wire)
         self._queue.log(routes.all_reduce_traffic(self.route, tensor.numel(), wire, tensor.dtype))
         if routes.is_plain_all_reduce(self.route, wire, tensor.dtype):
-            return self._queue.submit(op, lambda: self._all_reduce_plain(tensor, op.tag))
-        return self._queue.submit(op, lambda: self._all_reduce(tensor, wire, op.tag))
+            return self._queue.submit(op, partial(self._all_reduce_plain, tensor, op.tag))
+        return self._queue.submit(op, partial(self._all_reduce, tensor, wire, op.tag))
 
     def _all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> None:
         """Use the backend's all-reduce."""

@@ -25,7 +25,7 @@ from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.desync import STEPS, CollectiveFingerprint, DesyncWatchdog, first_mismatch
 from mics_strategy.comm.placement import ReplicaRandom, ShardPlacement
-from mics_strategy.comm.queue import CommThread, Executor, InlineExecutor, RouteBinding
+from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
 from mics_strategy.comm.route import Route
 from mics_strategy.comm.traffic_log import TrafficLog
 from mics_strategy.comm.transport import Transport, backend_of, is_gloo, timeout_of
@@ -81,7 +81,7 @@ class ProcessGroups:
         self._watchdog = DesyncWatchdog(str(self._number), self.rank)
         self.workspaces = {queue: Workspace() for queue in _QUEUES}
         self._transports: list[Transport] = []
-        self._executors: dict[str, CommThread] = {}
+        self._threads: dict[str, CommThread] = {}
         self.write_digests: list[torch.Tensor] = []
         world = scopes.world_size
         self.world_group = self._control_group("control", scopes.span(1, world))
@@ -151,7 +151,7 @@ class ProcessGroups:
 
     def stop(self) -> None:
         """End the communication threads. Not collective; collectives that no rank waits for may be unfinished."""
-        for thread in self._executors.values():
+        for thread in self._threads.values():
             thread.close(self._transports)
 
     def close(self) -> None:
@@ -192,16 +192,16 @@ class ProcessGroups:
         binding = RouteBinding(
             route=route, transports=transports, ranks=frozenset(span.group_ranks(self.rank)), watchdog=self._watchdog
         )
-        executor = self._executor(queue, transports)
-        return Communicator(binding, executor, workspace or self.workspaces[queue], self.traffic_log, self.device)
+        scratch = workspace or self.workspaces[queue]
+        return Communicator(binding, self._queue(queue, binding, scratch), scratch, self.device)
 
-    def _executor(self, queue: str, transports: list[Transport]) -> Executor:
-        """The thread that runs the collectives of a queue in order; the inline executor where none is needed."""
-        if not is_gloo(transports[0].group, self.device.type):
-            return InlineExecutor()
-        if queue not in self._executors:
-            self._executors[queue] = CommThread(f"{queue} {self._number}", self._watchdog)
-        return self._executors[queue]
+    def _queue(self, name: str, binding: RouteBinding, workspace: Workspace) -> CollectiveQueue:
+        """The queue of a communicator: a thread on gloo, the current stream on any other backend."""
+        if not is_gloo(binding.transports[0].group, self.device.type):
+            return InlineQueue(name, binding, workspace, self.traffic_log)
+        if name not in self._threads:
+            self._threads[name] = CommThread(f"{name} {self._number}", self._watchdog)
+        return ThreadQueue(self._threads[name], binding, workspace, self.traffic_log)
 
     def _control_group(self, role: str, span: Span) -> ControlGroup | None:
         return None if span.size == 1 else ControlGroup(self._transport(role, span), self.traffic_log, self._watchdog)

@@ -13,15 +13,24 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from typing_extensions import override
 
-from mics_strategy.comm.algorithms import GroupAlgorithm, PlainAlgorithm, QuantizedAlgorithm, RingAlgorithm
+from mics_strategy.comm.algorithms import (
+    BackendAlgorithm,
+    GroupAlgorithm,
+    PlainAlgorithm,
+    QuantizedAlgorithm,
+    RingAlgorithm,
+)
 from mics_strategy.comm.desync import DesyncWatchdog, OpId
 from mics_strategy.comm.route import Algorithm, Hop, HopTraffic, Route
 from mics_strategy.comm.traffic_log import TrafficLog
@@ -36,57 +45,13 @@ MAX_STALL_CHECK_S = 30.0  # between two checks
 SHUTDOWN_GRACE_S = 1.0  # for unfinished tasks when the process ends
 
 
-class Executor(Protocol):
-    """Runs tasks in order.
-
-    Attributes:
-        name: Name of the executor: the same on all ranks, and unique on each.
-        is_async: Whether a task may be unfinished when `submit` has returned.
-    """
-
-    name: str
-    is_async: bool
-
-    def submit(self, label: str, size: str, ranks: frozenset[int], task: CommTask) -> BackendWork | None:
-        """Run a task after all previous ones.
-
-        Args:
-            label: Name of the collective in errors, the same on all ranks that take part.
-            size: Size of the collective as text, the same on all ranks that take part.
-            ranks: Ranks that take part.
-            task: Function to run.
-
-        Returns:
-            The work to wait for; None when a stream orders later operations.
-        """
-
-
-class InlineExecutor:
-    """Runs tasks inside `submit`, on the current stream."""
-
-    name = "inline"
-    is_async = False
-
-    def submit(self, label: str, size: str, ranks: frozenset[int], task: CommTask) -> BackendWork | None:
-        """See `Executor.submit`."""
-        try:
-            task()
-        except LifecycleError:
-            raise
-        except RuntimeError as error:
-            raise as_communication_error(label, error) from error
-        return None
-
-
 class CommThread:
     """Runs tasks in its own thread. After a task has failed, all later tasks fail with its error.
 
     Args:
-        name: Name of the executor, see `Executor`.
+        name: Name of the thread: the same on all ranks, and unique on each.
         watchdog: Finds out why a rank waits long.
     """
-
-    is_async = True
 
     def __init__(self, name: str, watchdog: DesyncWatchdog) -> None:
         self.name = name
@@ -98,7 +63,14 @@ class CommThread:
         weakref.finalize(self, self._queue.put, None)
 
     def submit(self, label: str, size: str, ranks: frozenset[int], task: CommTask) -> BackendWork:
-        """See `Executor.submit`."""
+        """Run a task after all previous ones.
+
+        Args:
+            label: Name of the collective in errors, the same on all ranks that take part.
+            size: Size of the collective as text, the same on all ranks that take part.
+            ranks: Ranks that take part.
+            task: Function to run.
+        """
         if self._thread is None:
             name = f"mics {self.name}"
             self._thread = threading.Thread(target=_run_queue, args=(self._queue,), name=name, daemon=True)
@@ -263,7 +235,7 @@ def make_algorithm(transport: Transport, hop: Hop, workspace: Workspace, device:
         return QuantizedAlgorithm(transport, workspace, hop.codec, device)
     if hop.algorithm is Algorithm.RING and transport.is_point_to_point:
         return RingAlgorithm(transport, workspace)
-    return PlainAlgorithm(transport, workspace)
+    return (BackendAlgorithm if device.type == "cuda" else PlainAlgorithm)(transport, workspace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,21 +247,19 @@ class OpRequest:
     tag: int
 
 
-class CollectiveQueue:
+class CollectiveQueue(ABC):
     """Names, counts and submits the collectives of one route.
 
     Args:
+        name: Name of the queue: the same on all ranks, and unique on each.
         binding: Route and transports.
-        executor: Runs the tasks.
-        workspace: Scratch memory of the executor's tasks.
+        workspace: Scratch memory of the tasks.
         traffic_log: Log that receives every stage.
     """
 
-    def __init__(
-        self, binding: RouteBinding, executor: Executor, workspace: Workspace, traffic_log: TrafficLog
-    ) -> None:
+    def __init__(self, name: str, binding: RouteBinding, workspace: Workspace, traffic_log: TrafficLog) -> None:
+        self._name = name
         self._binding = binding
-        self._executor = executor
         self._workspace = workspace
         self._traffic_log = traffic_log
         self._where = " and ".join(transport.description for transport in binding.transports)
@@ -299,7 +269,7 @@ class CollectiveQueue:
         for transport in self._binding.transports:
             transport.fingerprint.update(label)
         count = self._binding.transports[0].fingerprint.count
-        tag = zlib.crc32(f"{self._executor.name} {count} {kind} {label} {numel} {dtype}".encode()) % (2**31 - 1)
+        tag = zlib.crc32(f"{self._name} {count} {kind} {label} {numel} {dtype}".encode()) % (2**31 - 1)
         return OpRequest(f"{kind} of {label}", f"{numel} {dtype}", tag)
 
     def log(self, hops: list[HopTraffic]) -> None:
@@ -307,14 +277,49 @@ class CollectiveQueue:
         for hop in hops:
             self._traffic_log.record(hop.collective, hop.axis, hop.size, hop.dtype, hop.full_bytes)
 
-    def submit(self, op: OpRequest, task: Callable[[], None]) -> Work:
-        """Run a task that has the workspace to itself."""
+    @abstractmethod
+    def submit(self, op: OpRequest, task: CommTask) -> Work:
+        """Run a task that has the workspace to itself, after all previous tasks of the queue."""
 
-        def in_workspace() -> None:
-            self._workspace.reset()
-            task()
 
+class InlineQueue(CollectiveQueue):
+    """Runs every task inside `submit`; the current CUDA stream orders what follows."""
+
+    @override
+    def submit(self, op: OpRequest, task: CommTask) -> Work:
         name = f"{op.name} over {self._where}"
-        work = self._executor.submit(name, op.size, self._binding.ranks, in_workspace)
-        works = [] if work is None else [work]
-        return Work(name, works, is_queued=self._executor.is_async, on_failure=self._binding.watchdog.explain)
+        self._workspace.reset()
+        try:
+            task()
+        except LifecycleError:
+            raise
+        except RuntimeError as error:
+            raise as_communication_error(name, error) from error
+        return Work(name, [], on_failure=self._binding.watchdog.explain)
+
+
+class ThreadQueue(CollectiveQueue):
+    """Runs every task in a communication thread.
+
+    Args:
+        thread: Thread of all queues that share one order.
+        binding: Route and transports.
+        workspace: Scratch memory of the thread's tasks.
+        traffic_log: Log that receives every stage.
+    """
+
+    def __init__(
+        self, thread: CommThread, binding: RouteBinding, workspace: Workspace, traffic_log: TrafficLog
+    ) -> None:
+        super().__init__(thread.name, binding, workspace, traffic_log)
+        self._thread = thread
+
+    @override
+    def submit(self, op: OpRequest, task: CommTask) -> Work:
+        name = f"{op.name} over {self._where}"
+        work = self._thread.submit(name, op.size, self._binding.ranks, partial(self._run, task))
+        return Work(name, [work], is_queued=True, on_failure=self._binding.watchdog.explain)
+
+    def _run(self, task: CommTask) -> None:
+        self._workspace.reset()
+        task()

@@ -22,7 +22,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from mics_strategy.comm.communicator import AnyCommunicator
+from mics_strategy.comm.communicator import AnyCommunicator, Communicator
 from mics_strategy.comm.placement import digest
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.work import Work
@@ -70,20 +70,20 @@ class Bucket:
         self,
         spec: BucketSpec,
         groups: ProcessGroups,
-        master: torch.Tensor,
-        params_shard: torch.Tensor | None,
-        secondary: torch.Tensor | None,
-        whole: torch.Tensor,
+        master_shard: torch.Tensor,
+        param_shard: torch.Tensor | None,
+        secondary_shard: torch.Tensor | None,
+        unsharded_buffer: torch.Tensor,
     ) -> None:
         self.spec = spec
         self.layout = spec.layout
         self.groups = groups
         self.placement = groups.trainable_placement if spec.trainable else groups.frozen_placement
-        self.master_shard = master
-        self.param_shard = params_shard
-        self.secondary_shard = secondary
-        self.unsharded_buffer = whole
-        views = self.layout.unpadded_views(whole)
+        self.master_shard = master_shard
+        self.param_shard = param_shard
+        self.secondary_shard = secondary_shard
+        self.unsharded_buffer = unsharded_buffer
+        views = self.layout.unpadded_views(unsharded_buffer)
         # Each with a version counter of its own: a write to one in a forward is no modification of the others.
         self.unsharded_params: list[nn.Parameter] = [
             UnshardedParameter(view.data, requires_grad=spec.trainable) for view in views
@@ -91,6 +91,11 @@ class Bucket:
         self._unsharded_views = [view.data for view in views]
         self.saved_versions = SavedVersions(spec.name, self.unsharded_params)
         self.sharded_params: list[ShardedParameter] = []
+        full_bytes = spec.layout.full_numel * spec.param_dtype.itemsize
+        sync_bytes = full_bytes if param_shard is None else param_shard.numel() * param_shard.itemsize
+        self._sync_comm = _for_bytes(self.placement.sync_comm, sync_bytes)
+        self._param_comm = _for_bytes(groups.param_comm, full_bytes)
+        self._secondary_comm = _for_bytes(groups.secondary_comm, full_bytes)
         self._zero_copy = plan_in_place_gather(
             self._unshard_comm, spec.layout, self._unsharded_views, spec.name, coalesces=spec.coalesce_all_gather
         )
@@ -124,15 +129,16 @@ class Bucket:
         return self.layout.shard_numel if self.placement.sync_comm is not None else 0, self.spec.param_dtype
 
     @property
-    def _unshard_comm(self) -> AnyCommunicator | None:
+    def _unshard_comm(self) -> Communicator | None:
         """The communicator of the last all-gather, whose result the parameters are; None where there is none."""
-        of_shards = self.groups.param_comm if self.secondary_shard is None else self.groups.secondary_comm
-        return self.placement.sync_comm if self.param_shard is None else of_shards
+        if self.param_shard is None:
+            return self._sync_comm
+        return self._param_comm if self.secondary_shard is None else self._secondary_comm
 
     @property
     def needs_staging(self) -> bool:
         """Whether anything that arrives takes the flat form first."""
-        keeps_secondary = self.secondary_shard is not None and self.groups.param_comm is not None
+        keeps_secondary = self.secondary_shard is not None and self._param_comm is not None
         return keeps_secondary or (self._unshard_comm is not None and self._zero_copy is None)
 
     @property
@@ -152,7 +158,7 @@ class Bucket:
             has to be sent.
         """
         self.synced_version = self.version
-        comm = self.placement.sync_comm
+        comm = self._sync_comm
         if comm is None:
             self._sync_in_place()
             return None
@@ -181,10 +187,10 @@ class Bucket:
             The all-gather, which ends with the parameters in place; None where they are not sharded.
         """
         self.unsharded_version = self.synced_version
-        comm, shard = self.groups.param_comm, self.param_shard
+        comm, shard = self._param_comm, self.param_shard
         keeps_secondary = self.secondary_shard is not None
         if for_backward and keeps_secondary and self._secondary_version == self.synced_version:
-            comm, shard, keeps_secondary = self.groups.secondary_comm, self.secondary_shard, False
+            comm, shard, keeps_secondary = self._secondary_comm, self.secondary_shard, False
             if comm is None and shard is not None:  # the secondary scope is this rank alone
                 self._copy_out(shard)
         if comm is None or shard is None:
@@ -255,3 +261,7 @@ class Bucket:
         region = self.layout.param_slices[position]
         index = self.placement.index
         region.view_in(self.master_shard, index).copy_(region.narrow(value, index))
+
+
+def _for_bytes(comm: AnyCommunicator | None, full_bytes: int) -> Communicator | None:
+    return None if comm is None else comm.for_bytes(full_bytes)

@@ -169,8 +169,8 @@ class GradBucket:
 
     def reduce_scatter(self) -> Work | None:
         """Start the first hop of what was collected; parameters without a gradient count as zero."""
-        across, flat = self.bucket.groups.grad_comm, self._flat
-        if across is None or flat is None:
+        comm, flat = self.bucket.groups.grad_comm, self._flat
+        if comm is None or flat is None:
             return None
         if not self._is_zero:
             self._zero(flat, self.flags.lacking(GradFlag.ARRIVED))
@@ -186,8 +186,9 @@ class GradBucket:
         self.flags.apply_to_all("reduce")
         self.num_arrived = 0
         self._flat = None
-        reduce = across.reduce_scatter if self._zero_copy is None else self._zero_copy.reduce_scatter
-        return reduce(self.accumulator, flat, accumulate, self.name).then(self._on_reduced)
+        comm = comm.for_bytes(flat.numel() * flat.itemsize)
+        reduce_scatter = comm.reduce_scatter if self._zero_copy is None else self._zero_copy.reduce_scatter
+        return reduce_scatter(self.accumulator, flat, accumulate, self.name).then(self._on_reduced)
 
     def _on_reduced(self) -> None:
         self.buffer_state = transition(GRAD_BUFFER_TRANSITIONS, self.buffer_state, "land", self.name)
@@ -229,8 +230,8 @@ class GradBucket:
         scopes = self.bucket.groups.scopes
         if scopes.codecs.second_hop is not None:
             self._zero_padding(self.accumulator, scopes.grads)
-        across = self.bucket.groups.outer_grad_comm
-        if across is None:
+        comm = self.bucket.groups.outer_grad_comm
+        if comm is None:
             return None
         accumulate = self.flags.any(GradFlag.HAS_PRIOR_MEAN)
         if accumulate:
@@ -238,12 +239,15 @@ class GradBucket:
         full = self.accumulator
         if self.wire_dtype != full.dtype:
             full = wire.copy_(full)
-        return across.reduce_scatter(self.result, full, accumulate, self.name)
+        return comm.for_bytes(full.numel() * full.itemsize).reduce_scatter(self.result, full, accumulate, self.name)
 
     def all_reduce(self) -> Work | None:
         """Sum over the replicas."""
-        across = self.bucket.groups.replica_comm
-        return None if across is None else across.all_reduce(self.result, self.wire_dtype, self.name)
+        comm = self.bucket.groups.replica_comm
+        if comm is None:
+            return None
+        comm = comm.for_bytes(self.result.numel() * self.wire_dtype.itemsize)
+        return comm.all_reduce(self.result, self.wire_dtype, self.name)
 
     def finish(self) -> None:
         """Divide, once, by the number of ranks."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from mics_strategy.comm.coalesced import CoalescedCommunicator, RowViews
-from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
+from mics_strategy.comm.communicator import AnyCommunicator, Communicator
 from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator
 from mics_strategy.comm.peer_memory.readv import ScatterTarget
 from mics_strategy.comm.work import Work
@@ -51,8 +51,7 @@ def coalesced_comm_for(across: AnyCommunicator, layout: BucketLayout, itemsize: 
     """What moves the tensors of a bucket in one launch, each whole; None where that cannot be."""
     if not layout.is_evenly_divisible:
         return None
-    chosen = across.for_bytes(layout.full_numel * itemsize) if isinstance(across, SizeDispatch) else across
-    return chosen.coalesced
+    return across.for_bytes(layout.full_numel * itemsize).coalesced
 
 
 def parts_of(layout: BucketLayout, size: int, dtype: torch.dtype) -> RowViews:

@@ -8,14 +8,18 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mics_strategy.comm.desync import OpId
-from mics_strategy.comm.queue import CommTask, CommThread, Executor, InlineExecutor
+from mics_strategy.comm.queue import CollectiveQueue, CommTask, CommThread, InlineQueue, OpRequest, ThreadQueue
+from mics_strategy.comm.traffic_log import TrafficLog
 from mics_strategy.comm.work import BackendWork, Work
+from mics_strategy.comm.workspace import Workspace
 from mics_strategy.errors import CommunicationError, LifecycleError
 from tests.comm.networks import Network
 from tests.ranks import RankContext, RankError, RankPool
@@ -50,8 +54,18 @@ def threads_of(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == f"mics {name}"]
 
 
-def run(runner: Executor, program: CommTask) -> BackendWork | None:
-    return runner.submit("Program", "1 number", frozenset([0]), program)
+def run(thread: CommThread, program: CommTask) -> BackendWork:
+    return thread.submit("Program", "1 number", frozenset([0]), program)
+
+
+def submit(thread: CommThread | None, task: CommTask) -> Work:
+    """Submit to a queue of that thread, or to one that runs tasks inline."""
+    binding: Any = SimpleNamespace(transports=[], ranks=frozenset([0]), watchdog=SimpleNamespace(explain=str))
+    if thread is None:
+        queue: CollectiveQueue = InlineQueue("inline", binding, Workspace(), TrafficLog())
+    else:
+        queue = ThreadQueue(thread, binding, Workspace(), TrafficLog())
+    return queue.submit(OpRequest("All-gather of block", "1 number", 0), task)
 
 
 def test_programs_run_one_after_the_other_in_the_order_of_asking() -> None:
@@ -141,7 +155,7 @@ def test_errors_of_the_transport_become_errors_of_communication(
         raise error
 
     with opened() as lane, pytest.raises(expected, match=str(error)):
-        Work("All-gather of block", [run(lane if is_lane else InlineExecutor(), fail)]).wait()
+        submit(lane if is_lane else None, fail).wait()
 
 
 def test_nothing_of_a_program_is_for_autograd() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -106,7 +107,7 @@ class PeerMemoryCommunicator:
         full_numel = out.numel() * self._transport.size
         op = self._queue.next_op("Reduce-scatter", label, full_numel, views.dtype)
         self._queue.log(routes.reduce_scatter_traffic(self._route, full_numel, views.dtype))
-        return self._queue.submit(op, lambda: self._reduce_scatter(out, inputs, views, accumulate, op.tag))
+        return self._queue.submit(op, partial(self._reduce_scatter, out, inputs, views, accumulate, op.tag))
 
     def _reduce_scatter(
         self, out: torch.Tensor, inputs: ReduceInputs, views: ShardViews, accumulate: bool, tag: int
