@@ -11,12 +11,13 @@ time.
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import torch
 
 from mics_strategy.comm import route as routes
-from mics_strategy.comm.algorithms import Completion, GroupAlgorithm, PlainAlgorithm, QuantizedAlgorithm
+from mics_strategy.comm.algorithms import Completion, GroupAlgorithm, PlainAlgorithm, QuantizedAlgorithm, SumCompletion
 from mics_strategy.comm.coalesced import CoalescedCommunicator
 from mics_strategy.comm.codecs.quantizer import Quantizer
 from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator
@@ -131,23 +132,22 @@ class Communicator:
             for start, end in chunks
         ]
 
-        def start_intra(row: int, start: int, end: int) -> list[Completion]:
-            rows = [rank_slice[row][start:end] for rank_slice in slices]
-            return [intra.start_all_gather(rows, local_slice[row][start:end], shard.dtype, tag) for intra in intras]
-
         is_local_row_final = not isinstance(inter, QuantizedAlgorithm)
-        intra_completions: list[Completion] = []
-        for start, end in chunks if is_local_row_final else []:
-            intra_completions += start_intra(local_row, start, end)
-        for finish, (start, end) in zip(inter_completions, chunks, strict=True):
-            finish()
-            previous, intra_completions = intra_completions, []
-            for row in range(self._num_nodes):
-                if row != local_row or not is_local_row_final:
-                    intra_completions += start_intra(row, start, end)
-            for finish_intra in previous:
-                finish_intra()
-        for finish in intra_completions:
+        steps = [(_nothing, [(local_row, *chunk) for chunk in chunks if is_local_row_final])]
+        for finish, chunk in zip(inter_completions, chunks, strict=True):
+            others = [row for row in range(self._num_nodes) if row != local_row or not is_local_row_final]
+            steps.append((finish, [(row, *chunk) for row in others]))
+        previous: list[Completion] = []
+        for finish_inter, pieces in steps:
+            finish_inter()
+            started: list[Completion] = []
+            for (row, start, end), intra in itertools.product(pieces, intras):
+                rows = [rank_slice[row][start:end] for rank_slice in slices]
+                started.append(intra.start_all_gather(rows, local_slice[row][start:end], shard.dtype, tag))
+            for finish in previous:
+                finish()
+            previous = started
+        for finish in previous:
             finish()
 
     def _all_gather_quantized(self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
@@ -305,10 +305,15 @@ class Communicator:
         slices = full.view(self._ranks_per_node, -1)
         local_slice = self._workspace.allocate(slice_numel, tensor.dtype) if self._intra is not None else full
         chunks = routes.all_reduce_chunks(self.route, slice_numel, wire.itemsize)
-        intra_sums = [self._start_intra_reduce_scatter(slices, local_slice, chunk, wire, tag) for chunk in chunks]
+        intra_sums: list[SumCompletion] = []
+        if self._intra is not None:
+            for start, end in chunks:
+                rows = [rank_slice[start:end] for rank_slice in slices]
+                intra_sums.append(self._intra.start_reduce_scatter(rows, wire, tag))
         inter_sums = []
-        for finish_intra, (start, end) in zip(intra_sums, chunks, strict=True):
-            finish_intra()
+        for index, (start, end) in enumerate(chunks):
+            if intra_sums:
+                intra_sums[index](local_slice[start:end], False)
             rows = list(local_slice[start:end].view(self._num_nodes, -1))
             inter_sums.append((self._inter.start_reduce_scatter(rows, wire, tag), rows))
         inter_gathers = []
@@ -329,14 +334,9 @@ class Communicator:
             finish()
         tensor.copy_(full[: tensor.numel()])
 
-    def _start_intra_reduce_scatter(
-        self, slices: torch.Tensor, local_slice: torch.Tensor, chunk: tuple[int, int], wire: torch.dtype, tag: int
-    ) -> Completion:
-        start, end = chunk
-        if self._intra is None:
-            return lambda: None
-        finish = self._intra.start_reduce_scatter([rank_slice[start:end] for rank_slice in slices], wire, tag)
-        return lambda: finish(local_slice[start:end], False)
+
+def _nothing() -> None:
+    """The completion of data that is there already."""
 
 
 class SizeDispatch:

@@ -92,9 +92,9 @@ class PendingBackwards:
         return call
 
     @property
-    def next(self) -> Unit | None:
-        """The unit that the backward needs next."""
-        return self.calls[-1].unit if self.calls else None
+    def next(self) -> list[Unit]:
+        """The unit that the backward needs next, if any."""
+        return [call.unit for call in self.calls[-1:]]
 
     def reduction_order(self) -> list[Unit]:
         """Units by the time of their first live call, latest first: the order in which they can be complete."""

@@ -116,28 +116,26 @@ class Reducer:
         )
         self._order = [unit for unit in order if self._expected[unit.index]]
         self._ready = idle
-        self._launch(self._take_in_order())
+        self.launch(self._take_in_order())
         return bool(before) and before != self._expected
 
-    def add(self, unit: Unit, gradient: GradBucket, position: int, parameter: nn.Parameter) -> None:
-        """Take the gradient that autograd has just accumulated on an unsharded parameter."""
+    def collect(self, unit: Unit, gradient: GradBucket, position: int, parameter: nn.Parameter) -> bool:
+        """Take the gradient that autograd has accumulated on a parameter; whether it was the unit's last one."""
         grad, parameter.grad = parameter.grad, None
         if grad is None:
-            return
-        self._complete_arrived()
+            return False
+        if self._in_flight:
+            self._start_second_hops(self._complete_arrived())
         self._wait_second_hop(gradient)
         if gradient.is_sharded and gradient.buffer_state is not GradBufferState.FILLING:
             self._acquire_buffer(unit)
         gradient.add(position, grad)
-        if sum(other.num_arrived for other in self.gradients[unit.index]) >= self._expected[unit.index]:
-            self._launch(self._take_ready(unit))
+        gradients = self.gradients[unit.index]
+        num_arrived = gradient.num_arrived if len(gradients) == 1 else sum(each.num_arrived for each in gradients)
+        return num_arrived >= self._expected[unit.index]
 
-    def complete(self, unit: Unit) -> None:
-        """No more gradients of `unit` will come in this backward; reduce it as soon as it is its turn."""
-        self._launch(self._take_ready(unit))
-
-    def _take_ready(self, unit: Unit) -> Iterator[Unit]:
-        """Remove and give the units whose turn it is now that `unit` is complete.
+    def take_ready(self, unit: Unit) -> Iterator[Unit]:
+        """Remove and give the units whose turn it is now that no more gradients of `unit` will come in this backward.
 
         A unit outside the order was not foreseen: a reentrant checkpoint, or gradients that arrive a second time.
         """
@@ -154,13 +152,13 @@ class Reducer:
     def end_backward(self) -> None:
         """Reduce what is left, in order, then what no order foresaw (a unit that received gradients twice)."""
         self._ready.update(unit.index for unit in self._order)
-        self._launch(self._take_in_order())
-        self._launch(unit for unit in reversed(self.units) if self._is_filling(unit))
+        self.launch(self._take_in_order())
+        self.launch(unit for unit in reversed(self.units) if self._is_filling(unit))
         for gradients in self.gradients.values():
             for gradient in gradients:
                 gradient.end_backward()
         if self.is_boundary:
-            self._complete_all()
+            self._start_second_hops(self._complete(down_to=0))
 
     def _acquire_buffer(self, unit: Unit) -> None:
         """Borrow the buffer in which this backward's gradients of `unit` are collected."""
@@ -185,9 +183,9 @@ class Reducer:
         if self._is_filling(unit) and unit in self._order:
             count = self._order.index(unit) + 1
             first, self._order = self._order[:count], self._order[count:]
-            self._launch(first)
+            self.launch(first)
         if self._is_filling(unit):
-            self._launch([unit])
+            self.launch([unit])
         self._wait_for(unit)
 
     def _may_send(self, unit: Unit) -> bool:
@@ -199,14 +197,14 @@ class Reducer:
         """Whether gradients of `unit` have arrived that no first hop has taken."""
         return any(gradient.buffer_state is GradBufferState.FILLING for gradient in self.gradients.get(unit.index, []))
 
-    def _launch(self, units: Iterable[Unit]) -> None:
+    def launch(self, units: Iterable[Unit]) -> None:
         """Start the first hops of units.
 
         Second hops start here only, or behind all first hops, as far as ranks could differ: in an order that follows
         from that of the launches, whatever gradients a rank has.
         """
         for unit in units:
-            self._complete_until(unit)  # its own first hop of an earlier backward
+            self._start_second_hops(self._complete_until(unit))  # its own first hop of an earlier backward
             chains: list[OpChain] = []
             if self.groups.grad_comm is not None:
                 gradients = self.gradients[unit.index]
@@ -218,45 +216,48 @@ class Reducer:
                 for gradient in gradients:
                     chains.append(stream.launch([gradient.reduce_scatter]))
             self._in_flight.append(FirstHop(unit, chains, bool(self.is_boundary) and self.overlap_second_hop))
-            while len(self._in_flight) > (1 if self.overlap_reduce else 0):
-                self._complete_next()
+            self._start_second_hops(self._complete(down_to=1 if self.overlap_reduce else 0))
 
-    def _complete_arrived(self) -> None:
-        """Start the second hops of units whose first hop has ended, without waiting for another unit's turn."""
+    def _complete_arrived(self) -> Iterator[GradBucket]:
+        """Complete the first hops that have ended, without waiting for another unit's turn."""
         while self._in_flight and self._in_flight[0].has_completed:
-            self._complete_next()
+            yield from self._complete_next()
 
-    def _complete_next(self) -> None:
+    def _complete(self, *, down_to: int) -> Iterator[GradBucket]:
+        """Complete the oldest first hops until `down_to` are in flight."""
+        while len(self._in_flight) > down_to:
+            yield from self._complete_next()
+
+    def _complete_until(self, unit: Unit) -> Iterator[GradBucket]:
+        """Complete the first hops of `unit`, and all before them."""
+        while any(hop.unit is unit for hop in self._in_flight):
+            yield from self._complete_next()
+
+    def _complete_next(self) -> Iterator[GradBucket]:
+        """Wait for the oldest first hop, and give the gradients whose second hop is due now."""
         hop = self._in_flight.popleft()
         for chain in hop.chains:
             chain.wait()
-        if hop.starts_second_hop:
-            for gradient in self.gradients[hop.unit.index]:
-                self._wait_second_hop(gradient)  # one of an earlier backward that was called the last, too
-                self._start_second_hop(gradient)
-                self._sent_last.add(gradient)
+        for gradient in self.gradients[hop.unit.index] if hop.starts_second_hop else ():
+            self._wait_second_hop(gradient)  # that of an earlier backward which was also called the last
+            self._sent_last.add(gradient)
+            yield gradient
 
     def _wait_for(self, unit: Unit) -> None:
         """Make the buffer of a unit's first hop free. Its second hop starts when it is its turn."""
         for chain in (chain for hop in self._in_flight if hop.unit is unit for chain in hop.chains):
             chain.wait()
 
-    def _complete_until(self, unit: Unit) -> None:
-        while any(hop.unit is unit for hop in self._in_flight):
-            self._complete_next()
-
-    def _complete_all(self) -> None:
-        while self._in_flight:
-            self._complete_next()
-
-    def _start_second_hop(self, gradient: GradBucket) -> None:
-        if gradient in self._second:
-            return
-        buffer = self.buffers.second_hop.acquire(lambda: self._wait_second_hop(gradient))
-        wire = buffer[: second_hop_bytes(gradient, self.groups)].view(gradient.wire_dtype)
-        self._second[gradient] = self.streams.second_hop.launch(
-            [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce], gradient.finish
-        )
+    def _start_second_hops(self, gradients: Iterable[GradBucket]) -> None:
+        """Start second hops whose first hops are complete; not those that were started already."""
+        for gradient in gradients:
+            if gradient in self._second:
+                continue
+            buffer = self.buffers.second_hop.acquire(partial(self._wait_second_hop, gradient))
+            wire = buffer[: second_hop_bytes(gradient, self.groups)].view(gradient.wire_dtype)
+            self._second[gradient] = self.streams.second_hop.launch(
+                [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce], gradient.finish
+            )
 
     def _wait_second_hop(self, gradient: GradBucket) -> None:
         """Wait for a second hop under way, before anything else happens to the gradient."""
@@ -269,14 +270,16 @@ class Reducer:
         """Make every gradient the mean over all ranks, and show it on the parameters. Collective."""
         self.is_dirty = False
         self.desync_check.raise_if_desynced()
-        self._complete_all()
+        self._start_second_hops(self._complete(down_to=0))
         gradients = [gradient for of_unit in self.gradients.values() for gradient in of_unit]
         usage = UsedParamMap(self.buffers.usage, gradients, self.groups, self.desync_check.replicas.difference())
-        for index in sorted(self.gradients, reverse=True):
-            for gradient in self.gradients[index]:
-                is_sent = gradient in self._sent_last
-                if gradient.state is AccumulatorState.PARTIAL or (not is_sent and usage.is_pending_elsewhere(gradient)):
-                    self._start_second_hop(gradient)
+        self._start_second_hops(
+            gradient
+            for index in sorted(self.gradients, reverse=True)
+            for gradient in self.gradients[index]
+            if gradient.state is AccumulatorState.PARTIAL
+            or (gradient not in self._sent_last and usage.is_pending_elsewhere(gradient))
+        )
         self._sent_last.clear()
         for gradient in list(self._second):
             self._wait_second_hop(gradient)
@@ -292,13 +295,13 @@ class Reducer:
 
     def clear(self, gradient: GradBucket, position: int) -> None:
         """Forget one parameter's gradient, parts under way included."""
-        self._complete_all()
+        self._start_second_hops(self._complete(down_to=0))
         self._wait_second_hop(gradient)
         gradient.clear(position)
 
     def discard(self) -> None:
         """Forget an interrupted backward."""
-        self._complete_all()
+        self._start_second_hops(self._complete(down_to=0))
         self._order = []
         for gradients in self.gradients.values():
             for gradient in gradients:

@@ -12,8 +12,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -89,13 +90,14 @@ class Engine:
         unit.check_still_frozen()
         if self._in_backward:
             self.order.record_backward(unit.index)
-        self._start_unshard(unit)
+        self._start_unshard([unit])
         unit.finish_unshard()
         unit.enter_forward()
         is_recomputed = self.is_recomputing
         if not is_recomputed:
             self._record_forward(unit)
-            self._prefetch(unit, (self.units[index] for index in self.order.upcoming(self._overlap.prefetch)))
+            upcoming = (self.units[index] for index in self.order.upcoming(self._overlap.prefetch))
+            self._start_unshard(self._free_to_prefetch(unit, upcoming))
         return ForwardCall(
             unit,
             self._clock,
@@ -123,7 +125,7 @@ class Engine:
         if self.watch(call, outputs) and not call.is_recomputed:
             self._pending.push(call)
 
-    def pre_backward(self, call: ForwardCall) -> None:
+    def pre_backward(self, call: ForwardCall, _: torch.Tensor | None = None) -> None:
         """Unshard for the backward of `call`: the gradient of a tensor that its forward made has arrived."""
         with outside_transforms():
             self._on_backward_start()
@@ -145,7 +147,7 @@ class Engine:
             if call.is_recomputed:
                 unit.earliest_enter = call.enter
                 _at_end_of_backward(lambda: self._release(unit))
-            self._prefetch_next(unit)
+            self._start_unshard(self._free_to_prefetch(unit, self._pending.next))
 
     def on_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: nn.Parameter) -> None:
         """Collect the gradient that autograd has accumulated on an unsharded parameter.
@@ -154,7 +156,8 @@ class Engine:
         would have refused (see `saved_versions`).
         """
         self._on_backward_start()
-        self.reducer.add(unit, gradient, position, parameter)
+        if self.reducer.collect(unit, gradient, position, parameter):
+            self.reducer.launch(self.reducer.take_ready(unit))
 
     def post_backward(self) -> None:
         """Follow what other ranks may have run, reduce what is left, release every unit."""
@@ -207,7 +210,7 @@ class Engine:
         if not made or not torch.is_grad_enabled():
             return False
         for tensor in made:
-            tensor.register_hook(lambda _: self.pre_backward(call))
+            tensor.register_hook(partial(self.pre_backward, call))
         return True
 
     def _record_forward(self, unit: Unit) -> None:
@@ -220,35 +223,30 @@ class Engine:
             if not torch.is_grad_enabled():
                 self._checkpointed.add(unit.index)
 
-    def _start_unshard(self, unit: Unit) -> None:
-        """Start the all-gather of `unit`, behind those that other ranks may need before it."""
-        due = [*self._global_order.take_until(unit), unit] if self._keeps_params_unsharded else (unit,)
-        for each in due:
-            each.start_unshard(self._resources, for_backward=self._in_backward)
+    def _start_unshard(self, units: Iterable[Unit]) -> None:
+        """Start all-gathers, each behind those that other ranks may need before it."""
+        for unit in units:
+            due = [*self._global_order.take_until(unit), unit] if self._keeps_params_unsharded else (unit,)
+            for each in due:
+                each.start_unshard(self._resources, for_backward=self._in_backward)
 
     def _unshard(self, unit: Unit) -> None:
         if self._in_backward:
             self.order.record_backward(unit.index)
-        self._start_unshard(unit)
+        self._start_unshard([unit])
         unit.finish_unshard()
 
     def _unshard_again(self, unit: Unit) -> None:
         if unit.unshard_state is not UnshardState.UNSHARDED:
             self._unshard(unit)
 
-    def _prefetch(self, current: Unit, following: Iterable[Unit]) -> None:
-        """Start the all-gathers of the following units while `current` computes, as far as their slots are free."""
-        for unit in following:
-            tenant = unit.slot.resident
-            is_free = tenant is None or tenant is unit or (isinstance(tenant, Unit) and tenant.phase is UnitPhase.IDLE)
-            if unit is not current and tenant is not current and is_free and self._overlap.prefetch:
-                self._start_unshard(unit)
-
-    def _prefetch_next(self, unit: Unit) -> None:
-        """Prefetch the call that is before `unit`'s in the forward."""
-        following = self._pending.next
-        if following is not None:
-            self._prefetch(unit, [following])
+    def _free_to_prefetch(self, current: Unit, following: Iterable[Unit]) -> Iterator[Unit]:
+        """The following units whose slots are free while `current` computes; none where nothing is prefetched."""
+        for unit in following if self._overlap.prefetch else ():
+            resident = unit.slot.resident
+            is_free = resident in (None, unit) or (isinstance(resident, Unit) and resident.phase is UnitPhase.IDLE)
+            if unit is not current and resident is not current and is_free:
+                yield unit
 
     def _on_backward_start(self) -> None:
         """Agree on the order of reductions when the first sign of a backward appears; `post_backward` will end it."""
@@ -274,7 +272,7 @@ class Engine:
         """
         self._retire_finished_units(call)
         self._unshard(call.unit)
-        self._prefetch_next(call.unit)
+        self._start_unshard(self._free_to_prefetch(call.unit, self._pending.next))
 
     def _pre_double_backward(self, call: ForwardCall) -> None:
         """A backward differentiates the backward of `call`, and reads the parameters in any order."""
@@ -290,7 +288,7 @@ class Engine:
                 unit.exit_backward()
             if unit.num_live_calls == 0 and unit.earliest_enter > call.leave:
                 unit.earliest_enter = -1
-                self.reducer.complete(unit)
+                self.reducer.launch(self.reducer.take_ready(unit))
 
     def _release(self, unit: Unit) -> None:
         unit.earliest_enter = -1

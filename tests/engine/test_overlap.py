@@ -1,6 +1,7 @@
 """Communication runs under compute: shown by the order of events, never by time."""
 
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from unittest import mock
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from mics_strategy import ShardConfig, Topology, shard
+from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.reducer import Reducer
 from tests import models
 from tests.engine.events import recorded
@@ -97,11 +99,11 @@ def events_where_first_hops_are_fast(ctx: RankContext) -> tuple[list[str], list[
     """As above, and every first hop has ended when the next gradient of the last backward arrives."""
     land_arrived = Reducer._complete_arrived
 
-    def land_all_that_will_arrive(reducer: Reducer) -> None:
+    def land_all_that_will_arrive(reducer: Reducer) -> Iterator[GradBucket]:
         for hop in reducer._in_flight:
             while hop.starts_second_hop and not hop.has_completed:
                 time.sleep(0.001)
-        land_arrived(reducer)
+        return land_arrived(reducer)
 
     with mock.patch.object(Reducer, "_complete_arrived", land_all_that_will_arrive):
         return events_of_a_step(ctx, "all", micro_steps=2)

@@ -29,12 +29,12 @@ class LocalParamSwap:
 
     Args:
         optimizer: Steps on sharded parameters.
-        model: Tells its parameters from those of another one.
+        target: What the optimizer steps on.
     """
 
-    def __init__(self, optimizer: Optimizer, model: OptimizerTarget) -> None:
+    def __init__(self, optimizer: Optimizer, target: OptimizerTarget) -> None:
         self._optimizer_ref = weakref.ref(optimizer)  # whoever keeps this object by its optimizer must not keep both
-        self._model_ref = weakref.ref(model)
+        self._target_ref = weakref.ref(target)
         self._groups: list[list[int]] = []  # the parameters in each, when it was last looked at
         self._locals: dict[ShardedParameter, nn.Parameter] = {}
         self._wrapped: dict[int, tuple[torch.Tensor, DTensor]] = {}  # by id, which is free again when a tensor is
@@ -55,8 +55,9 @@ class LocalParamSwap:
         return deref(self._optimizer_ref)
 
     @property
-    def _model(self) -> OptimizerTarget:
-        return deref(self._model_ref)
+    def target(self) -> OptimizerTarget:
+        """What the optimizer steps on."""
+        return deref(self._target_ref)
 
     def prepare(self) -> None:
         """See which tensors must be whole, and deal those; again when groups have other parameters than before.
@@ -64,24 +65,24 @@ class LocalParamSwap:
         Raises:
             ConfigError: The optimizer looks further than the tensors that a rank can be given.
         """
-        optimizer, model = self._optimizer, self._model
+        optimizer, target = self._optimizer, self.target
         if self.is_local:
             return  # a step that raised left it so, and it was prepared for that
         groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         if groups == self._groups:
             return
         check_param_groups_only(optimizer)
-        if not model.has_whole_states:
-            untried = UpdateLocality.PER_TENSOR if model.optimizer_layout == "tensors" else UpdateLocality.ELEMENTWISE
-            reaches = locality_by_group(optimizer, model.device, untried)
-            check_locality(optimizer, reaches, model.optimizer_layout)
+        if not target.has_whole_states:
+            untried = UpdateLocality.PER_TENSOR if target.optimizer_layout == "tensors" else UpdateLocality.ELEMENTWISE
+            reaches = locality_by_group(optimizer, target.device, untried)
+            check_locality(optimizer, reaches, target.optimizer_layout)
             grouped = zip(optimizer.param_groups, reaches, strict=True)
             needed = [
                 p
                 for group, reach in grouped
                 if reach is UpdateLocality.PER_TENSOR
                 for p in group["params"]
-                if model.owns(p)
+                if target.owns(p)
             ]
             self._assign_owners([p for p in needed if p not in self._whole])
         self._groups = groups
@@ -89,7 +90,7 @@ class LocalParamSwap:
     def _assign_owners(self, parameters: list[ShardedParameter]) -> None:
         if not parameters:
             return
-        wholes = self._model.assign_owners(parameters)
+        wholes = self.target.assign_owners(parameters)
         self.wholes.append(wholes)
         self._whole.update(wholes.owners())
         self._locals.update(wholes.step_views())
@@ -102,7 +103,7 @@ class LocalParamSwap:
     def swap_in(self) -> None:
         """Show the optimizer local tensors."""
         for group in self._optimizer.param_groups:
-            group["params"] = [self._local_of(p) if self._model.owns(p) else p for p in group["params"]]
+            group["params"] = [self._local_of(p) if self.target.owns(p) else p for p in group["params"]]
         for wholes in self.wholes:
             wholes.to_owners()
         self._wrapped.clear()
@@ -119,14 +120,14 @@ class LocalParamSwap:
         # An owner alone sees what becomes of a whole tensor's gradient, so that stays as it is.
         self._visible = [p for p, local in self._locals.items() if local.grad is not None and p not in self._whole]
         self.is_local = True
-        self._generators = self._model.random.begin()
+        self._generators = self.target.random.begin()
 
     def swap_out(self) -> None:
         """Show the optimizer sharded parameters again, its new states as DTensors like them. Sends nothing."""
         if not self.is_local:
             return
         self.is_local = False
-        self._model.random.end(self._generators)
+        self.target.random.end(self._generators)
         back = {local: sharded for sharded, local in self._locals.items()}
         for group in self._optimizer.param_groups:
             group["params"] = [back.get(p, p) for p in group["params"]]

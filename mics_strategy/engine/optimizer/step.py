@@ -60,19 +60,24 @@ class StepHooks:
 
     def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Let the optimizer see local tensors. Returns the arguments for its step."""
-        observer = self._target()
-        if observer is None or not any(observer.owns(p) for group in optimizer.param_groups for p in group["params"]):
-            return args, kwargs
-        step = self.step_of(optimizer)
+    ) -> tuple[tuple[Any, ...], dict[str, Any], LocalParamSwap | None]:
+        """Prepare a step of `optimizer`.
+
+        Returns:
+            The arguments of its step, and the swap to be made now; None where this model has no part in the step, or
+            where a closure, wrapped in the arguments, makes the swap.
+        """
+        target = self._target()
+        if target is None or not any(target.owns(p) for group in optimizer.param_groups for p in group["params"]):
+            return args, kwargs, None
+        swap = self.step_of(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
         if closure is None:
-            observer.engine.finish_gradients()
-            step.swap_in()
-            return args, kwargs
-        wrapped = _around_closure(step, observer, closure)
-        return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
+            return args, kwargs, swap
+        wrapped = _around_closure(swap, target, closure)
+        if len(args) > 1:
+            return (args[0], wrapped, *args[2:]), kwargs, None
+        return args, {**kwargs, "closure": wrapped}, None
 
     def after(self, optimizer: Optimizer) -> None:
         """Let the optimizer see sharded parameters again, and tell the model."""
@@ -107,7 +112,10 @@ def _before_step(
         model.check(optimizer)
     check_no_foreign_params(optimizer)
     for model in models:
-        args, kwargs = model.before(optimizer, args, kwargs)
+        args, kwargs, swap = model.before(optimizer, args, kwargs)
+        if swap is not None:
+            swap.target.engine.finish_gradients()
+            swap.swap_in()
     return args, kwargs
 
 
