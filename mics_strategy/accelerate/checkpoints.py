@@ -229,7 +229,7 @@ def saving(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Itera
         ValueError: No folder is given, and the project does not name checkpoints itself; or that one exists.
         CheckpointError: A rank could not write.
     """
-    accelerator.meeting.require_every_rank("save_state")
+    accelerator.rendezvous.require_every_rank("save_state")
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
         target = _numbered(accelerator) / f"checkpoint_{accelerator.save_iteration}"
@@ -259,7 +259,7 @@ def to_load(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> Path:
         ValueError: There is none.
         CheckpointError: It is damaged.
     """
-    accelerator.meeting.require_every_rank("load_state")
+    accelerator.rendezvous.require_every_rank("load_state")
     if input_dir is not None:
         folder = Path(input_dir).expanduser().absolute()
         if not broadcast_from_rank_0(folder.is_dir()):

@@ -163,7 +163,7 @@ def _in_a_function(folder: Path) -> None:
     model = acc.prepare(nn.Linear(4, 2, bias=False))
     acc.backward(model(torch.full((1, 4), 1.0 + acc.process_index)).sum())
     norm = acc.clip_grad_norm_(model.parameters(), 1.0)
-    ranks = {each.ranks for each in acc.sharded_of(model).plan.collectives}
+    ranks = {each.size for each in acc.sharded_of(model).plan.collectives}
     mark = [type(acc).__name__, acc.num_processes, sorted(ranks), round(norm.item(), 4)]
     (folder / f"fn-{acc.process_index}.json").write_text(json.dumps(mark))
     acc.end_training()
@@ -259,7 +259,7 @@ def _as_launched(ctx: RankContext, parallelism: dict[str, int] | None = None) ->
 def _planned(acc: Any, model: nn.Module) -> list[tuple[str, int]]:
     """The axes over which a forward gathers."""
     collectives = acc.sharded_of(model).plan.collectives
-    return sorted({(each.axis, each.ranks) for each in collectives if each.moment == "forward"})
+    return sorted({(each.axis, each.size) for each in collectives if each.phase == "forward"})
 
 
 def launched_on(ranks: RankPool, folder: Path, more: str, *args: object) -> Callable[[], list[Any]]:
