@@ -107,7 +107,7 @@ def as_communication_error(label: str, error: RuntimeError, details: str = "") -
         details: What else is known of the ranks, as sentences.
     """
     return CommunicationError(
-        f"{label} failed: {error}. {details}A rank has died, hangs, or runs other units. Look for the first error of "
+        f"{label} failed: {error}. {details}A rank died, hangs, or runs other units. Look for the first error of "
         "the other ranks. All ranks must run the same units in the same order while anything is sharded."
     )
 

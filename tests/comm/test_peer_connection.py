@@ -124,7 +124,7 @@ def test_who_waits_is_woken(ends: Callable[[PeerConnection], None], of_other: bo
     assert found == ["rank 1 has closed the connection"]
 
 
-@pytest.mark.parametrize("limits", [{}, {"MAX_RANGES": 2}, {"_MAX_BYTES": 60}], ids=["one-call", "ranges", "bytes"])
+@pytest.mark.parametrize("limits", [{}, {"IOV_MAX": 2}, {"_MAX_BYTES": 60}], ids=["one-call", "ranges", "bytes"])
 def test_a_piece_is_read_in_stretches_and_what_is_in_none_is_left_out(limits: dict[str, int]) -> None:
     piece, other_piece = torch.randn(100), torch.randn(100)
     starts, outs = (0, 40, 30, 90), [torch.full((numel,), torch.nan) for numel in (7, 50, 5, 1)]
@@ -166,7 +166,7 @@ def test_a_piece_that_is_read_in_stretches_has_the_size_of_all_of_it() -> None:
             other.post_recv(ScatterTarget([(3, out)], 5, FP32), 1).wait()
 
 
-@pytest.mark.parametrize("limits", [{}, {"MAX_RANGES": 2}, {"_MAX_BYTES": 60}], ids=["one-call", "ranges", "bytes"])
+@pytest.mark.parametrize("limits", [{}, {"IOV_MAX": 2}, {"_MAX_BYTES": 60}], ids=["one-call", "ranges", "bytes"])
 def test_a_piece_that_is_spread_is_put_together(limits: dict[str, int]) -> None:
     given = [torch.randn(numel) for numel in (7, 50, 5, 1)]
     piece = torch.full((100,), torch.nan)
