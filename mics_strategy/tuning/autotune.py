@@ -171,9 +171,9 @@ def benchmark(
     return tuple(timings)
 
 
-def _timing(full_bytes: int, direct_s: list[float], two_stages_s: list[float]) -> SizeTiming:
-    is_direct_faster = all(one < other for one, other in zip(direct_s, two_stages_s, strict=True))
-    return SizeTiming(full_bytes, statistics.median(direct_s), statistics.median(two_stages_s), is_direct_faster)
+def _timing(full_bytes: int, flat_s: list[float], hierarchical_s: list[float]) -> SizeTiming:
+    is_flat_faster = all(one < other for one, other in zip(flat_s, hierarchical_s, strict=True))
+    return SizeTiming(full_bytes, statistics.median(flat_s), statistics.median(hierarchical_s), is_flat_faster)
 
 
 def _make_runner(collective: str, way: Communicator, numel: int, device: torch.device) -> Callable[[], None]:
@@ -219,7 +219,7 @@ def report(findings: Iterable[TuningResult]) -> str:
     sums = [finding.from_bytes for finding in found if finding.collective != ALL_GATHER] or [found[0].from_bytes]
     pin = f"`hierarchical={max(sums) or True}`"
     lines.append(
-        f"It is kept in {cache.PLACE} for the next job on the same nodes. {pin} pins it, so that sums "
+        f"It is kept in {cache.CACHE_DIR} for the next job on the same nodes. {pin} pins it, so that sums "
         "round alike wherever it is given; True means two stages always, False never."
     )
     return "\n".join(lines)
@@ -230,7 +230,7 @@ def _table(timings: Sequence[SizeTiming]) -> list[str]:
         return []
     rows = {
         "bytes": [f"{timing.full_bytes:,}" for timing in timings],
-        "directly, ms": [f"{1e3 * timing.direct_s:.2f}" for timing in timings],
-        "in two stages, ms": [f"{1e3 * timing.two_stages_s:.2f}" for timing in timings],
+        "directly, ms": [f"{1e3 * timing.flat_s:.2f}" for timing in timings],
+        "in two stages, ms": [f"{1e3 * timing.hierarchical_s:.2f}" for timing in timings],
     }
     return [f"{name:17}" + "".join(f"{cell:>10}" for cell in cells) for name, cells in rows.items()]

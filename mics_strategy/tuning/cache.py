@@ -24,7 +24,7 @@ from mics_strategy.topology import Span
 from mics_strategy.version import package_version
 
 _log = logging.getLogger(__name__)
-PLACE = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/decisions"
+CACHE_DIR = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/decisions"
 _FORMAT = 2  # grows when collectives change so that what was measured before says nothing any more
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_NET")
 
@@ -78,7 +78,7 @@ class TuningKey:
 
 
 def cache_folder() -> Path:
-    """`PLACE`, for this user."""
+    """`CACHE_DIR`, for this user."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mics_strategy" / "decisions"
 
 

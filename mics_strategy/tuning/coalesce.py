@@ -136,5 +136,5 @@ def report(found: dict[str, tuple[Candidate, Measurement | None, int | None]]) -
             chosen = "one launch" if answer.coalesces else "flat"
             times = f"{1e3 * answer.coalesced_s:.2f} ms in one launch, {1e3 * answer.flat_s:.2f} ms flat"
             lines.append(f"  {what} of {size}: {chosen}, measured now ({times})")
-    lines.append(f"It is kept in {cache.PLACE} for the next job on the same nodes. `coalesce=True` or False pins it.")
+    lines.append(f"It is kept in {cache.CACHE_DIR} for the next job on the same nodes. `coalesce=True` or False pins it.")
     return "\n".join(lines)

@@ -44,15 +44,15 @@ class SizeTiming:
 
     Attributes:
         full_bytes: Of the whole tensor.
-        direct_s: Median of several runs.
-        two_stages_s: The same.
-        is_direct_faster: In every run, compared with the one beside it of the other way.
+        flat_s: Median of several runs.
+        hierarchical_s: The same.
+        is_flat_faster: In every run, compared with the one beside it of the other way.
     """
 
     full_bytes: int
-    direct_s: float
-    two_stages_s: float
-    is_direct_faster: bool
+    flat_s: float
+    hierarchical_s: float
+    is_flat_faster: bool
 
 
 def is_next_affordable(timings: Sequence[SizeTiming]) -> bool:
@@ -63,9 +63,9 @@ def is_next_affordable(timings: Sequence[SizeTiming]) -> bool:
     if not timings:
         return True
     last, before = timings[-1], timings[-2 if len(timings) > 1 else -1]
-    spent_s = sum(timing.direct_s + timing.two_stages_s for timing in timings)
-    directly_s = last.direct_s + _GROWTH * max(0.0, last.direct_s - before.direct_s)
-    in_two_stages_s = last.two_stages_s + _GROWTH * max(0.0, last.two_stages_s - before.two_stages_s)
+    spent_s = sum(timing.flat_s + timing.hierarchical_s for timing in timings)
+    directly_s = last.flat_s + _GROWTH * max(0.0, last.flat_s - before.flat_s)
+    in_two_stages_s = last.hierarchical_s + _GROWTH * max(0.0, last.hierarchical_s - before.hierarchical_s)
     return RUNS * (spent_s + directly_s + in_two_stages_s) <= _BUDGET_S
 
 
@@ -82,6 +82,6 @@ def threshold_bytes(timings: Sequence[SizeTiming]) -> int:
         Bytes of the whole tensor; 0 where two stages are never plainly slower.
     """
     for place, timing in enumerate(timings):
-        if not timing.is_direct_faster:
+        if not timing.is_flat_faster:
             return timing.full_bytes if place else 0
     return timings[-1].full_bytes + 1 if timings else 0

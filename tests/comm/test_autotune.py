@@ -87,7 +87,7 @@ def test_ranks_measure_agree_and_keep_what_they_found(ranks: RankPool, tmp_path:
     assert first.measured == ["all_gather", "reduce_scatter"]
     for finding in first.findings:
         assert [timing.full_bytes for timing in finding.timings] == [*SIZES_BYTES[: len(finding.timings)]]
-        assert all(timing.direct_s > 0 < timing.two_stages_s for timing in finding.timings)
+        assert all(timing.flat_s > 0 < timing.hierarchical_s for timing in finding.timings)
         assert finding.from_bytes == threshold_bytes(finding.timings)
     # A second model of the job has the same, and measures nothing; another one only what is new.
     assert (second.measured, second.decided) == ([], first.decided)

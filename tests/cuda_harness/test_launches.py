@@ -65,7 +65,7 @@ LAUNCHES: dict[tuple[str, int, str], Rows] = {
         "second_hop_all_reduce": (5, 2, 54),
     },
     ("paro-iig", 2, "none"): {
-        "update+gather": (5, 2, 3),
+        "param_sync+param_all_gather": (5, 2, 3),
         "param_all_gather": (2, 1, 2),
         "grad_reduce_scatter": (5, 1, 1),
         "second_hop_reduce_scatter": (5, 1, 2),
