@@ -192,8 +192,8 @@ def test_the_report_says_what_was_found_and_how_to_pin_it() -> None:
         )
     ]
     text = report([gathers, sums])
-    assert "gathers over intra_node+inter_node of 16,384 B or more, measured by a job before\n" in text
-    assert "sums over intra_node+inter_node of 65,536 B or more, measured now\n" in text
+    assert "all-gathers over intra_node+inter_node of 16,384 B or more, measured by an earlier job\n" in text
+    assert "reduce-scatters over intra_node+inter_node of 65,536 B or more, measured now\n" in text
     assert [line.split()[-1] for line in text.splitlines()[3:6]] == ["1,024", "1.00", "2.00"]
     assert "`hierarchical=65536` pins" in text
     assert "`hierarchical=True` pins" in report([replace(sums, from_bytes=0)])
