@@ -415,7 +415,8 @@ def test_scales_of_a_buffer_of_another_size_are_refused() -> None:
 
 def test_coding_loads_no_kernels_on_a_cpu() -> None:
     code = (
-        "import sys, torch\nfrom mics_strategy import Codec\nfrom mics_strategy.comm.codecs.quantizer import Quantizer\n"
+        "import sys, torch\nfrom mics_strategy import Codec\n"
+        "from mics_strategy.comm.codecs.quantizer import Quantizer\n"
         "Quantizer(Codec(bits=8), torch.device('cpu')).encode(torch.ones(4), torch.empty(16, dtype=torch.uint8))\n"
         "print('triton' in sys.modules)"
     )
