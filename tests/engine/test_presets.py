@@ -129,7 +129,14 @@ def test_what_fits_nowhere_is_said() -> None:
 def test_reasons_name_the_share_the_rule_and_every_alternative() -> None:
     workload = Workload(kinds=_kinds(2e7, 6.7e9), slots_bytes=0, memory_bytes=16 * 10**9)
     reasons = choose_preset(AUTO, workload, Topology(ranks_per_node=8), 32).reasons
-    for words in ("`paro-ing`", "0.30%", "6,720,000,000 parameters", "4 nodes of 8", "gradients stay whole", "9.6 GB"):
+    for words in (
+        "`paro-ing`",
+        "0.30%",
+        "6,720,000,000 parameters",
+        "4 nodes of 8",
+        "gradients are not sharded",
+        "9.6 GB",
+    ):
         assert words in reasons
     assert [line.split()[0] for line in reasons.splitlines()[3:]] == [
         f"paro-{triple}" for triple in candidate_presets(0.003)[0]
