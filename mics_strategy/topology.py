@@ -68,7 +68,7 @@ def topology_from_locations(locations: list[RankLocation]) -> Topology:
         first = rank - rank % size
         if location.node != locations[first].node:
             raise ConfigError(
-                f"Rank {rank} runs on {location.node}, but rank {first} on {locations[first].node}: the ranks of a node "
+                f"Rank {rank} runs on {location.node}, rank {first} on {locations[first].node}: the ranks of a node "
                 f"must be consecutive. Place {size} consecutive ranks per node (SLURM: --distribution=block)."
             )
     return Topology(ranks_per_node=size)

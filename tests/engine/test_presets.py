@@ -191,8 +191,8 @@ def test_rank_zero_says_what_was_chosen_and_why(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"params": "auto"}, "`grads='partition'` beside scopes that are 'auto'.*all to 'auto', or none"),
-        ({"params": "auto", "grads": "auto", "optimizer": "world"}, "`optimizer='world'` beside"),
+        ({"params": "auto"}, "`grads='partition'` is set, but other scopes are 'auto'.*all to 'auto', or none"),
+        ({"params": "auto", "grads": "auto", "optimizer": "world"}, "`optimizer='world'` is set, but other"),
         (dict.fromkeys(("params", "grads", "optimizer"), "auto") | {"secondary_params": 2}, "still to be chosen"),
         ({"secondary_params": "auto"}, "`secondary_params='auto'` is not a scope"),
     ],
