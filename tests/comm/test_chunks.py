@@ -32,8 +32,8 @@ class Spy:
             self.events.append(("begin", transport.axis, number))
 
             class Watched:
-                def wait_for(self, index: int) -> None:
-                    pieces.wait_for(index)
+                def wait_recv(self, index: int) -> None:
+                    pieces.wait_recv(index)
 
                 def wait(self) -> None:
                     spy.events.append(("wait", transport.axis, number))
