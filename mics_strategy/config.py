@@ -198,12 +198,18 @@ class ShardConfig:
 
     @property
     def steps_between_checks(self) -> int:
-        """Optimizer steps between two replica checks after the first steps; 0 for none of these, -1 for no check."""
+        """Optimizer steps between two replica checks after the first steps.
+
+        It is 0 for none of these, and -1 for no check at all.
+        """
         check = self.replica_check
         return check if isinstance(check, int) else {"start": 0, "never": -1}[check]
 
     def codec_of(self, name: str) -> Codec | None:
-        """The codec of the field ``"weight_codec"`` or ``"grad_codec"``; None for ``"none"``."""
+        """The codec of the field ``"weight_codec"`` or ``"grad_codec"``, or None.
+
+        It is None for ``"none"``.
+        """
         value = getattr(self, name)
         return None if value == "none" else Codec.of(value)
 
@@ -243,7 +249,7 @@ class ShardConfig:
 
     @classmethod
     def of(cls, config: str | ShardConfig, **overrides: Any) -> ShardConfig:
-        """The configuration of a preset's name or a configuration, with any field overridden.
+        """The configuration of a preset or of another one, with fields overridden.
 
         Args:
             config: A preset's name or a `ShardConfig`.

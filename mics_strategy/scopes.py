@@ -1,4 +1,4 @@
-"""Scopes of a configuration in this job: ranks of each model state, mesh axes, and routes of collectives.
+"""Scopes of model states in this job, mesh axes, and routes of collectives.
 
 Pure.
 """
@@ -30,7 +30,10 @@ ROLES = tuple(COLLECTIVES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codecs:
-    """Codecs by payload: parameters, gradients in every backward, and gradients in the second hop."""
+    """Codecs by payload: parameters, and gradients in the first and second hop.
+
+    The first hop is in every backward.
+    """
 
     params: Codec | None = None
     first_hop: Codec | None = None
@@ -52,7 +55,7 @@ class Codecs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scopes:
-    """Ranks over which each model state is sharded, and the mesh axes that these degrees define.
+    """Degrees of all model states, and the mesh axes that they define.
 
     Every degree is the product of a prefix of `axes`. A collective over several ranks of several nodes is hierarchical
     if `is_hierarchical` and if its tensor reaches the threshold in `two_stages`.
@@ -105,7 +108,10 @@ class Scopes:
 
     @property
     def has_quantized_params(self) -> bool:
-        """Whether the unsharded parameters were quantized on the wire, so that they differ from the shards."""
+        """Whether the unsharded parameters were quantized on the wire.
+
+        They then differ from the shards.
+        """
         routes = [self.routes(role) for role in ("param_all_gather", "param_sync")]
         return any(sized is not None and sized.hierarchical.is_quantized for sized in routes)
 
@@ -145,12 +151,18 @@ class Scopes:
         return SizedRoutes(hierarchical=hierarchical, flat=flat, hierarchical_from_bytes=from_bytes)
 
     def route(self, role: str, full_bytes: int) -> Route | None:
-        """The route of a tensor of `full_bytes` bytes, counted unquantized; None where nothing is sent."""
+        """The route of a tensor of `full_bytes` bytes, counted unquantized.
+
+        It is None where nothing is sent.
+        """
         routes = self.routes(role)
         return None if routes is None else routes.for_bytes(full_bytes)
 
     def block_numel(self, *, is_trainable: bool) -> int:
-        """The multiple of elements at which parameters start, so that no codec block holds two of them."""
+        """The multiple of elements at which parameters start.
+
+        So no codec block holds two of them.
+        """
         roles = ROLES if is_trainable else ("param_all_gather", "param_sync")
         routes = {role: self.routes(role) for role in roles}
         codecs = [
@@ -159,7 +171,7 @@ class Scopes:
         return math.lcm(*(codec.bound_numel for codec in codecs if codec is not None))
 
     def untuned(self) -> dict[TunableCollective, str]:
-        """The collectives whose threshold is to be measured, each with the first role that uses it."""
+        """The collectives with a threshold to be measured, and the first role of each."""
         tunables: dict[TunableCollective, str] = {}
         measured = {tunable for tunable, _ in self.two_stages.measured}
         for role, collective in COLLECTIVES.items() if self.two_stages.is_untuned and self.is_hierarchical else ():
@@ -184,7 +196,7 @@ class Scopes:
 
 
 def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> Scopes:
-    """Resolve the words of a configuration to numbers of ranks, and define the mesh axes.
+    """Resolve the scopes of a configuration to numbers of ranks and mesh axes.
 
     Args:
         config: Configuration whose scopes are chosen, not 'auto'.
@@ -266,7 +278,10 @@ def unused_codecs(config: ShardConfig, scopes: Scopes) -> list[str]:
 
 
 def _check_codecs(config: ShardConfig, scopes: Scopes) -> None:
-    """Raise for unused codecs in a job of several nodes; on one node, a configuration for several may be tried."""
+    """Raise for unused codecs in a job of several nodes.
+
+    On one node, a configuration for several may be tried.
+    """
     for name in unused_codecs(config, scopes) if scopes.world_size > scopes.ranks_per_node else ():
         payload = "Parameters" if name == "weight_codec" else "Gradients"
         raise ConfigError(
@@ -277,7 +292,10 @@ def _check_codecs(config: ShardConfig, scopes: Scopes) -> None:
 
 
 def _remedies(name: str, config: ShardConfig, scopes: Scopes) -> list[str]:
-    """The changes of one field, or of both if one is not enough, with which an unused codec encodes something."""
+    """Changes of the configuration with which an unused codec encodes something.
+
+    They change one field, or both if one is not enough.
+    """
     fields = [field for field in ("codec_links", "grad_codec_hops") if getattr(config, field) != "all"]
     remedies: list[str] = []
     for changed in (*([field] for field in fields), fields):

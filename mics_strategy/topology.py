@@ -44,7 +44,10 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocation:
-    """The location of one rank. `node` is any value that is equal on, and only on, the ranks of a node."""
+    """The location of one rank.
+
+    `node` is any value that is equal on, and only on, the ranks of a node.
+    """
 
     node: str
 
@@ -119,7 +122,10 @@ class Span:
         return Span(axes=self.axes[:inside]), Span(axes=self.axes[inside:])
 
     def index(self, rank: int) -> int:
-        """Local-rank-major position of `rank`: the fastest axis is the most significant digit."""
+        """Local-rank-major position of `rank`.
+
+        The fastest axis is the most significant digit.
+        """
         index = 0
         for axis in self.axes:
             index = index * axis.size + axis.coordinate(rank)

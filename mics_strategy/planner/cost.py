@@ -1,4 +1,4 @@
-"""Cost model of a sharding: bytes of model states on one rank, and traffic of one optimizer step.
+"""Cost model: model states of one rank, and traffic of one optimizer step.
 
 Closed formulas over the number of parameters, for given scopes; without padding and communication buffers.
 `engine.plan` plans the same traffic collective by collective, and tests compare the two.
@@ -57,7 +57,9 @@ class StepTraffic:
 
 
 def state_bytes(kinds: Sequence[ParameterKind], scopes: Scopes) -> int:
-    """Bytes of parameters, gradients and Adam's states on one rank. Frozen parameters have only the first.
+    """Bytes of parameters, gradients and Adam's states on one rank.
+
+    Frozen parameters have only the first.
 
     Where parameters are sharded over fewer ranks than optimizer states, the engine also keeps the shard of frozen
     parameters in the optimizer scope, so that all parameters have the same kind of DTensor.
@@ -88,7 +90,9 @@ def _bytes_of(kind: ParameterKind, scopes: Scopes) -> int:
 
 
 def step_traffic(kinds: Sequence[ParameterKind], scopes: Scopes, num_micro_steps: int) -> StepTraffic:
-    """Traffic of one optimizer step, when every unit is gathered for the forward and for the backward.
+    """Traffic of one optimizer step.
+
+    Every unit is gathered for the forward and for the backward.
 
     Each kind of parameters counts as one large tensor: the flat route of small tensors is not modelled.
 
@@ -109,7 +113,10 @@ def step_traffic(kinds: Sequence[ParameterKind], scopes: Scopes, num_micro_steps
 
 
 def _hops(kind: ParameterKind, scopes: Scopes, num_micro_steps: int) -> Iterator[tuple[int, HopTraffic]]:
-    """The collectives of all parameters of a kind in a step, as if they were one bucket, each with its count."""
+    """The collectives of all parameters of a kind in a step, each with its count.
+
+    The parameters count as one bucket.
+    """
     param, wire = _DTYPES[kind.param_bytes], _DTYPES[kind.wire_bytes]
     backward_role = "secondary_all_gather" if scopes.secondary < scopes.params else "param_all_gather"
     for role, count, numel in (

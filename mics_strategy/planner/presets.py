@@ -1,4 +1,4 @@
-"""Choice of a preset for `auto`, from the trained share of parameters, memory and traffic.
+"""Choice of a preset for `auto`, by trained parameters, memory and traffic.
 
 PaRO's rules for the share of trained parameters leave a set of presets, as far as the rules follow from PaRO's own
 principles. Of those that fit into memory, the preset with the shortest communication time is chosen, on links of one
@@ -78,7 +78,9 @@ class PresetChoice:
 
 
 def candidate_presets(trained_share: float) -> tuple[tuple[str, ...], str]:
-    """The triples (parameters, gradients, optimizer states) that PaRO's principles allow, and the reason.
+    """The scopes that PaRO's principles allow, and the reason.
+
+    Each is a triple of letters for parameters, gradients and optimizer states.
 
     Args:
         trained_share: Share of trained parameters among all parameters, 0 to 1.
@@ -92,7 +94,7 @@ def candidate_presets(trained_share: float) -> tuple[tuple[str, ...], str]:
 
 
 def choose_preset(config: ShardConfig, workload: Workload, topology: Topology, world_size: int) -> PresetChoice:
-    """Choose the preset with the shortest communication time among those that fit into memory.
+    """Choose the preset with the shortest communication time that fits into memory.
 
     Args:
         config: Configuration whose scopes are to be chosen; its other fields apply.

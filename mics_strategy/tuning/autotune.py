@@ -1,4 +1,4 @@
-"""Autotuner of the size from which collectives are hierarchical, on the links of this job.
+"""Autotuner of the size threshold of hierarchical collectives.
 
 Each size is timed several times with both algorithms in turn, flat and hierarchical, by the communicators that the
 model will use. Ranks synchronize before each run, and the time of the slowest rank counts.
@@ -79,7 +79,9 @@ class BenchmarkContext:
 
 
 def autotune(scopes: Scopes, context: BenchmarkContext) -> list[TuningResult]:
-    """Find the size from which collectives are hierarchical. Collective over all ranks where any is untuned.
+    """Find the size from which collectives are hierarchical.
+
+    Collective over all ranks where any is untuned.
 
     1. Use results that this process has for the same ranks.
     2. Rank 0 loads results of earlier jobs from the cache, and broadcasts them.
@@ -111,7 +113,10 @@ def autotune(scopes: Scopes, context: BenchmarkContext) -> list[TuningResult]:
 
 
 def backend_key(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Backend and device as text; None where times mean nothing, as among simulated ranks."""
+    """Backend and device as text.
+
+    It is None where times mean nothing, as among simulated ranks.
+    """
     backend = backend_of(group, device.type)
     if backend not in _TIMED_BACKENDS:
         return None
@@ -143,7 +148,9 @@ _tuned_in_process: weakref.WeakKeyDictionary[Any, dict[tuple[str, TunableCollect
 def benchmark(
     collective: str, comm: SizeDispatch, workspace: Workspace, control: ControlGroup, device: torch.device
 ) -> tuple[SizeTiming, ...]:
-    """Time one collective with both algorithms, size by size. Collective over all ranks; equal results on all.
+    """Time one collective with both algorithms, size by size.
+
+    Collective over all ranks; equal results on all.
 
     Args:
         collective: "all_gather", "reduce_scatter" or "all_reduce".
@@ -177,7 +184,10 @@ def _timing(full_bytes: int, flat_s: list[float], hierarchical_s: list[float]) -
 
 
 def _make_runner(collective: str, comm: Communicator, numel: int, device: torch.device) -> Callable[[], None]:
-    """A function that runs a collective of `numel` elements per rank once, and waits for it."""
+    """A function that runs a collective once, and waits for it.
+
+    Each rank has `numel` elements.
+    """
     shard = torch.zeros(numel, dtype=_DTYPE, device=device)
     full = torch.zeros(numel * comm.size, dtype=_DTYPE, device=device)
     if collective == ALL_GATHER:
@@ -191,7 +201,10 @@ def _make_runner(collective: str, comm: Communicator, numel: int, device: torch.
 
 
 def time_slowest_rank(run: Callable[[], None], control: ControlGroup, device: torch.device) -> float:
-    """Time of a run on the slowest rank, seconds. The maximum synchronizes ranks, so the next run starts on all."""
+    """Time of a run on the slowest rank, seconds.
+
+    The maximum synchronizes ranks, so the next run starts on all.
+    """
     _synchronize(device)
     start_s = time.perf_counter()
     run()
@@ -206,7 +219,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def report(results: Iterable[TuningResult]) -> str:
-    """New results, and how to pin or disable the choice, as text; empty where there are none."""
+    """New results, and how to pin or disable the choice, as text; empty for none."""
     new_results = [result for result in results if result.was_measured]
     if not new_results:
         return ""

@@ -99,7 +99,7 @@ def load(key: TuningKey) -> int | None:
 
 
 def store(key: TuningKey, decision: int, timings: Sequence[Any]) -> None:
-    """Store a result for later jobs, atomically, with the dataclasses of its measurements."""
+    """Store a result and its measurements for later jobs, atomically."""
     text = json.dumps(
         {
             "decision": decision,

@@ -1,4 +1,4 @@
-"""Choice between coalesced collectives of several tensors and collectives of one flat buffer.
+"""Choice between coalesced collectives and those of one flat buffer.
 
 One coalesced launch saves the copies between the parameters and the flat buffer, and costs the backend more work per
 tensor. Which is faster depends on the tensors and the links. So both are timed in turn when a job starts, with tensors
@@ -31,7 +31,9 @@ from mics_strategy.tuning.coalesce_benchmark import REDUCE_SCATTER, Candidate, M
 def choose_coalescing(
     specs: list[list[BucketSpec]], config: ShardConfig, groups: ProcessGroups, device: torch.device
 ) -> list[list[BucketSpec]]:
-    """Return the buckets with their choice of coalesced collectives. Collective where anything is measured.
+    """Return the buckets with their choice of coalesced collectives.
+
+    Collective where anything is measured.
 
     Args:
         specs: Buckets of every unit, the same on all ranks.
@@ -84,7 +86,7 @@ def _candidates(spec: BucketSpec, config: ShardConfig, groups: ProcessGroups) ->
 
 
 def _all_gather_candidate(spec: BucketSpec, groups: ProcessGroups) -> tuple[AnyCommunicator | None, str]:
-    """The communicator, and its role, whose all-gather writes straight into the unsharded parameters."""
+    """The communicator that gathers straight into the parameters, and its role."""
     if groups.scopes.params == 1:
         return (groups.trainable_placement if spec.trainable else groups.frozen_placement).sync_comm, "param_sync"
     return (
@@ -95,7 +97,10 @@ def _all_gather_candidate(spec: BucketSpec, groups: ProcessGroups) -> tuple[AnyC
 
 
 def _benchmarked(candidates: dict[str, Candidate], groups: ProcessGroups, device: torch.device) -> set[str]:
-    """The candidates that are faster coalesced, from results of this process, of earlier jobs, or of a measurement."""
+    """The candidates that are faster coalesced.
+
+    Results are those of this process, of earlier jobs, or of a measurement.
+    """
     key = backend_key(groups.world_group.transport.group, device) if groups.world_group is not None else None
     if groups.world_group is None or key is None or not candidates:
         return set()

@@ -1,4 +1,6 @@
-"""Timings of a bucket's collectives: coalesced, and as one flat buffer with its copies.
+"""Timings of a bucket's collectives, coalesced and as one flat buffer.
+
+Those of the flat buffer include its copies.
 
 Both are timed in turn, on zeros in the model's own shapes, with communicators of the role in question.
 """
@@ -53,7 +55,7 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        """Name that distinguishes it from others over the same ranks; the key of its cached result."""
+        """Name among the candidates over the same ranks; the key of its cached result."""
         shapes = ";".join("x".join(map(str, shape)) for shape in self.shapes)
         digest = hashlib.blake2b(shapes.encode(), digest_size=8).hexdigest()
         tensors = f"{len(self.shapes)} tensors {digest} {self.dtype} over {self.layout.ranks}"
@@ -62,7 +64,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Times of both alternatives: medians over several runs, on the slowest rank, seconds."""
+    """Times of both alternatives, seconds.
+
+    They are medians over several runs, on the slowest rank.
+    """
 
     flat_s: float
     coalesced_s: float
@@ -136,7 +141,7 @@ def _reduce_scatter_runs(
 def _copy_pairs(
     layout: BucketLayout, flat: torch.Tensor, tensors: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Views of the flat buffer, and the views of the tensors that they are copied from or to."""
+    """Views of the flat buffer, and of the tensors copied from or to it."""
     pairs = [pair for position, tensor in enumerate(tensors) for pair in layout.copy_pairs(flat, tensor, position)]
     return [flat_part for flat_part, _ in pairs], [part for _, part in pairs]
 

@@ -1,4 +1,4 @@
-"""Size threshold from which a collective is hierarchical, and its choice from timings.
+"""Size threshold of hierarchical collectives, and its choice from timings.
 
 A hierarchical collective (two stages) sends the fewest bytes over inter-node links. In a flat one, no message waits for
 another.
@@ -22,7 +22,9 @@ _BUDGET_S = 0.4  # for one collective over one span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HierarchicalThreshold:
-    """The bytes of the full tensor from which a collective is hierarchical; smaller ones are flat.
+    """Size threshold of hierarchical collectives, bytes of the full tensor.
+
+    Smaller ones are flat.
 
     Attributes:
         from_bytes: Threshold of collectives that are not in `measured`. 0: all are hierarchical.

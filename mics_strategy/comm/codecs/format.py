@@ -88,7 +88,10 @@ class Codec:
 
     @property
     def bound_numel(self) -> int:
-        """The multiple at which parameters start, so that none share a block; 1 where blocks are too long for that."""
+        """The multiple of elements at which parameters start.
+
+        So no two share a block. It is 1 where blocks are too long for that.
+        """
         return self.block_size if self.block_size <= LARGEST_BOUND_BLOCK else 1
 
     @property
@@ -107,7 +110,10 @@ class Codec:
         return self.block_size // self.values_per_byte
 
     def bytes_per_lane(self, width: int) -> int:
-        """Payload bytes of a block of `width` values: the distance between the two values in one byte of INT4."""
+        """Payload bytes of a block of `width` values.
+
+        In INT4, also the distance between the two values of one byte.
+        """
         return -(-width // self.values_per_byte)
 
     def num_blocks(self, numel: int) -> int:
@@ -143,7 +149,9 @@ class Codec:
         return encoded[..., start:].view(torch.float32)
 
     def has_nonfinite(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
-        """Whether each row has a block that decodes to NaN: [...] bool, on the device, without synchronization.
+        """Whether each row has a block that decodes to NaN: [...] bool, on the device.
+
+        It does not synchronize with the host.
 
         Cost:
             Reads the scales only.

@@ -1,4 +1,4 @@
-"""Encoding and decoding of tensors, in plain torch on the CPU and with Triton kernels on CUDA.
+"""Encoding and decoding of tensors on the CPU and on CUDA.
 
 A `Quantizer` belongs to one codec, one device and one thread. It uses `TorchCodec` on a CPU and `TritonCodec` on CUDA.
 Both write the same bits, except for the random numbers of stochastic rounding.
@@ -22,7 +22,9 @@ LARGEST_KERNEL_BLOCK = 8192  # a kernel program keeps a whole block in registers
 
 
 class Quantizer:
-    """Encodes and decodes flat tensors. It holds scratch tiles, so that two threads need two objects.
+    """Encodes and decodes flat tensors.
+
+    It holds scratch tiles, so that two threads need two objects.
 
     Values may be fp16, bf16, fp32 or fp64; arithmetic is fp32. Tensors are contiguous, on `device` (on CUDA, the
     current one), and do not overlap. Encoded buffers start at a multiple of 4 bytes of their storage. Nothing is
@@ -109,7 +111,9 @@ class Quantizer:
         source: Codec | None = None,
         addend: torch.Tensor | None = None,
     ) -> None:
-        """Decode pieces, sum them in fp32 and encode the sum, without a tensor of `numel` elements in between.
+        """Decode pieces, sum them in fp32 and encode the sum.
+
+        No tensor of `numel` elements is allocated in between.
 
         The bits are those of copying `addend`, adding the rows from the first to the last with `decode_add`, and
         `encode`. A value that overflows in the sum makes its block nonfinite, like any other.
@@ -171,7 +175,10 @@ def _describe(tensor: torch.Tensor) -> str:
 
 @functools.cache
 def load_kernels() -> ModuleType | None:
-    """The module of the Triton kernels; None, with one warning, where Triton is missing."""
+    """The module of the Triton kernels.
+
+    It is None, with one warning, where Triton is missing.
+    """
     try:
         from mics_strategy.comm.codecs import triton_codec
     except ModuleNotFoundError as error:

@@ -29,7 +29,10 @@ TILE_NUMEL = {"cpu": 2**17, "cuda": 2**22}
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Consecutive blocks of one width, the first at value `begin` and block index `first`."""
+    """Consecutive blocks of one width.
+
+    The first has value `begin` and block index `first`.
+    """
 
     first: int
     rows: int
@@ -52,7 +55,9 @@ class _EncodedPayload:
 
 
 class TorchCodec:
-    """Encodes and decodes with scratch tiles that it holds. One thread at a time may use it.
+    """Encodes and decodes with scratch tiles that it holds.
+
+    One thread at a time may use it.
 
     Args:
         codec: Codec of the encoded buffers.
@@ -139,7 +144,10 @@ class TorchCodec:
             self._pack(tile_RHC, codes_RC[:, start : start + columns])
 
     def _fill_tile(self, fill: Fill, run: _Run, start: int, columns: int) -> torch.Tensor:
-        """The values of `columns` bytes of every block of the run, from byte `start`; zeros after the last value."""
+        """The values of `columns` bytes of every block of the run, from byte `start`.
+
+        Zeros follow the last value.
+        """
         per_byte = self._codec.values_per_byte
         lane = self._codec.bytes_per_lane(run.width)
         numel = run.rows * per_byte * columns
@@ -186,7 +194,10 @@ class TorchCodec:
             codes_RC.copy_(low_RC.add_(high_RC, alpha=16).add_(8 * 17))
 
     def _decode_range(self, payload: _EncodedPayload, begin: int, end: int, out: torch.Tensor) -> None:
-        """Write the values from `begin` to `end` into the flat `out`: whole blocks at once, the ends by half blocks."""
+        """Write the values from `begin` to `end` into the flat `out`.
+
+        Whole blocks are decoded at once, the ends by half blocks.
+        """
         codec, start = payload.codec, begin
         while begin < end:
             target = out[begin - start :]
@@ -227,7 +238,10 @@ def _split_payload(codec: Codec, encoded: torch.Tensor, numel: int) -> _EncodedP
 
 
 def _runs(codec: Codec, numel: int, tile_numel: int) -> Iterator[_Run]:
-    """Whole blocks, as many as a tile holds (one where it holds none), then the shorter block at the end."""
+    """Runs of whole blocks, then the shorter block at the end.
+
+    A run has as many blocks as a tile holds, or one where it holds none.
+    """
     whole, rest = divmod(numel, codec.block_size)
     step = max(1, tile_numel // codec.block_size)
     for first in range(0, whole, step):

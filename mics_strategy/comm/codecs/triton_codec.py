@@ -76,7 +76,10 @@ def _decoded_at(
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """The values at `index` of one piece, whose blocks may differ from those of the caller."""
+    """The values at `index` of one piece.
+
+    Its blocks may differ from those of the caller.
+    """
     block = index // SIZE
     scale = tl.load(scales + block, mask=is_value, other=0.0)
     if BITS == 8:
@@ -103,7 +106,10 @@ def _source_at(
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """The values to encode: `values`, or with PIECES the sum of `values`, if given, and the pieces in their order."""
+    """The values to encode.
+
+    These are `values`, or with PIECES the sum of `values`, if given, and the pieces in their order.
+    """
     if PIECES == 0:
         total = _load_fp32(values, index, is_value)
     else:
@@ -120,7 +126,10 @@ def _source_at(
 
 @triton.jit
 def _magnitude(value: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The magnitude of each value, 0 where it is not finite; and a flag, 1 where it is not finite."""
+    """The magnitude of each finite value and a flag of nonfinite ones.
+
+    The magnitude is 0 and the flag 1 where a value is not finite.
+    """
     magnitude = tl.abs(value)
     is_number = magnitude < float("inf")
     return tl.where(is_number, magnitude, 0.0), tl.where(is_number, 0, 1)
@@ -167,7 +176,10 @@ def encode_blocks(
     LANE: tl.constexpr,
     IS_WIDE: tl.constexpr,
 ) -> None:
-    """Encode `rows` blocks of `lane` bytes, the first at value `begin`; outputs start at the first block."""
+    """Encode `rows` blocks of `lane` bytes, the first at value `begin`.
+
+    Outputs start at the first block.
+    """
     HALVES: tl.constexpr = 8 // BITS
     LARGEST: tl.constexpr = 2.0 ** (BITS - 1) - 1
     program = tl.program_id(0).to(tl.int64) if IS_WIDE else tl.program_id(0)
@@ -216,7 +228,10 @@ def decode_blocks(
     LANE: tl.constexpr,
     IS_WIDE: tl.constexpr,
 ) -> None:
-    """Decode `rows` blocks of `lane` bytes; all tensors start at the first block, and hold `numel` values."""
+    """Decode `rows` blocks of `lane` bytes.
+
+    All tensors start at the first block, and hold `numel` values.
+    """
     HALVES: tl.constexpr = 8 // BITS
     program = tl.program_id(0).to(tl.int64) if IS_WIDE else tl.program_id(0)
     row_R = program * ROWS + tl.arange(0, ROWS)
@@ -234,7 +249,9 @@ def decode_blocks(
 
 
 class TritonCodec:
-    """Encodes and decodes with one or two launches. It has no scratch memory; with nearest rounding it is thread-safe.
+    """Encodes and decodes with one or two launches.
+
+    It has no scratch memory; with nearest rounding it is thread-safe.
 
     Args:
         codec: Codec of the encoded buffers, with blocks of at most 8192 values.
@@ -315,7 +332,7 @@ class _Run:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants: the blocks of a program, the bytes of each, and launch options."""
+        """Constants of a launch: blocks of a program, bytes of each, and launch options."""
         lane = triton.next_power_of_2(self.lane)
         return {"ROWS": max(1, _PROGRAM_BYTES // lane), "LANE": lane, "IS_WIDE": self.is_wide, **LAUNCH}
 
