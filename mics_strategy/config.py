@@ -1,8 +1,8 @@
-"""What did the user ask for?
+"""The configuration of a sharded model.
 
-One frozen object. Model states (parameters P, gradients G, optimizer states OS) each name the *scope* over
-which they are sharded; everything else is how the collectives between those scopes travel. Nothing here
-knows the job: what needs the number of ranks is resolved by `topology.resolve_scopes`.
+It is one frozen object. Each model state (parameters P, gradients G, optimizer states OS) has a *scope* over which it
+is sharded; the other fields configure the collectives between those scopes. Nothing here depends on the job:
+`scopes.resolve_scopes` resolves fields that depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mics_strategy.topology import Topology
 Scope = str | int
 OVERLAPS = frozenset({"gather", "reduce", "second_hop", "update"})
 
-_LARGEST_COMMON = 8192  # values that are a multiple of both codecs' blocks
+_LARGEST_COMMON = 8192  # largest allowed common multiple of both codecs' blocks, in values
 _CHOSEN_TOGETHER = ("params", "grads", "optimizer")
 _LETTER_SCOPES = {"n": "none", "i": "partition", "g": "world"}
 _PRESET_LETTERS = {
@@ -43,62 +43,69 @@ _PARO_LETTERS = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardConfig:
-    """How the model states are sharded, and how they travel.
+    """Sharding of the model states, and configuration of their collectives.
 
     Args:
-        partition_size: Ranks that the word ``"partition"`` means: ``"node"``, ``"world"``, a number of ranks,
+        partition_size: Ranks of the scope ``"partition"``: ``"node"``, ``"world"``, a number of ranks,
             or ``"auto"`` (the ranks of one node).
         params: Scope of the parameters between uses: ``"none"`` (every rank keeps all of them),
-            ``"partition"``, ``"world"`` or a number of ranks. ``"auto"``, for this and the next two together, chooses
-            them by the share of trained parameters, memory and traffic, and says what it chose and why.
+            ``"partition"``, ``"world"`` or a number of ranks. ``"auto"``, for this and the next two fields together,
+            chooses scopes by the share of trained parameters, memory and traffic, and prints the choice and the
+            reasons.
         grads: Scope to which gradients are reduced in every micro-step.
-        optimizer: Scope of the optimizer states and of the parameters it updates. Never coarser than
+        optimizer: Scope of the optimizer states and of the parameters that the optimizer updates. Never coarser than
             `params` or `grads`.
-        secondary_params: Scope of a second copy that the forward leaves for the backward, which then gathers over these
-            ranks only (hpZ). ``"none"`` keeps none; smaller than `params`.
-        hierarchical: Whether collectives over several ranks of several nodes go in two stages, inside the nodes and
-            between them, which sends the least over the slow links but waits for one message after another. True:
-            always; False: never, round a ring of all ranks; a number: tensors of so many bytes or more, while smaller
-            ones go directly, every rank to every other. ``"auto"`` measures that number when a job starts, for
-            gathers, sums and all-reduces of every span, says what it found, and keeps it for later jobs; where
-            there is no job, and for all that is encoded, it means two stages. Sums round differently in each way:
-            a training that must repeat bit by bit on other nodes, or without the user's cache, gives a number or True.
-        coalesce: Whether parameters are gathered, and gradients summed, each for itself, a unit in one launch,
-            which saves the copies out of and into one flat tensor: where parameters and sums are sharded over the ranks
-            of `optimizer`, nothing is encoded, and the first dimension of all is a multiple of the ranks. True: always;
-            False: never. ``"auto"`` measures both ways when a job starts, and keeps what it found. gloo, whose ranks
-            read one another's memory instead, offers False only.
-        topology: ``"auto"`` reads the launcher's environment; `Topology` states it.
-        weight_codec: Encodes parameters while they travel: ``"none"``, ``"int8"``, ``"int4"`` or a `Codec` that rounds
-            to the nearest. What every rank then computes with is what was decoded, the same bits in forward and
-            backward; the optimizer's own stay exact.
-        grad_codec: Encodes gradients while they travel, the same words. Sums are made of decoded numbers, in fp32.
-            With either, every parameter starts with a block of its own: each rank pads its part of one to whole blocks.
-        codec_links: Which links carry encoded numbers: ``"slow"`` (those between nodes) or ``"all"``.
-        grad_codec_hops: Which hops of gradients are encoded: ``"first"`` (of every backward), ``"second"`` (of the
+        secondary_params: Scope of a second copy of the parameters that the forward leaves for the backward, which then
+            gathers over these ranks only (hpZ). ``"none"`` keeps no copy. Smaller than `params`.
+        hierarchical: Whether collectives over several ranks of several nodes have two stages, inside the nodes and
+            between them. Two stages send the fewest bytes over inter-node links, but their messages wait for one
+            another. True: always. False: never; one ring of all ranks. A number: tensors of at least so many bytes;
+            smaller ones are sent directly, from every rank to every other. ``"auto"`` measures that number when a job
+            starts, for the all-gathers, reduce-scatters and all-reduces of every span, prints the result, and caches
+            it for later jobs. Without a job, and for all quantized collectives, it means two stages. Sums round
+            differently with each algorithm: give a number or True where a training must be bitwise reproducible on
+            other nodes or without the user's cache.
+        coalesce: Whether units use coalesced collectives, one launch per unit, instead of one flat buffer. This saves
+            the copies from and to the flat buffer. It requires that parameters and sums are sharded over the ranks of
+            `optimizer`, that nothing is quantized, and that the first dimension of every parameter is a multiple of
+            these ranks. True: always. False: never. ``"auto"`` measures both when a job starts, and caches the result.
+            On gloo, whose ranks read one another's memory instead, only False is available.
+        topology: ``"auto"`` reads the launcher's environment; a `Topology` states it.
+        weight_codec: Codec of parameters on the wire: ``"none"``, ``"int8"``, ``"int4"`` or a `Codec` that rounds
+            to nearest. All ranks compute with the decoded values, the same bits in forward and backward. The masters
+            that the optimizer updates stay exact.
+        grad_codec: Codec of gradients on the wire, with the same values as `weight_codec`, or a `Codec` with
+            stochastic rounding. Decoded values are summed in fp32. With either codec, every parameter starts with its
+            own block: each rank pads its part of a parameter to whole blocks.
+        codec_links: Links on which payloads are quantized: ``"slow"`` (inter-node links) or ``"all"``.
+        grad_codec_hops: Hops in which gradients are quantized: ``"first"`` (of every backward), ``"second"`` (of the
             optimizer step) or ``"all"``.
-        grad_codec_until: Share of the training after which `grad_codec` is off. Below 1 it needs `training_steps`.
-        training_steps: Optimizer steps of the whole training, or ``"unknown"``. Lightning's Trainer fills it in.
-        param_dtype: Dtype in which parameters are gathered and used; ``"auto"`` keeps each parameter's own.
-        reduce_dtype: Dtype in which gradients travel; ``"auto"`` is fp32. Sums are always kept in fp32, but NCCL adds
-            in this dtype: bf16 rounds at every rank, fp16 would overflow, so gradients in fp16 are divided by about
+        grad_codec_until: Share of the training after which `grad_codec` is off, 0 to 1. Below 1 it requires
+            `training_steps`.
+        training_steps: Optimizer steps of the whole training, or ``"unknown"``. Lightning's Trainer sets it.
+        param_dtype: Dtype in which parameters are gathered and used; ``"auto"`` keeps the dtype of each parameter.
+        reduce_dtype: Dtype of gradients on the wire; ``"auto"`` is fp32. Sums are always kept in fp32, but NCCL adds
+            in this dtype. bf16 rounds at every rank. fp16 would overflow, so gradients in fp16 are divided by about
             the square root of the number of ranks before they are summed, and by the rest afterwards.
-        optimizer_layout: ``"rows"`` shards every tensor. ``"tensors"`` gives each tensor of an optimizer that needs it
-            whole (Muon, Adafactor, ...) to one rank of the optimizer scope, which updates it; others stay in rows.
-        second_hop: When gradients meet beyond their scope: ``"boundary"`` (once per optimizer step) or
-            ``"micro_step"`` (after every backward, the schedule that MiCS compares itself with).
-        overlap: ``"all"``, ``"none"`` or a set of ``{"gather", "reduce", "second_hop", "update"}``: which
-            communication may run under compute.
-        prefetch: Units gathered ahead of the one in use. Each costs one more slot of the largest unit.
-        broadcast_buffers: Whether all ranks take over rank 0's buffers (running statistics, codebooks) in training when
-            `DistributedDataParallel` does: before a forward that follows one whose gradients were synchronised. Where
-            `params` is ``"none"``, once per optimizer step. False: only when the model is evaluated or saved.
-        replica_check: When ranks that hold the same shard compare digests of it, and raise where they differ, as after
-            random numbers that each drew for itself: ``"start"`` in the first 10 optimizer steps; a number: then, and
-            every so many steps; ``"never"``. Costs one read of the shards and sends nothing more.
+        optimizer_layout: ``"rows"`` shards every tensor. ``"tensors"`` assigns each tensor that an optimizer must
+            update as a whole (Muon, Adafactor, ...) to one rank of the optimizer scope; other tensors are sharded by
+            rows.
+        second_hop: Time at which gradients are reduced beyond their scope: ``"boundary"`` (once per optimizer step) or
+            ``"micro_step"`` (after every backward, the schedule with which MiCS compares itself).
+        overlap: Communication that may overlap compute: ``"all"``, ``"none"`` or a set of ``{"gather", "reduce",
+            "second_hop", "update"}``.
+        prefetch: Number of units gathered ahead of the one in use. Each needs one more slot of the largest unit.
+        broadcast_buffers: Whether all ranks receive rank 0's buffers (running statistics, codebooks) in training when
+            `DistributedDataParallel` broadcasts them: before a forward that follows one whose gradients were
+            synchronized. Where `params` is ``"none"``, once per optimizer step. False: only when the model is
+            evaluated or saved.
+        replica_check: Steps in which ranks that hold the same shard compare digests of it, and raise an error where
+            they differ, for example after random numbers that each rank drew independently. ``"start"``: the first 10
+            optimizer steps. A number: the first 10, and every so many steps. ``"never"``: none. A check reads the
+            shards once and sends nothing more.
 
     Raises:
-        ConfigError: An unknown value, or a value that this version does not offer.
+        ConfigError: An unknown value, or a value that is not available.
     """
 
     partition_size: Scope = "auto"
@@ -170,7 +177,7 @@ class ShardConfig:
         return self.param_dtype if isinstance(self.param_dtype, torch.dtype) and dtype.is_floating_point else dtype
 
     def wire_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype in which the gradient of a parameter of `dtype` travels."""
+        """Dtype on the wire of the gradient of a parameter of `dtype`."""
         return self.reduce_dtype if isinstance(self.reduce_dtype, torch.dtype) else sum_dtype_of(dtype)
 
     @property
@@ -178,31 +185,37 @@ class ShardConfig:
         """Optimizer steps with `grad_codec`; None for all.
 
         Raises:
-            ConfigError: A share of a training of unknown length.
+            ConfigError: `grad_codec_until` is a share of a training of unknown length.
         """
         if self.grad_codec == "none" or self.grad_codec_until == 1.0:
             return None
         if not isinstance(self.training_steps, int):
             raise ConfigError(
-                f"`grad_codec_until={self.grad_codec_until!r}` is a share of a training whose length is unknown. Give "
-                "`training_steps`, the number of its optimizer steps."
+                f"`grad_codec_until={self.grad_codec_until!r}` is a share of a training whose length is unknown. Set "
+                "`training_steps` to the number of its optimizer steps."
             )
         return round(self.grad_codec_until * self.training_steps)
 
     @property
     def steps_between_checks(self) -> int:
-        """Optimizer steps between two comparisons of replicas after the first steps; 0 for none, -1 for never any."""
+        """Optimizer steps between two replica checks after the first steps.
+
+        It is 0 for none of these, and -1 for no check at all.
+        """
         check = self.replica_check
         return check if isinstance(check, int) else {"start": 0, "never": -1}[check]
 
     def codec_of(self, name: str) -> Codec | None:
-        """The codec that ``"weight_codec"`` or ``"grad_codec"`` asks for; None for ``"none"``."""
+        """The codec of the field ``"weight_codec"`` or ``"grad_codec"``, or None.
+
+        It is None for ``"none"``.
+        """
         value = getattr(self, name)
         return None if value == "none" else Codec.of(value)
 
     @property
     def is_auto(self) -> bool:
-        """Whether the scopes are to be chosen."""
+        """Whether `shard()` chooses the scopes."""
         return self.params == "auto"
 
     @classmethod
@@ -236,44 +249,44 @@ class ShardConfig:
 
     @classmethod
     def of(cls, config: str | ShardConfig, **overrides: Any) -> ShardConfig:
-        """What a preset's name or a configuration means, with any field overridden.
+        """The configuration of a preset or of another one, with fields overridden.
 
         Args:
             config: A preset's name or a `ShardConfig`.
-            **overrides: Fields; those that are None keep what `config` says.
+            **overrides: Fields of `ShardConfig`; those that are None keep the value in `config`.
 
         Raises:
             ConfigError: Unknown preset or field.
         """
-        given = {name: value for name, value in overrides.items() if value is not None}
+        changes = {name: value for name, value in overrides.items() if value is not None}
         if isinstance(config, str):
-            return cls.preset(config, **given)
-        cls._refuse_unknown(given)
-        return config.replace(**given)
+            return cls.preset(config, **changes)
+        cls._refuse_unknown(changes)
+        return config.replace(**changes)
 
     @classmethod
     def _refuse_unknown(cls, names: Iterable[str]) -> None:
-        known = sorted(field.name for field in dataclasses.fields(cls))
-        for name in sorted(set(names) - set(known)):
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"Unknown option {name!r}.{meant} Known: {', '.join(known)}.")
+        fields = sorted(field.name for field in dataclasses.fields(cls))
+        for name in sorted(set(names) - set(fields)):
+            matches = difflib.get_close_matches(name, fields, n=1)
+            hint = f" Did you mean {matches[0]!r}?" if matches else ""
+            raise ConfigError(f"Unknown option {name!r}.{hint} Use one of {', '.join(fields)}.")
 
     def describe(self) -> dict[str, str]:
-        """Every field as text that is equal on two ranks when the values are."""
+        """Every field as text; the texts of two ranks are equal when their values are."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: str(sorted(v) if isinstance(v, frozenset) else v) for name, v in values.items()}
 
     def replace(self, **changes: Any) -> ShardConfig:
-        """A copy with some fields changed, validated again."""
+        """A validated copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
 def sum_dtype_of(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which gradients of a parameter of `dtype` are added: fp32, or wider."""
-    is_narrow = (
+    is_narrow = (  # also fp8, which torch does not promote
         dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
-    )  # fp8, which torch does not promote, too
+    )
     return torch.float32 if is_narrow else torch.promote_types(dtype, torch.float32)
 
 
@@ -284,31 +297,31 @@ def _check_scope(name: str, value: object, words: tuple[str, ...]) -> None:
 
 
 def _check_auto(scopes: dict[str, Scope], secondary_params: Scope) -> None:
-    given = [name for name, scope in scopes.items() if scope != "auto"]
-    if 0 < len(given) < len(scopes):
+    chosen = [name for name, scope in scopes.items() if scope != "auto"]
+    if 0 < len(chosen) < len(scopes):
         raise ConfigError(
-            f"`{given[0]}={scopes[given[0]]!r}` beside scopes that are 'auto': they are chosen together. Set "
-            f"{', '.join(scopes)} all to 'auto', or none of them."
+            f"`{chosen[0]}={scopes[chosen[0]]!r}` is set, but other scopes are 'auto', and these are chosen together. "
+            f"Set {', '.join(scopes)} all to 'auto', or none of them."
         )
-    if not given and secondary_params != "none":
+    if not chosen and secondary_params != "none":
         raise ConfigError(
-            f"`secondary_params={secondary_params!r}` is a copy of shards whose scope is still to be chosen ('auto'). "
-            "Give the scopes, or leave `secondary_params` 'none'."
+            f"`secondary_params={secondary_params!r}` copies shards whose scope is still to be chosen ('auto'). Name "
+            "the scopes `params`, `grads` and `optimizer`, or set `secondary_params='none'`."
         )
 
 
-def _check_codecs(codec: Codec | None, of_grads: Codec | None) -> None:
-    bound = [each.bound_numel for each in (codec, of_grads) if each is not None]
-    if codec is not None and of_grads is not None and math.lcm(*bound) > _LARGEST_COMMON:
+def _check_codecs(weight_codec: Codec | None, grad_codec: Codec | None) -> None:
+    block_numels = [codec.bound_numel for codec in (weight_codec, grad_codec) if codec is not None]
+    if weight_codec is not None and grad_codec is not None and math.lcm(*block_numels) > _LARGEST_COMMON:
         raise ConfigError(
-            f"Blocks of {codec.block_size} values (`weight_codec`) and of {of_grads.block_size} (`grad_codec`): every "
-            f"parameter starts with a block of both and would be padded to {math.lcm(*bound)} values on every rank. "
-            "Use block sizes of which one divides the other."
+            f"`weight_codec` has blocks of {weight_codec.block_size} values, `grad_codec` of {grad_codec.block_size}: "
+            f"every parameter starts with a block of both, and would be padded to {math.lcm(*block_numels)} values on "
+            "every rank. Use block sizes of which one divides the other."
         )
-    if codec is not None and codec.rounding != "nearest":
+    if weight_codec is not None and weight_codec.rounding != "nearest":
         raise ConfigError(
-            f"`weight_codec={codec!r}` rounds at random: every gather would bring other parameters, the backward's "
-            "other ones than the forward's. Use rounding='nearest'; gradients may be rounded at random (`grad_codec`)."
+            f"`weight_codec={weight_codec!r}` rounds at random: every all-gather would give other parameters, in the "
+            "backward others than in the forward. Use rounding='nearest'. Only `grad_codec` may be stochastic."
         )
 
 
@@ -320,18 +333,18 @@ def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None
 def _check_hierarchical(value: object) -> None:
     if value != "auto" and not isinstance(value, bool) and not (isinstance(value, int) and value > 0):
         raise ConfigError(
-            f"`hierarchical={value!r}` is neither 'auto', True, False nor a number of bytes. Use 65536, say: tensors "
-            "of 64 KiB or more go in two stages, smaller ones in one."
+            f"`hierarchical={value!r}` is neither 'auto', True, False nor a number of bytes. Use 'auto', or a number "
+            "such as 65536: tensors of 64 KiB or more then have two stages, smaller ones have one."
         )
 
 
 def _as_dtype(name: str, value: str | torch.dtype) -> str | torch.dtype:
-    found = getattr(torch, value, None) if isinstance(value, str) and value != "auto" else value
-    if found != "auto" and found not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    dtype = getattr(torch, value, None) if isinstance(value, str) and value != "auto" else value
+    if dtype != "auto" and dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ConfigError(
             f"`{name}={value!r}` is not a floating dtype. Use 'auto', 'float32', 'bfloat16' or 'float16'."
         )
-    return found
+    return dtype
 
 
 def _as_overlap(value: object) -> frozenset[str]:

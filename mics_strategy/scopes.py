@@ -1,4 +1,4 @@
-"""How many ranks does each word of a configuration mean in this job, and how do they reach one another?
+"""Scopes of model states in this job, mesh axes, and routes of collectives.
 
 Pure.
 """
@@ -30,7 +30,10 @@ ROLES = tuple(COLLECTIVES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codecs:
-    """What is encoded: parameters, gradients in every backward, gradients in the second hop; on which links."""
+    """Codecs by payload: parameters, and gradients in the first and second hop.
+
+    The first hop is in every backward.
+    """
 
     params: Codec | None = None
     first_hop: Codec | None = None
@@ -38,9 +41,9 @@ class Codecs:
     is_on_all_links: bool = False
 
     def for_role(self, role: str) -> Codec | None:
-        """The codec of one of `PURPOSES`.
+        """The codec of one of `ROLES`.
 
-        None for the secondary copy, which has been decoded once: encoded anew, in other blocks, it would give the
+        None for the secondary copy, which has been decoded once: quantized again, in other blocks, it would give the
         backward other parameters than the forward had.
         """
         if role == "secondary_all_gather":
@@ -52,11 +55,22 @@ class Codecs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scopes:
-    """Ranks over which each model state is sharded, and the axes that these degrees cut.
+    """Degrees of all model states, and the mesh axes that they define.
 
-    Every degree is the product of a prefix of `axes`. `secondary` is the degree of the copy of the parameters that the
-    forward leaves for the backward; equal to `params` when there is none. A collective over ranks of several nodes goes
-    in two stages where `is_hierarchical` and its tensor is as large as `two_stages` says.
+    Every degree is the product of a prefix of `axes`. A collective over several ranks of several nodes is hierarchical
+    if `is_hierarchical` and if its tensor reaches the threshold in `two_stages`.
+
+    Attributes:
+        world_size: Ranks of the job.
+        ranks_per_node: Ranks of a node.
+        params: Degree of the parameters between uses.
+        grads: Degree to which gradients are reduced in every micro-step.
+        optimizer: Degree of the optimizer states and masters.
+        secondary: Degree of the copy of the parameters that the forward leaves for the backward; `params` for none.
+        axes: Mesh axes, fastest first.
+        is_hierarchical: Whether collectives may have two stages.
+        two_stages: Size thresholds of hierarchical collectives.
+        codecs: Codecs by payload.
     """
 
     world_size: int
@@ -78,25 +92,31 @@ class Scopes:
                 return position
             product *= axis.size
         if product != degree:
-            raise ConfigError(f"No scope of {degree} ranks among axes {[axis.size for axis in self.axes]}.")
+            raise ConfigError(
+                f"No scope of {degree} ranks among axes {[axis.size for axis in self.axes]}. Use a product of the "
+                "first of them."
+            )
         return len(self.axes)
 
     def span(self, inner: int, outer: int) -> Span:
-        """The axes that a scope of `outer` ranks has and one of `inner` ranks lacks."""
+        """The axes that a scope of `outer` ranks has beyond one of `inner` ranks."""
         return Span(axes=self.axes[self.depth(inner) : self.depth(outer)])
 
     def without_grad_codecs(self) -> Scopes:
-        """The same, with gradients sent as they are."""
+        """A copy without codecs for gradients."""
         return dataclasses.replace(self, codecs=dataclasses.replace(self.codecs, first_hop=None, second_hop=None))
 
     @property
     def has_quantized_params(self) -> bool:
-        """Whether what ranks compute with was encoded on its way, so that it differs from the shards."""
-        routes = [self.routes(purpose) for purpose in ("param_all_gather", "param_sync")]
-        return any(each is not None and each.hierarchical.is_quantized for each in routes)
+        """Whether the unsharded parameters were quantized on the wire.
+
+        They then differ from the shards.
+        """
+        routes = [self.routes(role) for role in ("param_all_gather", "param_sync")]
+        return any(sized is not None and sized.hierarchical.is_quantized for sized in routes)
 
     def span_of(self, role: str) -> Span:
-        """The ranks that exchange for one of `PURPOSES`."""
+        """The span of the collectives of one of `ROLES`."""
         inner, outer = {
             "param_all_gather": (1, self.params),
             "secondary_all_gather": (1, self.secondary if self.secondary < self.params else 1),
@@ -108,78 +128,92 @@ class Scopes:
         return self.span(inner, outer)
 
     def routes(self, role: str) -> SizedRoutes | None:
-        """The routes of what serves one of `PURPOSES`; None where one rank needs nothing."""
+        """The routes of one of `ROLES`; None where its span is one rank."""
         span, codec = self.span_of(role), self.codecs.for_role(role)
-        fast, slow = span.split_by_link()
+        intra, inter = span.split_by_link()
         if span.size == 1:
             return None
-        mixes = fast.size > 1 and slow.size > 1
-        if not (mixes and self.is_hierarchical):
-            codec = codec if slow.size > 1 or self.codecs.is_on_all_links else None
-            way = Algorithm.RING if mixes else Algorithm.DEFAULT
+        has_both_links = intra.size > 1 and inter.size > 1
+        if not (has_both_links and self.is_hierarchical):
+            codec = codec if inter.size > 1 or self.codecs.is_on_all_links else None
+            algorithm = Algorithm.RING if has_both_links else Algorithm.DEFAULT
             return SizedRoutes(
-                hierarchical=Route(inter=Hop(axis=span.name, size=span.size, codec=codec, algorithm=way))
+                hierarchical=Route(inter=Hop(axis=span.name, size=span.size, codec=codec, algorithm=algorithm))
             )
-        in_two_stages = Route(
-            inter=Hop(axis=slow.name, size=slow.size, codec=codec),
-            intra=Hop(axis=fast.name, size=fast.size, codec=codec if self.codecs.is_on_all_links else None),
+        hierarchical = Route(
+            inter=Hop(axis=inter.name, size=inter.size, codec=codec),
+            intra=Hop(axis=intra.name, size=intra.size, codec=codec if self.codecs.is_on_all_links else None),
         )
         from_bytes = self.two_stages.for_collective((COLLECTIVES[role], span))
         if codec is not None or from_bytes == 0:
-            return SizedRoutes(hierarchical=in_two_stages)
-        direct = Route(inter=Hop(axis=span.name, size=span.size, algorithm=Algorithm.ALL_TO_ALL))
-        return SizedRoutes(hierarchical=in_two_stages, flat=direct, hierarchical_from_bytes=from_bytes)
+            return SizedRoutes(hierarchical=hierarchical)
+        flat = Route(inter=Hop(axis=span.name, size=span.size, algorithm=Algorithm.ALL_TO_ALL))
+        return SizedRoutes(hierarchical=hierarchical, flat=flat, hierarchical_from_bytes=from_bytes)
 
     def route(self, role: str, full_bytes: int) -> Route | None:
-        """The stages in which a tensor of so many bytes goes, as it travels unencoded; None where nothing is sent."""
+        """The route of a tensor of `full_bytes` bytes, counted unquantized.
+
+        It is None where nothing is sent.
+        """
         routes = self.routes(role)
         return None if routes is None else routes.for_bytes(full_bytes)
 
     def block_numel(self, *, is_trainable: bool) -> int:
-        """What parameters start at multiples of, so that whatever encodes them or their gradients never mixes two."""
-        purposes = ROLES if is_trainable else ("param_all_gather", "param_sync")
-        routes = {purpose: self.routes(purpose) for purpose in purposes}
+        """The multiple of elements at which parameters start.
+
+        So no codec block holds two of them.
+        """
+        roles = ROLES if is_trainable else ("param_all_gather", "param_sync")
+        routes = {role: self.routes(role) for role in roles}
         codecs = [
-            self.codecs.for_role(purpose)
-            for purpose, found in routes.items()
-            if found and found.hierarchical.is_quantized
+            self.codecs.for_role(role) for role, sized in routes.items() if sized and sized.hierarchical.is_quantized
         ]
         return math.lcm(*(codec.bound_numel for codec in codecs if codec is not None))
 
     def untuned(self) -> dict[TunableCollective, str]:
-        """What a calibration would measure, each with the first purpose that it serves."""
-        found: dict[TunableCollective, str] = {}
-        known = {crossing for crossing, _ in self.two_stages.measured}
-        for purpose, collective in COLLECTIVES.items() if self.two_stages.is_untuned and self.is_hierarchical else ():
-            span = self.span_of(purpose)
-            mixes = all(part.size > 1 for part in span.split_by_link())
-            if mixes and self.codecs.for_role(purpose) is None and (collective, span) not in known:
-                found.setdefault((collective, span), purpose)
-        return found
+        """The collectives with a threshold to be measured, and the first role of each."""
+        tunables: dict[TunableCollective, str] = {}
+        measured = {tunable for tunable, _ in self.two_stages.measured}
+        for role, collective in COLLECTIVES.items() if self.two_stages.is_untuned and self.is_hierarchical else ():
+            span = self.span_of(role)
+            has_both_links = all(part.size > 1 for part in span.split_by_link())
+            if has_both_links and self.codecs.for_role(role) is None and (collective, span) not in measured:
+                tunables.setdefault((collective, span), role)
+        return tunables
 
     def with_tuning(self, measured: dict[TunableCollective, int]) -> Scopes:
-        """The same, with what a calibration has found."""
+        """A copy with measured thresholds, in bytes by collective and span."""
         if not measured:
             return self
-        known = dict(self.two_stages.measured) | measured
-        return dataclasses.replace(self, two_stages=dataclasses.replace(self.two_stages, measured=tuple(known.items())))
+        merged = dict(self.two_stages.measured) | measured
+        return dataclasses.replace(
+            self, two_stages=dataclasses.replace(self.two_stages, measured=tuple(merged.items()))
+        )
 
     def with_both_algorithms(self) -> Scopes:
-        """The same with collectives that have both ways, for a calibration."""
+        """A copy whose collectives have both algorithms, for a measurement."""
         return dataclasses.replace(self, two_stages=HierarchicalThreshold(from_bytes=1))
 
 
 def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> Scopes:
-    """Turn the words of a configuration into numbers of ranks, and cut the axes.
+    """Resolve the scopes of a configuration to numbers of ranks and mesh axes.
+
+    Args:
+        config: Configuration whose scopes are chosen, not 'auto'.
+        topology: Ranks of a node.
+        world_size: Ranks of the job.
 
     Raises:
-        ConfigError: A scope that does not divide the world, straddles nodes unevenly, does not nest with the
-            others, or optimizer states coarser than parameters or gradients.
+        ConfigError: A scope does not divide the world, straddles nodes unevenly or does not nest with the others;
+            or optimizer states have a coarser scope than parameters or gradients; or a codec has nothing to encode.
     """
     topology.check_world(world_size)
     per_node = topology.ranks_per_node
     if config.is_auto:
-        raise ConfigError("The scopes are still to be chosen ('auto'). Give them, or let `shard()` choose.")
+        raise ConfigError(
+            "`params`, `grads` and `optimizer` are 'auto', still to be chosen. Name the scopes, or let `shard()` "
+            "choose them."
+        )
     words = {"none": 1, "node": per_node, "world": world_size}
     partition = per_node if config.partition_size == "auto" else _ranks_of(config.partition_size, words)
     words["partition"] = partition
@@ -199,7 +233,8 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
         if secondary > degrees["params"]:
             raise ConfigError(
                 f"`secondary_params` is sharded over {secondary} ranks, more than `params` over {degrees['params']}: "
-                f"a backward would gather from further away. Use {degrees['params']} ranks or fewer, or 'none'."
+                f"its all-gather would reach further than that of `params`. Use {degrees['params']} ranks or fewer, "
+                "or 'none'."
             )
     scopes = Scopes(
         world_size=world_size,
@@ -216,9 +251,9 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
 
 
 def _two_stages_of(config: ShardConfig) -> HierarchicalThreshold:
-    asked = config.hierarchical
-    from_bytes = asked if isinstance(asked, int) and not isinstance(asked, bool) else 0
-    return HierarchicalThreshold(from_bytes=from_bytes, is_untuned=asked == "auto")
+    threshold = config.hierarchical
+    from_bytes = threshold if isinstance(threshold, int) and not isinstance(threshold, bool) else 0
+    return HierarchicalThreshold(from_bytes=from_bytes, is_untuned=threshold == "auto")
 
 
 def _codecs_of(config: ShardConfig) -> Codecs:
@@ -231,40 +266,47 @@ def _codecs_of(config: ShardConfig) -> Codecs:
 
 
 def unused_codecs(config: ShardConfig, scopes: Scopes) -> list[str]:
-    """Fields of a configuration that ask for a codec with which nothing is encoded in this job."""
-    purposes = {"weight_codec": ("param_all_gather", "param_sync"), "grad_codec": ROLES[3:]}
-    routes = {name: [scopes.routes(purpose) for purpose in served] for name, served in purposes.items()}
+    """Fields of a configuration whose codec encodes nothing in this job."""
+    roles_by_field = {"weight_codec": ("param_all_gather", "param_sync"), "grad_codec": ROLES[3:]}
+    routes = {name: [scopes.routes(role) for role in roles] for name, roles in roles_by_field.items()}
     return [
         name
-        for name, of_name in routes.items()
+        for name, field_routes in routes.items()
         if config.codec_of(name) is not None
-        and not any(each is not None and each.hierarchical.is_quantized for each in of_name)
+        and not any(sized is not None and sized.hierarchical.is_quantized for sized in field_routes)
     ]
 
 
 def _check_codecs(config: ShardConfig, scopes: Scopes) -> None:
-    """Refuse idle codecs in a job of several nodes; on one node, a configuration for several may be tried."""
+    """Raise for unused codecs in a job of several nodes.
+
+    On one node, a configuration for several may be tried.
+    """
     for name in unused_codecs(config, scopes) if scopes.world_size > scopes.ranks_per_node else ():
-        what = "Parameters" if name == "weight_codec" else "Gradients"
+        payload = "Parameters" if name == "weight_codec" else "Gradients"
         raise ConfigError(
-            f"`{name}={getattr(config, name)!r}` has nothing to encode: {what.lower()} of these scopes never "
-            f"travel where `codec_links={config.codec_links!r}` and `grad_codec_hops={config.grad_codec_hops!r}` "
+            f"`{name}={getattr(config, name)!r}` has nothing to encode: with these scopes, {payload.lower()} are never "
+            f"sent where `codec_links={config.codec_links!r}` and `grad_codec_hops={config.grad_codec_hops!r}` "
             f"encode. Use {', '.join(_remedies(name, config, scopes))} or `{name}='none'`."
         )
 
 
 def _remedies(name: str, config: ShardConfig, scopes: Scopes) -> list[str]:
-    """The changes with which an idle codec would encode something: of one field, or of both where it takes both."""
+    """Changes of the configuration with which an unused codec encodes something.
+
+    They change one field, or both if one is not enough.
+    """
     fields = [field for field in ("codec_links", "grad_codec_hops") if getattr(config, field) != "all"]
-    found: list[str] = []
+    remedies: list[str] = []
     for changed in (*([field] for field in fields), fields):
-        other = config.replace(**dict.fromkeys(changed, "all"))
-        is_idle = name in unused_codecs(other, dataclasses.replace(scopes, codecs=_codecs_of(other)))
-        if changed and not is_idle and not (len(changed) > 1 and found):
-            found.append(" with ".join(f"`{field}='all'`" for field in changed))
+        changed_config = config.replace(**dict.fromkeys(changed, "all"))
+        changed_scopes = dataclasses.replace(scopes, codecs=_codecs_of(changed_config))
+        is_unused = name in unused_codecs(changed_config, changed_scopes)
+        if changed and not is_unused and not (len(changed) > 1 and remedies):
+            remedies.append(" with ".join(f"`{field}='all'`" for field in changed))
     if name == "weight_codec":
-        found.append("a wider scope of `params` or `optimizer`")
-    return list(dict.fromkeys(found)) or ["another `grad_codec_hops`"]
+        remedies.append("a wider scope of `params` or `optimizer`")
+    return list(dict.fromkeys(remedies)) or ["another `grad_codec_hops`"]
 
 
 def _ranks_of(scope: str | int, words: dict[str, int]) -> int:
@@ -289,8 +331,8 @@ def _cut_axes(degrees: list[int], per_node: int, world_size: int) -> tuple[Axis,
     for cut in cuts:
         if cut % inner:
             raise ConfigError(
-                f"Scopes of {inner} and {cut} ranks do not nest. Choose sizes of which each divides the next larger "
-                "one."
+                f"Scopes of {inner} and {cut} ranks do not nest. Choose numbers of ranks each of which divides the "
+                "next larger one."
             )
         sizes.append((cut // inner, inner))
         inner = cut

@@ -1,12 +1,12 @@
-"""Where does each rank sit, and which ranks are on a run of axes?
+"""Placement of ranks on nodes, mesh axes, and the groups of ranks along them.
 
-Ranks are ordered by link speed: a rank has a place (local rank in its node, node), fastest link first. A
+Ranks are ordered by link speed: a rank has a location (local rank in its node, node), fastest link first. A
 *scope* of degree d is d consecutive ranks: some ranks of a node, a node, or whole nodes. The ranks are cut
 into *axes* at every degree in use, fastest first, and every scope is a prefix of the axes.
 
-Inside any run of axes the shard index is local-rank-major: the fastest axis is the most significant digit.
-So the shard of a large scope is a contiguous piece of the shard of every smaller one, a gather runs from
-the slowest axis to the fastest and a reduction back, and no stage re-arranges anything.
+Inside any span of axes the shard index is local-rank-major: the fastest axis is the most significant digit.
+So the shard of a large scope is a contiguous piece of the shard of every smaller one. An all-gather runs from
+the slowest axis to the fastest, a reduce-scatter in reverse, and no stage rearranges data.
 
 Pure: no process group, no environment.
 """
@@ -21,7 +21,11 @@ from mics_strategy.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """How many consecutive ranks share a node."""
+    """The number of consecutive ranks that share a node.
+
+    Raises:
+        ConfigError: `ranks_per_node` is not a positive number.
+    """
 
     ranks_per_node: int
 
@@ -30,7 +34,7 @@ class Topology:
             raise ConfigError(f"`ranks_per_node={self.ranks_per_node!r}` is not a number of ranks. Use 1 or more.")
 
     def check_world(self, world_size: int) -> None:
-        """Refuse a world that does not fill its nodes evenly."""
+        """Raise `ConfigError` for a world that does not fill its nodes evenly."""
         if world_size % self.ranks_per_node:
             raise ConfigError(
                 f"`ranks_per_node={self.ranks_per_node}` does not divide the {world_size} ranks of this job. "
@@ -40,18 +44,21 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLocation:
-    """What one rank knows of where it runs. `node` is any value equal on, and only on, the ranks of a node."""
+    """The location of one rank.
+
+    `node` is any value that is equal on, and only on, the ranks of a node.
+    """
 
     node: str
 
 
 def topology_from_locations(locations: list[RankLocation]) -> Topology:
-    """The topology that the ranks' own places describe, in rank order.
+    """The topology that the ranks' own locations describe, in rank order.
 
     Raises:
         ConfigError: Nodes with different numbers of ranks, or ranks of a node that are not consecutive.
     """
-    nodes = [place.node for place in locations]
+    nodes = [location.node for location in locations]
     counts = {node: nodes.count(node) for node in dict.fromkeys(nodes)}
     sizes = sorted(set(counts.values()))
     if len(sizes) > 1:
@@ -60,19 +67,19 @@ def topology_from_locations(locations: list[RankLocation]) -> Topology:
             "Start the same number of ranks on every node."
         )
     size = sizes[0]
-    for rank, place in enumerate(locations):
-        if place.node != locations[rank - rank % size].node:
+    for rank, location in enumerate(locations):
+        first = rank - rank % size
+        if location.node != locations[first].node:
             raise ConfigError(
-                f"Rank {rank} runs on {place.node}, rank {rank - rank % size} on {locations[rank - rank % size].node}: "
-                "the ranks of a "
-                f"node must be consecutive. Place {size} consecutive ranks per node (SLURM: --distribution=block)."
+                f"Rank {rank} runs on {location.node}, rank {first} on {locations[first].node}: the ranks of a node "
+                f"must be consecutive. Place {size} consecutive ranks per node (SLURM: --distribution=block)."
             )
     return Topology(ranks_per_node=size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """One digit of a rank. Coordinate of rank r: ``(r // stride) % size``."""
+    """One digit of a rank. The coordinate of rank r is ``(r // stride) % size``."""
 
     name: str
     size: int
@@ -80,17 +87,17 @@ class Axis:
 
     @property
     def is_inside_node(self) -> bool:
-        """Whether the ranks along it share a node."""
+        """Whether the ranks along the axis share a node."""
         return self.name.startswith("intra_node")
 
     def coordinate(self, rank: int) -> int:
-        """Where `rank` is on this axis."""
+        """The coordinate of `rank` on this axis."""
         return rank // self.stride % self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A run of consecutive axes: the ranks that one collective connects."""
+    """Consecutive axes: the ranks that one collective connects."""
 
     axes: tuple[Axis, ...]
 
@@ -110,12 +117,15 @@ class Span:
         return all(axis.is_inside_node for axis in self.axes)
 
     def split_by_link(self) -> tuple[Span, Span]:
-        """Its part inside a node, and its part between nodes; either may be of one rank."""
+        """The part inside a node and the part between nodes; either may be of one rank."""
         inside = sum(axis.is_inside_node for axis in self.axes)
         return Span(axes=self.axes[:inside]), Span(axes=self.axes[inside:])
 
     def index(self, rank: int) -> int:
-        """Local-rank-major position of `rank`: the fastest axis is the most significant digit."""
+        """Local-rank-major position of `rank`.
+
+        The fastest axis is the most significant digit.
+        """
         index = 0
         for axis in self.axes:
             index = index * axis.size + axis.coordinate(rank)
@@ -130,5 +140,5 @@ class Span:
         return members
 
     def groups(self, world_size: int) -> list[list[int]]:
-        """Every set of members in the world, each once, in the order of its first rank."""
+        """Every group of ranks in the world, each once, in the order of its first rank."""
         return [members for rank in range(world_size) if (members := self.group_ranks(rank))[0] == rank]

@@ -36,7 +36,9 @@ class BoundedStore:
         return "the launcher" if is_of_launcher else "rank 0"
 
     def run_within(self, operation: Callable[[], T], within_s: float = 0.0) -> T | None:
-        """Run an operation that uses the store; None where the store does not answer, or is gone.
+        """Run an operation that uses the store, within a time limit.
+
+        Returns None where the store does not answer, or is gone.
 
         Args:
             operation: Function to run, in a thread of its own.
@@ -59,7 +61,10 @@ class _StoreOperation(Generic[T]):
         self.value: T | None = None
 
     def run(self) -> None:
-        """Run the operation; `value` stays None where the rank that held the store has exited."""
+        """Run the operation, and store its result.
+
+        `value` stays None where the rank that held the store has exited.
+        """
         try:
             self.value = self._operation()
         except dist.DistError:

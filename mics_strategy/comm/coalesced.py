@@ -1,4 +1,6 @@
-"""All-gathers and reduce-scatters of several tensors in one launch, without a flat buffer.
+"""All-gathers and reduce-scatters of several tensors in one launch.
+
+They need no flat buffer.
 
 A tensor of which every rank has an equal part needs no flat buffer: the parts in rank order are the tensor. The backend
 takes all tensors of a bucket at once (NCCL puts them into one kernel), so there is no copy before a reduce-scatter or
@@ -19,7 +21,9 @@ from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
 
 class RowViews:
-    """Views of the tensors inside a slice of the flat buffer: rows, in each of which a tensor is contiguous.
+    """Views of the tensors inside a slice of the flat buffer.
+
+    A slice has rows, in each of which a tensor is contiguous.
 
     Args:
         rows: Rows of the slice.
@@ -39,7 +43,10 @@ class RowViews:
         return [self.rows * numel for _, numel in self._extents]
 
     def views_of(self, slice_: torch.Tensor) -> list[torch.Tensor]:
-        """Views [rows, numel] of the tensors. They are cached, since slices are few and keep their addresses."""
+        """Views [rows, numel] of the tensors.
+
+        They are cached, since slices are few and keep their addresses.
+        """
         address = slice_.data_ptr()
         if address not in self._views:
             table = slice_.view(self.rows, -1)
@@ -48,7 +55,9 @@ class RowViews:
 
 
 class CoalescedCommunicator:
-    """Collectives on several tensors in one launch, over one or two stages, unquantized.
+    """Unquantized collectives on several tensors in one launch.
+
+    They have one or two stages.
 
     Args:
         route: Route for the traffic log.
@@ -110,7 +119,7 @@ class CoalescedCommunicator:
         return packed
 
     def _split_scratch(self, numels: list[int], total: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Allocate `total` elements of the workspace, and return tensors of `numels` elements in them."""
+        """Allocate `total` elements of the workspace, split into tensors of `numels`."""
         return list(self._workspace.allocate(total, dtype)[: sum(numels)].split(numels))
 
     def reduce_scatter(

@@ -29,7 +29,9 @@ from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
 
 class Communicator:
-    """Collectives over one route. Inputs and outputs are flat, contiguous and on one device.
+    """Collectives over one route.
+
+    Inputs and outputs are flat, contiguous and on one device.
 
     Args:
         binding: Route and transports.
@@ -151,7 +153,10 @@ class Communicator:
             finish()
 
     def _all_gather_quantized(self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
-        """Encode once, gather the payloads over all stages, and decode all of them, this rank's own as well."""
+        """Encode once, gather the payloads over all stages, and decode all of them.
+
+        This rank's own payload is decoded as well.
+        """
         if not shard.numel():
             return
         num_bytes = quantizer.codec.encoded_bytes(shard.numel())
@@ -183,7 +188,10 @@ class Communicator:
         return self._queue.submit(op, partial(self._reduce_scatter, out, full, accumulate, op.tag))
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
-        """Reserve workspace for reduce-scatters of `full_numel` elements to sums of `dtype`."""
+        """Reserve workspace for reduce-scatters of `full_numel` elements.
+
+        The sums have `dtype`.
+        """
         shard = full_numel // self.size
         chunks = routes.chunks_of(self.route, shard, wire.itemsize) if shard else []
         if self._intra is None:
@@ -340,7 +348,9 @@ def _nothing() -> None:
 
 
 class SizeDispatch:
-    """Collectives over the same ranks that use one of two routes, by size. Used like one `Communicator`.
+    """Collectives over the same ranks that use one of two routes, by size.
+
+    Used like one `Communicator`.
 
     Shards have the same order on both routes. Both have the same queue and workspace, so the order in which collectives
     are submitted is also kept between them.

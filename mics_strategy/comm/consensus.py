@@ -41,7 +41,7 @@ def gather_objects(value: T) -> list[T]:
         silent = f"No answer from rank {', '.join(map(str, missing))}. " if missing else ""
         raise errors.CommunicationError(
             f"An object could not be gathered from all {len(values)} ranks: {error}. {silent}"
-            "A rank has died, or runs other code. Look for the first error of the other ranks."
+            "A rank died, or runs other code. Look for the first error of the other ranks."
         ) from error
     return values
 

@@ -46,7 +46,9 @@ class ControlGroup:
     def all_to_all(
         self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int], label: str
     ) -> Work:
-        """Send every rank its piece of `full`, and receive the pieces of all ranks into `out`, ordered by their index.
+        """Send every rank its piece of `full`, and receive the pieces of all ranks.
+
+        They are stored in `out` in the order of the ranks' index.
 
         Args:
             out: [sum of `out_numels`], same dtype as `full`; overwritten.
@@ -65,7 +67,9 @@ class ControlGroup:
         return self._as_work(f"Exchange of {label}", self.transport.all_to_all(out, out_numels, full, full_numels))
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
-        """Copy the tensor of one rank to all, in place. For initial values, buffers and states; not part of a plan.
+        """Copy the tensor of one rank to all, in place.
+
+        For initial values, buffers and states; not part of a plan.
 
         Any strides: a tensor that is not contiguous is copied before and after.
         """
@@ -76,7 +80,9 @@ class ControlGroup:
             tensor.copy_(dense)
 
     def broadcast_object(self, value: T, source: int) -> T:
-        """Broadcast an object of rank `source`, and return it on all ranks. For states; not part of a plan.
+        """Broadcast an object of rank `source`, and return it on all ranks.
+
+        For states; not part of a plan.
 
         Raises:
             CommunicationError: A rank died or did not take part in time.
@@ -90,7 +96,10 @@ class ControlGroup:
             raise as_communication_error(label, error, self._watchdog.explain()) from error
 
     def all_reduce_scalar(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
-        """The sum or maximum of a small tensor over the ranks, in place. For norms; not part of a plan."""
+        """The sum or maximum of a small tensor over the ranks, in place.
+
+        For norms; not part of a plan.
+        """
         self._as_work("All-reduce of a norm", self.transport.all_reduce_scalar(value, is_max=is_max)).wait()
         return value
 

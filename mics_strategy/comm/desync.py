@@ -1,4 +1,4 @@
-"""Detection of ranks that submit different collectives: fingerprints and the watchdog.
+"""Detection of ranks that diverge: fingerprints of collectives, and a watchdog.
 
 A rank that runs other units than its peers submits other collectives. Where the sizes agree, the transport does not
 notice, and a unit receives the parameters of another unit. So each group keeps a fingerprint of its collectives. One
@@ -48,7 +48,7 @@ class CollectiveFingerprint:
 
     @property
     def digest(self) -> int:
-        """A number that adds up to 0 over the ranks of the group when their fingerprints agree.
+        """A number that adds up to 0 over ranks of the group whose fingerprints agree.
 
         If they differ, the sum is not 0, except for 1 case in 250,000.
         """
@@ -97,7 +97,10 @@ _NUM_KEPT = 64  # collectives of one queue key that are remembered
 
 @dataclass(frozen=True, slots=True)
 class OpId:
-    """One submitted collective: its number in its queue and group, its label, its size and its ranks."""
+    """One submitted collective.
+
+    It has a number in its queue and group, a label, a size and ranks.
+    """
 
     queue: str
     number: int
@@ -107,20 +110,26 @@ class OpId:
 
     @property
     def queue_key(self) -> QueueKey:
-        """The queue and ranks within which it is numbered. Ranks that share a key number its collectives equally."""
+        """The queue and ranks within which it is numbered.
+
+        Ranks that share a key number its collectives equally.
+        """
         return self.queue, self.ranks
 
     def __str__(self) -> str:
         return f"the {self.label[0].lower()}{self.label[1:]}"
 
     def size_beside(self, other: OpId) -> str:
-        """The size as text, where the label does not distinguish it from `other`; else empty."""
+        """The size as text; empty where the labels distinguish it from `other`."""
         return f" of {self.size}" if self.label == other.label else ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What a rank waits for, the collectives it has submitted by queue key, and the backwards it has begun."""
+    """The report of a waiting rank.
+
+    It has the awaited collective, collectives submitted by queue key, and backwards begun.
+    """
 
     op: OpId
     counts: dict[QueueKey, int]
@@ -196,7 +205,10 @@ class DesyncWatchdog:
         return self._desync_message()
 
     def _op_numbered(self, queue_key: QueueKey, number: int) -> OpId | None:
-        """The collective of that number on this rank; None where it is not submitted yet, or no longer recorded."""
+        """The collective of that number on this rank.
+
+        It is None where it is not submitted yet, or no longer recorded.
+        """
         return next((op for op in self._ops[queue_key] if op.number == number), None)
 
     def _describe_desync(self, op: OpId, rank: int, report: _Report) -> str:
@@ -239,7 +251,9 @@ class DesyncWatchdog:
         return self._store.get(self._key("desync")).decode() if self._store.check([self._key("desync")]) else ""
 
     def explain(self) -> str:
-        """The known reason why a collective has failed, as sentences; empty where only the transport's is known.
+        """The known reason why a collective has failed, as sentences.
+
+        It is empty where only the transport's reason is known.
 
         Cost:
             A few seconds where this rank has waited long: its peers may have begun to wait later.
@@ -268,7 +282,10 @@ class DesyncWatchdog:
             time.sleep(_POLL_S)
 
     def _silent_now(self, op: OpId) -> set[int]:
-        """Ranks for which this rank waits, directly or through its peers, that wait for nothing themselves."""
+        """Silent ranks for which this rank waits, directly or through its peers.
+
+        A silent rank waits for nothing.
+        """
         silent: set[int] = set()
         seen, ahead = {self._rank}, [op]
         while ahead:

@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 
 def full_tensor(tensor: DTensor) -> torch.Tensor:
-    """The full tensor on every rank, bitwise equal to torch's `full_tensor`. Without a gradient.
+    """The full tensor on every rank, bitwise equal to torch's `full_tensor`.
+
+    Without a gradient.
 
     Args:
         tensor: Tensor on any device. On the CPU: if it is sharded, then along one dimension of its mesh.
@@ -38,7 +40,10 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
 
 
 def _all_gather(tensor: DTensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    """Gather shards as bytes, since gloo does not support every dtype; all of one size, the last ones padded."""
+    """Gather shards as bytes, since gloo does not support every dtype.
+
+    All have one size; the last ones are padded.
+    """
     local, length, degree = tensor.to_local(), tensor.shape[dim], group.size()
     rows = -(-length // degree)
     padded = local.new_zeros(*local.shape[:dim], rows, *local.shape[dim + 1 :])

@@ -16,7 +16,9 @@ _NUM_SEEDS = 1 << 62
 
 
 class ReplicaRandom:
-    """Seeds for random numbers drawn into shards: equal on all replicas of a shard, different on every shard.
+    """Seeds for random numbers drawn into shards.
+
+    They are equal on all replicas of a shard, and different on every shard.
 
     Code that draws into shards (an optimizer with noise or stochastic rounding, `nn.init` on sharded parameters, noise
     on gradients) would otherwise give replicas different values, since each rank has its own generator.
@@ -38,7 +40,10 @@ class ReplicaRandom:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Seed the generators inside, and restore their states afterwards. Ranks enter it equally often."""
+        """Seed the generators inside, and restore their states afterwards.
+
+        Ranks enter it equally often.
+        """
         states = self.begin()
         try:
             yield
@@ -85,12 +90,15 @@ class ShardPlacement:
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's words, an int64 scalar on its device, which changes when a few elements change."""
+    """The sum of a tensor's words, an int64 scalar on its device.
+
+    It changes when a few elements change.
+    """
     flat = values.detach().reshape(-1)
     word = torch.int32 if flat.numel() * flat.element_size() % 4 == 0 and flat.element_size() <= 4 else torch.uint8
     return flat.view(word).sum(dtype=torch.int64)
 
 
 def digest_weight(index: int, count: int) -> int:
-    """The factor of rank `index` with which equal numbers of `count` ranks add up to 0."""
+    """The factor of rank `index` so that equal numbers of `count` ranks add to 0."""
     return count - 1 if index == 0 else -1

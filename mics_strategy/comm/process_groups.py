@@ -1,4 +1,6 @@
-"""The process groups and communicators of one sharded model. The only module that makes process groups.
+"""The process groups and communicators of one sharded model.
+
+The only module that makes process groups.
 
 Every rank makes every group, in one order. A group lists its ranks by shard index, not by rank number
 (``sort_ranks=False``): the local-rank-major order is not ascending, and DTensor returns wrongly ordered data,
@@ -138,7 +140,10 @@ class ProcessGroups:
         return self._grad_communicators(self.scopes.without_grad_codecs())
 
     def disable_grad_codecs(self) -> None:
-        """Send gradients unquantized from now on. Called on every rank between two optimizer steps."""
+        """Send gradients unquantized from now on.
+
+        Called on every rank between two optimizer steps.
+        """
         self.grad_comm, self.outer_grad_comm, self.replica_comm = self.unquantized
         self.scopes = self.scopes.without_grad_codecs()
 
@@ -155,7 +160,10 @@ class ProcessGroups:
             thread.close(self._transports)
 
     def close(self) -> None:
-        """Destroy the groups, which ends the threads of gloo. Not collective; no collective may be unfinished."""
+        """Destroy the groups, which ends the threads of gloo.
+
+        Not collective; no collective may be unfinished.
+        """
         self.stop()
         for transport in self._transports:
             transport.close()
@@ -231,7 +239,9 @@ class ProcessGroups:
 
     @functools.cached_property
     def frozen_placement(self) -> ShardPlacement:
-        """The placement of frozen parameters: degree 1 where parameters are unsharded, as no optimizer shards them.
+        """The placement of frozen parameters.
+
+        The degree is 1 where parameters are unsharded, as no optimizer shards them.
 
         Its device mesh has the same ranks as that of trainable parameters, so that one operation may use both.
         """
@@ -262,16 +272,25 @@ class ProcessGroups:
         return DeviceMesh.from_group(group, self.device.type, mesh=torch.tensor(shard_ranks), mesh_dim_names=("shard",))
 
     def record_backward(self) -> None:
-        """Count a backward that begins. The watchdog compares the counts of ranks that wait for each other."""
+        """Count a backward that begins.
+
+        The watchdog compares the counts of ranks that wait for each other.
+        """
         self._watchdog.num_backwards += 1
 
     def record_step(self) -> None:
-        """Count an optimizer step. All ranks step equally often, or gradients of different steps would be added."""
+        """Count an optimizer step.
+
+        All ranks step equally often, or gradients of different steps would be added.
+        """
         if self._steps is not None:
             self._steps.update(f"step {self._steps.count + 1}")
 
     def reduce_over_shards(self, value: torch.Tensor, *, is_max: bool) -> torch.Tensor:
-        """The sum or maximum of a scalar over the ranks with different shards, in place. Not part of a plan."""
+        """The sum or maximum of a scalar over the ranks with different shards, in place.
+
+        Not part of a plan.
+        """
         return value if self.shard_group is None else self.shard_group.all_reduce_scalar(value, is_max=is_max)
 
     @property
@@ -296,25 +315,40 @@ class ProcessGroups:
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Generators of stochastic rounding, in the same order in every run with this configuration."""
+        """Generators of stochastic rounding.
+
+        Their order is the same in every run with this configuration.
+        """
         return [generator for workspace in self.workspaces.values() for generator in workspace.generators]
 
     @property
     def desync_digest(self) -> int:
-        """A number that adds up to 0 over all ranks while they submit the same collectives in the same order."""
+        """A number that adds up to 0 over all ranks that are in sync.
+
+        They are while they submit the same collectives in the same order.
+        """
         return sum(fingerprint.digest for fingerprint in self._fingerprints.values())
 
     def is_in_sync(self) -> bool:
-        """Whether all ranks have submitted the same collectives in one order. Collective, on the default group."""
+        """Whether all ranks have submitted the same collectives in one order.
+
+        Collective, on the default group.
+        """
         return sum(gather_objects(self.desync_digest)) == 0
 
     def first_mismatch(self) -> str:
-        """The first collective in which ranks differ, as text. Collective, on the default group."""
+        """The first collective in which ranks differ, as text.
+
+        Collective, on the default group.
+        """
         return first_mismatch(gather_objects(self._fingerprints))
 
 
 class _UnsortedRank(int):
-    """A rank that compares by its position, since torch 2.11 sorts the ranks of a group."""
+    """A rank that compares by its position.
+
+    torch 2.11 sorts the ranks of a group.
+    """
 
     position: int
 
@@ -326,7 +360,9 @@ class _UnsortedRank(int):
 def new_group(
     members: list[int], description: str, device_type: str = "cpu", *, urgent: bool = False
 ) -> dist.ProcessGroup:
-    """Make a group of `members` in their order, with the timeout that the user gave for the default group.
+    """Make a group of `members` in their order.
+
+    Its timeout is the one that the user gave for the default group.
 
     Args:
         members: Ranks of the job.
@@ -354,7 +390,10 @@ _num_models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def _count_models() -> int:
-    """The number of models that the ranks of this job have sharded before, in the same order on all ranks."""
+    """The number of models that this job has sharded before.
+
+    All ranks shard models in the same order.
+    """
     number = _num_models.get(dist.group.WORLD, 0)
     _num_models[dist.group.WORLD] = number + 1
     return number
@@ -362,7 +401,9 @@ def _count_models() -> int:
 
 @atexit.register
 def _close_gloo() -> None:
-    """End gloo's threads while the interpreter lives: one that frees a tensor later aborts the process (torch 2.13).
+    """End gloo's threads while the interpreter lives.
+
+    A thread that frees a tensor later aborts the process (torch 2.13).
 
     Unfinished collectives belong to a job that has failed; closing would wait for them, up to the timeout.
     """

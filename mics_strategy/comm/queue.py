@@ -1,4 +1,6 @@
-"""Queues that run collectives in submission order, and the thread that replaces a CUDA stream on the CPU.
+"""Queues that run collectives in submission order.
+
+On the CPU, a communication thread replaces a CUDA stream.
 
 A `CommThread` runs tasks in the order in which they were submitted, while the training loop computes. A task posts
 sends and receives, waits for them, adds, and posts more. So a collective of many stages makes progress although nothing
@@ -46,7 +48,9 @@ SHUTDOWN_GRACE_S = 1.0  # for unfinished tasks when the process ends
 
 
 class CommThread:
-    """Runs tasks in its own thread. After a task has failed, all later tasks fail with its error.
+    """Runs tasks in its own thread.
+
+    After a task has failed, all later tasks fail with its error.
 
     Args:
         name: Name of the thread: the same on all ranks, and unique on each.
@@ -137,7 +141,10 @@ class WatchedWork:
 
 
 def _run_queue(queue: SimpleQueue[_QueuedTask | None]) -> None:
-    """Run tasks until None arrives. No reference is held between two tasks, so that an unused queue can be freed."""
+    """Run tasks until None arrives.
+
+    No reference is held between two tasks, so that an unused queue can be freed.
+    """
     with torch.inference_mode():  # nothing is recorded for autograd; inference tensors may be written
         while (task := queue.get()) is not None:
             task.execute()
@@ -208,7 +215,7 @@ class _QueuedTask:
         return first
 
     def is_completed(self, within_s: float = 0.0) -> bool:
-        """Whether the task has ended, with or without an error, or does so within that time."""
+        """Whether the task has ended, with or without an error, within that time."""
         return self._done.wait(within_s)
 
 
@@ -240,7 +247,10 @@ def make_algorithm(transport: Transport, hop: Hop, workspace: Workspace, device:
 
 @dataclass(frozen=True, slots=True)
 class OpRequest:
-    """A collective as all its ranks know it. Ranks with the same tag have submitted the same collective."""
+    """A collective as all its ranks know it.
+
+    Ranks with the same tag have submitted the same collective.
+    """
 
     name: str
     size: str

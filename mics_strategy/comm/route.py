@@ -1,4 +1,4 @@
-"""Routes of a collective: its stages, their codecs and algorithms, and the bytes that they send.
+"""Routes of collectives: stages, codecs, algorithms, and bytes sent.
 
 A collective over ranks of several nodes may go in two stages: over the intra-node links and over the inter-node links.
 An all-gather starts with the inter-node stage, a reduce-scatter with the intra-node stage. The local rank is the more
@@ -72,7 +72,10 @@ class Route:
 
     @property
     def all_gather_codec(self) -> Codec | None:
-        """The codec of all stages of an all-gather, encoded once; None where only the inter-node stage has one."""
+        """The codec of all stages of an all-gather, which encodes once.
+
+        It is None where only the inter-node stage has a codec.
+        """
         return self.intra.codec if self.intra is not None else self.inter.codec
 
     @property
@@ -102,7 +105,10 @@ class SizedRoutes:
 
 @dataclass(frozen=True, slots=True)
 class HopTraffic:
-    """One stage of one collective, as planned and counted; `full_bytes` of the full tensor of the stage."""
+    """One stage of one collective, as planned and counted.
+
+    `full_bytes` is the size of the full tensor of the stage.
+    """
 
     collective: str
     axis: str
@@ -112,7 +118,9 @@ class HopTraffic:
 
 
 def pipeline_chunks(numel: int, itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """Split a slice into chunks that go through the stages one after the other, so that both links are busy.
+    """Split a slice into chunks that are pipelined through the stages.
+
+    So both links are busy.
 
     Args:
         numel: Elements of the slice.
@@ -128,7 +136,7 @@ def pipeline_chunks(numel: int, itemsize: int, multiple: int = 1) -> list[tuple[
 
 
 def chunks_of(route: Route, numel: int, itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """The chunks in which a slice of `numel` elements goes through the stages of `route`."""
+    """The chunks in which a slice of `numel` elements goes through a route."""
     if route.intra is None and not route.is_quantized:
         return [(0, numel)]
     block = route.inter.codec.block_size if route.inter.codec is not None else 1
@@ -173,7 +181,10 @@ def reduce_scatter_traffic(route: Route, full_numel: int, wire: torch.dtype) -> 
 
 
 def _reduce_scatter_hop(hop: Hop, unquantized_bytes: int, numels: list[int], wire: torch.dtype) -> HopTraffic:
-    """The traffic of one stage. A quantized one sends pieces of `numels` elements, one of each size to each rank."""
+    """The traffic of one stage.
+
+    A quantized one sends pieces of `numels` elements, one of each size to each rank.
+    """
     if hop.codec is None:
         return HopTraffic(REDUCE_SCATTER, hop.axis, hop.size, wire, unquantized_bytes)
     num_bytes = hop.size * sum(hop.codec.encoded_bytes(numel) for numel in numels)
@@ -181,7 +192,10 @@ def _reduce_scatter_hop(hop: Hop, unquantized_bytes: int, numels: list[int], wir
 
 
 def is_plain_all_reduce(route: Route, wire: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether an all-reduce is one of the backend: one stage, neither quantized nor rounded, not ALL_TO_ALL."""
+    """Whether an all-reduce uses that of the backend.
+
+    Such a route has one stage, is neither quantized nor rounded, and is not ALL_TO_ALL.
+    """
     return (
         route.intra is None
         and not route.is_quantized
@@ -191,13 +205,19 @@ def is_plain_all_reduce(route: Route, wire: torch.dtype, dtype: torch.dtype) -> 
 
 
 def all_reduce_multiple(route: Route) -> int:
-    """The divisor of a chunk of an all-reduce: equal shares of the ranks, in whole blocks of the codec."""
+    """The divisor of a chunk of an all-reduce.
+
+    Ranks have equal shares of a chunk, in whole blocks of the codec.
+    """
     codec = route.inter.codec
     return route.inter.size * (codec.bound_numel if codec is not None else 1)
 
 
 def all_reduce_slice(route: Route, numel: int) -> int:
-    """Elements, with padding, that one rank of the intra-node stage sends over the inter-node links."""
+    """Elements, with padding, of one rank of the intra-node stage.
+
+    The rank sends them over the inter-node links.
+    """
     multiple = all_reduce_multiple(route)
     return -(-numel // (route.ranks_per_node * multiple)) * multiple
 

@@ -33,7 +33,7 @@ def reduce_scatter_bytes(full_bytes: int, size: int) -> int:
 
 
 def all_reduce_bytes(full_bytes: int, size: int) -> int:
-    """Bytes sent per rank by a ring all-reduce of `full_bytes` over `size` ranks, rounded down.
+    """Bytes sent per rank by a ring all-reduce of `full_bytes`, rounded down.
 
     Source:
         AMSP (arXiv:2311.00257), cost of a ring all-reduce, ``2 (p - 1) v / p``.

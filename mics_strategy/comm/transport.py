@@ -1,4 +1,6 @@
-"""Transport of tensors within one process group. The only module that calls torch's communication primitives.
+"""Transport of tensors within one process group.
+
+The only module that calls torch's communication primitives.
 
 On gloo, pieces are sent point to point. Every receive is posted before the first send, into its destination, so that
 nothing is copied and nothing allocated (gloo's own all-gather has a hidden copy of the full tensor; its own
@@ -57,7 +59,10 @@ class PendingExchange:
             work.wait()
 
     def wait(self) -> None:
-        """Make all pieces valid, and make the memory of the sent ones free to be overwritten."""
+        """Make all received pieces valid, and release the memory of the sent ones.
+
+        That memory may be overwritten afterwards.
+        """
         for index in list(self._recvs):
             self.wait_recv(index)
         for work in self._sends:
@@ -94,7 +99,9 @@ class Transport:
         self._connections: dict[int, PeerConnection] = {}
 
     def enable_peer_memory(self) -> None:
-        """Let the ranks, all of one node, read one another's memory if each can. Collective; nothing is in flight.
+        """Let the ranks, all of one node, read one another's memory if each can.
+
+        Collective; nothing is in flight.
 
         Cost:
             That of `peer_memory.connection.handshake`. None where gloo is not in use.
@@ -160,7 +167,9 @@ class Transport:
     def all_to_all_scattered(
         self, incoming: dict[int, GatherTarget], outgoing: list[SourceVec], tag: int
     ) -> PendingExchange:
-        """Let every other rank read its row of `outgoing`, and read the row of each for this rank. Needs peer memory.
+        """Let all other ranks read their row of `outgoing`, and read theirs.
+
+        Needs peer memory.
 
         Args:
             incoming: Targets by the index of the source.
@@ -177,7 +186,7 @@ class Transport:
         return PendingExchange(recvs, sends)
 
     def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
-        """Send every rank its row of `outgoing`, and receive a row of `incoming` from each.
+        """Send every rank its row of `outgoing`, and receive one from each.
 
         Args:
             incoming: [n] for each rank, contiguous; this rank's own row is undefined afterwards.
@@ -201,7 +210,10 @@ class Transport:
         return self.group.send([tensor], dest, tag)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int) -> BackendWork:
-        """Receive from the rank of index `source`. Messages of one tag arrive in the order of their sends."""
+        """Receive from the rank of index `source`.
+
+        Messages of one tag arrive in the order of their sends.
+        """
         if self._connections:
             return self._connections[source].post_recv(tensor, tag)
         return self.group.recv([tensor], source, tag)
@@ -215,7 +227,9 @@ class Transport:
         return PendingExchange(recvs, [self.send(outgoing[index], index, tag) for index in self._others])
 
     def barrier(self, tag: int) -> None:
-        """Block until all ranks have reached one collective, before one of gloo's own, which has no tags.
+        """Block until all ranks have reached one collective.
+
+        Used before gloo's own collectives, which have no tags.
 
         Each rank receives from those 1, 2, 4, ... places before it, each of which has received from others by then.
 
@@ -236,23 +250,35 @@ class Transport:
         return PendingExchange(dict.fromkeys(range(self.size), work), [])
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> BackendWork:
-        """Sum every rank's `full` in its dtype, in unspecified order, and keep this rank's slice. For NCCL."""
+        """Sum every rank's `full` in its dtype, and keep this rank's slice.
+
+        The order of the sum is unspecified. For NCCL.
+        """
         work: BackendWork = _reduce_scatter(out, full, group=self.group, async_op=True)
         return work
 
     def all_gather_coalesced(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> BackendWork:
-        """All-gather several tensors in one launch, [size * n] each, in the order of the ranks. Not for gloo."""
+        """All-gather several tensors in one launch, [size * n] each.
+
+        They are in the order of the ranks. Not for gloo.
+        """
         outs, shards = [as_wire_dtype(out) for out in outs], [as_wire_dtype(shard) for shard in shards]
         work: BackendWork = self.group.allgather_into_tensor_coalesced(outs, shards)
         return work
 
     def reduce_scatter_coalesced(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> BackendWork:
-        """Reduce-scatter several tensors in one launch, see `reduce_scatter`. Not for gloo."""
+        """Reduce-scatter several tensors in one launch, see `reduce_scatter`.
+
+        Not for gloo.
+        """
         work: BackendWork = self.group.reduce_scatter_tensor_coalesced(outs, fulls)
         return work
 
     def all_reduce(self, tensor: torch.Tensor) -> BackendWork:
-        """Sum `tensor` over the ranks in place, in its dtype; every rank ends with the same bits."""
+        """Sum `tensor` over the ranks in place, in its dtype.
+
+        Every rank ends with the same bits.
+        """
         work: BackendWork = dist.all_reduce(tensor, group=self.group, async_op=True)
         return work
 
@@ -281,7 +307,9 @@ class Transport:
         return work
 
     def cancel(self) -> None:
-        """Fail all collectives in flight in the group, on its other ranks as well. For gloo.
+        """Fail all collectives in flight in the group, on its other ranks as well.
+
+        For gloo.
 
         Nothing else wakes a thread that waits for a message which will never come. When the interpreter ends while
         such a thread waits, the process is aborted.
@@ -303,7 +331,7 @@ class Transport:
 
 
 def as_wire_dtype(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor that is only copied in a dtype that every backend supports."""
+    """View a contiguous tensor, only to copy it, in a dtype of every backend."""
     return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
 
 
@@ -313,7 +341,7 @@ def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:
-    """The backend that moves the tensors of this device type; None where there is none."""
+    """The backend that moves the tensors of this device type, or None."""
     backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(",") if ":" in entry)
     return backends.get(device_type)
 
@@ -330,7 +358,10 @@ def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta:
 
 
 def as_one_view(rows: list[torch.Tensor]) -> torch.Tensor | None:
-    """The rows as one tensor, without a copy; None where they are not consecutive in memory."""
+    """The rows as one tensor, without a copy.
+
+    It is None where they are not consecutive in memory.
+    """
     first = rows[0]
     storage = first.untyped_storage().data_ptr()
     for position, row in enumerate(rows):

@@ -81,7 +81,10 @@ class Work:
         return all(work.is_completed() for work in self._works)
 
     def then(self, finish: Callable[[], None]) -> Work:
-        """Add a step that runs once after the work, on the stream that waits. Returns this object."""
+        """Add a step that runs once after the work, on the stream that waits.
+
+        Returns this object.
+        """
         previous = self._finish
 
         def both() -> None:
@@ -93,7 +96,10 @@ class Work:
         return self
 
     def keep_alive(self, tensors: list[torch.Tensor]) -> Work:
-        """Hold tensors that must not be freed before the work is done on the device. Returns this object."""
+        """Hold tensors that must not be freed before the work is done on the device.
+
+        Returns this object.
+        """
         self.keepalive = tensors
         return self
 
@@ -107,7 +113,7 @@ def as_communication_error(label: str, error: RuntimeError, details: str = "") -
         details: What else is known of the ranks, as sentences.
     """
     return CommunicationError(
-        f"{label} failed: {error}. {details}A rank has died, hangs, or runs other units. Look for the first error of "
+        f"{label} failed: {error}. {details}A rank died, hangs, or runs other units. Look for the first error of "
         "the other ranks. All ranks must run the same units in the same order while anything is sharded."
     )
 
@@ -116,7 +122,7 @@ _started: weakref.WeakSet[Work] = weakref.WeakSet()
 
 
 def has_pending_work() -> bool:
-    """Whether a collective that this process has started is unfinished, and nothing has waited for it."""
+    """Whether a started collective is unfinished, and nothing has waited for it."""
     return any(not work.has_completed for work in list(_started))
 
 

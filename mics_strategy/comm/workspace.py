@@ -16,7 +16,10 @@ ALIGN_BYTES = 64
 
 
 def aligned_bytes(*sizes: tuple[int, torch.dtype]) -> int:
-    """Bytes of consecutive pieces, each aligned to 64 bytes, from their numbers of elements and dtypes."""
+    """Bytes of consecutive pieces, each aligned to 64 bytes.
+
+    A piece is given by its number of elements and its dtype.
+    """
     return sum(-(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES for numel, dtype in sizes)
 
 

@@ -1,1 +1,1 @@
-"""Which sharding is the fastest that fits."""
+"""Choice of the fastest sharding that fits into memory."""

@@ -1,7 +1,7 @@
-"""How many bytes do the model states of one rank take, and what do they cost to keep together?
+"""Cost model: model states of one rank, and traffic of one optimizer step.
 
-Closed formulas over the number of parameters, for a choice of scopes; padding and travelling buffers are not in them.
-`schedule` plans the same traffic collective by collective, and tests hold the two together.
+Closed formulas over the number of parameters, for given scopes; without padding and communication buffers.
+`engine.plan` plans the same traffic collective by collective, and tests compare the two.
 
 Pure.
 """
@@ -20,7 +20,7 @@ from mics_strategy.scopes import Scopes
 
 _SUM_DTYPE = torch.float32
 _SUM_BYTES = _SUM_DTYPE.itemsize
-_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # any of their size: only that matters
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # any dtype of that size
 _MOMENTS = 2  # Adam's
 
 
@@ -30,10 +30,10 @@ class ParameterKind:
 
     Attributes:
         numel: Elements of all of them.
-        master_bytes: Of one element, as the optimizer updates it.
-        param_bytes: Of one element, as it is gathered and used.
-        wire_bytes: Of one element of the gradient, as it travels.
-        is_trained: Whether it has gradients and optimizer states.
+        master_bytes: Bytes of one element of the master, which the optimizer updates.
+        param_bytes: Bytes of one element as it is gathered and used.
+        wire_bytes: Bytes of one element of the gradient on the wire.
+        is_trained: Whether they have gradients and optimizer states.
     """
 
     numel: int
@@ -45,21 +45,28 @@ class ParameterKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTraffic:
-    """What one optimizer step sends: bytes that enter a node (and leave it), and that a rank sends inside its node."""
+    """Traffic of one optimizer step.
+
+    Attributes:
+        between_nodes_bytes: Bytes that enter a node, and as many that leave it.
+        inside_node_bytes: Bytes that one rank sends inside its node.
+    """
 
     between_nodes_bytes: int
     inside_node_bytes: int
 
 
 def state_bytes(kinds: Sequence[ParameterKind], scopes: Scopes) -> int:
-    """Bytes of parameters, gradients and Adam's states on one rank. Frozen parameters have neither of the latter.
+    """Bytes of parameters, gradients and Adam's states on one rank.
 
-    Beside parameters that are sharded over fewer ranks than optimizer states, the engine keeps the shard of the finer
-    scope of frozen ones, too, so that all parameters are labelled alike.
+    Frozen parameters have only the first.
+
+    Where parameters are sharded over fewer ranks than optimizer states, the engine also keeps the shard of frozen
+    parameters in the optimizer scope, so that all parameters have the same kind of DTensor.
 
     Source:
-        PaRO (arXiv:2310.06003) table 2; AMSP (arXiv:2311.00257) equation 1; with gradients summed in fp32, and the
-        reduced gradient of a finer optimizer scope beside the sum.
+        PaRO (arXiv:2310.06003) table 2; AMSP (arXiv:2311.00257), memory of model states by sharding factors; with
+        gradients summed in fp32, and the reduced gradient of a finer optimizer scope in addition to the sum.
     """
     return sum(_bytes_of(kind, scopes) for kind in kinds)
 
@@ -83,48 +90,54 @@ def _bytes_of(kind: ParameterKind, scopes: Scopes) -> int:
 
 
 def step_traffic(kinds: Sequence[ParameterKind], scopes: Scopes, num_micro_steps: int) -> StepTraffic:
-    """What one optimizer step sends, when every unit is gathered for the forward and for the backward.
+    """Traffic of one optimizer step.
 
-    Every kind of parameters counts as one large tensor: what goes in another way because it is small is not told apart.
+    Every unit is gathered for the forward and for the backward.
+
+    Each kind of parameters counts as one large tensor: the flat route of small tensors is not modelled.
 
     Source:
-        MiCS (arXiv:2205.00119) sections 3.2 to 3.4; PaRO table 3, corrected; AMSP equations A2 to A10.
+        MiCS (arXiv:2205.00119) sections 3.2 to 3.4; PaRO (arXiv:2310.06003) table 3, corrected; AMSP
+        (arXiv:2311.00257), communication cost by sharding factors.
     """
     sizes = {axis.name: axis.size for axis in scopes.axes}
-    between = inside = 0
-    for times, message in (pair for kind in kinds for pair in _messages(kind, scopes, num_micro_steps)):
-        sent = times * SENT_BYTES[message.collective](message.full_bytes, message.size)
-        in_node = math.prod(sizes[name] for name in message.axis.split("+") if name.startswith("intra_node"))
-        if in_node < message.size:  # a ring passes each of its nodes once; as many rings as the node has groups
-            between += sent * scopes.ranks_per_node // in_node
+    between_bytes = inside_bytes = 0
+    for count, hop in (pair for kind in kinds for pair in _hops(kind, scopes, num_micro_steps)):
+        sent_bytes = count * SENT_BYTES[hop.collective](hop.full_bytes, hop.size)
+        in_node = math.prod(sizes[name] for name in hop.axis.split("+") if name.startswith("intra_node"))
+        if in_node < hop.size:  # a ring enters each of its nodes once; as many rings as the node has groups
+            between_bytes += sent_bytes * scopes.ranks_per_node // in_node
         if in_node > 1:
-            inside += sent
-    return StepTraffic(between_nodes_bytes=between, inside_node_bytes=inside)
+            inside_bytes += sent_bytes
+    return StepTraffic(between_nodes_bytes=between_bytes, inside_node_bytes=inside_bytes)
 
 
-def _messages(kind: ParameterKind, scopes: Scopes, num_micro_steps: int) -> Iterator[tuple[int, HopTraffic]]:
-    """What all parameters of a kind send in a step, as if they were one bucket, and how often."""
+def _hops(kind: ParameterKind, scopes: Scopes, num_micro_steps: int) -> Iterator[tuple[int, HopTraffic]]:
+    """The collectives of all parameters of a kind in a step, each with its count.
+
+    The parameters count as one bucket.
+    """
     param, wire = _DTYPES[kind.param_bytes], _DTYPES[kind.wire_bytes]
-    for_backward = "secondary_all_gather" if scopes.secondary < scopes.params else "param_all_gather"
-    for purpose, times, numel in (
+    backward_role = "secondary_all_gather" if scopes.secondary < scopes.params else "param_all_gather"
+    for role, count, numel in (
         ("param_all_gather", num_micro_steps, kind.numel),
-        (for_backward, num_micro_steps, kind.numel),
+        (backward_role, num_micro_steps, kind.numel),
         ("param_sync", int(kind.is_trained), kind.numel // scopes.params),
     ):
-        route = scopes.route(purpose, numel * kind.param_bytes)
-        for message in all_gather_traffic(route, numel, param) if route is not None else ():
-            yield times, message
+        route = scopes.route(role, numel * kind.param_bytes)
+        for hop in all_gather_traffic(route, numel, param) if route is not None else ():
+            yield count, hop
     if not kind.is_trained:
         return
-    for purpose, times, numel in (
+    for role, count, numel in (
         ("grad_reduce_scatter", num_micro_steps, kind.numel),
         ("second_hop_reduce_scatter", 1, kind.numel // scopes.grads),
     ):
-        route = scopes.route(purpose, numel * kind.wire_bytes)
-        for message in reduce_scatter_traffic(route, numel, wire) if route is not None else ():
-            yield times, message
+        route = scopes.route(role, numel * kind.wire_bytes)
+        for hop in reduce_scatter_traffic(route, numel, wire) if route is not None else ():
+            yield count, hop
     numel = kind.numel // scopes.optimizer
     route = scopes.route("second_hop_all_reduce", numel * kind.wire_bytes)
     if route is not None:
-        for message in all_reduce_traffic(route, numel, wire, _SUM_DTYPE):
-            yield 1, message
+        for hop in all_reduce_traffic(route, numel, wire, _SUM_DTYPE):
+            yield 1, hop

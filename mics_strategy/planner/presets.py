@@ -1,14 +1,14 @@
-"""Which scopes suit a model and a cluster?
+"""Choice of a preset for `auto`, by trained parameters, memory and traffic.
 
-The rules of PaRO by the share of parameters that are trained, as far as they follow from its own principles; then,
-among the presets that they leave and that fit into memory, the one whose traffic would take least time on links of one
+PaRO's rules for the share of trained parameters leave a set of presets, as far as the rules follow from PaRO's own
+principles. Of those that fit into memory, the preset with the shortest communication time is chosen, on links of one
 typical ratio of speeds. A planner that knows the cluster's own speeds can do better.
 
 Pure.
 
 Source:
     PaRO (arXiv:2310.06003) section 3.1.3 and table 1. Where its table marks a triple that its principles exclude (ING,
-    GNG and GIG with many trained parameters), or leaves out one that they allow (III), the principles count.
+    GNG and GIG with many trained parameters), or omits one that they allow (III), the principles count.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mics_strategy.planner.cost import ParameterKind, StepTraffic, state_bytes, 
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Topology
 
-NUM_MICRO_STEPS = 2  # so that what crosses in every micro-step counts more than what crosses once
+NUM_MICRO_STEPS = 2  # so that the traffic of every micro-step counts more than that of a step
 STATES_SHARE = 0.6  # of a rank's memory; the rest is for activations
-MANY_TRAINED = 1 / 6  # Adam's 12 bytes for each trained parameter are then the 2 bytes of every one, or more
-FEW_TRAINED = 1 / 32  # whole fp32 gradients take at most a sixteenth of the whole bf16 parameters
+MANY_TRAINED = 1 / 6  # Adam's 12 bytes per trained parameter are then at least the 2 bytes per parameter
+FEW_TRAINED = 1 / 32  # unsharded fp32 gradients take at most a sixteenth of the unsharded bf16 parameters
 INSIDE_SPEED = 6  # of a rank's link inside its node over all links that leave the node: p4d.24xlarge, 300 and 50 GB/s
 
 _TRIPLES = tuple(name.removeprefix("paro-") for name in ShardConfig.PRESETS if name.startswith("paro-"))
@@ -33,12 +33,12 @@ _ORDER = "nig"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What has to be placed.
+    """The model, and the memory for it.
 
     Attributes:
         kinds: All parameters.
-        slots_bytes: Of the units that are gathered at the same time, where parameters are sharded.
-        memory_bytes: Of one rank.
+        slots_bytes: Bytes of the units that are gathered at the same time, where parameters are sharded.
+        memory_bytes: Bytes of memory of one rank.
     """
 
     kinds: tuple[ParameterKind, ...]
@@ -47,14 +47,21 @@ class Workload:
 
     @property
     def trained_share(self) -> float:
-        """Trained parameters by all parameters."""
+        """Share of trained parameters among all parameters, 0 to 1."""
         trained = sum(kind.numel for kind in self.kinds if kind.is_trained)
         return trained / max(1, sum(kind.numel for kind in self.kinds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One preset, priced."""
+    """One preset with its traffic and memory.
+
+    Attributes:
+        preset: Name of the preset.
+        scopes: Scopes of the preset in this job.
+        traffic: Traffic of one optimizer step.
+        states_bytes: Bytes of model states on one rank, with slots.
+    """
 
     preset: str
     scopes: Scopes
@@ -64,36 +71,38 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresetChoice:
-    """The preset that was chosen, and the reasons as text."""
+    """The chosen preset, and the reasons as text."""
 
     preset: str
     reasons: str
 
 
 def candidate_presets(trained_share: float) -> tuple[tuple[str, ...], str]:
-    """The triples (parameters, gradients, optimizer states) that PaRO's principles leave, and why.
+    """The scopes that PaRO's principles allow, and the reason.
+
+    Each is a triple of letters for parameters, gradients and optimizer states.
 
     Args:
-        trained_share: Trained parameters by all parameters, 0 to 1.
+        trained_share: Share of trained parameters among all parameters, 0 to 1.
     """
     if trained_share <= FEW_TRAINED:
-        return tuple(t for t in _TRIPLES if t[1] == "n"), "few parameters are trained: gradients stay whole"
+        return tuple(t for t in _TRIPLES if t[1] == "n"), "few parameters are trained: gradients are not sharded"
     if trained_share >= MANY_TRAINED:
-        falling = tuple(t for t in _TRIPLES if _ORDER.index(t[0]) <= _ORDER.index(t[1]) <= _ORDER.index(t[2]))
-        return falling, "many parameters are trained: parameters are sharded no finer than gradients"
-    return _TRIPLES, "some parameters are trained: every order of scopes may pay"
+        nested = tuple(t for t in _TRIPLES if _ORDER.index(t[0]) <= _ORDER.index(t[1]) <= _ORDER.index(t[2]))
+        return nested, "many parameters are trained: parameters are sharded no finer than gradients"
+    return _TRIPLES, "some parameters are trained: any order of scopes may be the fastest"
 
 
 def choose_preset(config: ShardConfig, workload: Workload, topology: Topology, world_size: int) -> PresetChoice:
-    """Choose a preset.
+    """Choose the preset with the shortest communication time that fits into memory.
 
     Args:
-        config: Its scopes are to be chosen; what else it says counts.
-        workload: What has to be placed.
+        config: Configuration whose scopes are to be chosen; its other fields apply.
+        workload: Model, and memory of a rank.
         topology: Ranks of a node.
         world_size: Ranks of the job.
     """
-    triples, why = candidate_presets(workload.trained_share)
+    triples, reason = candidate_presets(workload.trained_share)
     candidates: dict[tuple[int, int, int], Candidate] = {}
     for triple in triples:
         candidate = _price(f"paro-{triple}", config, workload, topology, world_size)
@@ -101,8 +110,12 @@ def choose_preset(config: ShardConfig, workload: Workload, topology: Topology, w
         candidates.setdefault((scopes.params, scopes.grads, scopes.optimizer), candidate)
     limit = round(STATES_SHARE * workload.memory_bytes)
     fitting = [candidate for candidate in candidates.values() if candidate.states_bytes <= limit]
-    chosen = min(fitting, key=_cost) if fitting else min(candidates.values(), key=lambda each: each.states_bytes)
-    return PresetChoice(preset=chosen.preset, reasons=_explain(chosen, [*candidates.values()], workload, topology, why))
+    chosen = (
+        min(fitting, key=_cost) if fitting else min(candidates.values(), key=lambda candidate: candidate.states_bytes)
+    )
+    return PresetChoice(
+        preset=chosen.preset, reasons=_explain(chosen, [*candidates.values()], workload, topology, reason)
+    )
 
 
 def _price(preset: str, config: ShardConfig, workload: Workload, topology: Topology, world_size: int) -> Candidate:
@@ -117,18 +130,18 @@ def _price(preset: str, config: ShardConfig, workload: Workload, topology: Topol
 
 def with_scopes_of(preset: str, config: ShardConfig) -> ShardConfig:
     """`config` with the scopes of a preset."""
-    of = ShardConfig.preset(preset)
-    return config.replace(params=of.params, grads=of.grads, optimizer=of.optimizer)
+    scopes = ShardConfig.preset(preset)
+    return config.replace(params=scopes.params, grads=scopes.grads, optimizer=scopes.optimizer)
 
 
 def _cost(candidate: Candidate) -> tuple[float, int]:
-    """Time of the traffic, in bytes that cross between nodes; memory where that is equal."""
+    """Time of the traffic, in bytes on inter-node links; then memory, for equal times."""
     traffic = candidate.traffic
     return traffic.between_nodes_bytes + traffic.inside_node_bytes / INSIDE_SPEED, candidate.states_bytes
 
 
 def _explain(
-    chosen: Candidate, candidates: Sequence[Candidate], workload: Workload, topology: Topology, why: str
+    chosen: Candidate, candidates: Sequence[Candidate], workload: Workload, topology: Topology, reason: str
 ) -> str:
     limit = STATES_SHARE * workload.memory_bytes
     total = sum(kind.numel for kind in workload.kinds)
@@ -137,12 +150,12 @@ def _explain(
         f"mics_strategy chose the scopes of `{chosen.preset}`: {workload.trained_share:.2%} of "
         f"{total:,} parameters are trained, on {world_size // topology.ranks_per_node} nodes of "
         f"{topology.ranks_per_node} ranks.",
-        f"{why[0].upper()}{why[1:]}. Of the presets whose states take at most {limit / 1e9:.3g} GB "
-        f"({STATES_SHARE:.0%} of a rank's {workload.memory_bytes / 1e9:.3g} GB) it needs least time to send a step of "
-        f"{NUM_MICRO_STEPS} micro-steps, if a rank's link inside its node is {INSIDE_SPEED} times as fast as all links "
-        "that leave the node.",
+        f"{reason[0].upper()}{reason[1:]}. Of the presets whose states take at most {limit / 1e9:.3g} GB "
+        f"({STATES_SHARE:.0%} of a rank's {workload.memory_bytes / 1e9:.3g} GB), it has the shortest communication "
+        f"time per step of {NUM_MICRO_STEPS} micro-steps, if a rank's link inside its node is {INSIDE_SPEED} times as "
+        "fast as all links that leave the node.",
     ]
-    rows = [("preset", "P/G/OS", "GB between nodes", "GB inside, a rank", "GB of states, a rank", "")]
+    rows = [("preset", "P/G/OS", "GB between nodes", "GB inside, per rank", "GB of states, per rank", "")]
     for candidate in candidates:
         scopes, traffic = candidate.scopes, candidate.traffic
         rows.append(

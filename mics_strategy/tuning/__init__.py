@@ -1,1 +1,1 @@
-"""What `auto` measures: thresholds and launches, and the cache that keeps the results."""
+"""Measurements for `auto` settings, and the cache of their results."""

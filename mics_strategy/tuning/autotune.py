@@ -1,7 +1,7 @@
-"""How long does a collective take in two stages, and how long directly, on the links of this job?
+"""Autotuner of the size threshold of hierarchical collectives.
 
-Every size is moved some times in both ways by turns, by the very collectives that will move the model. Ranks meet
-before each run, and the slowest one's time counts.
+Each size is timed several times with both algorithms in turn, flat and hierarchical, by the communicators that the
+model will use. Ranks synchronize before each run, and the time of the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from mics_strategy.tuning.threshold import (
     threshold_bytes,
 )
 
-_WHAT = "a calibration"
+_LABEL = "a benchmark"
 _DTYPE = torch.float32
 _TIMED_BACKENDS = ("gloo", "nccl")
-_NAMES = {ALL_GATHER: "gathers", REDUCE_SCATTER: "sums", ALL_REDUCE: "all-reduces"}
+_NAMES = {ALL_GATHER: "all-gathers", REDUCE_SCATTER: "reduce-scatters", ALL_REDUCE: "all-reduces"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningResult:
-    """What was decided for one collective over one span.
+    """The threshold of one collective over one span.
 
     Attributes:
-        collective: Which of the three.
-        span: Over which.
-        from_bytes: Of the whole tensor, from which on it goes in two stages; 0: always.
-        timings: Where this job has measured it.
-        was_measured: Whether no model of this process had it before.
+        collective: "all_gather", "reduce_scatter" or "all_reduce".
+        span: Span of the collective.
+        from_bytes: Bytes of the full tensor from which on it is hierarchical; 0: always.
+        timings: Timings of this job; empty where it has not measured.
+        was_measured: Whether no model of this process had the result before.
     """
 
     collective: str
@@ -63,13 +63,13 @@ class TuningResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkContext:
-    """Where it is measured.
+    """The job in which collectives are timed.
 
     Attributes:
-        control_group: All ranks.
-        device: Of the tensors.
-        make_communicator: Gives the collective of a purpose in both ways, which uses that workspace. Collective.
-        gather: Every rank's text, in rank order. Collective.
+        control_group: Control group of all ranks.
+        device: Device of the tensors.
+        make_communicator: Makes the communicator of a role with both algorithms and that workspace. Collective.
+        gather: Gathers the text of every rank, in rank order. Collective.
     """
 
     control_group: ControlGroup
@@ -79,39 +79,44 @@ class BenchmarkContext:
 
 
 def autotune(scopes: Scopes, context: BenchmarkContext) -> list[TuningResult]:
-    """Find from which size on collectives go in two stages. Collective over all ranks where anything is undecided.
+    """Find the size from which collectives are hierarchical.
 
-    1. What this process has found before, for the same ranks, holds.
-    2. Rank 0 looks up what jobs before have found, and tells all ranks.
-    3. What nobody knows is measured, on all ranks at once, and rank 0 keeps it.
+    Collective over all ranks where any is untuned.
+
+    1. Use results that this process has for the same ranks.
+    2. Rank 0 loads results of earlier jobs from the cache, and broadcasts them.
+    3. All ranks measure the remaining ones together, and rank 0 stores them.
 
     Returns:
-        One for each of `Scopes.undecided`; nothing where the transport moves nothing, so that times say nothing.
+        One result for each of `Scopes.untuned`; none where the transport sends nothing and times mean nothing.
 
     Cost:
-        For what this process does not know, a gather and a broadcast of objects. For what is measured, up to
-        `SIZES_BYTES` twice `RUNS` times, in about 0.4 s: sizes stop growing before.
+        A gather and a broadcast of objects, where this process lacks a result. What is measured takes up to
+        `SIZES_BYTES` twice `RUNS` times, in about 0.4 s: sizes stop growing before that.
     """
-    mover = backend_key(context.control_group.transport.group, context.device)
-    undecided = scopes.untuned()
-    if not undecided or mover is None:
+    key = backend_key(context.control_group.transport.group, context.device)
+    untuned = scopes.untuned()
+    if not untuned or key is None:
         return []
     in_process = _tuned_in_process.setdefault(dist.group.WORLD, {})
-    asked = {crossing: purpose for crossing, purpose in undecided.items() if (mover, crossing) not in in_process}
-    if asked:
+    missing = {tunable: role for tunable, role in untuned.items() if (key, tunable) not in in_process}
+    if missing:
         hosts = context.gather(socket.gethostname())[:: scopes.ranks_per_node]
-        links = [TuningKey.for_this_job(*crossing, hosts, scopes.ranks_per_node, mover) for crossing in asked]
-        kept = context.control_group.broadcast_object(
-            [cache.load(each) for each in links] if context.control_group.index == 0 else [], 0
+        tuning_keys = [TuningKey.for_this_job(*tunable, hosts, scopes.ranks_per_node, key) for tunable in missing]
+        cached = context.control_group.broadcast_object(
+            [cache.load(tuning_key) for tuning_key in tuning_keys] if context.control_group.index == 0 else [], 0
         )
-        for (crossing, purpose), each, from_bytes in zip(asked.items(), links, kept, strict=True):
-            in_process[mover, crossing] = _tune(crossing, purpose, each, from_bytes, context)
-    found = {crossing: in_process[mover, crossing] for crossing in undecided}
-    return [dataclasses.replace(each, was_measured=crossing in asked) for crossing, each in found.items()]
+        for (tunable, role), tuning_key, from_bytes in zip(missing.items(), tuning_keys, cached, strict=True):
+            in_process[key, tunable] = _tune(tunable, role, tuning_key, from_bytes, context)
+    results = {tunable: in_process[key, tunable] for tunable in untuned}
+    return [dataclasses.replace(result, was_measured=tunable in missing) for tunable, result in results.items()]
 
 
 def backend_key(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """What moves tensors, in words; None where times say nothing, as among simulated ranks."""
+    """Backend and device as text.
+
+    It is None where times mean nothing, as among simulated ranks.
+    """
     backend = backend_of(group, device.type)
     if backend not in _TIMED_BACKENDS:
         return None
@@ -119,19 +124,19 @@ def backend_key(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def _tune(
-    crossing: TunableCollective, purpose: str, links: TuningKey, kept: int | None, context: BenchmarkContext
+    tunable: TunableCollective, role: str, key: TuningKey, cached_bytes: int | None, context: BenchmarkContext
 ) -> TuningResult:
-    collective, span = crossing
-    if kept is not None:
-        return TuningResult(collective=collective, span=span, from_bytes=kept)
+    collective, span = tunable
+    if cached_bytes is not None:
+        return TuningResult(collective=collective, span=span, from_bytes=cached_bytes)
     timings: tuple[SizeTiming, ...] = ()
     workspace = Workspace()
-    both = context.make_communicator(purpose, workspace)
-    if isinstance(both, SizeDispatch):
-        timings = benchmark(collective, both, workspace, context.control_group, context.device)
+    comm = context.make_communicator(role, workspace)
+    if isinstance(comm, SizeDispatch):
+        timings = benchmark(collective, comm, workspace, context.control_group, context.device)
     from_bytes = threshold_bytes(timings)
     if context.control_group.index == 0:
-        cache.store(links, from_bytes, timings)
+        cache.store(key, from_bytes, timings)
     return TuningResult(collective=collective, span=span, from_bytes=from_bytes, timings=timings)
 
 
@@ -141,63 +146,71 @@ _tuned_in_process: weakref.WeakKeyDictionary[Any, dict[tuple[str, TunableCollect
 
 
 def benchmark(
-    collective: str, both: SizeDispatch, workspace: Workspace, control: ControlGroup, device: torch.device
+    collective: str, comm: SizeDispatch, workspace: Workspace, control: ControlGroup, device: torch.device
 ) -> tuple[SizeTiming, ...]:
-    """Times of one collective in both ways, size by size, the same numbers on all ranks. Collective over all ranks.
+    """Time one collective with both algorithms, size by size.
+
+    Collective over all ranks; equal results on all.
 
     Args:
-        collective: Which of the three.
-        both: The ways.
-        workspace: That they use.
-        control: All ranks.
-        device: Of the tensors.
+        collective: "all_gather", "reduce_scatter" or "all_reduce".
+        comm: Communicator with both algorithms.
+        workspace: Scratch memory of both.
+        control: Control group of all ranks.
+        device: Device of the tensors.
     """
     timings: list[SizeTiming] = []
     for size_bytes in SIZES_BYTES:
-        numel = max(1, size_bytes // _DTYPE.itemsize // both.size)
-        full_bytes = numel * both.size * _DTYPE.itemsize
+        numel = max(1, size_bytes // _DTYPE.itemsize // comm.size)
+        full_bytes = numel * comm.size * _DTYPE.itemsize
         if not is_next_affordable(timings):
             break
-        if timings and full_bytes <= timings[-1].full_bytes:  # each of many ranks has one element
+        if timings and full_bytes <= timings[-1].full_bytes:  # with many ranks, each has only one element
             continue
-        ways = both.flat, both.hierarchical
-        runs = [_make_runner(collective, way, numel, device) for way in ways]
+        comms = comm.flat, comm.hierarchical
+        runs = [_make_runner(collective, sized_comm, numel, device) for sized_comm in comms]
         workspace.bind(torch.empty(workspace.needed_bytes, dtype=torch.uint8, device=device))
         times_s: tuple[list[float], list[float]] = [], []
         for _ in range(RUNS):
-            for run, of_way in zip(runs, times_s, strict=True):
-                of_way.append(time_slowest_rank(run, control, device))
-        timings.append(_timing(full_bytes, *(of_way[1:] for of_way in times_s)))  # the first was to warm up
+            for run, run_times_s in zip(runs, times_s, strict=True):
+                run_times_s.append(time_slowest_rank(run, control, device))
+        timings.append(_timing(full_bytes, *(run_times_s[1:] for run_times_s in times_s)))  # the first run warms up
     return tuple(timings)
 
 
-def _timing(full_bytes: int, direct_s: list[float], two_stages_s: list[float]) -> SizeTiming:
-    is_direct_faster = all(one < other for one, other in zip(direct_s, two_stages_s, strict=True))
-    return SizeTiming(full_bytes, statistics.median(direct_s), statistics.median(two_stages_s), is_direct_faster)
+def _timing(full_bytes: int, flat_s: list[float], hierarchical_s: list[float]) -> SizeTiming:
+    is_flat_faster = all(flat < hierarchical for flat, hierarchical in zip(flat_s, hierarchical_s, strict=True))
+    return SizeTiming(full_bytes, statistics.median(flat_s), statistics.median(hierarchical_s), is_flat_faster)
 
 
-def _make_runner(collective: str, way: Communicator, numel: int, device: torch.device) -> Callable[[], None]:
-    """What moves a tensor of `numel` elements for each rank once, and waits for it."""
+def _make_runner(collective: str, comm: Communicator, numel: int, device: torch.device) -> Callable[[], None]:
+    """A function that runs a collective once, and waits for it.
+
+    Each rank has `numel` elements.
+    """
     shard = torch.zeros(numel, dtype=_DTYPE, device=device)
-    full = torch.zeros(numel * way.size, dtype=_DTYPE, device=device)
+    full = torch.zeros(numel * comm.size, dtype=_DTYPE, device=device)
     if collective == ALL_GATHER:
-        way.reserve_all_gather(numel, _DTYPE)
-        return lambda: way.all_gather(full, shard, _WHAT).wait()
+        comm.reserve_all_gather(numel, _DTYPE)
+        return lambda: comm.all_gather(full, shard, _LABEL).wait()
     if collective == REDUCE_SCATTER:
-        way.reserve_reduce_scatter(full.numel(), _DTYPE, _DTYPE)
-        return lambda: way.reduce_scatter(shard, full, False, _WHAT).wait()
-    way.reserve_all_reduce(full.numel(), _DTYPE, _DTYPE)
-    return lambda: way.all_reduce(full, _DTYPE, _WHAT).wait()
+        comm.reserve_reduce_scatter(full.numel(), _DTYPE, _DTYPE)
+        return lambda: comm.reduce_scatter(shard, full, False, _LABEL).wait()
+    comm.reserve_all_reduce(full.numel(), _DTYPE, _DTYPE)
+    return lambda: comm.all_reduce(full, _DTYPE, _LABEL).wait()
 
 
 def time_slowest_rank(run: Callable[[], None], control: ControlGroup, device: torch.device) -> float:
-    """How long a run takes on the slowest rank. The maximum makes ranks meet, so the next run begins on all at once."""
+    """Time of a run on the slowest rank, seconds.
+
+    The maximum synchronizes ranks, so the next run starts on all.
+    """
     _synchronize(device)
     start_s = time.perf_counter()
     run()
     _synchronize(device)
-    own_s = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64, device=device)
-    return control.all_reduce_scalar(own_s, is_max=True).item()
+    elapsed_s = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64, device=device)
+    return control.all_reduce_scalar(elapsed_s, is_max=True).item()
 
 
 def _synchronize(device: torch.device) -> None:
@@ -205,22 +218,24 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def report(findings: Iterable[TuningResult]) -> str:
-    """What is news of it, and how to pin it or switch it off, as text; empty where nothing is."""
-    found = [finding for finding in findings if finding.was_measured]
-    if not found:
+def report(results: Iterable[TuningResult]) -> str:
+    """New results, and how to pin or disable the choice, as text; empty for none."""
+    new_results = [result for result in results if result.was_measured]
+    if not new_results:
         return ""
-    lines = ["mics_strategy decided by `hierarchical='auto'` which collectives over several nodes go in two stages:"]
-    for finding in found:
-        size = f"of {finding.from_bytes:,} B or more" if finding.from_bytes else "of any size"
-        source = "measured now" if finding.timings else "measured by a job before"
-        lines.append(f"  {_NAMES[finding.collective]} over {finding.span.name} {size}, {source}")
-        lines += [f"    {line}" for line in _table(finding.timings)]
-    sums = [finding.from_bytes for finding in found if finding.collective != ALL_GATHER] or [found[0].from_bytes]
-    pin = f"`hierarchical={max(sums) or True}`"
+    lines = ["mics_strategy chose for `hierarchical='auto'` which collectives over several nodes have two stages:"]
+    for result in new_results:
+        size = f"of {result.from_bytes:,} B or more" if result.from_bytes else "of any size"
+        source = "measured now" if result.timings else "measured by an earlier job"
+        lines.append(f"  {_NAMES[result.collective]} over {result.span.name} {size}, {source}")
+        lines += [f"    {line}" for line in _table(result.timings)]
+    thresholds = [result.from_bytes for result in new_results if result.collective != ALL_GATHER] or [
+        new_results[0].from_bytes
+    ]
+    pin = f"`hierarchical={max(thresholds) or True}`"
     lines.append(
-        f"It is kept in {cache.PLACE} for the next job on the same nodes. {pin} pins it, so that sums "
-        "round alike wherever it is given; True means two stages always, False never."
+        f"The choice is cached in {cache.CACHE_DIR} for the next job on the same nodes. {pin} pins it, so that sums "
+        "round equally in every job; True means always two stages, False never."
     )
     return "\n".join(lines)
 
@@ -230,7 +245,7 @@ def _table(timings: Sequence[SizeTiming]) -> list[str]:
         return []
     rows = {
         "bytes": [f"{timing.full_bytes:,}" for timing in timings],
-        "directly, ms": [f"{1e3 * timing.direct_s:.2f}" for timing in timings],
-        "in two stages, ms": [f"{1e3 * timing.two_stages_s:.2f}" for timing in timings],
+        "flat, ms": [f"{1e3 * timing.flat_s:.2f}" for timing in timings],
+        "hierarchical, ms": [f"{1e3 * timing.hierarchical_s:.2f}" for timing in timings],
     }
     return [f"{name:17}" + "".join(f"{cell:>10}" for cell in cells) for name, cells in rows.items()]

@@ -1,9 +1,9 @@
-"""What was decided before, on these links?
+"""Cache of tuning results on disk, keyed by the links on which they were measured.
 
-A decision is a number in a small JSON file in the user's cache, named by a digest of all that it depends on. Sums made
-in one stage and in two round differently, so what was measured once is kept: the same job on the same nodes then
-repeats bit by bit.
-A cache that cannot be used costs a measurement and a line in the log, never the job.
+A result is a number in a small JSON file in the user's cache folder, named by a digest of all that it depends on. Sums
+in one and in two stages round differently, so results are kept: the same job on the same nodes is then bitwise
+reproducible.
+A cache that cannot be used costs a measurement and a warning, never the job.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from mics_strategy.topology import Span
 from mics_strategy.version import package_version
 
 _log = logging.getLogger(__name__)
-PLACE = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/decisions"
-_FORMAT = 2  # grows when collectives change so that what was measured before says nothing any more
+CACHE_DIR = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/decisions"
+_FORMAT = 2  # raised when collectives change so much that earlier measurements are void
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_NET")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningKey:
-    """All that a decision depends on.
+    """All that a tuning result depends on.
 
     Attributes:
         hosts: Names of the nodes, in order.
-        ranks_per_node: Of the job.
-        collective: What was measured.
-        span: Sizes and strides of the axes over which.
+        ranks_per_node: Ranks of a node.
+        collective: Collective that was measured.
+        span: Sizes and strides of the axes that it spans.
         backend_key: Backend and device.
-        interfaces: What the environment says of the ways between nodes.
-        version: Of torch, of this package, and of what is kept.
+        interfaces: Environment variables that choose network interfaces.
+        version: Versions of torch, of this package, and of the cache format.
     """
 
     hosts: tuple[str, ...]
@@ -53,70 +53,70 @@ class TuningKey:
 
     @classmethod
     def for_this_job(
-        cls, collective: str, span: Span, hosts: Sequence[str], ranks_per_node: int, moved_by: str
+        cls, collective: str, span: Span, hosts: Sequence[str], ranks_per_node: int, backend_key: str
     ) -> TuningKey:
-        """The links of one collective over one span in this process."""
+        """The key of one collective over one span in this process."""
         return cls(
             hosts=tuple(hosts),
             ranks_per_node=ranks_per_node,
             collective=collective,
             span=" ".join(f"{axis.name}:{axis.size}x{axis.stride}" for axis in span.axes),
-            backend_key=moved_by,
+            backend_key=backend_key,
             interfaces=" ".join(f"{name}={os.environ[name]}" for name in _INTERFACES if name in os.environ),
             version=f"torch {torch.__version__}, mics_strategy {package_version()}, format {_FORMAT}",
         )
 
     def describe(self) -> dict[str, Any]:
-        """As it is kept in JSON."""
+        """The fields as stored in JSON."""
         return {**dataclasses.asdict(self), "hosts": [*self.hosts]}
 
     @property
     def file_name(self) -> str:
-        """Of the decision: the same for equal links only."""
+        """Name of the cache file: equal for equal keys only."""
         text = json.dumps(self.describe(), sort_keys=True)
         return f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.json"
 
 
 def cache_folder() -> Path:
-    """`PLACE`, for this user."""
+    """`CACHE_DIR`, for this user."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mics_strategy" / "decisions"
 
 
 def load(key: TuningKey) -> int | None:
-    """What was decided for these links; None where nothing usable is known."""
+    """The cached result for a key; None where there is no usable one."""
     try:
-        kept = json.loads((cache_folder() / key.file_name).read_text())
-        decision = kept["decision"]
-        if kept["links"] == key.describe() and type(decision) is int and decision >= 0:
+        entry = json.loads((cache_folder() / key.file_name).read_text())
+        decision = entry["decision"]
+        if entry["links"] == key.describe() and type(decision) is int and decision >= 0:
             return decision
-        reason = "it says something else"
+        reason = "its contents do not match its name"
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:  # RuntimeError: there is no home
         reason = repr(error)
-    _log.warning("The cache of what 'auto' has found cannot be read, so it is measured anew: %s", reason)
+    _log.warning("The cache of measurements for 'auto' cannot be read, so they are repeated: %s", reason)
     return None
 
 
 def store(key: TuningKey, decision: int, timings: Sequence[Any]) -> None:
-    """Keep a decision for later jobs, whole or not at all, with the dataclasses that say what was measured."""
+    """Store a result and its measurements for later jobs, atomically."""
     text = json.dumps(
         {
             "decision": decision,
             "links": key.describe(),
-            "timings": [dataclasses.asdict(each) for each in timings],
+            "timings": [dataclasses.asdict(timing) for timing in timings],
         },
         indent=1,
     )
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f"{key.file_name}.{os.getpid()}.partial"
-        beside.write_text(text)
-        beside.replace(folder / key.file_name)
+        partial = folder / f"{key.file_name}.{os.getpid()}.partial"
+        partial.write_text(text)
+        partial.replace(folder / key.file_name)
     except (OSError, RuntimeError) as error:
         _log.warning(
-            "The cache of what 'auto' has found cannot be written, so the next job measures anew and its sums may "
-            "round differently: %r. Pin what rank 0 prints, or set XDG_CACHE_HOME.",
+            "The cache of measurements for 'auto' cannot be written, so the next job measures again and its sums may "
+            "round differently: %r. Pin the values that rank 0 prints, or set XDG_CACHE_HOME to a writable folder.",
             error,
         )

@@ -1,6 +1,8 @@
-"""How long do the tensors of a bucket take in one launch, and how long as one flat tensor with its copies?
+"""Timings of a bucket's collectives, coalesced and as one flat buffer.
 
-Both ways by turns, with zeros in the model's own shapes and collectives of the purpose that is asked about.
+Those of the flat buffer include its copies.
+
+Both are timed in turn, on zeros in the model's own shapes, with communicators of the role in question.
 """
 
 from __future__ import annotations
@@ -25,20 +27,20 @@ from mics_strategy.errors import LifecycleError
 from mics_strategy.tuning.autotune import time_slowest_rank
 from mics_strategy.tuning.threshold import RUNS
 
-REDUCE_SCATTER = "grad_reduce_scatter"  # the purpose of sums in a backward; every other is of a gather
-_WHAT = "a trial"
+REDUCE_SCATTER = "grad_reduce_scatter"  # the role of the only reduce-scatter; all others are all-gathers
+_LABEL = "a benchmark"
 _Run = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What is gathered, or summed.
+    """One collective of a bucket that can be coalesced.
 
     Attributes:
-        role: Of the collective.
-        layout: Of the bucket.
-        dtype: In which it travels.
-        num_stages: Of the collective: over the same ranks it may go in one or in two.
+        role: Role of the collective.
+        layout: Layout of the bucket.
+        dtype: Dtype on the wire.
+        num_stages: Stages of the collective, 1 or 2; over the same ranks both are possible.
     """
 
     role: str
@@ -48,12 +50,12 @@ class Candidate:
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
-        """Of the tensors; what matters of the layout."""
-        return tuple(region.shape for region in self.layout.param_slices)
+        """Shapes of the tensors, all of the layout that matters for the time."""
+        return tuple(param_slice.shape for param_slice in self.layout.param_slices)
 
     @property
     def text(self) -> str:
-        """Names it among others over the same ranks."""
+        """Name among the candidates over the same ranks; the key of its cached result."""
         shapes = ";".join("x".join(map(str, shape)) for shape in self.shapes)
         digest = hashlib.blake2b(shapes.encode(), digest_size=8).hexdigest()
         tensors = f"{len(self.shapes)} tensors {digest} {self.dtype} over {self.layout.ranks}"
@@ -62,83 +64,86 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Both ways, by the median of some runs of the slowest rank."""
+    """Times of both alternatives, seconds.
+
+    They are medians over several runs, on the slowest rank.
+    """
 
     flat_s: float
     coalesced_s: float
 
     @property
     def coalesces(self) -> bool:
-        """Whether one launch is no slower."""
+        """Whether the coalesced alternative is at least as fast."""
         return self.coalesced_s <= self.flat_s
 
 
 def benchmark(candidate: Candidate, groups: ProcessGroups, control: ControlGroup, device: torch.device) -> Measurement:
-    """Move tensors of these shapes in both ways by turns. Collective over all ranks; the same answer on all."""
+    """Time both alternatives in turn. Collective over all ranks; equal results on all."""
     workspace = Workspace()
-    across = groups.make_benchmark_communicator(candidate.role, workspace)
-    coalesced = coalesced_comm_for(across, candidate.layout, candidate.dtype.itemsize)
+    comm = groups.make_benchmark_communicator(candidate.role, workspace)
+    coalesced = coalesced_comm_for(comm, candidate.layout, candidate.dtype.itemsize)
     if coalesced is None:
-        raise LifecycleError(f"{candidate.text}: no other way. This is a defect; please report it.")
-    ways = _reduce_scatter_runs if candidate.role == REDUCE_SCATTER else _all_gather_runs
-    runs = ways(candidate, across, coalesced, device)
+        raise LifecycleError(f"{candidate.text} has no coalesced communicator. This is a defect; please report it.")
+    make_runs = _reduce_scatter_runs if candidate.role == REDUCE_SCATTER else _all_gather_runs
+    runs = make_runs(candidate, comm, coalesced, device)
     workspace.bind(torch.empty(workspace.needed_bytes, dtype=torch.uint8, device=device))
     times_s: list[list[float]] = [[], []]
     for _ in range(RUNS):
-        for run, of_way in zip(runs, times_s, strict=True):
-            of_way.append(time_slowest_rank(run, control, device))
-    flat_s, coalesced_s = (statistics.median(of_way[1:]) for of_way in times_s)  # the first was to warm up
+        for run, run_times_s in zip(runs, times_s, strict=True):
+            run_times_s.append(time_slowest_rank(run, control, device))
+    flat_s, coalesced_s = (statistics.median(run_times_s[1:]) for run_times_s in times_s)  # the first run warms up
     return Measurement(flat_s=flat_s, coalesced_s=coalesced_s)
 
 
 def _all_gather_runs(
-    question: Candidate, across: AnyCommunicator, coalesced: CoalescedCommunicator, device: torch.device
+    candidate: Candidate, comm: AnyCommunicator, coalesced: CoalescedCommunicator, device: torch.device
 ) -> tuple[_Run, _Run]:
-    layout, dtype = question.layout, question.dtype
-    shard, flat = _zeros(layout.full_numel // across.size, dtype, device), _zeros(layout.full_numel, dtype, device)
-    wholes = layout.unpadded_views(_zeros(layout.unpadded_numel, dtype, device))
-    pieces, parts = _pairs(layout, flat, wholes)
-    direct = coalesced_gather(coalesced, layout, [whole.view(-1) for whole in wholes], _WHAT)
-    across.reserve_all_gather(shard.numel(), dtype)
+    layout, dtype = candidate.layout, candidate.dtype
+    shard, flat = _zeros(layout.full_numel // comm.size, dtype, device), _zeros(layout.full_numel, dtype, device)
+    params = layout.unpadded_views(_zeros(layout.unpadded_numel, dtype, device))
+    flat_parts, param_parts = _copy_pairs(layout, flat, params)
+    gather = coalesced_gather(coalesced, layout, [param.view(-1) for param in params], _LABEL)
+    comm.reserve_all_gather(shard.numel(), dtype)
     coalesced.reserve_all_gather(shard.numel(), dtype)
 
-    def by_flat() -> None:
-        across.all_gather(flat, shard, _WHAT).wait()
-        torch._foreach_copy_(parts, pieces)
+    def run_flat() -> None:
+        comm.all_gather(flat, shard, _LABEL).wait()
+        torch._foreach_copy_(param_parts, flat_parts)
 
-    return by_flat, lambda: direct(shard).wait()
+    return run_flat, lambda: gather(shard).wait()
 
 
 def _reduce_scatter_runs(
-    question: Candidate, across: AnyCommunicator, coalesced: CoalescedCommunicator, device: torch.device
+    candidate: Candidate, comm: AnyCommunicator, coalesced: CoalescedCommunicator, device: torch.device
 ) -> tuple[_Run, _Run]:
-    layout, wire = question.layout, question.dtype
-    out = _zeros(layout.full_numel // across.size, sum_dtype_of(wire), device)
+    layout, wire = candidate.layout, candidate.dtype
+    out = _zeros(layout.full_numel // comm.size, sum_dtype_of(wire), device)
     flat = _zeros(layout.full_numel, wire, device)
-    grads = [_zeros(shape.numel(), wire, device).view(shape) for shape in question.shapes]
-    pieces, parts = _pairs(layout, flat, grads)
-    kept = CoalescedGrads(coalesced, layout, wire)
-    across.reserve_reduce_scatter(flat.numel(), wire, out.dtype)
+    grads = [_zeros(shape.numel(), wire, device).view(shape) for shape in candidate.shapes]
+    flat_parts, grad_parts = _copy_pairs(layout, flat, grads)
+    coalesced_grads = CoalescedGrads(coalesced, layout, wire)
+    comm.reserve_reduce_scatter(flat.numel(), wire, out.dtype)
     coalesced.reserve_reduce_scatter(out.numel(), wire)
 
-    def by_flat() -> None:
-        torch._foreach_copy_(pieces, parts)
-        across.reduce_scatter(out, flat, False, _WHAT).wait()
+    def run_flat() -> None:
+        torch._foreach_copy_(flat_parts, grad_parts)
+        comm.reduce_scatter(out, flat, False, _LABEL).wait()
 
-    def in_one() -> None:
+    def run_coalesced() -> None:
         for position, grad in enumerate(grads):
-            kept.keep(position, grad)
-        kept.reduce_scatter(out, flat, False, _WHAT).wait()
+            coalesced_grads.keep(position, grad)
+        coalesced_grads.reduce_scatter(out, flat, False, _LABEL).wait()
 
-    return by_flat, in_one
+    return run_flat, run_coalesced
 
 
-def _pairs(
-    layout: BucketLayout, flat: torch.Tensor, wholes: list[torch.Tensor]
+def _copy_pairs(
+    layout: BucketLayout, flat: torch.Tensor, tensors: list[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Places in the flat form, and in the tensors themselves."""
-    pairs = [pair for position, whole in enumerate(wholes) for pair in layout.copy_pairs(flat, whole, position)]
-    return [piece for piece, _ in pairs], [part for _, part in pairs]
+    """Views of the flat buffer, and of the tensors copied from or to it."""
+    pairs = [pair for position, tensor in enumerate(tensors) for pair in layout.copy_pairs(flat, tensor, position)]
+    return [flat_part for flat_part, _ in pairs], [part for _, part in pairs]
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

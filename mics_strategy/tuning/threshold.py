@@ -1,6 +1,7 @@
-"""From which size on does a collective go in two stages, and from which should it?
+"""Size threshold of hierarchical collectives, and its choice from timings.
 
-In two stages it sends the fewest bytes over slow links; directly, no message waits for another.
+A hierarchical collective (two stages) sends the fewest bytes over inter-node links. In a flat one, no message waits for
+another.
 
 Pure.
 """
@@ -15,18 +16,20 @@ from mics_strategy.topology import Span
 TunableCollective = tuple[str, Span]  # a collective over ranks of several nodes, several of them in a node
 _GROWTH = 4
 SIZES_BYTES = tuple(1024 * _GROWTH**step for step in range(7))  # 1 KiB to 4 MiB
-RUNS = 6  # of each size in each way; the first is to warm up
+RUNS = 6  # of each size with each algorithm; the first one warms up
 _BUDGET_S = 0.4  # for one collective over one span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HierarchicalThreshold:
-    """From how many bytes of the whole tensor on a collective goes in two stages; a smaller one goes directly.
+    """Size threshold of hierarchical collectives, bytes of the full tensor.
+
+    Smaller ones are flat.
 
     Attributes:
-        from_bytes: Where `measured` says nothing. 0: all go in two stages.
-        measured: What a calibration has found.
-        is_untuned: Whether a job may measure what is not measured yet.
+        from_bytes: Threshold of collectives that are not in `measured`. 0: all are hierarchical.
+        measured: Measured thresholds.
+        is_untuned: Whether a job may measure thresholds that are missing.
     """
 
     from_bytes: int = 0
@@ -34,54 +37,55 @@ class HierarchicalThreshold:
     is_untuned: bool = False
 
     def for_collective(self, collective: TunableCollective) -> int:
-        """The bytes for one collective over one span."""
+        """The threshold of one collective over one span, bytes."""
         return dict(self.measured).get(collective, self.from_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class SizeTiming:
-    """How long a collective of one size takes in each way.
+    """Times of a collective of one size with each algorithm.
 
     Attributes:
-        full_bytes: Of the whole tensor.
-        direct_s: Median of several runs.
-        two_stages_s: The same.
-        is_direct_faster: In every run, compared with the one beside it of the other way.
+        full_bytes: Bytes of the full tensor.
+        flat_s: Time of the flat algorithm, median of several runs, seconds.
+        hierarchical_s: Time of the hierarchical algorithm, median of several runs, seconds.
+        is_flat_faster: Whether the flat algorithm is faster in every pair of adjacent runs.
     """
 
     full_bytes: int
-    direct_s: float
-    two_stages_s: float
-    is_direct_faster: bool
+    flat_s: float
+    hierarchical_s: float
+    is_flat_faster: bool
 
 
 def is_next_affordable(timings: Sequence[SizeTiming]) -> bool:
-    """Whether the next size still fits into the time that a job should wait.
+    """Whether timing the next size fits into the time that a job should wait.
 
-    What a size takes longer than the one before grows with the bytes; latency does not.
+    The estimate extrapolates the difference between the last two sizes, which grows with the bytes; latency does not.
     """
     if not timings:
         return True
-    last, before = timings[-1], timings[-2 if len(timings) > 1 else -1]
-    spent_s = sum(timing.direct_s + timing.two_stages_s for timing in timings)
-    directly_s = last.direct_s + _GROWTH * max(0.0, last.direct_s - before.direct_s)
-    in_two_stages_s = last.two_stages_s + _GROWTH * max(0.0, last.two_stages_s - before.two_stages_s)
-    return RUNS * (spent_s + directly_s + in_two_stages_s) <= _BUDGET_S
+    last, previous = timings[-1], timings[-2 if len(timings) > 1 else -1]
+    spent_s = sum(timing.flat_s + timing.hierarchical_s for timing in timings)
+    flat_s = last.flat_s + _GROWTH * max(0.0, last.flat_s - previous.flat_s)
+    hierarchical_s = last.hierarchical_s + _GROWTH * max(0.0, last.hierarchical_s - previous.hierarchical_s)
+    return RUNS * (spent_s + flat_s + hierarchical_s) <= _BUDGET_S
 
 
 def threshold_bytes(timings: Sequence[SizeTiming]) -> int:
-    """The smallest size at which it is not plain that the direct way is faster.
+    """The smallest size at which the flat algorithm is not clearly faster.
 
-    What a message waits for does not grow with the size, what crosses slow links does: once they are worth it, two
-    stages stay so. In doubt they are taken, since they send the fewest bytes over slow links.
+    The waits between messages do not grow with the size, the bytes on inter-node links do. So once the hierarchical
+    algorithm is worth its messages, it stays so. It is also chosen in doubt, since it sends the fewest bytes over
+    inter-node links.
 
     Args:
-        timings: With growing sizes.
+        timings: Timings by growing size.
 
     Returns:
-        Bytes of the whole tensor; 0 where two stages are never plainly slower.
+        Bytes of the full tensor; 0 where the hierarchical algorithm is never clearly slower.
     """
-    for place, timing in enumerate(timings):
-        if not timing.is_direct_faster:
-            return timing.full_bytes if place else 0
+    for position, timing in enumerate(timings):
+        if not timing.is_flat_faster:
+            return timing.full_bytes if position else 0
     return timings[-1].full_bytes + 1 if timings else 0

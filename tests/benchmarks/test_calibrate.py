@@ -15,7 +15,7 @@ def test_rank_0_says_what_it_found(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert calibrate.main(["--rate-mbit", "50", "--nodes", "2", "--ranks-per-node", "2"]) == 0
     said = capsys.readouterr().out
-    assert "gathers over intra_node+inter_node of" in said
+    assert "all-gathers over intra_node+inter_node of" in said
     assert said.count("measured now") == 2
     assert [*tmp_path.iterdir()] == []
 

@@ -87,7 +87,7 @@ def test_ranks_measure_agree_and_keep_what_they_found(ranks: RankPool, tmp_path:
     assert first.measured == ["all_gather", "reduce_scatter"]
     for finding in first.findings:
         assert [timing.full_bytes for timing in finding.timings] == [*SIZES_BYTES[: len(finding.timings)]]
-        assert all(timing.direct_s > 0 < timing.two_stages_s for timing in finding.timings)
+        assert all(timing.flat_s > 0 < timing.hierarchical_s for timing in finding.timings)
         assert finding.from_bytes == threshold_bytes(finding.timings)
     # A second model of the job has the same, and measures nothing; another one only what is new.
     assert (second.measured, second.decided) == ([], first.decided)
@@ -192,8 +192,8 @@ def test_the_report_says_what_was_found_and_how_to_pin_it() -> None:
         )
     ]
     text = report([gathers, sums])
-    assert "gathers over intra_node+inter_node of 16,384 B or more, measured by a job before\n" in text
-    assert "sums over intra_node+inter_node of 65,536 B or more, measured now\n" in text
+    assert "all-gathers over intra_node+inter_node of 16,384 B or more, measured by an earlier job\n" in text
+    assert "reduce-scatters over intra_node+inter_node of 65,536 B or more, measured now\n" in text
     assert [line.split()[-1] for line in text.splitlines()[3:6]] == ["1,024", "1.00", "2.00"]
     assert "`hierarchical=65536` pins" in text
     assert "`hierarchical=True` pins" in report([replace(sums, from_bytes=0)])

@@ -7,9 +7,9 @@ from mics_strategy.tuning.threshold import RUNS, SIZES_BYTES, SizeTiming, is_nex
 
 def timings(two_stages_win: str) -> list[SizeTiming]:
     """Of sizes 1000, 2000, ...: + where two stages are faster, - where they are slower, = where it is not plain."""
-    direct_s = {"+": 2e-3, "-": 0.5e-3, "=": 0.9e-3}
+    flat_s = {"+": 2e-3, "-": 0.5e-3, "=": 0.9e-3}
     return [
-        SizeTiming(1000 * (place + 1), direct_s[mark], 1e-3, mark == "-") for place, mark in enumerate(two_stages_win)
+        SizeTiming(1000 * (place + 1), flat_s[mark], 1e-3, mark == "-") for place, mark in enumerate(two_stages_win)
     ]
 
 
@@ -44,12 +44,12 @@ def test_latency_does_not_stop_the_sizes_from_growing() -> None:
     assert [is_next_affordable(slow[:count]) for count in range(1, 6)] == [True, True, True, False, False]
 
 
-@pytest.mark.parametrize("which", ["direct_s", "two_stages_s"])
+@pytest.mark.parametrize("which", ["flat_s", "hierarchical_s"])
 def test_sizes_stop_growing_before_the_slower_way_takes_long(which: str) -> None:
     """From 1 to 3 ms, the next would take 3 + 4 * 2 ms; from 5 to 14 ms, 14 + 4 * 9 ms, 6 times."""
 
     def both(*milliseconds: int) -> list[SizeTiming]:
-        fast = {"direct_s": 1e-3, "two_stages_s": 1e-3, "is_direct_faster": False}
+        fast = {"flat_s": 1e-3, "hierarchical_s": 1e-3, "is_flat_faster": False}
         return [SizeTiming(1024, **(fast | {which: 1e-3 * number})) for number in milliseconds]
 
     assert is_next_affordable(both(1, 3))
@@ -63,8 +63,8 @@ def test_a_gather_and_a_sum_are_measured_within_a_second(per_node: int, rate_mbi
     bytes_per_s, latency_s, timings = 1e6 * rate_mbit / 8, 1e-3, list[SizeTiming]()
     for full_bytes in SIZES_BYTES:
         if is_next_affordable(timings):
-            direct_s = per_node / 2 * full_bytes / bytes_per_s + latency_s
-            two_stages_s = full_bytes / 2 / bytes_per_s + 3 * latency_s
-            timings.append(SizeTiming(full_bytes, direct_s, two_stages_s, direct_s < two_stages_s))
-    assert 2 * RUNS * sum(timing.direct_s + timing.two_stages_s for timing in timings) < 1.0
-    assert timings[-1].two_stages_s < timings[-1].direct_s or len(timings) == len(SIZES_BYTES)  # it saw them cross
+            flat_s = per_node / 2 * full_bytes / bytes_per_s + latency_s
+            hierarchical_s = full_bytes / 2 / bytes_per_s + 3 * latency_s
+            timings.append(SizeTiming(full_bytes, flat_s, hierarchical_s, flat_s < hierarchical_s))
+    assert 2 * RUNS * sum(timing.flat_s + timing.hierarchical_s for timing in timings) < 1.0
+    assert timings[-1].hierarchical_s < timings[-1].flat_s or len(timings) == len(SIZES_BYTES)  # it saw them cross

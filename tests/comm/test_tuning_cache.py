@@ -37,7 +37,7 @@ def test_what_was_kept_is_recalled(folder: Path) -> None:
     cache.store(links(), 4096, TIMINGS)
     assert cache.load(links()) == 4096
     [path] = folder.iterdir()
-    kept = {"full_bytes": 1024, "direct_s": 1e-3, "two_stages_s": 2e-3, "is_direct_faster": True}
+    kept = {"full_bytes": 1024, "flat_s": 1e-3, "hierarchical_s": 2e-3, "is_flat_faster": True}
     assert json.loads(path.read_text())["timings"][0] == kept
 
 

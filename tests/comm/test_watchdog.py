@@ -278,7 +278,7 @@ def lose_a_peer(ctx: RankContext, kind: str) -> None:
     [
         *((kind, f"{kind} of layers.3 over .*ranks 0, 2, 1, 3") for kind in ("Exchange", "All-reduce", "Broadcast")),
         ("share", "Broadcast of an object over .*ranks 0, 2, 1, 3"),
-        ("gather_objects", "gathered from all 4 of them"),
+        ("gather_objects", "gathered from all 4 ranks"),
     ],
 )
 def test_when_a_peer_dies_all_who_need_it_say_so(ranks: RankPool, kind: str, said: str) -> None:

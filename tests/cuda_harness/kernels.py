@@ -11,7 +11,7 @@ from tests.cuda_harness.streams import alone, here, machine
 
 
 class Kernels:
-    """In the place of `codec_kernels.Kernels`."""
+    """In the place of `triton_codec.TritonCodec`."""
 
     def __init__(self, codec: Codec, generator: torch.Generator | None) -> None:
         self._tiles = TorchCodec(codec, torch.device("cpu"), generator)
@@ -35,5 +35,5 @@ class Kernels:
 
 
 def loader(original: Any) -> Any:
-    """In the place of `coder.load_kernels`."""
-    return lambda: original() if here().machine is None else SimpleNamespace(Kernels=Kernels)
+    """In the place of `quantizer.load_kernels`."""
+    return lambda: original() if here().machine is None else SimpleNamespace(TritonCodec=Kernels)

@@ -186,11 +186,13 @@ ALL_ENCODED = {"weight_codec": "int8", "grad_codec": "int8", "codec_links": "all
 @pytest.mark.parametrize("options", [{"case": models.mlp}, ALL_ENCODED], ids=["uneven", "encoded"])
 def test_it_is_refused_where_nothing_can_be_coalesced(options: dict[str, Any]) -> None:
     run = run_of("mics", coalesce=True, **options)
-    raises_on_every_rank(lambda: simulate(4, _train, run, ranks_per_node=2), ConfigError, "no unit can be moved so")
+    raises_on_every_rank(
+        lambda: simulate(4, _train, run, ranks_per_node=2), ConfigError, "no unit of this model can use coalesced"
+    )
 
 
 def _refused(ctx: RankContext) -> str:
-    with pytest.raises(ConfigError, match="another backend than gloo") as refused:
+    with pytest.raises(ConfigError, match="a backend other than gloo") as refused:
         start(ctx, run_of("mics", coalesce=True))
     return str(refused.value)
 
@@ -236,7 +238,7 @@ def test_what_is_faster_is_chosen_said_and_kept(
     assert said.count(f"of 4 tensors, 2,176 B: {chosen}, measured now") == 2
     assert simulate(2, _choose, run, ranks_per_node=2) == [expected] * 2  # another job
     assert len(measured) == 4
-    assert capsys.readouterr().out.count(f"{chosen}, measured by a job before") == 2
+    assert capsys.readouterr().out.count(f"{chosen}, measured by an earlier job") == 2
 
 
 def test_one_and_two_stages_are_measured_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

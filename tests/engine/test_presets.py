@@ -129,7 +129,14 @@ def test_what_fits_nowhere_is_said() -> None:
 def test_reasons_name_the_share_the_rule_and_every_alternative() -> None:
     workload = Workload(kinds=_kinds(2e7, 6.7e9), slots_bytes=0, memory_bytes=16 * 10**9)
     reasons = choose_preset(AUTO, workload, Topology(ranks_per_node=8), 32).reasons
-    for words in ("`paro-ing`", "0.30%", "6,720,000,000 parameters", "4 nodes of 8", "gradients stay whole", "9.6 GB"):
+    for words in (
+        "`paro-ing`",
+        "0.30%",
+        "6,720,000,000 parameters",
+        "4 nodes of 8",
+        "gradients are not sharded",
+        "9.6 GB",
+    ):
         assert words in reasons
     assert [line.split()[0] for line in reasons.splitlines()[3:]] == [
         f"paro-{triple}" for triple in candidate_presets(0.003)[0]
@@ -184,8 +191,8 @@ def test_rank_zero_says_what_was_chosen_and_why(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"params": "auto"}, "`grads='partition'` beside scopes that are 'auto'.*all to 'auto', or none"),
-        ({"params": "auto", "grads": "auto", "optimizer": "world"}, "`optimizer='world'` beside"),
+        ({"params": "auto"}, "`grads='partition'` is set, but other scopes are 'auto'.*all to 'auto', or none"),
+        ({"params": "auto", "grads": "auto", "optimizer": "world"}, "`optimizer='world'` is set, but other"),
         (dict.fromkeys(("params", "grads", "optimizer"), "auto") | {"secondary_params": 2}, "still to be chosen"),
         ({"secondary_params": "auto"}, "`secondary_params='auto'` is not a scope"),
     ],

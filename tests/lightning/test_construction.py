@@ -29,7 +29,7 @@ def test_every_option_of_the_config_is_an_argument() -> None:
     [
         ({"config": "zero4"}, "zero4"),
         ({"partition": 8}, "partition"),
-        ({"config": ShardConfig(), "partition": 8}, "partition.*Known: .*partition_size"),
+        ({"config": ShardConfig(), "partition": 8}, "partition.*Use one of .*partition_size"),
         ({"partition_size": 0}, "partition_size=0"),
         ({"start_method": "thread"}, "start_method='thread'.*'fork'"),
         ({"sigterm_check_every_n_steps": 0}, "sigterm_check_every_n_steps=0"),

@@ -1,1 +1,1 @@
-"""Codecs: the format on the wire, and its implementations in plain torch and in Triton."""
+"""Codecs: the wire format, and its implementations in plain torch and in Triton."""

@@ -1,16 +1,16 @@
-"""How does a compressed tensor look on the wire?
+"""Format of a quantized tensor on the wire.
 
 A flat tensor is cut into blocks of `block_size` values; the last block may be shorter. A block becomes one fp32 scale
 and one small integer per value: ``code = round(value / scale)``, with ``scale = max|block| / largest_code``. Codes are
-symmetric around zero. Payload and scales share one buffer of bytes, so that they travel in one message:
+symmetric around zero. Payload and scales share one buffer of bytes, so that they are sent in one message:
 
 ``[payload | zeros up to a multiple of 16 bytes in all | fp32 scales]``
 
-INT8 has one code a byte, in two's complement. INT4 has two: the byte at position i of a block holds value i in its low
-half and value i + ceil(width / 2) in its high half, each as code + 8. Both halves of a block are then contiguous, which
-packs and unpacks several times faster than neighbours in one byte.
+INT8 has one code per byte, in two's complement. INT4 has two: the byte at position i of a block holds value i in its
+low half and value i + ceil(width / 2) in its high half, each as code + 8. Both halves of a block are then contiguous,
+which packs and unpacks several times faster than adjacent values in one byte.
 
-Pure: what the bytes mean. `coder` writes and reads them.
+Pure: the meaning of the bytes. `quantizer` writes and reads them.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ import torch
 
 from mics_strategy.errors import ConfigError, ShapeError
 
-ALIGN_BYTES = 16  # rows of pieces side by side start where the widest loads of a GPU may
+ALIGN_BYTES = 16  # so that consecutive rows start at the alignment of a GPU's widest loads
 SCALE_BYTES = 4
 SMALLEST_SCALE = 2.0**-123  # about 1e-37; 1 / scale is finite with a wide margin
-LARGEST_BOUND_BLOCK = 8192  # values; a parameter is padded to whole blocks up to here
+LARGEST_BOUND_BLOCK = 8192  # values; up to this block size, a parameter is padded to whole blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
-    """Blocks of small integers with a scale each.
+    """A block-wise quantization to small integers, with one scale per block.
 
-    What a decoded block is, whatever `rounding`:
+    A decoded block, for both values of `rounding`, is:
 
     - All zeros where all values are zero, or so small that the scale would be below 2**-123 (about 1e-37).
-    - NaN, every value of it, where any value is NaN or infinite after conversion to fp32: the block is *poisoned*.
-      An overflow is spread, never hidden; `has_nonfinite` finds it without decoding.
-    - Otherwise finite, as is every fp32 value up to the largest, and off by at most scale / 2 (nearest) or scale
-      (stochastic) and the rounding of fp32.
+    - NaN in every value, where any value is NaN or infinite after conversion to fp32: the block is *nonfinite*.
+      An overflow spreads over its block and is never hidden; `has_nonfinite` finds it without decoding.
+    - Otherwise finite, for all fp32 values up to the largest, with an error of at most scale / 2 (nearest) or scale
+      (stochastic), plus the rounding of fp32.
 
     Args:
-        bits: 8 (codes from -127 to 127) or 4 (codes from -7 to 7).
+        bits: Width of a code: 8 (codes from -127 to 127) or 4 (codes from -7 to 7).
         block_size: Values that share a scale: even and positive. A tensor that is not longer is one block. Up to 8192,
             a block of a sharded model never holds values of two parameters.
-        rounding: ``"nearest"`` (half to even) or ``"stochastic"`` (up or down at random, the mean is right).
+        rounding: Rounding of codes: ``"nearest"`` (half to even) or ``"stochastic"`` (up or down at random, with the
+            right mean).
 
     Raises:
         ConfigError: Another value.
@@ -61,65 +62,71 @@ class Codec:
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or self.bits not in (4, 8):
-            raise ConfigError(f"`bits={self.bits!r}` is not a width of codes. Use 8 or 4.")
+            raise ConfigError(f"`bits={self.bits!r}` is not a code width. Use 8 or 4.")
         size = self.block_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 2 or size % 2:
-            raise ConfigError(f"`block_size={size!r}` is not an even, positive number of values. Use 256, say.")
+            raise ConfigError(f"`block_size={size!r}` is not an even, positive number of values. Use 256, for example.")
         if self.rounding not in ("nearest", "stochastic"):
             raise ConfigError(f"`rounding={self.rounding!r}` is not known. Use 'nearest' or 'stochastic'.")
 
     @classmethod
     def of(cls, codec: str | Codec) -> Codec:
-        """The codec that a word of `NAMES` names; a `Codec` is returned as it is.
+        """The codec of a name in `NAMES`; a `Codec` is returned unchanged.
 
-        ``"int8"`` has blocks of 256, ``"int4"`` of 128: where gradients are large, INT4 in blocks of 256 does not learn
-        (docs/benchmarks.md).
+        ``"int8"`` has blocks of 256, ``"int4"`` of 128: where gradients are large, a model does not learn with INT4 in
+        blocks of 256 (docs/benchmarks.md).
 
         Raises:
-            ConfigError: Neither.
+            ConfigError: The argument is neither.
         """
         if isinstance(codec, Codec):
             return codec
         if codec not in cls.NAMES:
-            words = ", ".join(map(repr, cls.NAMES))
-            raise ConfigError(f"`codec={codec!r}` is not known. Use {words} or a Codec such as Codec(bits=8).")
+            names = ", ".join(map(repr, cls.NAMES))
+            raise ConfigError(f"`codec={codec!r}` is not known. Use {names} or a Codec such as Codec(bits=8).")
         return cls(bits=8) if codec == "int8" else cls(bits=4, block_size=128)
 
     @property
     def bound_numel(self) -> int:
-        """What parameters start at multiples of, so that none shares a block; 1 where blocks are too long for it."""
+        """The multiple of elements at which parameters start.
+
+        So no two share a block. It is 1 where blocks are too long for that.
+        """
         return self.block_size if self.block_size <= LARGEST_BOUND_BLOCK else 1
 
     @property
     def largest_code(self) -> int:
-        """127 or 7."""
+        """The largest code: 127 or 7."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def values_per_byte(self) -> int:
-        """1 or 2."""
+        """Values in one byte: 1 or 2."""
         return 8 // self.bits
 
     @property
     def block_bytes(self) -> int:
-        """Payload of one whole block."""
+        """Payload bytes of one whole block."""
         return self.block_size // self.values_per_byte
 
     def bytes_per_lane(self, width: int) -> int:
-        """Payload bytes of a block of `width` values: the distance of the two values in one byte of INT4."""
+        """Payload bytes of a block of `width` values.
+
+        In INT4, also the distance between the two values of one byte.
+        """
         return -(-width // self.values_per_byte)
 
     def num_blocks(self, numel: int) -> int:
-        """Blocks of `numel` values."""
+        """The number of blocks of `numel` values."""
         return -(-numel // self.block_size)
 
     def payload_bytes(self, numel: int) -> int:
-        """Bytes of the codes of `numel` values."""
+        """Bytes of the codes of `numel` values, without scales."""
         whole, rest = divmod(numel, self.block_size)
         return whole * self.block_bytes + self.bytes_per_lane(rest)
 
     def encoded_bytes(self, numel: int) -> int:
-        """Bytes of the whole buffer for `numel` values: a multiple of 16, 0 for none."""
+        """Bytes of the whole buffer for `numel` values: a multiple of 16, or 0."""
         used = self.payload_bytes(numel) + SCALE_BYTES * self.num_blocks(numel)
         return -(-used // ALIGN_BYTES) * ALIGN_BYTES
 
@@ -128,10 +135,10 @@ class Codec:
 
         Args:
             encoded: [..., encoded_bytes] uint8, one buffer or rows of them.
-            numel: Values that each row holds.
+            numel: Values of each row.
 
         Raises:
-            ShapeError: `encoded` is not as long as `numel` values are.
+            ShapeError: `encoded` does not have the size of `numel` values.
         """
         if encoded.dtype != torch.uint8 or encoded.shape[-1] != self.encoded_bytes(numel):
             raise ShapeError(
@@ -142,7 +149,9 @@ class Codec:
         return encoded[..., start:].view(torch.float32)
 
     def has_nonfinite(self, encoded: torch.Tensor, numel: int) -> torch.Tensor:
-        """Whether a block of each row decodes to NaN: [...] bool, on the device, without waiting for it.
+        """Whether each row has a block that decodes to NaN: [...] bool, on the device.
+
+        It does not synchronize with the host.
 
         Cost:
             Reads the scales only.

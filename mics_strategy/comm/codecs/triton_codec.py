@@ -1,17 +1,17 @@
-"""How are numbers packed and unpacked on CUDA?
+"""Triton kernels for encoding and decoding on CUDA.
 
-Triton kernels that write the bits of `codec_tiles`, each in one pass over the memory. A program holds whole blocks in
-registers, so that finding the largest value and coding read once. What keeps the bits equal:
+They write the same bits as `torch_codec`, each in one pass over the memory. A program holds whole blocks in registers,
+so that values are read once for the scale and the codes. The bits are equal because:
 
-- Launched without fused multiply-add (`LAUNCH`), and 1 / scale is rounded exactly.
-- Rounding half to even adds and subtracts 1.5 * 2**23, for Triton has no such rounding that its interpreter runs.
-- bf16 is rounded in integers, for the interpreter truncates it.
-- The largest value is found among numbers, and whether the block has others beside it: a maximum may drop NaN.
+- Kernels are launched without fused multiply-add (`LAUNCH`), and 1 / scale is rounded exactly.
+- Rounding half to even adds and subtracts 1.5 * 2**23, since Triton has no such rounding that its interpreter runs.
+- bf16 is rounded in integers, since the interpreter truncates it.
+- The largest magnitude is taken over finite values, with a separate flag for others, since a maximum may drop NaN.
 
-Whole blocks and the shorter block at the end are launched apart, so that the former are known to be aligned.
-Importing this needs Triton; `coder` does so when it first meets a CUDA device.
+Whole blocks and the shorter block at the end have separate launches, so that the former are known to be aligned.
+Importing this module requires Triton; `quantizer` does so for its first CUDA device.
 
-Dims: R blocks, C bytes of a block. Names in capitals are constants of a compilation.
+Dims: R blocks, C bytes of a block. Names in capitals are compile-time constants.
 
 Source:
     ZeRO++ (arXiv:2306.10209), section 4.2: values stay in registers while the scale is found; dequantize, reduce and
@@ -35,7 +35,7 @@ LAUNCH = {"enable_fp_fusion": False, "num_warps": 4}
 _PROGRAM_BYTES = 2048  # codes that one program writes
 _INT32_NUMEL = 2**31 - 2**20
 _NAN_BITS = tl.constexpr(0x7FC00000)
-_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2**23: the sum of it and a small number has no place for fractions
+_EVEN = tl.constexpr(12582912.0)  # 1.5 * 2**23: added to a small number, it leaves no bits for a fraction
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 
@@ -50,7 +50,7 @@ def _store_rounded(out: tl.tensor, index: tl.tensor, value: tl.tensor, is_value:
     if out.dtype.element_ty == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(value == value, rounded, 0x7FC0)  # a GPU's NaN has all bits set, and would become -0
+        rounded = tl.where(value == value, rounded, 0x7FC0)  # a GPU's NaN has all bits set, and would round to -0
         tl.store(out + index, rounded.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=is_value)
     else:
         tl.store(out + index, value.to(out.dtype.element_ty), mask=is_value)
@@ -76,7 +76,10 @@ def _decoded_at(
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """The values at `index` of one piece, whose blocks need not be those of the caller."""
+    """The values at `index` of one piece.
+
+    Its blocks may differ from those of the caller.
+    """
     block = index // SIZE
     scale = tl.load(scales + block, mask=is_value, other=0.0)
     if BITS == 8:
@@ -103,7 +106,10 @@ def _source_at(
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """What is encoded: the values, or (where there are PIECES) those, added in their order to the values if given."""
+    """The values to encode.
+
+    These are `values`, or with PIECES the sum of `values`, if given, and the pieces in their order.
+    """
     if PIECES == 0:
         total = _load_fp32(values, index, is_value)
     else:
@@ -120,7 +126,10 @@ def _source_at(
 
 @triton.jit
 def _magnitude(value: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The magnitude of each value, 0 for what is no number; and whether it is none."""
+    """The magnitude of each finite value and a flag of nonfinite ones.
+
+    The magnitude is 0 and the flag 1 where a value is not finite.
+    """
     magnitude = tl.abs(value)
     is_number = magnitude < float("inf")
     return tl.where(is_number, magnitude, 0.0), tl.where(is_number, 0, 1)
@@ -167,7 +176,10 @@ def encode_blocks(
     LANE: tl.constexpr,
     IS_WIDE: tl.constexpr,
 ) -> None:
-    """Encode `rows` blocks of `lane` bytes, the first at value `begin`; what is written is that of the run."""
+    """Encode `rows` blocks of `lane` bytes, the first at value `begin`.
+
+    Outputs start at the first block.
+    """
     HALVES: tl.constexpr = 8 // BITS
     LARGEST: tl.constexpr = 2.0 ** (BITS - 1) - 1
     program = tl.program_id(0).to(tl.int64) if IS_WIDE else tl.program_id(0)
@@ -179,27 +191,27 @@ def encode_blocks(
         *(values, pieces, piece_scales, low_index, is_byte & (low_index < numel), numel),
         *(piece_bytes, PIECES, SOURCE_BITS, SOURCE_SIZE),
     )
-    magnitude, is_none = _magnitude(low)
+    magnitude, is_nonfinite = _magnitude(low)
     if HALVES == 2:
         high_index = low_index + lane
         high = _source_at(
             *(values, pieces, piece_scales, high_index, is_byte & (high_index < numel), numel),
             *(piece_bytes, PIECES, SOURCE_BITS, SOURCE_SIZE),
         )
-        high_magnitude, high_is_none = _magnitude(high)
+        high_magnitude, high_is_nonfinite = _magnitude(high)
         magnitude = tl.maximum(magnitude, high_magnitude)
-        is_none = is_none | high_is_none
-    is_poisoned_R = tl.max(is_none, 1) == 1
+        is_nonfinite = is_nonfinite | high_is_nonfinite
+    is_nonfinite_R = tl.max(is_nonfinite, 1) == 1
     scale_R = tl.max(magnitude, 1) * (1.0 / LARGEST)
     is_small_R = scale_R < _SMALLEST
     inverse_R = tl.math.div_rn(1.0, tl.where(is_small_R, 1.0, scale_R))
-    inverse_R = tl.where(is_small_R | is_poisoned_R, 0.0, inverse_R)
+    inverse_R = tl.where(is_small_R | is_nonfinite_R, 0.0, inverse_R)
     byte = _code(low, inverse_R, low_index, seed, LARGEST, IS_STOCHASTIC)
     if HALVES == 2:
         byte = (byte + 8) | ((_code(high, inverse_R, high_index, seed, LARGEST, IS_STOCHASTIC) + 8) << 4)
     tl.store(codes + row_R[:, None] * lane + column_C[None, :], (byte & 255).to(tl.uint8), mask=is_byte)
     bits_R = tl.where(is_small_R, 0.0, scale_R).to(tl.int32, bitcast=True)
-    tl.store(scale_bits + row_R, tl.where(is_poisoned_R, _NAN_BITS, bits_R), mask=row_R < rows)
+    tl.store(scale_bits + row_R, tl.where(is_nonfinite_R, _NAN_BITS, bits_R), mask=row_R < rows)
 
 
 @triton.jit
@@ -216,7 +228,10 @@ def decode_blocks(
     LANE: tl.constexpr,
     IS_WIDE: tl.constexpr,
 ) -> None:
-    """Decode `rows` blocks of `lane` bytes; all tensors are those of the run, which has `numel` values."""
+    """Decode `rows` blocks of `lane` bytes.
+
+    All tensors start at the first block, and hold `numel` values.
+    """
     HALVES: tl.constexpr = 8 // BITS
     program = tl.program_id(0).to(tl.int64) if IS_WIDE else tl.program_id(0)
     row_R = program * ROWS + tl.arange(0, ROWS)
@@ -234,11 +249,13 @@ def decode_blocks(
 
 
 class TritonCodec:
-    """Encodes and decodes with one or two launches. It keeps nothing, and any thread may use it with nearest rounding.
+    """Encodes and decodes with one or two launches.
+
+    It has no scratch memory; with nearest rounding it is thread-safe.
 
     Args:
-        codec: What it writes; blocks of at most 8192 values.
-        generator: On the CPU; gives each encoding with stochastic rounding a seed.
+        codec: Codec of the encoded buffers, with blocks of at most 8192 values.
+        generator: Generator on the CPU, for the seed of each encoding with stochastic rounding.
     """
 
     def __init__(self, codec: Codec, generator: torch.Generator | None) -> None:
@@ -286,10 +303,10 @@ class TritonCodec:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Encoded summands, or none."""
+    """Encoded summands of a sum, or none."""
 
     encoded: torch.Tensor | None = None
-    scales: torch.Tensor | None = None  # of the first row, and with its stride those of the others
+    scales: torch.Tensor | None = None  # of the first row; those of the others follow with its stride
     bits: int = 8
     block_size: int = 2
 
@@ -304,7 +321,7 @@ class _Pieces:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Blocks of one width, which one launch treats."""
+    """Blocks of one width, treated by one launch."""
 
     first: int
     rows: int
@@ -315,7 +332,7 @@ class _Run:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """How many blocks, and bytes of each, a program holds; and how it is launched."""
+        """Constants of a launch: blocks of a program, bytes of each, and launch options."""
         lane = triton.next_power_of_2(self.lane)
         return {"ROWS": max(1, _PROGRAM_BYTES // lane), "LANE": lane, "IS_WIDE": self.is_wide, **LAUNCH}
 

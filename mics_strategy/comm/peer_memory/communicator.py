@@ -21,7 +21,9 @@ from mics_strategy.comm.workspace import Workspace
 
 
 class ShardViews:
-    """Views of the extents of a slice of the flat buffer; elements outside of them are padding.
+    """Views of the extents of a slice of the flat buffer.
+
+    Elements outside of them are padding.
 
     Args:
         extents: Start and length of each extent, in elements.
@@ -34,7 +36,10 @@ class ShardViews:
         self._views: dict[int, list[torch.Tensor]] = {}
 
     def views_of(self, slice_: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the extents. They are cached, since slices are few and keep their addresses."""
+        """Views of the extents.
+
+        They are cached, since slices are few and keep their addresses.
+        """
         address = slice_.data_ptr()
         if address not in self._views:
             self._views[address] = [slice_[start : start + numel] for start, numel in self._extents]

@@ -40,7 +40,9 @@ _TIMEVAL = struct.Struct("@ll")
 
 
 class PeerConnection:
-    """The connection to another rank of the node, within one group. For one thread at a time, except `cancel`.
+    """The connection to another rank of the node, within one group.
+
+    For one thread at a time, except `cancel`.
 
     Args:
         connection: Socket to that rank, with message boundaries; closed with this object.
@@ -65,7 +67,10 @@ class PeerConnection:
         self.process = _peer_process(connection)
 
     def post_send(self, piece: torch.Tensor | SourceVec, tag: int) -> SendWork:
-        """Let the peer read `piece`, which must stay unchanged until the work has been waited for."""
+        """Let the peer read `piece`.
+
+        It must stay unchanged until the work has been waited for.
+        """
         if isinstance(piece, torch.Tensor):
             source = SourceVec([piece.data_ptr()], piece.numel() * piece.itemsize)
         else:
@@ -78,7 +83,7 @@ class PeerConnection:
         return RecvWork(self, out, tag)
 
     def read(self, out: Target, tag: int) -> None:
-        """Block until the peer has sent a descriptor of that tag, and read its piece into `out`.
+        """Wait for the peer's descriptor of that tag, and read its piece into `out`.
 
         Raises:
             RuntimeError: The peer has ended or closed the connection, or sends another piece than expected.
@@ -133,7 +138,10 @@ class PeerConnection:
             self._descriptors.setdefault(tag, deque()).append(source)
 
     def _send(self, tag: int, num_bytes: int, addresses: Sequence[int]) -> None:
-        """Send a message. While the peer's buffer is full, its messages are received, so that two senders go on."""
+        """Send a message.
+
+        While the peer's buffer is full, its messages are received, so that two senders go on.
+        """
         message = _HEAD.pack(tag, num_bytes) + array(_ADDRESS, addresses).tobytes()
         while True:
             try:
@@ -154,7 +162,10 @@ class PeerConnection:
             self._recv_message()
 
     def cancel(self) -> None:
-        """Fail all waits for the peer, and its waits for this rank, with an error. From any thread."""
+        """Fail all waits for the peer, and its waits for this rank, with an error.
+
+        From any thread.
+        """
         with suppress(OSError):  # of a connection that has ended
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -207,7 +218,7 @@ class RecvWork:
 
 
 def _peer_process(connection: socket.socket) -> int:
-    """Process id of the other end, in the namespace of this process; 0 where it has none."""
+    """Process id of the other end, in the namespace of this process; 0 for none."""
     process, _, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(process)
 
@@ -264,7 +275,10 @@ def _address(name: int) -> str:
 
 
 def _listen(name: int, backlog: int) -> socket.socket | None:
-    """Listen under that name; None where this process cannot, so that no peer can connect."""
+    """Listen under that name.
+
+    Returns None where this process cannot, so that no peer can connect.
+    """
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError:
@@ -290,7 +304,10 @@ def _connect(sockets: dict[int, socket.socket], index: int, other: int, name: in
 
 
 def _accept(sockets: dict[int, socket.socket], listener: socket.socket, index: int) -> bool:
-    """Accept the ranks before this one, all of which have connected and have sent their index."""
+    """Accept the ranks before this one.
+
+    All of them have connected and have sent their index.
+    """
     expected = set(range(index))
     try:
         for _ in range(index):
