@@ -54,9 +54,9 @@ def test_damage_ends_the_command(ranks: RankPool, tmp_path: Path, capsys: pytest
     file = tmp_path / "step-2" / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     assert main(["inspect", str(tmp_path / "step-2")]) == 1
-    assert "right size and other bytes" in capsys.readouterr().err
+    assert "right size, but other bytes" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "nowhere")]) == 1
-    assert "is no finished checkpoint" in capsys.readouterr().err
+    assert "is not a finished checkpoint" in capsys.readouterr().err
 
 
 def test_export_from_a_shell(ranks: RankPool, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def _load(ctx: RankContext, path: str, options: dict[str, Any], module: Any) -> 
 
 def test_paths_that_are_no_checkpoint_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     missing = str(tmp_path / "missing.ckpt")
-    not_finished = "is no finished checkpoint"
+    not_finished = "is not a finished checkpoint"
     raises_on_every_rank(lambda: run(ranks, 2, _load, str(tmp_path), {}, Plain()), CheckpointError, not_finished)
     raises_on_every_rank(lambda: run(ranks, 2, _load, missing, {}, Plain()), FileNotFoundError, "missing.ckpt")
 
