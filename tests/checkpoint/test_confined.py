@@ -64,13 +64,13 @@ def redirect(path: Path) -> None:
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a device": (names("/dev/zero"), "`files` names '/dev/zero', which is outside the folder"),
     "a file above": (names("../../etc/passwd"), "`files` names '../../etc/passwd', which is outside the folder"),
-    "a pipe": (put_pipe, "pipe` is no file that could be read to its end"),
-    "a link to a device": (link_to_device, "link` is no file that could be read to its end"),
+    "a pipe": (put_pipe, "pipe` is not a regular file"),
+    "a link to a device": (link_to_device, "link` is not a regular file"),
     "an unlisted shard": (
         forgets("__1_0.distcp"),
-        f"__1_0.distcp` belongs to no checkpoint.*`{NAME}` does not list it",
+        f"__1_0.distcp` does not belong to the checkpoint.*`{NAME}` does not list it",
     ),
-    "an unlisted description": (forgets(".metadata"), r"\.metadata` belongs to no checkpoint"),
+    "an unlisted description": (forgets(".metadata"), r"\.metadata` does not belong to the checkpoint"),
     "a description of elsewhere": (
         redirect,
         r"\.metadata` names `../other/__\d_0.distcp`, which is outside the folder",
@@ -128,7 +128,7 @@ def test_extras_that_were_added_later_are_refused(ranks: RankPool, tmp_path: Pat
     ranks(2, save, run, tmp_path / "one")
     forgets("meta.pt")(tmp_path / "one")
     for said in ranks(2, load_with_stranger, run, tmp_path / "one"):
-        assert "meta.pt` belongs to no checkpoint that was saved there" in said
+        assert "meta.pt` does not belong to the checkpoint" in said
 
 
 @pytest.mark.parametrize(

@@ -307,11 +307,11 @@ def _fails(ctx: RankContext, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "message"),
     [
-        ("directory in the way", IsADirectoryError, "is a directory, and the checkpoint is one file"),
+        ("directory in the way", IsADirectoryError, "is a directory, but the checkpoint is one file"),
         ("file that cannot be written", Exception, "file"),
         ("folder that cannot be written", CheckpointError, "file"),
-        ("remote folder", CheckpointError, "no folder of a file system"),
-        ("part of an optimizer in a folder", ConfigError, "asks for a part of an optimizer"),
+        ("remote folder", CheckpointError, "is not in a file system"),
+        ("part of an optimizer in a folder", ConfigError, "selects a part of an optimizer"),
         ("nothing there", Exception, "nothing"),
         ("no checkpoint", CheckpointError, "empty"),
         ("storage options", TypeError, "storage_options"),
