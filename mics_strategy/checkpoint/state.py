@@ -213,7 +213,7 @@ class LoadTarget:
         local_state = self._sharded.model.state_dict(keep_vars=True)
         saved = {name.removeprefix(f"{MODEL}."): entry for name, entry in self._saved.items() if _is_in(name, MODEL)}
         if self._strict:
-            _check_same_names("the model", set(local_state), set(saved))
+            _check_same_names("The model", set(local_state), set(saved))
         for name in set(local_state) & set(saved):
             shape = getattr(saved[name], "size", None)
             if isinstance(local_state[name], torch.Tensor) and shape != local_state[name].shape:

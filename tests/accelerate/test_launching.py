@@ -364,12 +364,12 @@ def _several(ctx: RankContext) -> None:
     first = Accelerator()
     assert type(first) is MiCSAccelerator
     assert first.state.fsdp_plugin.config.params == "world"
-    with pytest.raises(ConfigError, match="made without this `MiCSPlugin`"):
+    with pytest.raises(ConfigError, match="an Accelerator without this `MiCSPlugin`"):
         Accelerator(fsdp_plugin=MiCSPlugin("zero1"))
     forget()
     assert type(accelerator(PLAIN)) is Accelerator
     assert type(Foreign()) is Foreign
-    with pytest.raises(ConfigError, match="made without this `MiCSPlugin`"):
+    with pytest.raises(ConfigError, match="an Accelerator without this `MiCSPlugin`"):
         accelerator()
     with pytest.raises(ConfigError, match="an Accelerator that trains with FSDP"):
         MiCSPlugin().set_auto_wrap_policy(nn.Linear(2, 2))

@@ -223,7 +223,11 @@ def refused(ctx: RankContext, options: dict[str, Any]) -> None:
 
 
 REFUSED = {
-    "offloading": ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, ConfigError, "cpu_offload.*Nothing is off"),
+    "offloading": (
+        {"fsdp": True, "fsdp_config": {"cpu_offload": True}},
+        ConfigError,
+        "cpu_offload.*Offloading is not available",
+    ),
     "keeping": ({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}, ConfigError, "params: none"),
     "Adafactor": ({"optim": "adafactor"}, ConfigError, "Adafactor needs whole tensors"),
     "evaluation in bf16": ({"bf16_full_eval": True}, LifecycleError, "cannot become torch.bfloat16"),

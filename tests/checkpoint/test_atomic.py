@@ -231,11 +231,11 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with mock.patch.object(Path, "mkdir", side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))):
-        with pytest.raises(CheckpointError, match=rf"`{tmp_path}` cannot be written \(Read-only file system\)"):
+        with pytest.raises(CheckpointError, match=rf"`{tmp_path}` is not writable \(Read-only file system\)"):
             atomic.begin_draft(tmp_path / "step-1")
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a file system that nobody can write, such as /proc")
 def test_a_file_system_that_nobody_can_write_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"`/proc/checkpoints` cannot be written"):
+    with pytest.raises(CheckpointError, match=r"`/proc/checkpoints` is not writable"):
         atomic.begin_draft(Path("/proc/checkpoints/step-1"))

@@ -24,8 +24,8 @@ from tests.ranks import RankContext, RankPool, raises_on_every_rank
 WRITER = """
 import sys, time
 from pathlib import Path
-from mics_strategy.checkpoint import storage
-print(storage.begin(Path(sys.argv[1])), flush=True)
+from mics_strategy.checkpoint import atomic
+print(atomic.begin_draft(Path(sys.argv[1])), flush=True)
 time.sleep(600)
 """
 
@@ -75,7 +75,7 @@ def test_a_process_elsewhere_is_alive_while_it_counts(tmp_path: Path) -> None:
     thread = threading.Thread(target=count)
     thread.start()
     try:
-        with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on node-7 writes its draft"):
+        with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on node-7 is writing its draft"):
             atomic.begin_draft(tmp_path / "last")
     finally:
         is_over.set()

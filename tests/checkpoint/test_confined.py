@@ -77,7 +77,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a word for a number": (
         lambda path: edit(path, lambda found: found.update(step="x")),
-        "`step` is 'x' and no whole",
+        "`step` is 'x' instead of an integer",
     ),
 }
 
@@ -141,13 +141,13 @@ def test_extras_that_were_added_later_are_refused(ranks: RankPool, tmp_path: Pat
         ("pending_micro_steps", None, "`pending_micro_steps` is None"),
         ("scopes", {"params": "all"}, "`scopes: params` is 'all'"),
         ("scopes", [1], "has no attribute 'items'"),
-        ("torch_version", 2, "`torch_version` is 2 and no text"),
+        ("torch_version", 2, "`torch_version` is 2 instead of a string"),
         ("optimizer_classes", [1], "`optimizer_classes` is 1"),
         ("files", {"a//b": EMPTY}, "'a//b', which is outside the folder"),
         ("files", {"a/./b": EMPTY}, "outside the folder"),
         ("files", {"": EMPTY}, "outside the folder"),
         ("files", {"a": {"num_bytes": -1, "sha256": ""}}, "`files: a` is -1"),
-        ("files", {"a": {"num_bytes": 1, "sha256": 7}}, "`files: a` is 7 and no text"),
+        ("files", {"a": {"num_bytes": 1, "sha256": 7}}, "`files: a` is 7 instead of a string"),
         ("format", "2", "`format` is '2'"),
     ],
 )

@@ -61,7 +61,7 @@ def values_of(training: Training) -> dict[str, Tensor]:
             if isinstance(value, DTensor):
                 plain = local(value)
                 plain = plain.dequantize() if isinstance(plain, TorchAOBaseTensor) else plain
-                found[f"{name}:{key}"] = whole(parameter.labelled(plain))
+                found[f"{name}:{key}"] = whole(parameter.like_self(plain))
     return dict(sorted(found.items()))
 
 

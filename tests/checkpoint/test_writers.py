@@ -58,7 +58,7 @@ def planned(ctx: RankContext, ranks: range) -> list[list[tuple[str, int]]]:
             sharded = shard(model, config, units=[nn.Linear], device="cpu")
             optimizer = torch.optim.AdamW(model.parameters())
             for p in model.parameters():
-                optimizer.state[p] = {key: p.labelled(torch.zeros_like(p.local)) for key in ("exp_avg", "exp_avg_sq")}
+                optimizer.state[p] = {key: p.like_self(torch.zeros_like(p.local)) for key in ("exp_avg", "exp_avg_sq")}
             items = ShardedSavePlanner(local_state(sharded, [optimizer])).plan.items
             found.append([(item.index.fqn, _num_bytes(item)) for item in items if item.tensor_data is not None])
             dist.destroy_process_group()
