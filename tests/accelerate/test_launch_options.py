@@ -266,13 +266,13 @@ def test_questions_are_asked_until_the_answer_fits(
     typed = {
         "tpu": "`device=tpu` is not available. Use gpu or cpu.",
         "GPU": "",
-        "0": "`num_machines=0` is no number of machines",
+        "0": "`num_machines=0` is not a number of machines",
         "two": "'two' is not a number",
         "2": "",
         "8": "",
-        "": "`address=''` is no address",
+        "": "`address=''` is not an address",
         "10.0.0.1": "",
-        "70000": "`port=70000` is no port",
+        "70000": "`port=70000` is not a port",
         "29600": "",
         "fp8": "`precision=fp8` is not available. Use bf16 or fp16 or no.",
         "bf16": "",
@@ -280,7 +280,7 @@ def test_questions_are_asked_until_the_answer_fits(
         "zero3": "",
         "12": "`partition_size=12` does not divide the 16 ranks of this job",
         "node": "",
-        "Llama Layer": "`layer_class='Llama Layer'` is no class's name",
+        "Llama Layer": "`layer_class='Llama Layer'` is not the name of a class",
         "LlamaDecoderLayer": "",
     }
     answers = iter(typed)
@@ -310,12 +310,12 @@ def test_an_end_of_answers_writes_nothing(
     ("given", "match"),
     [
         ({"device": "cpu", "precision": "fp16"}, "`precision=fp16` is not available. Use no or bf16"),
-        ({"num_machines": 2, "port": 29500}, "`address=''` is no address by which 2 machines"),
+        ({"num_machines": 2, "port": 29500}, "`address=''` is not an address at which 2 machines"),
         ({"num_machines": 2, "address": "a", "port": 0}, "`port=0`"),
         ({"partition_size": 16}, "`partition_size=16` does not divide the 8 ranks"),
         ({"partition_size": 6}, "`partition_size=6`"),
         ({"preset": "fsdp"}, "'fsdp'` is not known"),
-        ({"layer_class": "A;B"}, "no class's name"),
+        ({"layer_class": "A;B"}, "not the name of a class"),
     ],
     ids=str,
 )
