@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "inspect":
             return _inspect(options.path, is_long=options.tensors)
         if options.command == "config":
-            return _configure(options.output, asks=not options.defaults, overwrites=options.force)
+            return _configure(options.output, is_interactive=not options.defaults, overwrites=options.force)
         if options.command == "estimate":
             print("\n".join(report(options)))
             return 0
@@ -118,8 +118,8 @@ def _inspect(path: Path, *, is_long: bool) -> int:
     return 0
 
 
-def _configure(path: Path, *, asks: bool, overwrites: bool) -> int:
-    answers = prompt(input, print) if asks else default_answers()
+def _configure(path: Path, *, is_interactive: bool, overwrites: bool) -> int:
+    answers = prompt(input, print) if is_interactive else default_answers()
     write_launch_file(path, answers, overwrites=overwrites)
     print(f"{path} is written. Start the training on every machine with\n  {launch_line(path, answers)}")
     print(f"train.py needs no change. To try two processes, run `accelerate test --config_file {path}`.")

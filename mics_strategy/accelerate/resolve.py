@@ -13,24 +13,24 @@ from mics_strategy.accelerate import framework, launch
 from mics_strategy.accelerate.plugin import MiCSPlugin
 
 
-def resolve_plugin(given: Any, parallelism: Any) -> MiCSPlugin:
-    """Return the given plugin, one made from it, or that of this process.
+def resolve_plugin(requested: Any, parallelism: Any) -> MiCSPlugin:
+    """Return the requested plugin, one made from it, or that of this process.
 
     Args:
-        given: Value of `Accelerator(fsdp_plugin=...)`, or None.
+        requested: Value of `Accelerator(fsdp_plugin=...)`, or None.
         parallelism: Value of `Accelerator(parallelism_config=...)`, or None.
 
     Raises:
         ConfigError: They contradict each other, or this process's earlier Accelerator.
     """
-    if given is None:
-        given = framework.current_plugin()
-    if given is None:
+    if requested is None:
+        requested = framework.current_plugin()
+    if requested is None:
         plugin = MiCSPlugin()
-    elif isinstance(given, MiCSPlugin):
-        plugin = given
+    elif isinstance(requested, MiCSPlugin):
+        plugin = requested
     else:
-        plugin = MiCSPlugin.from_fsdp_plugin(given)
+        plugin = MiCSPlugin.from_fsdp_plugin(requested)
     sizes = {name: getattr(parallelism, name) or 1 for name in launch.PARALLEL_SIZES} if parallelism else {}
     size = launch.partition_size_of(sizes) if sizes else launch.partition_size()
     if size is not None and plugin.config.partition_size != size:

@@ -126,7 +126,7 @@ def save_checkpoint(
     sharded.synchronize_buffers()
     check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # otherwise a name may have no writer
     planner = _on_all_ranks(lambda: _make_planner(sharded, optimizers, model_state, asynchronous))
-    rank_extra = _on_all_ranks(lambda: _copied(extra or {}, asynchronous))
+    rank_extra = _on_all_ranks(lambda: _copy_extra(extra or {}, asynchronous))
     check_replica_counts(planner, sharded.index)
     draft, target = begin(path)
     job = _SaveJob(
@@ -255,7 +255,7 @@ def _manifest_of(sharded: Sharded, optimizers: Optimizers) -> Manifest:
     )
 
 
-def _copied(extra: Mapping[str, Any], is_copied: bool) -> Mapping[str, Any]:
+def _copy_extra(extra: Mapping[str, Any], is_copied: bool) -> Mapping[str, Any]:
     return pickle.loads(pickle.dumps(extra)) if is_copied else extra
 
 

@@ -91,7 +91,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
     def _piece(self, item: WriteItem) -> SaveItem:
         name, data = item.index.fqn, item.tensor_data
         num_bytes = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
-        return SaveItem(name, num_bytes, self._state.copy_of(name, self.state_dict[name]))
+        return SaveItem(name, num_bytes, self._state.replica_of(name, self.state_dict[name]))
 
     @override
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:

@@ -52,10 +52,10 @@ class LocalState:
     values: StateDict
     copies: dict[str, ReplicaId] = field(default_factory=dict)
 
-    def copy_of(self, name: str, value: Any) -> ReplicaId:
+    def replica_of(self, name: str, value: Any) -> ReplicaId:
         """Return which of the equal copies of a leaf this rank holds."""
         if isinstance(value, DTensor):
-            return _copy_of(value)
+            return _replica_of(value)
         return self.copies.get(name) or ReplicaId(dist.get_rank(), dist.get_world_size())
 
     def add(self, path: tuple[str, str, str, str], value: Any, copy: ReplicaId) -> None:
@@ -98,7 +98,9 @@ def local_state(sharded: Sharded, optimizers: Optimizers, model_state: StateDict
             if owner is not None:
                 local.copies.update({f"{key}.state.{name}.{k}": ReplicaId(*sharded.replica) for k in state})
             copy = (
-                _copy_of(parameter) if owner is None and isinstance(parameter, DTensor) else ReplicaId(*sharded.replica)
+                _replica_of(parameter)
+                if owner is None and isinstance(parameter, DTensor)
+                else ReplicaId(*sharded.replica)
             )
             for k in rank_local_keys:
                 local.add((key, name, k, rank_local.shard_key(parameter, owner)), state[k], copy)
@@ -133,7 +135,7 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _copy_of(tensor: DTensor) -> ReplicaId:
+def _replica_of(tensor: DTensor) -> ReplicaId:
     """The position of this rank among the ranks over which the tensor is replicated."""
     mesh, index, count = tensor.device_mesh, 0, 1
     for axis, placement in enumerate(tensor.placements):
@@ -202,14 +204,14 @@ class LoadTarget:
         self._optimizers = by_key(optimizers)
         self._saved = saved.entries
         self._optimizer_classes = saved.optimizer_classes
-        self._origins: dict[tuple[str, str], rank_local.StateSource] = {}
+        self._sources: dict[tuple[str, str], rank_local.StateSource] = {}
         self._strict = strict
         self._names = names_of(sharded.model)
-        self.values: StateDict = {MODEL: self._of_model() if has_model else {}}
+        self.values: StateDict = {MODEL: self._model_targets() if has_model else {}}
         for position, key in enumerate(self._optimizers):
-            self.values[key] = self._of_optimizer(position, key)
+            self.values[key] = self._optimizer_targets(position, key)
 
-    def _of_model(self) -> StateDict:
+    def _model_targets(self) -> StateDict:
         local_state = self._sharded.model.state_dict(keep_vars=True)
         saved = {name.removeprefix(f"{MODEL}."): entry for name, entry in self._saved.items() if _is_in(name, MODEL)}
         if self._strict:
@@ -223,7 +225,7 @@ class LoadTarget:
                 )
         return {name: _detached(value) for name, value in local_state.items() if name in saved}
 
-    def _of_optimizer(self, position: int, key: str) -> StateDict:
+    def _optimizer_targets(self, position: int, key: str) -> StateDict:
         optimizer = self._optimizers[key]
         if not any(_is_in(name, key) for name in self._saved):
             count = sum(name.endswith(".param_groups.0.params") for name in self._saved)
@@ -254,7 +256,7 @@ class LoadTarget:
         are_quantized = rank_local.quantizes_like(optimizer, position, self._optimizer_classes)
         requested = source.request(self._saved, are_quantized=are_quantized)
         if requested:
-            self._origins[source.optimizer, source.name] = source
+            self._sources[source.optimizer, source.name] = source
             self.values.setdefault(rank_local.KEY, {}).setdefault(source.optimizer, {})[source.name] = requested
         return {state for state, shards in requested.items() if all(map(source.is_exact, shards))}
 
@@ -272,7 +274,7 @@ class LoadTarget:
         Raises:
             CheckpointError: Parameter groups of an optimizer do not fit the saved ones.
         """
-        for (key, name), source in self._origins.items():
+        for (key, name), source in self._sources.items():
             states = self.values[key]["state"].setdefault(name, {})
             for state, shards in self.values[rank_local.KEY][key][name].items():
                 [(shard_key, loaded)] = shards.items()

@@ -98,8 +98,8 @@ class CheckpointFileMixin(Base):
             options = (
                 {} if weights_only is None else {"weights_only": weights_only}
             )  # older plug-ins have no such parameter
-            found: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, **options)
-            return found
+            loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, **options)
+            return loaded
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         # Scalars that are kept (counters, scores) must not keep the file mapped, because it may be overwritten later.
         with_copied_scalars: dict[str, Any] = tree_map(_copy_scalar, checkpoint)
