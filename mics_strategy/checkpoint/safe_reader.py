@@ -97,8 +97,8 @@ def check_listed(folder: Path, name: str, files: Collection[str] | None) -> None
     """
     if not is_inside(name):
         raise CheckpointError(
-            f"`{folder / METADATA}` names `{name}`, which is outside the folder. The checkpoint was tampered with. Use "
-            "another one."
+            f"`{folder / METADATA}` names `{name}`, which is outside the folder. The checkpoint was modified after "
+            "it was saved. Use another one."
         )
     if files is not None and name not in files:
         raise CheckpointError(

@@ -245,7 +245,9 @@ def _part(index: Path, file: Path, names: list[str], weights_only: bool) -> Open
         tensors = _opener(file, weights_only)()
         missing = [name for name in names if name not in tensors]
         if missing:
-            raise CheckpointError(f"`{file}` does not hold `{missing[0]}`, but `{index.name}` says so. {_REMEDY}")
+            raise CheckpointError(
+                f"`{index.name}` lists `{missing[0]}` in `{file}`, but that file does not hold it. {_REMEDY}"
+            )
         return {name: tensors[name] for name in names}
 
     return entries
