@@ -95,19 +95,16 @@ def save_checkpoint(
     """Write model, optimizers and random states as a checkpoint. Collective.
 
     The folder `path` appears only when everything is on disk. A previous pending save is waited for first, and its
-    failure is raised. Gradients are not saved. If micro-steps are pending, whose gradients no optimizer step has used
-    yet, the checkpoint is written without them: rank 0 warns once, the manifest records their number, and loading warns
-    again.
+    failure is raised. Gradients are not saved: if micro-steps are pending, rank 0 warns once, the manifest records
+    their number, and loading warns again.
 
     Args:
         path: Folder on a file system that all ranks share. Rank 0's path is used. A checkpoint there is replaced.
         sharded: Model.
-        optimizers: Optimizers, which are loaded in the same order; or optimizers by key, which are loaded by key.
-            Random states are saved only with optimizers.
+        optimizers: Optimizers, in order or by key, as for loading. Random states are saved only with optimizers.
         extra: Other state of rank 0, such as schedulers, counters or the position in the data. Plain data and tensors
             load without running code.
-        model_state: State dict that replaces the model's own, such as a part of it. The names must be equal on all
-            ranks.
+        model_state: State dict that replaces the model's own, such as a part of it, with equal names on all ranks.
         asynchronous: Return when everything is copied, and write in the background.
 
     Returns:

@@ -53,17 +53,11 @@ def load_weights(
 ) -> IncompatibleKeys:
     """Load parameters and buffers of other tools into a sharded model. Collective.
 
-    Supported formats:
-
-    - a ``.safetensors`` file;
-    - folders of `save_pretrained` and ``mics export``, with one file or several;
-    - a torch file with a state dict, at the top level or under ``state_dict``, ``model``, ``model_state_dict`` or
-      ``module``, such as a checkpoint of Lightning;
-    - a folder of torch's distributed checkpoint (FSDP2, Lightning);
-    - output of DeepSpeed's ``zero_to_fp32.py``, and DeepSpeed's universal checkpoints.
-
-    Values are converted to the dtypes of the model. Optimizers and random generators are not changed; use
-    `load_checkpoint` to resume a run.
+    Supported formats: a ``.safetensors`` file; folders of `save_pretrained` and ``mics export``; a torch file with a
+    state dict, at the top level or under ``state_dict``, ``model``, ``model_state_dict`` or ``module`` (as Lightning's
+    checkpoints); a folder of torch's distributed checkpoint (FSDP2, Lightning); output of DeepSpeed's
+    ``zero_to_fp32.py``, and its universal checkpoints. Values are converted to the dtypes of the model. Optimizers and
+    random generators are not changed; use `load_checkpoint` to resume a run.
 
     Args:
         path: File or folder, readable by every rank. Rank 0's path is used.
@@ -78,7 +72,7 @@ def load_weights(
 
     Raises:
         CheckpointError: Files are missing, truncated, of an unknown format or of another model, or may run code. Raised
-            on every rank before anything is changed. Also raised if a file becomes unreadable during the load.
+            on every rank before anything is changed, or later if a file becomes unreadable during the load.
 
     Cost:
         Memory of a rank: its own shard, which exists already, and mapped pages of 32 MiB of tensors or of the largest
@@ -86,14 +80,12 @@ def load_weights(
         Disk reads: this rank's rows; all of a parameter that is not sharded along its first dimension.
     """
     finish_saves(sharded)
-    source_path = gather_objects(Path(path))[0]
-    if gather_objects(atomic.is_checkpoint(source_path))[0]:
-        check_checkpoint(source_path)
-    source = run_on_all_ranks(
-        lambda: as_checkpoint_error(source_path, lambda: open_source(source_path, weights_only=weights_only))
-    )
+    root = gather_objects(Path(path))[0]
+    if gather_objects(atomic.is_checkpoint(root))[0]:
+        check_checkpoint(root)
+    source = run_on_all_ranks(lambda: as_checkpoint_error(root, lambda: open_source(root, weights_only=weights_only)))
     model_state = sharded.model.state_dict(keep_vars=True)
-    names = run_on_all_ranks(lambda: _names(model_state, source, source_path, rename))
+    names = run_on_all_ranks(lambda: _names(model_state, source, root, rename))
     expected = {name: value for name, value in source.saved.items() if rename == "auto" or rename(name) is not None}
     difference = run_on_all_ranks(lambda: _incompatible_keys(model_state, expected, names, strict))
     extras = {name for name in names.values() if _is_extra(name, model_state[name])}
@@ -104,7 +96,7 @@ def load_weights(
             return {name: source.value(saved) for saved, name in names.items() if name in extras}
 
     try:
-        values = run_on_all_ranks(lambda: as_checkpoint_error(source_path, read))
+        values = run_on_all_ranks(lambda: as_checkpoint_error(root, read))
     finally:
         sharded.mark_modified()
     if values:
