@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
     }
     if plan is not None:
         planned = accelerator.sharded_of(model).plan.collectives
-        seen["collectives"] = sorted({(each.collective, each.axis, each.ranks) for each in planned})
+        seen["collectives"] = sorted({(each.collective, each.axis, each.size) for each in planned})
     (folder / f"seen-{accelerator.process_index}.json").write_text(json.dumps(seen))
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:

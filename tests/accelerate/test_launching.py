@@ -132,7 +132,7 @@ import transformers.trainer
 import torch
 import mics_strategy.accelerate
 from mics_strategy.accelerate import MiCSAccelerator, MiCSPlugin
-from mics_strategy.launch_file import Answers, launch_line, write_launch_file
+from mics_strategy.launch_file import LaunchAnswers, launch_line, write_launch_file
 
 for place in (accelerate.utils, accelerate.utils.fsdp_utils, accelerate.accelerator, transformers.trainer):
     for name in ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer"):
@@ -163,7 +163,7 @@ def _in_a_function(folder: Path) -> None:
     model = acc.prepare(nn.Linear(4, 2, bias=False))
     acc.backward(model(torch.full((1, 4), 1.0 + acc.process_index)).sum())
     norm = acc.clip_grad_norm_(model.parameters(), 1.0)
-    ranks = {each.ranks for each in acc.sharded_of(model).plan.collectives}
+    ranks = {each.size for each in acc.sharded_of(model).plan.collectives}
     mark = [type(acc).__name__, acc.num_processes, sorted(ranks), round(norm.item(), 4)]
     (folder / f"fn-{acc.process_index}.json").write_text(json.dumps(mark))
     acc.end_training()
@@ -211,7 +211,7 @@ def test_ranks_that_do_not_know_of_each_other_are_refused(ranks: RankPool, first
     raises_on_every_rank(
         lambda: run(ranks, 2, _made_late, first, env=env, default_group=False),
         ConfigError,
-        "has 2 processes, and Accelerate found 1.*ACCELERATE_USE_CPU=true",
+        "has 2 processes, but Accelerate sees 1.*ACCELERATE_USE_CPU=true",
     )
 
 
@@ -223,7 +223,7 @@ def _with_a_group_of_its_own(ctx: RankContext) -> None:
 
 def test_a_group_that_accelerate_does_not_see_is_refused(ranks: RankPool) -> None:
     raises_on_every_rank(
-        lambda: run(ranks, 2, _with_a_group_of_its_own), ConfigError, "has 2 processes, and Accelerate found 1.*RANK"
+        lambda: run(ranks, 2, _with_a_group_of_its_own), ConfigError, "has 2 processes, but Accelerate sees 1.*RANK"
     )
 
 
@@ -259,7 +259,7 @@ def _as_launched(ctx: RankContext, parallelism: dict[str, int] | None = None) ->
 def _planned(acc: Any, model: nn.Module) -> list[tuple[str, int]]:
     """The axes over which a forward gathers."""
     collectives = acc.sharded_of(model).plan.collectives
-    return sorted({(each.axis, each.ranks) for each in collectives if each.moment == "forward"})
+    return sorted({(each.axis, each.size) for each in collectives if each.phase == "forward"})
 
 
 def launched_on(ranks: RankPool, folder: Path, more: str, *args: object) -> Callable[[], list[Any]]:
@@ -293,7 +293,7 @@ REFUSED = {
     ),
     "no partition": (
         f"{STRATEGY}zero3" + parallel(dp_shard_size=2, dp_replicate_size=2),
-        "dp_shard_size=2 gives the size of a partition, and no scope",
+        "dp_shard_size=2 sets the size of a partition, but no scope",
     ),
     "tensor parallel": (parallel(dp_shard_size=2, tp_size=2), "tp_size=2.*Only data parallelism"),
     "offload": ("  fsdp_offload_params: true", "fsdp_offload_params: true"),

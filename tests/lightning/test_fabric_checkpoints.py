@@ -261,7 +261,7 @@ def _several_models(ctx: RankContext, name: str) -> None:
 
 def test_a_file_holds_several_models_and_a_folder_one(ranks: RankPool) -> None:
     run(ranks, 2, _several_models, "mics")
-    message = r"one sharded model, and the state to be saved has 2 \('net', 'other'\)"
+    message = r"one sharded model, but the state to be saved has 2 \('net', 'other'\)"
     raises_on_every_rank(lambda: run(ranks, 2, _several_models, "sharded"), ConfigError, message)
 
 
