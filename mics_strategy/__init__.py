@@ -1,6 +1,7 @@
-"""Sharded data parallelism for models that do not fit on one GPU, on clusters whose links between nodes are slow.
+"""Sharded data parallelism for clusters with slow links between nodes.
 
-Importing the package makes ``Trainer(strategy="mics")`` known to Lightning, without importing Lightning.
+The models need not fit on one GPU. Importing the package registers ``Trainer(strategy="mics")`` with Lightning, without
+importing Lightning.
 """
 
 from mics_strategy.checkpoint.folder import atomic_checkpoint_folder
@@ -55,11 +56,11 @@ __all__ = [
 ]
 
 
-def _make_names_known() -> None:
-    """Put the strategies' names into the registries of Lightning, now or when it is imported."""
+def _register_strategies() -> None:
+    """Register the strategies' names with Lightning, now or when it is imported."""
     from mics_strategy.lightning.registration import register
 
     register()
 
 
-_make_names_known()
+_register_strategies()

@@ -1,7 +1,7 @@
-"""What can go wrong, and how does a caller tell?
+"""Errors of this package.
 
-Every error says what was asked, what was found and what to do. Each class is also the builtin that a
-caller would expect, so ``except ValueError`` keeps working.
+Every error says what was requested, what was found and what to do. Each class is also the builtin that a caller would
+expect, so ``except ValueError`` keeps working.
 """
 
 
@@ -10,15 +10,15 @@ class MiCSError(Exception):
 
 
 class ConfigError(MiCSError, ValueError):
-    """An option, or a combination of options with this job, cannot be honoured."""
+    """An option, or a combination of options with this job, is not supported."""
 
 
 class ShapeError(MiCSError, ValueError):
-    """A buffer does not have the size that a collective or a layout needs."""
+    """A buffer does not have the size that a collective or a layout requires."""
 
 
 class LifecycleError(MiCSError, RuntimeError):
-    """Something was done to a unit, a parameter or a gradient in a state that does not allow it."""
+    """The state of a unit, a parameter or a gradient does not allow an operation."""
 
 
 class CheckpointError(MiCSError, RuntimeError):
@@ -26,4 +26,4 @@ class CheckpointError(MiCSError, RuntimeError):
 
 
 class CommunicationError(MiCSError, RuntimeError):
-    """A collective failed: a peer died, left the schedule or did not answer in time."""
+    """A collective failed: a peer died, diverged or did not answer in time."""

@@ -1,6 +1,6 @@
-"""What does ``mics estimate`` say?
+"""Output of ``mics estimate``: memory of each rank, by purpose.
 
-For a model of transformers, known by its configuration alone: what each rank would hold, by purpose.
+The model is one of transformers, built from its configuration only.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from mics_strategy.errors import ConfigError
 
 
 def report(options: Namespace) -> Iterator[str]:
-    """The lines to print.
+    """Yield the lines to print.
 
     Args:
-        options: Of the command.
+        options: Parsed options of the command.
 
     Raises:
-        ConfigError: Impossible options, or no such model.
+        ConfigError: Options are invalid, or the model does not exist.
     """
     overrides = {"partition_size": options.partition_size, "param_dtype": options.param_dtype}
     config = ShardConfig.of(options.preset, **overrides)
-    model = _built(options.model)
+    model = _build_model(options.model)
     units = "auto" if options.units is None else tuple(options.units.split(","))
     numel = sum(parameter.numel() for parameter in model.parameters())
     estimate = estimate_memory(
@@ -46,22 +46,22 @@ def _table(estimate: MemoryEstimate, state_bytes: int) -> Iterator[str]:
     rows = dict(sorted(estimate.bytes_by_purpose.items(), key=lambda row: -row[1]))
     rows["optimizer states"] = estimate.num_trained * state_bytes
     for purpose, num_bytes in rows.items():
-        if num_bytes >= 5e5:  # what would be printed as nothing
+        if num_bytes >= 5e5:  # omit rows that would be printed as 0.000
             yield f"  {purpose:<28}{num_bytes / 1e9:>9.3f} GB"
-    yield f"  {'each rank, all together':<28}{estimate.total_bytes(state_bytes) / 1e9:>9.3f} GB, and its activations"
+    yield f"  {'total per rank':<28}{estimate.total_bytes(state_bytes) / 1e9:>9.3f} GB, plus activations"
 
 
-def _built(source: str) -> Any:
-    """A model on the meta device: to generate text if it can, else what its configuration names."""
+def _build_model(source: str) -> Any:
+    """Build a model on the meta device: a causal language model if there is one."""
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("Models are built by transformers, which is not installed. `pip install transformers`.")
+        raise ConfigError("Models are built by transformers, which is not installed. Run `pip install transformers`.")
     transformers: Any = importlib.import_module("transformers")
     try:
         config = transformers.AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"`{source}` is no model that transformers knows: {error}") from error
+        raise ConfigError(f"`{source}` is not a model of transformers: {error}") from error
     with torch.device("meta"):
         try:
             return transformers.AutoModelForCausalLM.from_config(config)
-        except ValueError:  # a model of another kind
+        except ValueError:  # not a causal language model
             return transformers.AutoModel.from_config(config)

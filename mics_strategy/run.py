@@ -1,14 +1,14 @@
-"""How does an unchanged script start with us?
+"""Launcher that runs an unchanged script with sharding.
 
 ::
 
     torchrun --nproc-per-node 8 -m mics_strategy.run train.py --lr 1e-3
     accelerate launch --config_file mics.yaml -m mics_strategy.run -m package.train --lr 1e-3
 
-With the launcher's file that is needed only where torch's autoload is switched off (see `mics_strategy_autoload`).
+With the launcher's file it is needed only if torch's autoload is disabled (see `mics_strategy_autoload`).
 
-The script finds everything as if Python had started it, and its Accelerators are sharded: as ``mics.yaml`` says, else
-by the preset "mics".
+The script runs as if Python had started it. Its Accelerators are sharded according to ``mics.yaml``, or else with the
+preset "mics".
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from mics_strategy.errors import MiCSError
 _USAGE = (
     "usage: python -m mics_strategy.run SCRIPT [ARGUMENTS]\n       python -m mics_strategy.run -m MODULE [ARGUMENTS]"
 )
-_NOT_STARTED = 2  # the exit code that Python itself gives
+_NOT_STARTED = 2  # Python's own exit code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a script or a module as the main program; what it raises is raised.
+    """Run a script or a module as the main program; its exceptions propagate.
 
     Args:
-        arguments: The script and its arguments, or ``-m``, the module and its arguments.
+        arguments: The script and its arguments; or ``-m``, the module and its arguments.
 
     Returns:
-        0 when it has run, 2 when there was nothing to run.
+        0 if it has run, 2 if it could not be started.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    is_module = given[:1] == ["-m"]
-    what, own = (given[1:2], given[2:]) if is_module else (given[:1], given[1:])
-    if not what or what[0].startswith("-"):
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    is_module = args[:1] == ["-m"]
+    target, script_args = (args[1:2], args[2:]) if is_module else (args[:1], args[1:])
+    if not target or target[0].startswith("-"):
         print(_USAGE, file=sys.stderr)
-        return 0 if what in (["-h"], ["--help"]) else _NOT_STARTED
-    (name,) = what
+        return 0 if target in (["-h"], ["--help"]) else _NOT_STARTED
+    (name,) = target
     problem = _problem_of_module(name) if is_module else _problem_of_script(Path(name))
     if problem is None:
         problem = _load()
     if problem is not None:
         print(f"mics_strategy.run: {problem}", file=sys.stderr)
         return _NOT_STARTED
-    sys.argv[:] = [name, *own]
+    sys.argv[:] = [name, *script_args]
     if is_module:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         return 0
@@ -62,9 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_script(script: Path) -> None:
-    """Run a file, or a folder or archive with a `__main__.py`; until the process ends it is the main module."""
+    """Run a file as the main module, or a folder or archive with a `__main__.py`.
+
+    It remains the main module until the process ends.
+    """
     is_plain = script.is_file() and not zipfile.is_zipfile(script)
-    if not sys.flags.safe_path:  # Python has put the current directory there; a folder puts itself there
+    if not sys.flags.safe_path:  # Python has put the current directory there; a folder adds itself
         sys.path[:1] = [str(script.resolve().parent)] if is_plain else []
     if not is_plain:
         runpy.run_path(str(script), run_name="__main__")
@@ -80,22 +83,22 @@ def _run_script(script: Path) -> None:
 def _problem_of_script(script: Path) -> str | None:
     if script.exists():
         return None
-    hint = f" A module's name is given after `-m`: `-m {script}`." if script.suffix != ".py" else ""
+    hint = f" To run a module, pass its name after `-m`: `-m {script}`." if script.suffix != ".py" else ""
     return f"there is no script `{script}` in {os.getcwd()}.{hint}"
 
 
 def _problem_of_module(name: str) -> str | None:
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         return f"there is no module `{name}` ({error}), neither in {os.getcwd()} nor installed."
-    return None if found else f"there is no module `{name}`, neither in {os.getcwd()} nor installed."
+    return None if spec else f"there is no module `{name}`, neither in {os.getcwd()} nor installed."
 
 
 def _load() -> str | None:
-    """Load the adapter, and have it asked for; why that is not possible."""
+    """Enable the adapter; return an error text if that is impossible."""
     if importlib.util.find_spec("accelerate") is None:
-        return "Accelerate is not installed. `pip install mics_strategy[accelerate]`."
+        return "Accelerate is not installed. Run `pip install mics_strategy[accelerate]`."
     from mics_strategy.accelerate import launch
 
     try:

@@ -42,7 +42,7 @@ def test_inspect_says_what_is_there(ranks: RankPool, tmp_path: Path, capsys: pyt
     assert "step 2, written by 4 ranks (params over 2, grads over 2, optimizer over 2)" in text
     numel = sum(value.numel() for value in expected.values())
     assert f"model: {len(expected)} tensors, {numel:,} elements" in text
-    assert "files are as they were written" in text
+    assert "files are intact" in text
     for name, value in expected.items():
         assert f"  model.{name} {list(value.shape)} " in text
     assert main(["inspect", str(tmp_path)]) == 0
@@ -54,9 +54,9 @@ def test_damage_ends_the_command(ranks: RankPool, tmp_path: Path, capsys: pytest
     file = tmp_path / "step-2" / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     assert main(["inspect", str(tmp_path / "step-2")]) == 1
-    assert "right size and other bytes" in capsys.readouterr().err
+    assert "right size, but other bytes" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path / "nowhere")]) == 1
-    assert "is no finished checkpoint" in capsys.readouterr().err
+    assert "is not a finished checkpoint" in capsys.readouterr().err
 
 
 def test_export_from_a_shell(ranks: RankPool, tmp_path: Path) -> None:
@@ -81,13 +81,13 @@ def test_estimate_says_what_each_rank_needs(tmp_path: Path, capsys: pytest.Captu
     gigabytes = {row[:30].strip(): float(row[30:].split()[0]) for row in rows}
     assert gigabytes["optimizer shards"] == pytest.approx(4 * numel / 8 / 1e9, rel=0.01)
     assert gigabytes["optimizer states"] == pytest.approx(8 * numel / 8 / 1e9, rel=0.01)
-    assert gigabytes.pop("each rank, all together") == pytest.approx(sum(gigabytes.values()), abs=0.005)
+    assert gigabytes.pop("total per rank") == pytest.approx(sum(gigabytes.values()), abs=0.005)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["nowhere", "--ranks-per-node", "8"], "no model that transformers knows"),
+        (["nowhere", "--ranks-per-node", "8"], "is not a model of transformers"),
         ([".", "--ranks-per-node", "8", "--preset", "zero4"], "zero4"),
         ([".", "--ranks-per-node", "8", "--partition-size", "3"], "does not divide"),
         ([".", "--ranks-per-node", "8", "--units", "Layer"], "no module of class Layer"),

@@ -1,8 +1,8 @@
-"""Lets ``accelerate launch --config_file mics.yaml``, `Accelerator` and `transformers.Trainer` train sharded models.
+"""Sharding for ``accelerate launch``, `Accelerator` and `transformers.Trainer`.
 
-Scripts do not import it: the processes that the launcher starts with such a file do, as soon as they import Accelerate
-(`mics_strategy_autoload`). Where neither the launcher's configuration (``fsdp_version: mics``) nor a `MiCSPlugin` asks
-for it, nothing changes.
+Scripts need not import this package: processes that ``accelerate launch --config_file mics.yaml`` starts import it as
+soon as they import Accelerate (see `mics_strategy_autoload`). Without ``fsdp_version: mics`` in the launcher's
+configuration and without a `MiCSPlugin`, nothing changes.
 """
 
 from mics_strategy.accelerate.accelerator import MiCSAccelerator

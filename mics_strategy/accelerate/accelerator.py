@@ -1,7 +1,7 @@
-"""What does `accelerate.Accelerator` do differently when it trains sharded models?
+"""The Accelerator for sharded models.
 
-It shards a model in place when it is prepared, points optimizers at the shards whenever those come, tells the engine
-where an optimizer step ends, and clips, saves and loads over all ranks. Everything else is Accelerate's.
+It shards a model in place in `prepare`, switches optimizers to the shards (in any order), tells the engine where an
+optimizer step ends, and clips, saves and loads over all ranks. Everything else is unchanged from Accelerate.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from mics_strategy.accelerate.transformers_patches import patch_trainers
 
 
 class MiCSAccelerator(Accelerator):  # type: ignore[misc]
-    """An `Accelerator` whose models are sharded by a `ShardConfig`.
+    """An `Accelerator` that shards models according to a `ShardConfig`.
 
-    ``accelerate.Accelerator(...)`` constructs it where MiCS was asked for; derive from this class to add to it. On GPUs
-    and on CPUs, under any launcher or none.
+    ``accelerate.Accelerator(...)`` constructs this class if MiCS is requested. Derive from this class to extend it. It
+    runs on GPUs and on CPUs, with any launcher or none.
 
     Args:
-        *args: As `Accelerator` takes them.
-        **kwargs: As `Accelerator` takes them. `fsdp_plugin` is a `MiCSPlugin`; left out, what the launcher's
-            configuration says. `parallelism_config` may give the partition size (`dp_shard_size`).
+        *args: Arguments of `Accelerator`.
+        **kwargs: Arguments of `Accelerator`. `fsdp_plugin` is a `MiCSPlugin`; its default is the launcher's
+            configuration. `parallelism_config` may set the partition size (`dp_shard_size`).
 
     Raises:
-        ConfigError: Impossible options, or a job that cannot be sharded.
+        ConfigError: An option is invalid, or the job cannot be sharded.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = framework.arguments(self, args, kwargs)
+        options = framework.arguments(self, args, kwargs)
         self.rendezvous = Rendezvous()
         self._handles: list[weakref.ref[Sharded]] = []
-        self._deferring: list[Sharded] = []  # inside `no_sync`
-        self._waiting: dict[Any, Any] = {}  # optimizers whose model is not prepared yet, and how to stop waiting
-        given["fsdp_plugin"] = resolve_plugin(given.get("fsdp_plugin"), given.pop("parallelism_config", None))
+        self._deferring: list[Sharded] = []  # models inside `no_sync`
+        self._waiting: dict[Any, Any] = {}  # optimizers of unprepared models, with their hooks
+        options["fsdp_plugin"] = resolve_plugin(options.get("fsdp_plugin"), options.pop("parallelism_config", None))
         if not framework.is_started():
-            given["cpu"] = given.get("cpu", False) or framework.lacks_device()
-            framework.start_state(given, given["fsdp_plugin"])
-        super().__init__(**given)
+            options["cpu"] = options.get("cpu", False) or framework.lacks_device()
+            framework.start_state(options, options["fsdp_plugin"])
+        super().__init__(**options)
         framework.ensure_group(self.device)
         patch_trainers()
 
@@ -62,50 +62,52 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def handles(self) -> list[Sharded]:
-        """Of all models that were prepared and are still there."""
+        """Handles of all prepared models that still exist."""
         return [handle for reference in self._handles if (handle := reference()) is not None]
 
-    def sharded_of(self, of: Any) -> Sharded:
-        """The handle of a model: plan, traffic, memory.
+    def sharded_of(self, target: Any) -> Sharded:
+        """Return the handle of a model: plan, traffic, memory.
 
         Args:
-            of: A model or an optimizer, before or after `prepare`.
+            target: Model or optimizer, from before or after `prepare`.
 
         Raises:
-            LifecycleError: It was not prepared.
+            LifecycleError: The model was not prepared.
         """
-        found = self.handle_of(of)
-        if found is None:
+        handle = self.handle_of(target)
+        if handle is None:
             raise LifecycleError(
-                f"This {type(of).__name__} belongs to no model that was prepared. Call `accelerator.prepare(model)` "
-                "first."
+                f"This {type(target).__name__} belongs to no model that was prepared. Call "
+                "`accelerator.prepare(model)` first."
             )
-        return found
+        return handle
 
-    def handle_of(self, of: Any) -> Sharded | None:
-        """The handle of a model or of the one that an optimizer steps on; None for anything else."""
-        of = framework.unwrap_optimizer(of)
-        if isinstance(of, nn.Module):
-            model = framework.unwrap_model(of)
+    def handle_of(self, target: Any) -> Sharded | None:
+        """Return the handle of a model or of an optimizer's model; None for others."""
+        target = framework.unwrap_optimizer(target)
+        if isinstance(target, nn.Module):
+            model = framework.unwrap_model(target)
             return next((handle for handle in self.handles if handle.model is model), None)
-        groups = getattr(of, "param_groups", ())
+        groups = getattr(target, "param_groups", ())
         first = next((parameter for group in groups for parameter in group["params"]), None)
-        return None if first is None else next((handle for handle in self.handles if _has(handle, first)), None)
+        return None if first is None else next((handle for handle in self.handles if _has_param(handle, first)), None)
 
     # -- preparing --------------------------------------------------------------------------------------------
 
     @override
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
-        """Prepare objects in any order, together or one by one; models are sharded in place.
+        """Prepare objects in any order; models are sharded in place.
+
+        Objects may be prepared together or one by one.
 
         Raises:
-            ConfigError: On every rank, for what `mics_strategy.shard` refuses.
-            ValueError: `device_placement` of another length.
+            ConfigError: `mics_strategy.shard` refuses a model. Raised on every rank.
+            ValueError: `device_placement` has the wrong length.
         """
         placements: list[bool | None] = [None] * len(args) if device_placement is None else device_placement
         if len(placements) != len(args):
             raise ValueError(
-                f"`device_placement` has {len(placements)} entries for {len(args)} objects. Give one each."
+                f"`device_placement` has {len(placements)} entries for {len(args)} objects. Pass one entry per object."
             )
         for model in (item for item in args if isinstance(item, nn.Module)):
             self._shard(model)
@@ -117,7 +119,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard a model in place, for training or evaluation, with autocast and compilation as they were asked for."""
+        """Shard a model in place, with the requested autocast and compilation."""
         self._shard(model)
         has_policy = self.state.fsdp_plugin.mixed_precision_policy is not None
         with framework.without_autocast(self) if has_policy else ExitStack():
@@ -139,16 +141,16 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             sharded = shard_for_plugin(model, plugin, device, in_low_precision=self.mixed_precision != "no")
         check_output_layer(sharded)
         patch_save_pretrained(sharded, self.rendezvous)
-        self._handles = [*(each for each in self._handles if each() is not None), weakref.ref(sharded)]
+        self._handles = [*(reference for reference in self._handles if reference() is not None), weakref.ref(sharded)]
         for optimizer in [*self._waiting]:
             self._adopt(optimizer)
 
     @override
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Point an optimizer at the shards of its model, now or when that is prepared.
+        """Switch an optimizer to its model's shards, now or once that is prepared.
 
         Raises:
-            ConfigError: On every rank, for an optimizer over parameters of several models, or of none.
+            ConfigError: The optimizer has parameters of several models, or of none. Raised on every rank.
         """
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
         self._adopt(framework.unwrap_optimizer(prepared))
@@ -165,7 +167,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
 
     @override
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of all that was prepared."""
+        """Release everything that was prepared."""
         for hook in self._waiting.values():
             hook.remove()
         self._waiting.clear()
@@ -176,9 +178,11 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
     @contextmanager
     @override
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Say that more micro-steps of this optimizer step follow: gradients stay within their scope until then.
+        """Announce more micro-steps of this optimizer step.
 
-        A model that was not prepared has nothing to defer.
+        Gradients stay in their scope until the last one.
+
+        For a model that was not prepared, nothing is deferred.
         """
         handles = [handle] if (handle := self.handle_of(model)) is not None else []
         self._deferring += handles
@@ -193,7 +197,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
 
     @override
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward, which outside of `no_sync` is the last of its optimizer step."""
+        """Run the backward; outside of `no_sync` it is the last of its optimizer step."""
         with ExitStack() as stack:
             for handle in self.handles:
                 stack.enter_context(handle.micro_step(0, of=2 if handle in self._deferring else 1))
@@ -203,27 +207,27 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Scale gradients so that their norm over all ranks, and over all models together, is at most `max_norm`.
+        """Clip the norm of gradients, over all ranks and models, to `max_norm`.
 
         Args:
-            parameters: Of prepared models, as they were before or after `prepare`.
-            max_norm: The largest norm to leave.
-            norm_type: Of the p-norm.
+            parameters: Parameters of prepared models, from before or after `prepare`.
+            max_norm: Largest norm after clipping.
+            norm_type: Exponent p of the p-norm.
 
         Returns:
-            The norm before, a plain scalar tensor, the same on all ranks.
+            Norm before clipping: a plain scalar tensor, equal on all ranks.
 
         Raises:
-            ConfigError: A parameter of no model that was prepared.
+            ConfigError: A parameter belongs to no prepared model.
         """
         self.unscale_gradients()
         by_model = self._by_model(parameters)
         if not by_model:
             return torch.zeros((), device=self.device)
         if len(by_model) == 1:
-            ((handle, own),) = by_model
-            return handle.clip_grad_norm_(float(max_norm), float(norm_type), only=own)
-        norms = [handle.clip_grad_norm_(math.inf, float(norm_type), only=own) for handle, own in by_model]
+            ((handle, params),) = by_model
+            return handle.clip_grad_norm_(float(max_norm), float(norm_type), only=params)
+        norms = [handle.clip_grad_norm_(math.inf, float(norm_type), only=params) for handle, params in by_model]
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for grad in _local_gradients(by_model):
@@ -232,7 +236,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
 
     @override
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Limit every element of the gradients."""
+        """Limit every element of the gradients to [-clip_value, clip_value]."""
         self.unscale_gradients()
         by_model = self._by_model(parameters)
         for handle, _ in by_model:
@@ -241,10 +245,10 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             grad.clamp_(-float(clip_value), float(clip_value))
 
     def _by_model(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[tuple[Sharded, list[torch.Tensor]]]:
-        """The sharded parameters of each model.
+        """Group parameters by model, and return their sharded counterparts.
 
         Raises:
-            ConfigError: Some belong to no prepared model.
+            ConfigError: A parameter belongs to no prepared model.
         """
         rest = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         by_model: list[tuple[Sharded, list[torch.Tensor]]] = []
@@ -255,8 +259,8 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
                 by_model.append((handle, [its for its in sharded if its is not None]))
         if rest:
             raise ConfigError(
-                f"Gradients of a tensor {list(rest[0].shape)} of no model that was prepared cannot be clipped. Pass "
-                "those of models after `prepare`."
+                f"A tensor of shape {list(rest[0].shape)} belongs to no prepared model, so its gradient cannot be "
+                "clipped. Pass parameters of prepared models."
             )
         return by_model
 
@@ -264,7 +268,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
 
     @override
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The plain model's state dict, whole on rank 0's CPU; empty on other ranks. Collective."""
+        """Return the full state dict on rank 0's CPU, empty on others. Collective."""
         handle = self.handle_of(model)
         if handle is None:
             plain: dict[str, Any] = framework.unwrap_model(model).state_dict()
@@ -278,10 +282,11 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         safe_serialization: bool = True,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Save models, optimizers and all else as a folder that is whole or absent. Collective, on all ranks.
+        """Save models, optimizers and other state as an atomic folder. Collective.
 
         Raises:
-            CheckpointError: On every rank, naming the one that failed; an older checkpoint of that name is as it was.
+            CheckpointError: A rank failed; the error names it. Raised on every rank. An older checkpoint of that name
+                is unchanged.
         """
         with checkpoints.saving(self, output_dir) as (draft, target), framework.with_own_checkpoint_paths(self):
             super().save_state(str(draft), safe_serialization, **save_model_func_kwargs)
@@ -289,10 +294,12 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
 
     @override
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
-        """Restore what `save_state` wrote, by any number of ranks, or what Accelerate saved with DDP or FSDP2.
+        """Restore a folder of `save_state`, or of Accelerate with DDP or FSDP2.
+
+        It may have been saved by any number of ranks.
 
         Raises:
-            CheckpointError: On every rank, for a folder that is damaged or another model's.
+            CheckpointError: The folder is damaged, or belongs to another model. Raised on every rank.
         """
         folder = checkpoints.to_load(self, input_dir)
         with framework.with_own_checkpoint_paths(self), framework.without_scaler(self) as scaler:
@@ -301,19 +308,19 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             checkpoints.load_scaler(scaler, folder)
 
 
-def _has(handle: Sharded, parameter: torch.Tensor) -> bool:
+def _has_param(handle: Sharded, parameter: torch.Tensor) -> bool:
     return handle.sharded_param_for(parameter) is not None
 
 
 def _local_gradients(by_model: list[tuple[Sharded, list[torch.Tensor]]]) -> Iterator[torch.Tensor]:
-    """This rank's part of each gradient."""
-    for parameter in (parameter for _, own in by_model for parameter in own):
+    """Yield this rank's part of each gradient."""
+    for parameter in (parameter for _, params in by_model for parameter in params):
         if (grad := parameter.grad) is not None:
             yield grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _block_step(optimizer: Optimizer, *_: Any) -> None:
     raise LifecycleError(
-        f"{type(optimizer).__name__} was prepared, and its model was not: it would train this rank's own copy. Call "
+        f"{type(optimizer).__name__} was prepared, but its model was not, so this rank would train its own copy. Call "
         "`accelerator.prepare(model)` before the first step."
     )

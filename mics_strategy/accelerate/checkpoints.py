@@ -1,8 +1,8 @@
-"""How are sharded models and optimizers laid down in the folders of Accelerate and `transformers.Trainer`?
+"""Sharded models and optimizers in folders of Accelerate and transformers.
 
-Under the names that both look for. Sharded: ``pytorch_model_fsdp_0`` and ``optimizer_0``, folders to which every rank
-writes its share. Full: ``pytorch_model_fsdp.bin`` and ``optimizer.bin``, whole tensors under plain names, as plain data
-parallel training writes them. Either is read, whatever is to be written.
+They are saved under the names that Accelerate and `transformers.Trainer` expect. Sharded: ``pytorch_model_fsdp_0`` and
+``optimizer_0``, folders to which every rank writes its shards. Full: ``pytorch_model_fsdp.bin`` and ``optimizer.bin``,
+full tensors with unsharded names, like the files of plain data parallelism. Both formats load, whichever is saved.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from mics_strategy.accelerate.plugin import MiCSPlugin
 from mics_strategy.accelerate.rendezvous import broadcast_from_rank_0, run_on_all_ranks
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
-_OF_DDP = {("optimizer", 0): "optimizer.pt"}  # of `transformers.Trainer` without shards
+_DDP_NAMES = {("optimizer", 0): "optimizer.pt"}  # name of `transformers.Trainer` without sharding
 _UNFINISHED = "mics_strategy.unfinished"
-_STEPS = "mics_strategy.steps_done"  # beside what torch's optimizers look at in a state dict
+_STEPS = "mics_strategy.steps_done"  # an additional key, which torch's optimizers ignore in a state dict
 
 
-# -- what Accelerate and transformers call -------------------------------------------------------------------
+# -- functions that Accelerate and transformers call -------------------------------------------------------------------
 
 
 def save_model(
@@ -55,15 +55,18 @@ def save_model(
     adapter_only: bool = False,
     **_: Any,
 ) -> None:
-    """Write a model's weights, of a peft model with `adapter_only` those that are trained. Collective."""
+    """Save a model's weights. Collective.
+
+    With `adapter_only`, only the trained weights of a peft model are saved.
+    """
     sharded = accelerator.sharded_of(model)
-    names = _trained(sharded) if adapter_only and is_peft_model(sharded.model) else None
+    names = _trained_names(sharded) if adapter_only and is_peft_model(sharded.model) else None
     if _is_full(plugin):
         state = sharded.full_state_dict()
         _write({n: v for n, v in state.items() if names is None or n in names}, _file(output_dir, _MODEL, model_index))
     else:
-        part = None if names is None else {n: v for n, v in sharded.model.state_dict().items() if n in names}
-        save_checkpoint(Path(output_dir, f"{_MODEL}_{model_index}"), sharded, model_state=part)
+        partial_state = None if names is None else {n: v for n, v in sharded.model.state_dict().items() if n in names}
+        save_checkpoint(Path(output_dir, f"{_MODEL}_{model_index}"), sharded, model_state=partial_state)
     run_on_all_ranks(lambda: _remove_other_kind(plugin, output_dir, _MODEL, model_index))
 
 
@@ -76,23 +79,23 @@ def load_model(
     adapter_only: bool = False,
     **_: Any,
 ) -> Any:
-    """Read a model's weights, whoever has written them. Collective.
+    """Load a model's weights, saved by this or another library. Collective.
 
     Returns:
         Missing and unexpected keys.
     """
     sharded = accelerator.sharded_of(model)
-    source = _found(plugin, input_dir, _MODEL, model_index) or _plain_weights(input_dir, model_index)
+    source = _find_saved(plugin, input_dir, _MODEL, model_index) or _plain_weights(input_dir, model_index)
     if not (adapter_only and is_peft_model(sharded.model)):
         return load_weights(source, sharded)
-    difference = load_weights(source, sharded, strict=False)
-    lacking = sorted(_trained(sharded) & set(difference.missing_keys))
-    if lacking:
+    keys = load_weights(source, sharded, strict=False)
+    missing = sorted(_trained_names(sharded) & set(keys.missing_keys))
+    if missing:
         raise CheckpointError(
-            f"`{source}` has no values for {len(lacking)} trained parameters, such as `{lacking[0]}`. Make the adapter "
-            "as it was when it was saved."
+            f"`{source}` has no values for {len(missing)} trained parameters, such as `{missing[0]}`. Build the "
+            "adapter with the configuration with which it was saved."
         )
-    return difference
+    return keys
 
 
 def save_optimizer(
@@ -104,7 +107,7 @@ def save_optimizer(
     optimizer_index: int = 0,
     **_: Any,
 ) -> None:
-    """Write an optimizer's states. Collective."""
+    """Save the states of an optimizer. Collective."""
     optimizer = framework.unwrap_optimizer(optimizer)
     sharded = accelerator.sharded_of(optimizer)
     if _is_full(plugin):
@@ -127,18 +130,18 @@ def load_optimizer(
     optimizer_index: int = 0,
     **_: Any,
 ) -> None:
-    """Read an optimizer's states. Collective.
+    """Load the states of an optimizer. Collective.
 
     Raises:
-        CheckpointError: There are none, or they are another optimizer's.
+        CheckpointError: The states are missing, or belong to another optimizer.
     """
     optimizer = framework.unwrap_optimizer(optimizer)
     sharded = accelerator.sharded_of(optimizer)
-    source = _found(plugin, input_dir, _OPTIMIZER, optimizer_index)
+    source = _find_saved(plugin, input_dir, _OPTIMIZER, optimizer_index)
     if source is None:
         raise CheckpointError(
-            f"`{input_dir}` holds no optimizer number {optimizer_index}: neither `{_OPTIMIZER}_{optimizer_index}` nor "
-            f"`{_file(input_dir, _OPTIMIZER, optimizer_index).name}`. Use an older checkpoint, which is whole."
+            f"`{input_dir}` has no optimizer number {optimizer_index}: neither `{_OPTIMIZER}_{optimizer_index}` nor "
+            f"`{_file(input_dir, _OPTIMIZER, optimizer_index).name}` exists. Load an older, complete checkpoint."
         )
     if source.is_dir():
         OpenCheckpoint(source).load(sharded, {_OPTIMIZER: optimizer}, has_model=False)
@@ -148,7 +151,7 @@ def load_optimizer(
     sharded.steps_done = state.get(_STEPS, sharded.steps_done)
 
 
-def _trained(sharded: Sharded) -> set[str]:
+def _trained_names(sharded: Sharded) -> set[str]:
     return {name for name, parameter in sharded.model.named_parameters() if parameter.requires_grad}
 
 
@@ -157,55 +160,61 @@ def _is_full(plugin: MiCSPlugin) -> bool:
 
 
 def _remove_other_kind(plugin: MiCSPlugin, folder: str, name: str, index: int) -> None:
-    """On rank 0, remove what an earlier save of the other kind left in the same folder: it would be loaded instead."""
+    """Remove an earlier save in the other format, which would be loaded instead."""
     if dist.get_rank() != 0:
         return
-    sharded = Path(folder, f"{name}_{index}")
+    folder_path = Path(folder, f"{name}_{index}")
     if not _is_full(plugin):
         _file(folder, name, index).unlink(missing_ok=True)
-    elif not remove_checkpoint(sharded) and (sharded / ".metadata").is_file():  # of Accelerate's FSDP2
-        shutil.rmtree(sharded)
+    elif not remove_checkpoint(folder_path) and (folder_path / ".metadata").is_file():  # a folder of Accelerate's FSDP2
+        shutil.rmtree(folder_path)
 
 
 def _file(folder: str, name: str, index: int) -> Path:
     return Path(folder, f"{name}.bin" if index == 0 else f"{name}_{index}.bin")
 
 
-def _found(plugin: MiCSPlugin, folder: str, name: str, index: int) -> Path | None:
-    """The folder or file of that name, rather of the kind that is written now; rank 0's counts."""
+def _find_saved(plugin: MiCSPlugin, folder: str, name: str, index: int) -> Path | None:
+    """Find the folder or file of a name, the current format first; rank 0 decides."""
     sharded, full = Path(folder, f"{name}_{index}"), _file(folder, name, index)
-    plain = Path(folder, _OF_DDP.get((name, index), full.name))
-    in_order: tuple[Path, ...] = (full, plain, sharded) if _is_full(plugin) else (sharded, full, plain)
-    if Path(folder).name == sharded.name:  # some name the part itself
-        in_order = (Path(folder),)
-    return broadcast_from_rank_0(next((path for path in in_order if path.exists()), None))
+    plain = Path(folder, _DDP_NAMES.get((name, index), full.name))
+    candidates: tuple[Path, ...] = (full, plain, sharded) if _is_full(plugin) else (sharded, full, plain)
+    if Path(folder).name == sharded.name:  # the path of the entry itself was given
+        candidates = (Path(folder),)
+    return broadcast_from_rank_0(next((path for path in candidates if path.exists()), None))
 
 
 def _plain_weights(folder: str, index: int) -> Path:
-    """The weights of one model as data parallel training saves them, or, of the first, whatever the folder holds."""
+    """Find the weights of plain data parallelism.
+
+    Without a known file, the weights of the first model are the whole folder.
+    """
     names = [SAFE_WEIGHTS_NAME, WEIGHTS_NAME] if index == 0 else []
     names += [name.replace(".", f"_{index}.") for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME) if index > 0]
-    found = broadcast_from_rank_0(next((path for name in names if (path := Path(folder, name)).exists()), None))
-    if found is None and index > 0:
-        raise CheckpointError(f"`{folder}` holds no model number {index}: `{_MODEL}_{index}` is not there.")
-    return Path(folder) if found is None else found
+    weights = broadcast_from_rank_0(next((path for name in names if (path := Path(folder, name)).exists()), None))
+    if weights is None and index > 0:
+        raise CheckpointError(
+            f"`{folder}` has no model number {index}: `{_MODEL}_{index}` does not exist. Load as many models "
+            "as were saved."
+        )
+    return Path(folder) if weights is None else weights
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"`{file}` cannot be read ({error}). Use an older checkpoint, which is whole.") from error
+        raise CheckpointError(f"`{file}` cannot be read ({error}). Load an older, complete checkpoint.") from error
     if any(isinstance(key, str) for key in state.get("state", {})):
         raise CheckpointError(
-            f"`{file}` names parameters, as FSDP2's full optimizer states do, which are not read. Save them sharded "
-            "there, or load the weights only."
+            f"`{file}` names parameters, as full optimizer states of FSDP2 do. That format is not supported. Save "
+            "sharded optimizer states with FSDP2, or load only the weights."
         )
     return state
 
 
 def _write(value: Any, file: Path) -> None:
-    """Let rank 0 write a file, which is whole or as it was; a failure is raised on every rank. Collective."""
+    """Write a file atomically on rank 0; failures raise on all ranks. Collective."""
 
     def write() -> None:
         draft = file.with_name(f".{file.name}.draft")
@@ -216,33 +225,35 @@ def _write(value: Any, file: Path) -> None:
     run_on_all_ranks(lambda: write() if dist.get_rank() == 0 else None)
 
 
-# -- whole states --------------------------------------------------------------------------------------------
+# -- full states --------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def saving(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Iterator[tuple[Path, Path]]:
-    """Where `save_state` writes, and where it will be: under its name when everything is there.
+    """Yield the folder that `save_state` writes into, and its final path. Collective.
 
-    A folder that holds other things than a checkpoint is written into as it is, and not loaded until that has ended.
+    The folder appears under its final path only when it is complete. If that path holds files other than a checkpoint,
+    they are kept and the folder is written in place; it cannot be loaded until the save has ended.
 
     Raises:
-        ValueError: No folder is given, and the project does not name checkpoints itself; or that one exists.
+        ValueError: No folder is given and the project does not name checkpoints automatically, or the folder that it
+            names exists.
         CheckpointError: A rank could not write.
     """
     accelerator.rendezvous.require_every_rank("save_state")
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
-        target = _numbered(accelerator) / f"checkpoint_{accelerator.save_iteration}"
+        target = _numbered_folder(accelerator) / f"checkpoint_{accelerator.save_iteration}"
         if broadcast_from_rank_0(target.exists()):
             raise ValueError(
-                f"`{target}` exists already. Set `accelerator.project_configuration.iteration` to the number to go on "
-                "with."
+                f"`{target}` already exists. Set `accelerator.project_configuration.iteration` to the number of the "
+                "next checkpoint."
             )
     elif output_dir is None:
-        raise ValueError("`save_state()` was given no folder. Name one, or use `automatic_checkpoint_naming`.")
+        raise ValueError("`save_state()` needs a folder. Pass one, or set `automatic_checkpoint_naming`.")
     else:
         target = Path(output_dir).expanduser().absolute()
-    if broadcast_from_rank_0(_holds_other_things(target)):
+    if broadcast_from_rank_0(_holds_other_files(target)):
         with _marked_until_finished(target):
             yield target, target
         return
@@ -253,11 +264,13 @@ def saving(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Itera
 
 
 def to_load(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> Path:
-    """The folder to load; where none is named, the newest whole one of those that the project names itself.
+    """Return the folder to load.
+
+    By default it is the newest intact one that the project has named.
 
     Raises:
-        ValueError: There is none.
-        CheckpointError: It is damaged.
+        ValueError: There is no such folder.
+        CheckpointError: The folder is damaged.
     """
     accelerator.rendezvous.require_every_rank("load_state")
     if input_dir is not None:
@@ -266,44 +279,45 @@ def to_load(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> Path:
             raise ValueError(f"Tried to find {folder} but folder does not exist")
         if broadcast_from_rank_0((folder / _UNFINISHED).exists()):
             raise CheckpointError(
-                f"A save into `{folder}` did not finish, so its parts may be of different steps (`{_UNFINISHED}` is "
-                "there). Use another checkpoint, and a folder of its own for each: that is whole or absent."
+                f"A save into `{folder}` did not finish (`{_UNFINISHED}` exists), so its files may belong to different "
+                "steps. Load another checkpoint. Save each checkpoint into its own folder, which is then complete or "
+                "absent."
             )
         if broadcast_from_rank_0(is_checkpoint(folder)):
             check_checkpoint(folder)
         return folder
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-    newest = newest_checkpoint(_numbered(accelerator))
+    newest = newest_checkpoint(_numbered_folder(accelerator))
     if newest is None:
-        raise ValueError(f"`{_numbered(accelerator)}` holds no checkpoint.")
+        raise ValueError(f"`{_numbered_folder(accelerator)}` holds no checkpoint. Pass a folder, or save first.")
     return newest
 
 
 def load_scaler(scaler: torch.amp.GradScaler, folder: Path) -> None:
-    """Restore a gradient scaler as it was saved.
+    """Restore a gradient scaler.
 
     Raises:
-        CheckpointError: On every rank: the state was saved without one.
+        CheckpointError: The state was saved without a scaler. Raised on every rank.
     """
     file = folder / SCALER_NAME
     if not broadcast_from_rank_0(file.is_file()):
         raise CheckpointError(
-            f"`{folder}` holds no `{SCALER_NAME}`: it was saved without a gradient scaler, and this run has one. Load "
-            "it with the `mixed_precision` that it was saved with."
+            f"`{folder}` has no `{SCALER_NAME}`, because it was saved without a gradient scaler, but this run has one. "
+            "Load it with the `mixed_precision` with which it was saved."
         )
     scaler.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
 
 @contextmanager
 def _marked_until_finished(target: Path) -> Iterator[None]:
-    """Mark a folder whose parts may be of different saves meanwhile; after a failure or a kill it stays so."""
+    """Mark a folder as unfinished during a save in place; a failure leaves the mark."""
     marker, is_first = target / _UNFINISHED, dist.get_rank() == 0
     run_on_all_ranks(lambda: marker.touch() if is_first else None)
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # told to all ranks
+    except Exception as error:  # reported to all ranks
         failure = error
 
     def finish() -> None:
@@ -314,19 +328,19 @@ def _marked_until_finished(target: Path) -> Iterator[None]:
     run_on_all_ranks(lambda: marker.unlink() if is_first else None)
 
 
-def _numbered(accelerator: Any) -> Path:
-    """The folder of the checkpoints that the project numbers."""
+def _numbered_folder(accelerator: Any) -> Path:
+    """Return the folder of the checkpoints that the project numbers."""
     return Path(accelerator.project_dir, "checkpoints").expanduser().absolute()
 
 
-def _holds_other_things(target: Path) -> bool:
+def _holds_other_files(target: Path) -> bool:
     return target.is_dir() and any(target.iterdir()) and not is_checkpoint(target)
 
 
 def _remove_oldest(folder: Path, limit: int) -> None:
-    """Keep the newest; called when the last one is whole."""
+    """Remove the oldest checkpoints; called after the last one is complete."""
     numbers = {path: re.fullmatch(r"checkpoint_(\d+)", path.name) for path in folder.iterdir()}
-    found = sorted((int(match[1]), path) for path, match in numbers.items() if match)
-    for _, path in found[: max(0, len(found) - limit)]:
+    checkpoints = sorted((int(match[1]), path) for path, match in numbers.items() if match)
+    for _, path in checkpoints[: max(0, len(checkpoints) - limit)]:
         if not remove_checkpoint(path):
             shutil.rmtree(path)

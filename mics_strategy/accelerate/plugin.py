@@ -1,7 +1,7 @@
-"""What does `Accelerator(fsdp_plugin=...)` take?
+"""Plugin for `Accelerator(fsdp_plugin=...)`.
 
-Accelerate has no socket for strategies but its FSDP plugin. This one carries a `ShardConfig` beside those words of
-FSDP's that mean the same here.
+Accelerate has no extension point for strategies except its FSDP plugin. This plugin carries a `ShardConfig`, and those
+options of the FSDP plugin that have the same meaning here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mics_strategy.accelerate import launch
 UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
 _FSDP2 = 2
 _LAYER_NAMES = "transformer_cls_names_to_wrap"
-# Words of FSDP's that mean the same here.
+# Options of the FSDP plugin with the same meaning here.
 _SHARED = (
     *("state_dict_type", "activation_checkpointing", "cpu_ram_efficient_loading", "auto_wrap_policy"),
     *("transformer_cls_names_to_wrap", "min_num_params", "mixed_precision_policy"),
@@ -31,24 +31,24 @@ _SHARED = (
 
 
 class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
-    """How `Accelerator` shards.
+    """Sharding options of an `Accelerator`.
 
     Args:
-        config: A preset's name or a `ShardConfig`. Left out, what the launcher's configuration says, else "mics".
-        units: As `mics_strategy.shard` takes it. Left out, the layer classes that the launcher's configuration or
-            `transformer_cls_names_to_wrap` name, else "auto".
-        initializer: As `mics_strategy.shard` takes it, for models on the meta device.
-        **options: Fields of `ShardConfig`; and of Accelerate's FSDP plugin `state_dict_type` (what `save_state` writes:
-            ``"SHARDED_STATE_DICT"``, a folder to which every rank writes its share, or ``"FULL_STATE_DICT"``, a file),
-            `activation_checkpointing` (of every unit), `cpu_ram_efficient_loading`, `auto_wrap_policy`,
-            `transformer_cls_names_to_wrap`, `min_num_params`, `mixed_precision_policy` (dtypes of parameters and
-            reductions, in place of autocast).
+        config: Name of a preset, or a `ShardConfig`. Default: the launcher's configuration, or else "mics".
+        units: Units, as in `mics_strategy.shard`. Default: the layer classes named by the launcher's configuration or
+            by `transformer_cls_names_to_wrap`, or else "auto".
+        initializer: Initializer of models on the meta device, as in `mics_strategy.shard`.
+        **options: Fields of `ShardConfig`, and these options of Accelerate's FSDP plugin: `state_dict_type` (format of
+            `save_state`: ``"SHARDED_STATE_DICT"``, a folder to which every rank writes its shards, or
+            ``"FULL_STATE_DICT"``, a file), `activation_checkpointing` (of every unit), `cpu_ram_efficient_loading`,
+            `auto_wrap_policy`, `transformer_cls_names_to_wrap`, `min_num_params`, `mixed_precision_policy` (dtypes of
+            parameters and reductions, instead of autocast).
 
     Attributes:
-        config: What was asked for.
+        config: Requested configuration.
 
     Raises:
-        ConfigError: Unknown or impossible options, or those of FSDP that mean nothing here.
+        ConfigError: An option is unknown or invalid, or belongs to FSDP and has no meaning here.
     """
 
     def __init__(
@@ -68,34 +68,34 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self.initializer = initializer
         fixed = {"fsdp_version": _FSDP2, "reshard_after_forward": True, "cpu_offload": False}
         super().__init__(**fixed, **shared)
-        launch.check_supported()  # the stock plugin has read it from the environment
-        named: list[str] | None = getattr(self, _LAYER_NAMES) or (launch.layer_classes() if is_launched else None)
-        setattr(self, _LAYER_NAMES, [name.strip() for name in named] if named else None)
+        launch.check_supported()  # the stock plugin has read these options from the environment
+        layer_names: list[str] | None = getattr(self, _LAYER_NAMES) or (launch.layer_classes() if is_launched else None)
+        setattr(self, _LAYER_NAMES, [name.strip() for name in layer_names] if layer_names else None)
         if self.mixed_precision_policy is not None:
             self.config = _with_dtypes_of(self.mixed_precision_policy, self.config, set(options))
 
     @classmethod
     def from_fsdp_plugin(cls, plugin: FullyShardedDataParallelPlugin) -> MiCSPlugin:
-        """The launcher's configuration, with what a stock plugin says in the words that both share.
+        """Combine the launcher's configuration with the shared options of a stock plugin.
 
         Args:
-            plugin: Made by somebody who does not know us, such as `transformers.Trainer`.
+            plugin: Stock plugin, made by code that does not know `MiCSPlugin`, such as `transformers.Trainer`.
 
         Raises:
-            ConfigError: It asks for what the engine does not do.
+            ConfigError: The plugin requests something that the engine does not support.
         """
         _check_fsdp_options(plugin)
-        given = {name: getattr(plugin, name) for name in _SHARED}
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        options = {name: getattr(plugin, name) for name in _SHARED}
+        return cls(**{name: value for name, value in options.items() if value is not None})
 
     def is_equivalent_to(self, other: MiCSPlugin) -> bool:
-        """Whether a model would be sharded and saved alike."""
+        """Whether both plugins shard and save a model in the same way."""
         names = ("config", "units", "initializer", *_SHARED)
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     @override
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Called by Accelerate's own FSDP, which must never see this plugin.
+        """Raise, because only Accelerate's own FSDP calls this method.
 
         Raises:
             ConfigError: Always.
@@ -108,12 +108,12 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
 
     @override
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Keep the policy that was given; `Accelerator(mixed_precision=...)` means autocast, as with DDP."""
+        """Keep the policy; `Accelerator(mixed_precision=...)` means autocast, as with DDP."""
         if override or self.mixed_precision_policy is not None:
             super().set_mixed_precision(mixed_precision, buffer_autocast, override)
 
     def units_for(self, model: nn.Module) -> Any:
-        """What `shard(units=...)` takes for this model."""
+        """Return the value of `shard(units=...)` for a model."""
         if self.units is not None:
             return self.units
         if self.transformer_cls_names_to_wrap:
@@ -133,53 +133,53 @@ def _numel(module: nn.Module) -> int:
 
 
 def _check_known(options: dict[str, Any]) -> None:
-    own = set(ShardConfig.__dataclass_fields__)
+    fields = set(ShardConfig.__dataclass_fields__)
     foreign = set(FullyShardedDataParallelPlugin.__dataclass_fields__) - set(_SHARED)
-    for name in sorted(set(options) - own):
+    for name in sorted(set(options) - fields):
         if name in foreign:
             raise ConfigError(
-                f"`MiCSPlugin({name}=...)` is an option of FSDP that means nothing here. Leave it out; what is sharded "
-                "over which ranks is said by a preset or by `params`, `grads` and `optimizer`."
+                f"`MiCSPlugin({name}=...)` is an option of FSDP that has no meaning here. Remove it. To choose what is "
+                "sharded over which ranks, use a preset or `params`, `grads` and `optimizer`."
             )
-        near = difflib.get_close_matches(name, [*own, *_SHARED], n=1)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
-        known = ", ".join([*sorted(own), *_SHARED])
-        raise ConfigError(f"Unknown option {name!r} of MiCSPlugin.{meant} Known: units, {known}.")
+        matches = difflib.get_close_matches(name, [*fields, *_SHARED], n=1)
+        suggestion = f" Did you mean {matches[0]!r}?" if matches else ""
+        names = ", ".join([*sorted(fields), *_SHARED])
+        raise ConfigError(f"Unknown option {name!r} of MiCSPlugin.{suggestion} Known: units, {names}.")
 
 
 def _check_fsdp_options(plugin: FullyShardedDataParallelPlugin) -> None:
     offload, reshard = plugin.cpu_offload, plugin.reshard_after_forward
     is_offloading = isinstance(offload, CPUOffloadPolicy) or getattr(offload, "offload_params", False)
     strategy = getattr(reshard or plugin.sharding_strategy, "name", "FULL_SHARD") if plugin.fsdp_version == 1 else None
-    asked = {
+    checks = {
         "cpu_offload": (is_offloading, launch.HINT_OFFLOAD),
         "reshard_after_forward": (reshard is False, launch.HINT_RESHARD),
         "sharding_strategy": (strategy not in (None, "FULL_SHARD"), f"Use a preset in place of {strategy}."),
         "ignored_modules": (plugin.ignored_modules, launch.HINT_IGNORED),
         "activation_checkpointing_offload": (plugin.activation_checkpointing_offload, launch.HINT_ACTIVATIONS),
     }
-    for name, (is_asked, remedy) in asked.items():
-        if is_asked:
+    for name, (is_set, hint) in checks.items():
+        if is_set:
             value = getattr(plugin, name)
-            raise ConfigError(f"`{name}={value}` of an FSDP plugin, or in `fsdp_config`, is not offered. {remedy}")
+            raise ConfigError(f"`{name}={value}` of an FSDP plugin or of `fsdp_config` is not supported. {hint}")
 
 
-def _with_dtypes_of(policy: MixedPrecisionPolicy, config: ShardConfig, given: set[str]) -> ShardConfig:
-    """The configuration with the dtypes of a policy, where it has none of its own.
+def _with_dtypes_of(policy: MixedPrecisionPolicy, config: ShardConfig, names: set[str]) -> ShardConfig:
+    """Add the dtypes of a policy to a configuration that has none of its own.
 
     Raises:
-        ConfigError: Dtypes that contradict each other, or what the engine does not do.
+        ConfigError: Dtypes contradict each other, or the engine does not support the policy.
     """
     if not policy.cast_forward_inputs or policy.output_dtype not in (None, policy.param_dtype):
         raise ConfigError(
-            f"`mixed_precision_policy={policy}`: inputs are cast to `param_dtype`, and outputs have it. Leave "
-            "`cast_forward_inputs` and `output_dtype` out."
+            f"`mixed_precision_policy={policy}` is not supported: inputs are always cast to `param_dtype`, and outputs "
+            "have that dtype. Remove `cast_forward_inputs` and `output_dtype`."
         )
     dtypes = {"param_dtype": policy.param_dtype, "reduce_dtype": policy.reduce_dtype}
     for name, dtype in dtypes.items():
-        if dtype is not None and name in given and getattr(config, name) not in ("auto", dtype):
+        if dtype is not None and name in names and getattr(config, name) not in ("auto", dtype):
             raise ConfigError(
-                f"`mixed_precision_policy` has {name}={dtype}, and `{name}={getattr(config, name)}` was given. "
-                "Give one of them."
+                f"`mixed_precision_policy` has {name}={dtype}, but `{name}={getattr(config, name)}` was also given. "
+                "Remove one of them."
             )
-    return ShardConfig.of(config, **{k: v for k, v in dtypes.items() if isinstance(v, torch.dtype) and k not in given})
+    return ShardConfig.of(config, **{k: v for k, v in dtypes.items() if isinstance(v, torch.dtype) and k not in names})

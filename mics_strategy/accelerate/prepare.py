@@ -1,7 +1,7 @@
-"""What is done to a model when it is prepared, and what if an earlier Accelerator has done it?
+"""Preparation of models: sharding, missing values, activation checkpointing.
 
-A model stays sharded as long as it lives. Another Accelerator, such as that of a second `transformers.Trainer`, goes on
-with it, if it asks for the same.
+A model stays sharded for its lifetime. A later Accelerator, such as that of a second `transformers.Trainer`, reuses it
+if it requests the same options.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _PREPARED = "_mics_prepared"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedModel:
-    """What a model knows of its first Accelerator.
+    """Record on a model of how it was prepared.
 
     Attributes:
-        handle: Of the sharded model, which that keeps alive.
-        config: What was asked for.
+        handle: Weak reference to the handle, which the first Accelerator keeps alive.
+        config: Requested configuration.
         recomputes: Whether units are recomputed in the backward.
     """
 
@@ -43,20 +43,20 @@ class PreparedModel:
 
 
 def shard_for_plugin(model: nn.Module, plugin: MiCSPlugin, device: torch.device, *, in_low_precision: bool) -> Sharded:
-    """Shard a plain model in place, ready to be trained and evaluated. Collective.
+    """Shard an unsharded model in place, for training and evaluation. Collective.
 
     Args:
-        model: With values, at least on rank 0, or on the meta device.
-        plugin: How.
-        device: Where it trains.
-        in_low_precision: Whether computing is in lower precision than what is trained shall have.
+        model: Model with values at least on rank 0, or on the meta device.
+        plugin: Sharding options.
+        device: Device of the training.
+        in_low_precision: Whether computation uses lower precision than the trained parameters.
     """
     if in_low_precision:
         _use_fp32_masters(model)
-    was_lacking = materialize_missing(model)
+    had_missing = materialize_missing(model)
     units, initializer = plugin.units_for(model), plugin.initializer
     sharded = shard(model, plugin.config, units=units, device=device, initializer=initializer)
-    if was_lacking:
+    if had_missing:
         sharded.synchronize_buffers()
     if plugin.activation_checkpointing:
         checkpoint_activations(sharded)
@@ -67,92 +67,101 @@ def shard_for_plugin(model: nn.Module, plugin: MiCSPlugin, device: torch.device,
 
 
 def reuse_sharded(model: nn.Module, plugin: MiCSPlugin) -> Sharded | None:
-    """The handle of a model that an earlier Accelerator has sharded; None for any other.
+    """Return the handle of a model that was sharded before; None for others.
 
     Raises:
-        ConfigError: It was sharded in another way.
+        ConfigError: The model was sharded with other options.
     """
     handle = sharded_of_model(model)
     if handle is None:
         return None
-    found: PreparedModel = model.__dict__[_PREPARED]
-    then, now = _asked(found.config, found.recomputes), _asked(plugin.config, bool(plugin.activation_checkpointing))
-    differing = [name for name, value in then.items() if now[name] != value]
+    prepared: PreparedModel = model.__dict__[_PREPARED]
+    earlier, requested = (
+        _describe_options(prepared.config, prepared.recomputes),
+        _describe_options(plugin.config, bool(plugin.activation_checkpointing)),
+    )
+    differing = [name for name, value in earlier.items() if requested[name] != value]
     if differing:
-        was, cannot = (", ".join(f"{name}={each[name]}" for name in differing) for each in (then, now))
+        earlier_text, requested_text = (
+            ", ".join(f"{name}={options[name]}" for name in differing) for options in (earlier, requested)
+        )
         raise ConfigError(
-            f"This {type(model).__name__} was sharded by an earlier Accelerator with {was}, and cannot be sharded with "
-            f"{cannot}. Use the same options, or save the model and load it again."
+            f"This {type(model).__name__} was sharded by an earlier Accelerator with {earlier_text}, and cannot be "
+            f"sharded again with {requested_text}. Use the same options, or save the model and load it again."
         )
     return handle
 
 
 def sharded_of_model(model: nn.Module) -> Sharded | None:
-    """The handle of a model that some Accelerator of this process has sharded; None for any other."""
-    found: PreparedModel | None = model.__dict__.get(_PREPARED)
-    return None if found is None else found.handle()
+    """Return the handle of a model that this process has sharded; None for others."""
+    prepared: PreparedModel | None = model.__dict__.get(_PREPARED)
+    return None if prepared is None else prepared.handle()
 
 
 def check_output_layer(sharded: Sharded) -> None:
-    """Refuse units in which TRL would take the gradients of an output layer from a copy that nobody reduces.
+    """Refuse units with an output layer whose gradients TRL would not reduce.
 
     Raises:
-        ConfigError: On every rank; the output layer is in a unit below the root.
+        ConfigError: The output layer is in a unit below the root. Raised on every rank.
     """
     layer = framework.externally_read_output_layer(sharded.model)
     below_root = sharded.units[1:] if layer is not None else []
     unit = next((unit for unit in below_root if layer in [*unit.module.modules()]), None)
     if unit is not None:
         raise ConfigError(
-            f"The output layer is in the unit `{unit.name}`, and this Trainer of TRL reads its weight without calling "
-            "it, while only the root unit is gathered. Let units be layers: leave the wrap policy and its number of "
-            "parameters out, or name the classes of layers in `fsdp_transformer_layer_cls_to_wrap`."
+            f"The output layer is in the unit `{unit.name}`, but this Trainer of TRL reads its weight without calling "
+            "it, when only the root unit is gathered. Make units of layers: remove the wrap policy and "
+            "`min_num_params`, or name the layer classes in `fsdp_transformer_layer_cls_to_wrap`."
         )
 
 
-def _asked(config: ShardConfig, recomputes: bool) -> dict[str, str]:
+def _describe_options(config: ShardConfig, recomputes: bool) -> dict[str, str]:
     return {**config.describe(), "activation_checkpointing": str(recomputes)}
 
 
 def _use_fp32_masters(model: nn.Module) -> None:
-    """Keep what is trained in fp32 where computing is in lower precision, as Accelerate does with FSDP."""
-    low = [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.dtype.itemsize < 4]
-    for parameter in low:
+    """Keep trained parameters in fp32 under mixed precision, as for FSDP."""
+    low_precision = [
+        p for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.dtype.itemsize < 4
+    ]
+    for parameter in low_precision:
         parameter.data = parameter.data.float()
-    if low:
-        _log.info("%d parameters of low precision are kept in fp32, as `mixed_precision` is on.", len(low))
+    if low_precision:
+        _log.info(
+            "%d parameters of low precision are kept in fp32, because `mixed_precision` is on.", len(low_precision)
+        )
 
 
 def materialize_missing(model: nn.Module) -> bool:
-    """Put zeros where rank 0 has a value and this rank has none. Collective.
+    """Materialize zeros for tensors that have values on rank 0 only. Collective.
 
-    Parameters stay the objects that they are, as optimizers hold them. A rank that has drawn no values continues with
-    rank 0's random numbers, if both began from one seed: with DDP every rank would have drawn the same ones, and what
-    follows, such as dropout, would be the same.
+    Parameters remain the same objects, because optimizers hold them. If ranks began with the same seed, a rank that has
+    drawn no values continues with rank 0's random numbers. With DDP every rank would have drawn the same numbers, so
+    that later ones, such as those of dropout, are equal.
 
     Returns:
-        Whether some rank had none; the same on every rank.
+        Whether tensors were missing on any rank; equal on all ranks.
     """
-    lacking = {name for name, tensor in _tensors(model).items() if tensor.is_meta}
-    own = _Rank(lacking=lacking, seed=torch.initial_seed())
-    everyone: list[_Rank] = [own] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    first = everyone[0]
-    for name in sorted(lacking - first.lacking):
+    missing = {name for name, tensor in _tensors(model).items() if tensor.is_meta}
+    local = _Rank(missing=missing, seed=torch.initial_seed())
+    by_rank: list[_Rank] = [local] * dist.get_world_size()
+    dist.all_gather_object(by_rank, local)
+    rank_0 = by_rank[0]
+    for name in sorted(missing - rank_0.missing):
         _fill(model, name)
-    was_lacking = any(each.lacking - first.lacking for each in everyone)
-    if was_lacking:
+    had_missing = any(rank.missing - rank_0.missing for rank in by_rank)
+    if had_missing:
         state = broadcast_from_rank_0(torch.get_rng_state())
-        if lacking - first.lacking and own.seed == first.seed:
+        if missing - rank_0.missing and local.seed == rank_0.seed:
             torch.set_rng_state(state)
-    return was_lacking
+    return had_missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """What a rank has read and drawn: names of tensors without values, and the seed of its generator."""
+    """Names of the tensors without values on a rank, and the seed of its generator."""
 
-    lacking: set[str]
+    missing: set[str]
     seed: int
 
 
@@ -174,14 +183,16 @@ def _fill(model: nn.Module, name: str) -> None:
 
 
 def checkpoint_activations(sharded: Sharded) -> None:
-    """Recompute every unit but the root in the backward; what was drawn at random is drawn the same again.
+    """Recompute every unit except the root in the backward.
+
+    The recomputation draws the same random numbers.
 
     Raises:
-        ConfigError: The model has no units but the root, all of whose activations would be kept or recomputed.
+        ConfigError: The model has no unit except the root.
     """
     if len(sharded.units) == 1:
         raise ConfigError(
-            "`activation_checkpointing` recomputes the layers that are units, and this model has none. Name their "
+            "`activation_checkpointing` recomputes the layers that are units, but this model has none. Name their "
             "classes: `fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer`, or `MiCSPlugin(units=...)`."
         )
     for unit in sharded.units[1:]:

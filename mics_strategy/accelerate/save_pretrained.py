@@ -1,7 +1,8 @@
-"""What if a script calls `save_pretrained` on every rank, as Accelerate's documentation has it?
+"""Collective `save_pretrained` of sharded models, as Accelerate documents it.
 
-``model.save_pretrained(folder, is_main_process=accelerator.is_main_process, save_function=accelerator.save)`` writes on
-the main process only, and is called by all. Here all gather, and the main process writes the whole model.
+All ranks call ``model.save_pretrained(folder, is_main_process=accelerator.is_main_process,
+save_function=accelerator.save)``; only the main process writes. Here all ranks gather the full model, and the main
+process writes it.
 """
 
 from __future__ import annotations
@@ -16,63 +17,67 @@ from torch import nn
 from mics_strategy import CheckpointError, Sharded
 from mics_strategy.accelerate.rendezvous import Rendezvous, run_on_all_ranks
 
-_OF_ALL_RANKS = ("is_main_process", "save_function")  # given where all ranks call
+_COLLECTIVE_ARGUMENTS = ("is_main_process", "save_function")  # arguments of a call on all ranks
 
 
-def patch_save_pretrained(sharded: Sharded, meeting: Rendezvous) -> None:
-    """Let `save_pretrained` of a model's modules gather what it writes, where all ranks call it. Idempotent.
+def patch_save_pretrained(sharded: Sharded, rendezvous: Rendezvous) -> None:
+    """Make `save_pretrained` gather the model if all ranks call it. Idempotent.
 
     Args:
-        sharded: The handle of the model.
-        meeting: Rendezvous of all ranks with a timeout, so that a rank that calls alone does not wait forever.
+        sharded: Handle of the model.
+        rendezvous: Rendezvous of all ranks with a timeout, so that a rank that calls alone does not wait forever.
     """
     for name, module in sharded.model.named_modules():
-        guarded = vars(module).get("save_pretrained")
-        if guarded is not None and not isinstance(guarded, _FullSave):
-            object.__setattr__(module, "save_pretrained", _FullSave(guarded, module, name, sharded, meeting))
+        stock = vars(module).get("save_pretrained")
+        if stock is not None and not isinstance(stock, _FullSave):
+            object.__setattr__(module, "save_pretrained", _FullSave(stock, module, name, sharded, rendezvous))
 
 
 class _FullSave:
-    """Stands in for ``save_pretrained`` of one module of a prepared model."""
+    """Replacement of ``save_pretrained`` of one module of a prepared model."""
 
     def __init__(
-        self, guarded: Callable[..., Any], module: nn.Module, name: str, sharded: Sharded, meeting: Rendezvous
+        self, stock: Callable[..., Any], module: nn.Module, name: str, sharded: Sharded, rendezvous: Rendezvous
     ) -> None:
-        self._guarded = guarded
+        self._stock = stock
         self._prefix = f"{name}." if name else ""
         self._sharded = sharded
-        self._meeting = meeting
-        self.__signature__ = inspect.signature(guarded)
+        self._rendezvous = rendezvous
+        self.__signature__ = inspect.signature(stock)
         self._takes_state = "state_dict" in self.__signature__.parameters or hasattr(module, "peft_config")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the whole module, if all ranks are to call; else what `state_dict=` holds.
+        """Save the full module if all ranks call; otherwise save `state_dict=`.
 
         Raises:
-            CheckpointError: On every rank; one did not call, or could not write.
+            CheckpointError: A rank did not call, or could not write. Raised on every rank.
             LifecycleError: A rank calls alone, without `state_dict`.
         """
         bound = self.__signature__.bind_partial(*args, **kwargs).arguments
-        given = {**bound, **bound.get("kwargs", {})}
-        if given.get("state_dict") is not None or not (self._takes_state and any(n in given for n in _OF_ALL_RANKS)):
-            return self._guarded(*args, **kwargs)
-        self._meeting.require_every_rank("save_pretrained")
+        arguments = {**bound, **bound.get("kwargs", {})}
+        if arguments.get("state_dict") is not None or not (
+            self._takes_state and any(n in arguments for n in _COLLECTIVE_ARGUMENTS)
+        ):
+            return self._stock(*args, **kwargs)
+        self._rendezvous.require_every_rank("save_pretrained")
         state = self._state()
-        return run_on_all_ranks(lambda: self._written(state, given, args, kwargs))
+        return run_on_all_ranks(lambda: self._save_on_rank_0(state, arguments, args, kwargs))
 
-    def _written(self, state: dict[str, torch.Tensor], given: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """What `save_pretrained` returns on rank 0; None on others, which write nothing."""
+    def _save_on_rank_0(
+        self, state: dict[str, torch.Tensor], arguments: dict[str, Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Save on rank 0, and return its result; None on other ranks."""
         if state:
-            return self._guarded(*args, **{**kwargs, "state_dict": state})
-        if given.get("is_main_process"):
+            return self._stock(*args, **{**kwargs, "state_dict": state})
+        if arguments.get("is_main_process"):
             raise CheckpointError(
-                "`save_pretrained(is_main_process=True)` on a rank that does not have the model: it is gathered on "
-                "rank 0. Pass `is_main_process=accelerator.is_main_process`, and copy what was written to other nodes."
+                "`save_pretrained(is_main_process=True)` was called on a rank without the model: the model is gathered "
+                "on rank 0. Pass `is_main_process=accelerator.is_main_process`, and copy the files to other nodes."
             )
         return None
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """The module's whole state dict on rank 0, empty on the others. Collective."""
-        whole = self._sharded.full_state_dict()
+        """Return the module's full state dict on rank 0, empty on other ranks. Collective."""
+        state = self._sharded.full_state_dict()
         start = len(self._prefix)
-        return {name[start:]: value for name, value in whole.items() if name.startswith(self._prefix)}
+        return {name[start:]: value for name, value in state.items() if name.startswith(self._prefix)}

@@ -1,11 +1,13 @@
-"""What do `transformers.Trainer` and the Trainers of TRL not do by themselves for sharded models?
+"""Patches of `transformers.Trainer` and of TRL's Trainers for sharded models.
 
-Its `save_model` writes nothing where checkpoints are written in shards. Here it writes the model as `from_pretrained`
-loads it, whatever kind of checkpoints is written; those that are made on the way stay in shards. And weights in several
-files it puts into plain parameters only.
+`save_model` of transformers writes nothing if checkpoints are sharded. Patched, it writes the model as
+`from_pretrained` loads it, in every case; intermediate checkpoints remain sharded.
 
-TRL gives models that are only asked, such as a reference, to torch's FSDP2, past the Accelerator. Here the Accelerator
-shards them as it shards the model that is trained.
+Unpatched, transformers loads weights in several files only into unsharded parameters. Patched, it loads them into
+shards.
+
+TRL shards models that are only evaluated, such as a reference, with torch's FSDP2 instead of the Accelerator. Patched,
+the Accelerator shards them like the trained model.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from mics_strategy.accelerate.prepare import sharded_of_model
 
 
 def patch_trainers() -> None:
-    """Let Trainers, where they are imported, save whole models, read several files and ask shards. Idempotent."""
+    """Patch the imported Trainers: full saves, loads, evaluation. Idempotent."""
     framework.patch_trl_prepare(_prepare_for_eval)
     module = sys.modules.get("transformers.trainer")
     if module is None or hasattr(module.Trainer.save_model, "mics_stock"):
@@ -49,7 +51,7 @@ def _save_full(stock: Callable[..., None]) -> Callable[..., None]:
         if not isinstance(plugin, MiCSPlugin) or is_checkpoint:
             stock(self, output_dir, _internal_call)
             return
-        with _whole(plugin):
+        with _with_full_state_dicts(plugin):
             stock(self, output_dir, _internal_call)
 
     save_model.mics_stock = stock  # type: ignore[attr-defined]
@@ -68,9 +70,9 @@ def _load_into_shards(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _whole(plugin: MiCSPlugin) -> Iterator[None]:
-    before, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
+def _with_full_state_dicts(plugin: MiCSPlugin) -> Iterator[None]:
+    previous, plugin.state_dict_type = plugin.state_dict_type, StateDictType.FULL_STATE_DICT
     try:
         yield
     finally:
-        plugin.state_dict_type = before
+        plugin.state_dict_type = previous

@@ -1,13 +1,13 @@
-"""How is a checkpoint written and read without ever being half there?
+"""Atomic folders: a checkpoint appears under its name only when it is complete.
 
-It is written into a *draft*, a hidden folder beside its final place, and renamed when every byte of it is on the disk.
-Where a checkpoint of that name exists, the two folders change places in one step, where the file system can; else the
-older one steps aside under a hidden name, from which `find` brings it back should the process have died in between.
+It is written into a *draft*, a hidden folder next to the final path, and renamed when every byte is on disk. If a
+checkpoint of that name exists, the two folders are exchanged in one step if the file system supports it. Otherwise the
+older one is renamed to a hidden backup first; if the process dies before the second rename, `find` restores the backup.
 
-A draft has an owner (`claims`): of two jobs that save under one name at the same time the later one is refused, and
-what a dead one has left is removed.
+A draft has an owner (see `claims`). If two jobs save under one name at the same time, the later one is refused. Drafts
+of dead jobs are removed.
 
-One rank calls `begin`, `publish` and `discard`; any rank reads.
+One rank calls `begin_draft`, `commit` and `abort`; any rank reads.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from mics_strategy.checkpoint.claims import Claim, living_owner
 from mics_strategy.checkpoint.manifest import NAME, FileEntry, Manifest
 from mics_strategy.errors import CheckpointError
 
-_DRAFT, _ASIDE = "draft", "aside"
+_DRAFT, _BACKUP = "draft", "aside"
 _CHUNK_BYTES = 1 << 22
-_claims: dict[str, Claim] = {}  # by the name of the draft, of those that this process writes
+_claims: dict[str, Claim] = {}  # of the drafts that this process writes, by name of the draft
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux, renameat2(2)
 
 
 def real(path: str | os.PathLike[str]) -> Path:
-    """Where the checkpoint of a name is: a link's target, for what is renamed would replace the link."""
-    given = Path(path)
-    return Path(os.path.realpath(given)) if given.is_symlink() else given
+    """Resolve a symbolic link, because renaming onto the link would replace it."""
+    link = Path(path)
+    return Path(os.path.realpath(link)) if link.is_symlink() else link
 
 
 def begin_draft(path: Path) -> Path:
-    """Make the draft of a checkpoint, and remove those that runs which were killed have left.
+    """Make the draft of a checkpoint, and remove drafts that killed jobs left behind.
 
     Args:
         path: Final path of the checkpoint, not a link (see `real`).
 
     Raises:
-        CheckpointError: `path` holds something that is no checkpoint, another job is writing it, or nothing can be
-            written there.
+        CheckpointError: `path` holds something other than a checkpoint, another job is writing it, or the folder is
+            not writable.
 
     Cost:
-        30 s, once, where a process of another machine was killed while it saved there, less than ten minutes ago.
+        30 s, once, if a process on another machine was killed while it saved there less than ten minutes ago.
     """
     _check_replaceable(path)
     draft = path.parent / f".{path.name}.{secrets.token_hex(4)}.{_DRAFT}"
@@ -61,11 +61,11 @@ def begin_draft(path: Path) -> Path:
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
-            f"`{path.parent}` cannot be written ({error.strerror}). Give a folder that this user may write, on a disk "
-            "that is mounted for writing."
+            f"`{path.parent}` is not writable ({error.strerror}). Save to a folder where this user has write "
+            "permission, on a disk that is mounted for writing."
         ) from error
     try:
-        _remove_drafts_of_the_dead(path, draft)
+        _remove_stale_drafts(path, draft)
         find(path)
         _check_replaceable(path)
     except BaseException:
@@ -77,35 +77,35 @@ def begin_draft(path: Path) -> Path:
 def _check_replaceable(path: Path) -> None:
     if path.is_file() or (path.is_dir() and not is_checkpoint(path) and any(path.iterdir())):
         raise CheckpointError(
-            f"`{path}` exists and is no sharded checkpoint; saving there would replace it. Choose another path, or "
+            f"`{path}` exists and is not a sharded checkpoint. Saving there would replace it. Choose another path, or "
             "move it away."
         )
 
 
-def _remove_drafts_of_the_dead(path: Path, draft: Path) -> None:
-    """Remove the other drafts of a checkpoint, or refuse where somebody writes one.
+def _remove_stale_drafts(path: Path, draft: Path) -> None:
+    """Remove other drafts of a checkpoint, or raise if a living process writes one.
 
-    The own one is there already: of two that begin at the same time, one at least finds the other's.
+    This process's draft must already exist: of two jobs that begin at the same time, at least one sees the other's.
     """
     now = (draft / OWNER).stat().st_mtime
-    for other in _hidden_name(path, _DRAFT):
+    for other in _leftovers(path, _DRAFT):
         owner = living_owner(other, now, _claims) if other != draft else None
         if owner is not None:
             raise CheckpointError(
-                f"`{path}` is being saved by another job: {owner} writes its draft `{other.name}`. Give every job a "
-                "folder of its own, or save again when that one has ended."
+                f"`{path}` is being saved by another job: {owner} is writing its draft `{other.name}`. Give every job "
+                "its own folder, or save again when that job has ended."
             )
         if other != draft:
             shutil.rmtree(other, ignore_errors=True)
 
 
 def commit(draft: Path, path: Path) -> None:
-    """Put a whole draft in its final place, in the place of an older checkpoint of that name.
+    """Move a complete draft to its final path, replacing an older checkpoint.
 
-    Every file of it must be on the disk already; see `sync`.
+    Every file of the draft must already be on disk; see `sync`.
 
     Raises:
-        CheckpointError: `path` holds something else by now.
+        CheckpointError: The folder at `path` could not be exchanged with the draft.
     """
     _release(draft.name)
     sync(draft)
@@ -114,28 +114,33 @@ def commit(draft: Path, path: Path) -> None:
     elif _swap(draft, path):
         _clear(draft)
     else:
-        aside = path.parent / f".{path.name}.{secrets.token_hex(4)}.{_ASIDE}"
-        os.rename(path, aside)
+        backup = path.parent / f".{path.name}.{secrets.token_hex(4)}.{_BACKUP}"
+        os.rename(path, backup)
         os.rename(draft, path)
-        _clear(aside)
+        _clear(backup)
     (path / OWNER).unlink(missing_ok=True)
     sync(path.parent)
 
 
 def abort(draft: Path) -> None:
-    """Remove a draft that will not be finished. What cannot be removed is removed by the next `begin`."""
+    """Remove an unfinished draft.
+
+    What cannot be removed now is removed by the next `begin_draft`.
+    """
     _release(draft.name)
     shutil.rmtree(draft, ignore_errors=True)
 
 
 def remove(path: Path) -> bool:
-    """Delete a checkpoint, and the link that names it. It is whole or gone, even if the process dies meanwhile.
+    """Delete a checkpoint and the link that names it.
+
+    Under its name the checkpoint is complete or absent, even if the process dies meanwhile.
 
     Returns:
-        Whether it was one; anything else is left alone.
+        Whether `path` was a checkpoint. Anything else is left unchanged.
 
     Raises:
-        CheckpointError: It cannot be removed.
+        CheckpointError: The checkpoint cannot be removed.
     """
     if not is_checkpoint(path):
         return False
@@ -147,72 +152,73 @@ def remove(path: Path) -> bool:
         if path.is_symlink():
             path.unlink()
     except OSError as error:
-        raise CheckpointError(f"`{path}` could not be removed ({error}). Remove it yourself.") from error
+        raise CheckpointError(f"`{path}` could not be removed ({error}). Remove it by hand.") from error
     return True
 
 
 def find(path: Path) -> bool:
-    """Whether there is a checkpoint, after bringing back one that had stepped aside for one that never came.
+    """Whether `path` is a checkpoint, after restoring a backup of a killed save.
 
-    Not while another process may be writing it.
+    Do not call it while another process may be writing the checkpoint.
     """
     path = real(path)
-    aside = _hidden_name(path, _ASIDE)
-    for left in aside:
-        if path.exists() or not is_checkpoint(left):
-            shutil.rmtree(left, ignore_errors=True)
+    backups = _leftovers(path, _BACKUP)
+    for backup in backups:
+        if path.exists() or not is_checkpoint(backup):
+            shutil.rmtree(backup, ignore_errors=True)
         else:
-            os.rename(left, path)
+            os.rename(backup, path)
     return is_checkpoint(path)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint that was finished."""
+    """Whether a folder is a finished checkpoint."""
     return (path / NAME).is_file()
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The finished checkpoints in a folder: those of the latest steps first, of equal steps the last written.
+    """Return the finished checkpoints of a folder, newest first.
 
-    One whose manifest cannot be read comes before all others: nobody knows how far it was.
+    They are ordered by step, and checkpoints of equal steps by the time of writing. A checkpoint with an unreadable
+    manifest comes first, because its step is unknown.
     """
-    names = {_name_of(entry) for entry in folder.iterdir() if entry.is_dir()} if folder.is_dir() else set()
-    found = []
+    names = {_checkpoint_name(entry) for entry in folder.iterdir() if entry.is_dir()} if folder.is_dir() else set()
+    checkpoints = []
     for path in sorted(folder / name for name in names):
         if find(path):
             try:
                 step = read_manifest(path).step
-            except CheckpointError:  # whoever tries to load it is told
+            except CheckpointError:  # loading it raises this error
                 step = sys.maxsize
-            found.append((step, (path / NAME).stat().st_mtime_ns, path))
-    return [path for _, _, path in sorted(found, reverse=True)]
+            checkpoints.append((step, (path / NAME).stat().st_mtime_ns, path))
+    return [path for _, _, path in sorted(checkpoints, reverse=True)]
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: The manifest is missing or damaged.
     """
     file = path / NAME
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"`{path}` is no finished checkpoint: `{NAME}` cannot be read ({error}). Name the folder that holds it."
+            f"`{path}` is not a finished checkpoint: `{NAME}` cannot be read ({error}). Pass the folder that holds it."
         ) from error
     return Manifest.from_json(text, str(file))
 
 
 def write_manifest(draft: Path, manifest: Manifest) -> None:
-    """Finish a draft."""
+    """Write the manifest of a draft, as its last file."""
     file = draft / NAME
     file.write_text(manifest.to_json())
     sync(file)
 
 
 def entry_of(file: Path) -> FileEntry:
-    """Size and digest of a file. Reads it."""
+    """Return size and digest of a file. Reads the whole file."""
     digest, num_bytes = hashlib.sha256(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with file.open("rb", buffering=0) as opened:
@@ -223,32 +229,32 @@ def entry_of(file: Path) -> FileEntry:
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str], *, digests: bool = True) -> None:
-    """Hold files against the manifest.
+    """Verify files against the manifest.
 
     Args:
-        path: The checkpoint.
-        manifest: Its own.
-        names: Which files.
-        digests: Whether to read them; else their sizes are compared.
+        path: Folder of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        names: Names of the files to verify.
+        digests: Whether to verify digests, which reads the files; False compares only sizes.
 
     Raises:
-        CheckpointError: One is missing, or not what was written, naming it.
+        CheckpointError: A file is missing or has changed; the error names it.
     """
     for name in names:
         file, expected = path / name, manifest.files[name]
         try:
             _check_regular(file)
-            found = entry_of(file) if digests else FileEntry(num_bytes=file.stat().st_size, sha256=expected.sha256)
+            actual = entry_of(file) if digests else FileEntry(num_bytes=file.stat().st_size, sha256=expected.sha256)
         except OSError as error:
             raise CheckpointError(f"`{file}` cannot be read ({error.strerror}). {_REMEDY}") from error
-        if found.num_bytes != expected.num_bytes:
+        if actual.num_bytes != expected.num_bytes:
             raise CheckpointError(
-                f"`{file}` has {found.num_bytes} bytes and had {expected.num_bytes} when it was written. {_REMEDY}"
+                f"`{file}` has {actual.num_bytes} bytes, but had {expected.num_bytes} when it was written. {_REMEDY}"
             )
-        if found != expected:
+        if actual != expected:
             raise CheckpointError(
-                f"`{file}` has the right size and other bytes than were written: its SHA-256 begins with "
-                f"{found.sha256[:12]} and not with {expected.sha256[:12]}. {_REMEDY}"
+                f"`{file}` has the right size, but other bytes than when it was written: its SHA-256 begins with "
+                f"{actual.sha256[:12]} instead of {expected.sha256[:12]}. {_REMEDY}"
             )
 
 
@@ -259,7 +265,7 @@ def _release(draft_name: str) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove a folder that another process may be removing, too."""
+    """Remove a folder that another process may also be removing."""
     while folder.exists():
         try:
             shutil.rmtree(folder)
@@ -268,19 +274,19 @@ def _clear(folder: Path) -> None:
 
 
 def _check_regular(file: Path) -> None:
-    """Refuse devices and pipes, whose reading need not end."""
+    """Refuse devices and pipes, which may never reach an end of file."""
     if not stat.S_ISREG(file.stat().st_mode):
-        raise CheckpointError(f"`{file}` is no file that could be read to its end. {_REMEDY}")
+        raise CheckpointError(f"`{file}` is not a regular file. {_REMEDY}")
 
 
 _REMEDY = (
-    "The checkpoint is damaged or mixed with another; use an older one (`newest_checkpoint(folder)` finds the newest "
-    "whole one)."
+    "The checkpoint is damaged or mixed with another. Load an older one: `newest_checkpoint(folder)` returns the "
+    "newest intact one."
 )
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold what was written to a file, or which entries a folder has."""
+    """Flush a file's contents or a folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -288,33 +294,40 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _hidden_name(path: Path, kind: str) -> list[Path]:
-    """Drafts of a checkpoint, or earlier versions of it that have stepped aside, oldest first."""
+def _leftovers(path: Path, kind: str) -> list[Path]:
+    """List drafts or backups of a checkpoint, oldest first."""
     if not path.parent.is_dir():
         return []
-    found = [entry for entry in path.parent.iterdir() if _kind_of(entry) == kind and _name_of(entry) == path.name]
-    return sorted(found, key=lambda entry: entry.stat().st_mtime_ns)
+    folders = [
+        entry
+        for entry in path.parent.iterdir()
+        if _leftover_kind(entry) == kind and _checkpoint_name(entry) == path.name
+    ]
+    return sorted(folders, key=lambda entry: entry.stat().st_mtime_ns)
 
 
-def _kind_of(entry: Path) -> str | None:
-    """Whether a folder is hidden, and why."""
+def _leftover_kind(entry: Path) -> str | None:
+    """Return the kind of a hidden folder: draft, backup, or None for any other."""
     kind = entry.name.rpartition(".")[2]
-    return kind if entry.name.startswith(".") and kind in (_DRAFT, _ASIDE) else None
+    return kind if entry.name.startswith(".") and kind in (_DRAFT, _BACKUP) else None
 
 
-def _name_of(entry: Path) -> str:
-    """The name of the checkpoint to which a folder belongs."""
-    return entry.name if _kind_of(entry) is None else entry.name[1:].rsplit(".", 2)[0]
+def _checkpoint_name(entry: Path) -> str:
+    """Return the name of the checkpoint to which a folder belongs."""
+    return entry.name if _leftover_kind(entry) is None else entry.name[1:].rsplit(".", 2)[0]
 
 
-def _swap(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step; False where the system or the file system cannot."""
+def _swap(draft: Path, target: Path) -> bool:
+    """Exchange two folders in one step; False if the system does not support it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if rename(_AT_FDCWD, os.fsencode(draft), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0:
         return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.EPERM):
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EPERM):
         return False
-    raise CheckpointError(f"`{one}` could not take the place of `{other}` ({os.strerror(number)}).")
+    raise CheckpointError(
+        f"`{target}` could not be replaced by `{draft}` ({os.strerror(code)}). Check the permissions of both folders, "
+        "or save under another name."
+    )

@@ -1,8 +1,9 @@
-"""Is somebody still writing a draft, or was it left behind by a process that died?
+"""Owners of drafts: is a draft being written, or left by a dead process.
 
-The process that makes a draft keeps a file in it that names the process and counts up every few seconds. On the same
-machine the process table says whether the owner lives. Processes of other machines, and of other containers, are not in
-it: there the count is watched, which needs neither common clocks nor locks, that not every shared file system has.
+The process that makes a draft writes a file into it that names the process and holds a counter, increased every few
+seconds. On the same machine, the process table shows whether the owner is alive. It does not show processes of other
+machines and containers. For those the counter is watched, which needs neither synchronized clocks nor locks; not every
+shared file system has these.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from collections.abc import Collection
 from pathlib import Path
 
 NAME = ".owner.json"
-_BEAT_S = 5.0  # between two counts
-_WATCH_S = 30.0  # without a new count, after which an owner elsewhere is taken for dead
-_BIRTH_S = 2.0  # between the draft and its owner's file
-_OLD_S = 600.0  # since the last count, by the file system's clock: nothing to be watched
+_BEAT_S = 5.0  # interval of the counter
+_WATCH_S = 30.0  # without a new count, after which a remote owner counts as dead
+_CLAIM_WITHIN_S = 2.0  # between the making of a draft and of its owner file
+_STALE_S = 600.0  # since the last count, by the file system's clock, after which the owner counts as dead
 
 
 class Claim:
     """This process's claim on a draft, held until `release`.
 
     Args:
-        draft: An existing folder.
+        draft: Existing folder.
 
     Raises:
-        OSError: The file cannot be written.
+        OSError: The owner file cannot be written.
     """
 
     def __init__(self, draft: Path) -> None:
@@ -41,7 +42,7 @@ class Claim:
         self._thread.start()
 
     def release(self) -> None:
-        """Stop counting. The file stays; others find that nobody counts."""
+        """Stop counting. The file remains; others see that its counter stands still."""
         self._is_released.set()
         self._thread.join()
 
@@ -49,11 +50,11 @@ class Claim:
         count = 0
         while not self._is_released.wait(_BEAT_S):
             count += 1
-            with contextlib.suppress(OSError):  # whoever writes the draft itself is told
+            with contextlib.suppress(OSError):  # the write of the draft itself raises
                 self._write(count)
 
     def _write(self, count: int) -> None:
-        """In place and always as long, so that a reader never finds less than an owner."""
+        """Write in place with constant length, so that readers never see a part."""
         text = json.dumps(_identity() | {"count": f"{count:012}"})
         descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
@@ -62,51 +63,51 @@ class Claim:
             os.close(descriptor)
 
 
-def living_owner(draft: Path, now: float, own: Collection[str]) -> str | None:
-    """Who still writes a draft; None where nobody does.
+def living_owner(draft: Path, now: float, claimed: Collection[str]) -> str | None:
+    """Describe the living process that writes a draft; None if there is none.
 
     Args:
-        draft: The folder.
-        now: Time by the clock of its file system: when something was written there just now.
-        own: Names of the drafts on which this process has a claim.
+        draft: Folder of the draft.
+        now: Current time by the clock of the draft's file system, such as that of a file written just now.
+        claimed: Names of the drafts that this process has claimed.
 
     Cost:
-        30 s where the owner ran on another machine, or in another container, and counted within ten minutes.
+        30 s if the owner ran on another machine or in another container, and counted within the last ten minutes.
     """
     first = _read(draft)
-    deadline_s = time.monotonic() + _BIRTH_S
-    while first is None and _may_get_an_owner(draft, now) and time.monotonic() < deadline_s:
+    deadline_s = time.monotonic() + _CLAIM_WITHIN_S
+    while first is None and _may_be_claimed(draft, now) and time.monotonic() < deadline_s:
         time.sleep(0.05)
         first = _read(draft)
     if first is None:
-        return None  # of an older version, or its process died while it made the draft
+        return None  # written by an older version, or the process died while making the draft
     owner, text = first
-    me = _identity()
-    words = f"process {owner.get('pid')} on {owner.get('host')}"
-    if {key: owner.get(key) for key in me} == me:
-        return words if draft.name in own else None
-    if all(owner.get(key) == me[key] for key in ("boot", "namespace")) and me["boot"]:
-        return words if _start_of(owner.get("pid")) == owner.get("started") else None
-    if now - _time_of(draft / NAME) > _OLD_S:
+    local_identity = _identity()
+    description = f"process {owner.get('pid')} on {owner.get('host')}"
+    if {key: owner.get(key) for key in local_identity} == local_identity:
+        return description if draft.name in claimed else None
+    if all(owner.get(key) == local_identity[key] for key in ("boot", "namespace")) and local_identity["boot"]:
+        return description if _start_of(owner.get("pid")) == owner.get("started") else None
+    if now - _time_of(draft / NAME) > _STALE_S:
         return None
     deadline_s = time.monotonic() + _WATCH_S
     while time.monotonic() < deadline_s:
         time.sleep(0.2)
-        found = _read(draft)
-        if found is None and not draft.exists():
-            return None  # published or discarded meanwhile
-        if found is not None and found[1] != text:
-            return words
+        latest = _read(draft)
+        if latest is None and not draft.exists():
+            return None  # committed or removed meanwhile
+        if latest is not None and latest[1] != text:
+            return description
     return None
 
 
-def _may_get_an_owner(draft: Path, now: float) -> bool:
-    """Whether a draft was just made, or its owner's file is there and could not be read."""
-    return (draft / NAME).exists() or now - _time_of(draft) < _BIRTH_S
+def _may_be_claimed(draft: Path, now: float) -> bool:
+    """Whether a draft was just made, or has an owner file that could not be read."""
+    return (draft / NAME).exists() or now - _time_of(draft) < _CLAIM_WITHIN_S
 
 
 def _time_of(path: Path) -> float:
-    """When something was last written, by the clock of the file system; long ago where there is nothing."""
+    """Time of the last write, by the file system's clock; 0 if there is none."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -114,17 +115,17 @@ def _time_of(path: Path) -> float:
 
 
 def _read(draft: Path) -> tuple[dict[str, object], str] | None:
-    """What the owner's file says; opened anew, so that a network file system does not answer from its cache."""
+    """Read the owner file. It is opened again each time, to bypass network caches."""
     try:
         text = (draft / NAME).read_text()
-        found = json.loads(text)
+        owner = json.loads(text)
     except (OSError, ValueError):
         return None
-    return (found, text) if isinstance(found, dict) else None
+    return (owner, text) if isinstance(owner, dict) else None
 
 
 def _identity() -> dict[str, object]:
-    """This process: by its machine's boot and its table of processes, where that is known."""
+    """Identify this process, by the machine's boot and the process table if known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
@@ -141,7 +142,10 @@ def _identity() -> dict[str, object]:
 
 
 def _start_of(pid: object) -> str | None:
-    """When a process began, in ticks since the boot; None where there is none. A number may be another's by now."""
+    """Return the start time of a process in ticks since boot; None if it is not alive.
+
+    It tells a process from a later one with the same number.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, UnicodeDecodeError):

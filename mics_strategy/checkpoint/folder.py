@@ -1,8 +1,7 @@
-"""How does a folder that many have written into become a checkpoint that is whole or absent?
+"""Atomic folders for checkpoints of a framework, which all ranks write into.
 
-A framework's own checkpoint is a folder of many things: sharded checkpoints of ours, schedulers, random states, what
-the user's hooks write. It is filled as a draft; when every rank is done, rank 0 describes it in a manifest and renames
-it.
+Such a folder holds many things: sharded checkpoints, schedulers, random states, files of the user's hooks. Ranks write
+into a draft. When every rank is done, rank 0 describes the draft in a manifest and renames it.
 """
 
 from __future__ import annotations
@@ -28,64 +27,64 @@ from mics_strategy.version import package_version
 
 @contextmanager
 def atomic_checkpoint_folder(path: str | os.PathLike[str], models: Sequence[Sharded] = ()) -> Iterator[Path]:
-    """Let all ranks fill a folder that appears under its name when all is in it, and never otherwise. Collective.
+    """Let all ranks fill a folder that appears only when it is complete. Collective.
 
-    What an older checkpoint of that name holds beside what it was saved with (notes, say) is kept.
+    Files that were added to an older checkpoint of that name after it was saved (such as notes) are kept.
 
     Args:
-        path: The folder, on a file system that all ranks see; rank 0's counts. It may hold nothing, or a checkpoint.
-        models: Whose steps the manifest tells, of the first.
+        path: Folder on a file system that all ranks share. Rank 0's path is used. It may be empty or a checkpoint.
+        models: Sharded models. The manifest records the step count of the first one.
 
     Yields:
-        The draft to write into, the same on all ranks.
+        The draft to write into, equal on all ranks.
 
     Raises:
-        CheckpointError: On every rank, naming the one that failed, for anything that was raised while the folder was
-            filled; that rank raises its own error. What was there is as it was.
+        CheckpointError: An exception was raised while the folder was filled. Raised on every other rank, with the rank
+            that failed; that rank raises its own exception. The existing folder is unchanged.
 
     Cost:
-        Rank 0 reads what lies in the folder outside of sharded checkpoints once more, for its digests.
+        Rank 0 reads all files outside of sharded checkpoints once more, for their digests.
     """
     is_first = dist.get_rank() == 0
     draft, target = begin(path)
     failure: BaseException | None = None
     try:
         yield draft
-    except Exception as error:  # told to all ranks, and raised again here
+    except Exception as error:  # reported to all ranks, and raised again below
         failure = error
     except BaseException:
         if is_first:
             atomic.abort(draft)
         raise
-    told = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
-    failed = next((rank for rank, words in enumerate(told) if words is not None), None)
+    failures = gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}")
+    failed = next((rank for rank, failure_text in enumerate(failures) if failure_text is not None), None)
     if failed is not None:
         if is_first:
             atomic.abort(draft)
         if failure is not None:
             raise failure
-        raise CheckpointError(f"`{target}` was not saved: rank {failed} raised {told[failed]}")
+        raise CheckpointError(f"`{target}` was not saved: rank {failed} raised {failures[failed]}")
     run_on_all_ranks(lambda: _commit(draft, target, models) if is_first else None)
 
 
 def _commit(draft: Path, target: Path, models: Sequence[Sharded]) -> None:
     try:
-        _keep_what_others_added(draft, target)
+        _copy_added_files(draft, target)
         atomic.write_manifest(draft, _manifest(draft, models))
         atomic.commit(draft, target)
     except OSError as error:
         raise CheckpointError(f"`{target}` was not saved: {error}") from error
     finally:
-        atomic.abort(draft)  # where it was not published
+        atomic.abort(draft)  # unless it was committed
 
 
-def _keep_what_others_added(draft: Path, target: Path) -> None:
-    """Copy what lies in an older checkpoint of that name without belonging to it."""
+def _copy_added_files(draft: Path, target: Path) -> None:
+    """Copy files that were added to an older checkpoint of that name."""
     if not atomic.is_checkpoint(target):
         return
-    own = {name.partition("/")[0] for name in atomic.read_manifest(target).files} | {NAME, OWNER}
+    saved_names = {name.partition("/")[0] for name in atomic.read_manifest(target).files} | {NAME, OWNER}
     for entry in target.iterdir():
-        if entry.name not in own and not (draft / entry.name).exists():
+        if entry.name not in saved_names and not (draft / entry.name).exists():
             shutil.copytree(entry, draft / entry.name) if entry.is_dir() else shutil.copy2(entry, draft / entry.name)
 
 
@@ -105,12 +104,12 @@ def _manifest(draft: Path, models: Sequence[Sharded]) -> Manifest:
 
 
 def _entries(draft: Path) -> dict[str, FileEntry]:
-    """Every file, but of checkpoints inside only their manifests: those know the rest."""
+    """Describe every file; of sharded checkpoints inside, only their manifests."""
     inside = {manifest.parent for manifest in draft.rglob(NAME)}
-    found = {}
+    entries = {}
     for file in sorted(draft.rglob("*")):
         is_known = any(folder in file.parents for folder in inside) and file.name != NAME
         if file.is_file() and not is_known and file.name != OWNER:
             atomic.sync(file)
-            found[file.relative_to(draft).as_posix()] = atomic.entry_of(file)
-    return found
+            entries[file.relative_to(draft).as_posix()] = atomic.entry_of(file)
+    return entries

@@ -1,4 +1,4 @@
-"""How does every rank get its share of a checkpoint, whatever ranks have written it?"""
+"""Loading of sharded checkpoints onto any number of ranks, with any scopes."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _log = logging.getLogger(__name__)
 
 
 class OpenCheckpoint:
-    """A sharded checkpoint that was looked at, to be read part by part. All methods are collective.
+    """A sharded checkpoint, verified and open for partial reads. Collective methods.
 
     Args:
-        path: The folder; rank 0's counts.
-        weights_only: Whether objects may be nothing but plain data, as `torch.load` has it.
+        path: Folder of the checkpoint. Rank 0's path is used.
+        weights_only: Whether objects must be plain data, as in `torch.load`.
 
     Attributes:
-        path: Of rank 0.
-        extra: What `save_checkpoint` was given.
+        path: Path of rank 0.
+        extra: Extra state that was passed to `save_checkpoint`.
 
     Raises:
-        CheckpointError: On every rank, for one that is damaged or mixed.
+        CheckpointError: The checkpoint is damaged or mixed with another. Raised on every rank.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, weights_only: bool = True) -> None:
@@ -56,7 +56,7 @@ class OpenCheckpoint:
 
     @property
     def num_optimizers(self) -> int:
-        """How many were saved."""
+        """Number of optimizers that were saved."""
         names = (name.partition(".")[0] for name in self._metadata.state_dict_metadata)
         return len({name for name in names if name.startswith(OPTIMIZER)})
 
@@ -66,38 +66,39 @@ class OpenCheckpoint:
         """Read everything into a model and its optimizers, and set the random generators.
 
         Args:
-            sharded: The model.
-            optimizers: In the order in which they were saved, or by the same names.
-            strict: As for `load_checkpoint`.
-            has_model: False reads the optimizers only.
+            sharded: Model.
+            optimizers: Optimizers in the order in which they were saved, or by the same keys.
+            strict: Same as for `load_checkpoint`.
+            has_model: Whether the model is also read; False reads only the optimizers.
 
         Raises:
-            CheckpointError: It is another model's, before anything is changed; or it could not be read.
+            CheckpointError: The checkpoint belongs to another model (then nothing was changed), or it could not be
+                read.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        template = run_on_all_ranks(
+        target = run_on_all_ranks(
             lambda: LoadTarget(sharded, optimizers, self._saved(), strict=strict, has_model=has_model)
         )
         if self._manifest is not None:
-            wanted = rng.request_rng(rank, world_size, self._manifest.world_size)
-            saved = self._metadata.state_dict_metadata  # weights alone have no random states
-            template.values[rng.KEY] = {k: v for k, v in wanted.items() if f"{rng.KEY}.{k}" in saved}
+            requested = rng.request_rng(rank, world_size, self._manifest.world_size)
+            saved = self._metadata.state_dict_metadata  # checkpoints without optimizers have no random states
+            target.values[rng.KEY] = {k: v for k, v in requested.items() if f"{rng.KEY}.{k}" in saved}
 
         def fill() -> None:
-            """The model last: it is read in place, and nothing but reading may fail any more."""
-            self._read_into({name: values for name, values in template.values.items() if name != MODEL})
-            states = template.optimizer_states()
-            self._read_into({MODEL: template.values[MODEL]})
-            template.apply(states)
+            """Read the model last: it is read in place, and afterwards only reading may fail."""
+            self._read_into({name: values for name, values in target.values.items() if name != MODEL})
+            states = target.optimizer_states()
+            self._read_into({MODEL: target.values[MODEL]})
+            target.apply(states)
 
         run_on_all_ranks(lambda: self._as_checkpoint_error(fill))
         if self._manifest is not None:
-            rng.restore_rng(template.values[rng.KEY], rank, sharded.generators)
+            rng.restore_rng(target.values[rng.KEY], rank, sharded.generators)
             sharded.steps_done = self._manifest.step
             if self._manifest.pending_micro_steps and optimizers and rank == 0:
                 _log.warning(
-                    "`%s` was saved after %d micro-steps of an unfinished accumulation, whose gradients it does not "
-                    "hold. Take that accumulation from its first micro-step, or go on with a step that lacks them.",
+                    "`%s` was saved after %d micro-steps of an unfinished accumulation. It does not hold their "
+                    "gradients. Repeat that accumulation from its first micro-step, or accept one step without them.",
                     self.path,
                     self._manifest.pending_micro_steps,
                 )
@@ -107,9 +108,9 @@ class OpenCheckpoint:
         return CheckpointContents(self._metadata.state_dict_metadata, classes)
 
     def model_state(self, sharded: Sharded) -> dict[str, Any]:
-        """The saved model in new memory, each tensor in this rank's share, cut as the model's own are.
+        """Read the saved model into new memory, with tensors sharded like the model's own.
 
-        Names that the model does not have are whole tensors.
+        Tensors whose names the model does not have are read in full.
         """
         state = run_on_all_ranks(lambda: empty_model_like_saved(sharded, self._metadata))
         run_on_all_ranks(lambda: self._as_checkpoint_error(lambda: self._read_into({MODEL: state})))
@@ -120,7 +121,7 @@ class OpenCheckpoint:
             read(self.path, self._metadata, values, weights_only=self._weights_only)
 
     def _as_checkpoint_error(self, action: Callable[[], T]) -> T:
-        """With errors of reading as a `CheckpointError`, which all ranks are told of."""
+        """Run an action, with errors of reading converted to a `CheckpointError`."""
         try:
             return action()
         except CheckpointError:
@@ -135,13 +136,13 @@ class OpenCheckpoint:
         if self._manifest is not None:
             check_listed(self.path, EXTRA, self._manifest.files)
         try:
-            found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=self._weights_only)
+            extra: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=self._weights_only)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"`{file}` holds objects that are not plain data, and reading them may run code ({error}). If you "
+                f"`{file}` holds objects that are not plain data, and loading them may run code ({error}). If you "
                 "trust the checkpoint, load it with `weights_only=False`."
             ) from error
-        return found
+        return extra
 
 
 def load_checkpoint(
@@ -152,53 +153,54 @@ def load_checkpoint(
     strict: bool = True,
     weights_only: bool = True,
 ) -> dict[str, Any]:
-    """Read a sharded checkpoint into a model, its optimizers and the random generators. Collective.
+    """Load model, optimizers and random generators from a checkpoint. Collective.
 
-    It may have been written by any number of ranks, with any scopes, layout of the optimizer and dtypes. Every file is
-    held against its digest first; ranks share that work. A folder that torch's distributed checkpoints have written, of
-    FSDP2 for instance, with the same names (``model``, ``optimizer_0``, ...) is read, too, without digests.
+    The checkpoint may have been written by any number of ranks, with any scopes, optimizer layout and dtypes. Every
+    file is first verified against its digest; ranks share that work. Folders of torch's distributed checkpoint with the
+    same names (``model``, ``optimizer_0``, ...), such as those of FSDP2, are also read, without verification.
 
     Args:
-        path: The folder; rank 0's counts.
-        sharded: The model.
-        optimizers: In the order in which they were saved, or by the same names; none loads the model only.
-        strict: Whether names that only the model, or only the checkpoint, has are an error.
-        weights_only: Whether objects may be nothing but plain data, as `torch.load` has it.
+        path: Folder of the checkpoint. Rank 0's path is used.
+        sharded: Model.
+        optimizers: Optimizers in the order in which they were saved, or by the same keys. Without optimizers, only the
+            model is loaded.
+        strict: Whether names that only the model or only the checkpoint has are errors.
+        weights_only: Whether objects must be plain data, as in `torch.load`.
 
     Returns:
-        What `save_checkpoint` was given as `extra`.
+        Extra state that was passed to `save_checkpoint`.
 
     Raises:
-        CheckpointError: On every rank, for a checkpoint that is damaged, mixed or another model's, before anything is
-            changed.
+        CheckpointError: The checkpoint is damaged, mixed with another, or belongs to another model. Raised on every
+            rank, before anything is changed.
 
     Cost:
-        Memory: this rank's share, and about four copies of the largest saved piece, as torch reads it.
+        Memory: this rank's shards, and about four copies of the largest saved item, because of how torch reads it.
     """
     finish_saves(sharded)
-    found = OpenCheckpoint(path, weights_only=weights_only)
-    found.load(sharded, optimizers, strict=strict)
-    return found.extra
+    checkpoint = OpenCheckpoint(path, weights_only=weights_only)
+    checkpoint.load(sharded, optimizers, strict=strict)
+    return checkpoint.extra
 
 
 def load_newest_checkpoint(
     folder: str | os.PathLike[str], sharded: Sharded, optimizers: Optimizers = (), **options: Any
 ) -> dict[str, Any] | None:
-    """Load the newest whole checkpoint in a folder, as `load_checkpoint` does. Collective.
+    """Load the newest intact checkpoint of a folder. Collective.
 
-    Rank 0 says which it passes over and why.
+    It is loaded by `load_checkpoint`. Rank 0 prints which checkpoints it skips and why.
 
     Args:
-        folder: That holds checkpoints; rank 0's counts.
-        sharded: The model.
-        optimizers: In the order in which they were saved.
-        **options: Of `load_checkpoint`.
+        folder: Folder that holds checkpoints. Rank 0's path is used.
+        sharded: Model.
+        optimizers: Optimizers in the order in which they were saved.
+        **options: Options of `load_checkpoint`.
 
     Returns:
-        Its `extra`; None where the folder holds no checkpoint.
+        Extra state of the checkpoint; None if the folder holds no checkpoint.
 
     Raises:
-        CheckpointError: All are damaged, or the newest whole one is another model's.
+        CheckpointError: All checkpoints are damaged, or the newest intact one belongs to another model.
     """
     finish_saves(sharded)
     path = newest_checkpoint(folder)
@@ -206,53 +208,56 @@ def load_newest_checkpoint(
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest sharded checkpoint in a folder that is whole. Collective: ranks share the reading of all its files.
+    """Find the newest intact sharded checkpoint of a folder. Collective.
 
-    Rank 0 says which it passes over and why.
+    Ranks share the work of reading all files. Rank 0 prints which checkpoints it skips and why.
 
     Args:
-        folder: That holds checkpoints; rank 0's counts.
+        folder: Folder that holds checkpoints. Rank 0's path is used.
 
     Returns:
-        Its folder; None where there is no checkpoint in it, as in one that is a checkpoint itself.
+        Path of the checkpoint. None if the folder holds no checkpoint, or is a checkpoint itself.
 
     Raises:
-        CheckpointError: All are damaged.
+        CheckpointError: All checkpoints are damaged.
     """
     rank = dist.get_rank()
-    found = gather_objects(atomic.newest_first(Path(folder)) if rank == 0 else [])[0]
-    for path in found:
+    paths = gather_objects(atomic.newest_first(Path(folder)) if rank == 0 else [])[0]
+    for path in paths:
         try:
             check_checkpoint(path)
         except CheckpointError as error:
             if rank == 0:
-                print(f"Passed over: {error}", flush=True)
+                print(f"Skipped: {error}", flush=True)
             continue
         return path
-    if found:
+    if paths:
         raise CheckpointError(
-            f"None of the {len(found)} checkpoints in `{folder}` is whole. Restore one from a backup, or start anew in "
-            "another folder."
+            f"None of the {len(paths)} checkpoints in `{folder}` is intact. Restore one from a backup, or start again "
+            "in another folder."
         )
     return None
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a checkpoint that was finished, or one that its successor has put aside and never replaced.
+    """Whether a folder is a finished checkpoint.
 
-    Not while another process may be writing it.
+    A checkpoint that a killed save left under its backup name is restored first. Do not call this function while
+    another process may be writing the checkpoint.
     """
     return atomic.find(Path(path))
 
 
 def check_checkpoint(path: str | os.PathLike[str]) -> Manifest:
-    """Hold every file of a checkpoint against the manifest. Collective: ranks share the reading.
+    """Verify every file of a checkpoint against the manifest. Collective.
+
+    Ranks share the work of reading the files.
 
     Args:
-        path: The folder, the same on all ranks.
+        path: Folder of the checkpoint, equal on all ranks.
 
     Raises:
-        CheckpointError: On every rank, naming a file that is missing or not what was written.
+        CheckpointError: A file is missing or has changed. Raised on every rank; the error names the file.
     """
     rank, world_size, folder = dist.get_rank(), dist.get_world_size(), Path(path)
 
@@ -267,5 +272,5 @@ def check_checkpoint(path: str | os.PathLike[str]) -> Manifest:
 
 
 def _is_foreign(folder: Path) -> bool:
-    """Whether others have written a folder, so that nothing says what its files were like. Collective."""
+    """Whether another library wrote the folder, so that it has no digests. Collective."""
     return gather_objects(not atomic.is_checkpoint(folder) and (folder / ".metadata").is_file())[0]

@@ -1,8 +1,8 @@
-"""What is in a checkpoint?
+"""The manifest of a checkpoint: its files with their digests, and its run.
 
-The manifest stands beside the data as ``manifest.json``. It names every other file with its size and digest, so that
-what was truncated, flipped, lost or mixed is found before anything is read from it, and it says how the run looked that
-wrote it. It is the last file to be written: a folder without one was never finished.
+It is stored next to the data as ``manifest.json``. It names every other file with its size and digest, so that
+truncated, corrupted, lost and mixed files are detected before they are read. It also describes the run that wrote the
+checkpoint. It is the last file to be written: a folder without a manifest was never finished.
 
 Pure.
 """
@@ -18,12 +18,12 @@ from typing import Any
 from mics_strategy.errors import CheckpointError
 
 NAME = "manifest.json"
-FORMAT = 2  # grows when older versions of the package could not read what is written
+FORMAT = 2  # increased when older versions of the package cannot read the files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """One file of a checkpoint: its size, and its SHA-256 in hexadecimal digits."""
+    """One file of a checkpoint: its size in bytes, and its SHA-256 in hexadecimal."""
 
     num_bytes: int
     sha256: str
@@ -31,18 +31,18 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A checkpoint.
+    """Description of a checkpoint.
 
     Attributes:
-        step: Optimizer steps that the run had done.
-        world_size: Ranks that wrote it.
-        scopes: Ranks over which each model state was sharded, by its name. It loads over any other.
-        package_version: Of mics_strategy.
-        torch_version: Of torch.
-        files: Every file but the manifest, by its path inside the folder.
-        optimizer_classes: Of the optimizers, with their modules.
-        pending_micro_steps: Micro-steps since the last optimizer step, whose gradients are not in the checkpoint.
-        format: Of the folder.
+        step: Number of optimizer steps of the run.
+        world_size: Number of ranks that wrote the checkpoint.
+        scopes: Number of ranks over which each model state was sharded, by name. It loads with any other scopes.
+        package_version: Version of mics_strategy.
+        torch_version: Version of torch.
+        files: Every file except the manifest, by its path inside the folder.
+        optimizer_classes: Class names of the optimizers, with their modules.
+        pending_micro_steps: Micro-steps since the last optimizer step. Their gradients are not in the checkpoint.
+        format: Version of the folder's format.
     """
 
     step: int
@@ -56,45 +56,45 @@ class Manifest:
     format: int = FORMAT
 
     def to_json(self) -> str:
-        """The text of ``manifest.json``."""
+        """Return the text of ``manifest.json``."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
-        """Read a manifest.
+        """Parse a manifest.
 
         Args:
-            text: Of the file.
-            where: Names the file in errors.
+            text: Text of the file.
+            where: Name of the file in errors.
 
         Raises:
-            CheckpointError: It is no manifest, or one of a later format.
+            CheckpointError: The text is not a manifest, or is one of a later format.
         """
         try:
-            found = json.loads(text)
-            if _count("format", found["format"], 1) > FORMAT:
+            values = json.loads(text)
+            if _count("format", values["format"], 1) > FORMAT:
                 raise CheckpointError(
-                    f"`{where}` has format {found['format']}, written by mics_strategy {found['package_version']}; "
-                    f"this version reads formats up to {FORMAT}. Upgrade mics_strategy."
+                    f"`{where}` has format {values['format']}, written by mics_strategy {values['package_version']}. "
+                    f"This version reads formats up to {FORMAT}. Upgrade mics_strategy."
                 )
-            own = {field.name: found[field.name] for field in dataclasses.fields(cls) if field.name in found}
+            fields = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values}
             for name, least in _COUNTS.items():
-                _count(name, own.get(name, least), least)
+                _count(name, fields.get(name, least), least)
             for name in ("package_version", "torch_version"):
-                _text(name, own[name])
-            own["scopes"] = {name: _count(f"scopes: {name}", ranks, 1) for name, ranks in own["scopes"].items()}
-            own["files"] = {inside(name): file_entry(name, entry) for name, entry in own["files"].items()}
-            classes = own.get("optimizer_classes", ())
-            own["optimizer_classes"] = tuple(_text("optimizer_classes", name) for name in classes)
-            return cls(**own)
+                _text(name, fields[name])
+            fields["scopes"] = {name: _count(f"scopes: {name}", ranks, 1) for name, ranks in fields["scopes"].items()}
+            fields["files"] = {inside(name): file_entry(name, entry) for name, entry in fields["files"].items()}
+            classes = fields.get("optimizer_classes", ())
+            fields["optimizer_classes"] = tuple(_text("optimizer_classes", name) for name in classes)
+            return cls(**fields)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"`{where}` is not a whole manifest ({type(error).__name__}: {error}). Use an older checkpoint; "
-                "`newest_checkpoint(folder)` finds the newest whole one."
+                f"`{where}` is not a complete manifest ({type(error).__name__}: {error}). Load an older checkpoint: "
+                "`newest_checkpoint(folder)` returns the newest intact one."
             ) from error
 
 
-_COUNTS = {"step": 0, "world_size": 1, "pending_micro_steps": 0}  # and their smallest values
+_COUNTS = {"step": 0, "world_size": 1, "pending_micro_steps": 0}  # smallest values
 
 
 def is_inside(name: str) -> bool:
@@ -104,37 +104,37 @@ def is_inside(name: str) -> bool:
 
 
 def inside(name: str) -> str:
-    """The path itself.
+    """Return a relative path, checked to stay inside the folder.
 
     Raises:
-        ValueError: It leaves the folder.
+        ValueError: The path leaves the folder.
     """
     if not is_inside(name):
-        raise ValueError(f"`files` names {name!r}, which is not in the folder")
+        raise ValueError(f"`files` names {name!r}, which is outside the folder")
     return name
 
 
 def _count(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"`{name}` is {value!r} and no whole number from {least} on")
+        raise ValueError(f"`{name}` is {value!r} instead of an integer of at least {least}")
     return value
 
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"`{name}` is {value!r} and no text")
+        raise TypeError(f"`{name}` is {value!r} instead of a string")
     return value
 
 
 def file_entry(name: str, entry: Mapping[str, Any]) -> FileEntry:
-    """An entry from JSON.
+    """Parse an entry of a file.
 
     Args:
         name: Name of the file, for errors.
-        entry: As `FileEntry`.
+        entry: Fields of `FileEntry`, from JSON.
 
     Raises:
-        ValueError: Or TypeError, or KeyError: it is none.
+        ValueError: The entry is invalid. Also raised as TypeError or KeyError.
     """
     where = f"files: {name}"
     return FileEntry(num_bytes=_count(where, entry["num_bytes"], 0), sha256=_text(where, entry["sha256"]))

@@ -1,11 +1,11 @@
-"""How are states of an optimizer saved that are more, or other, than tensors cut as their parameters are?
+"""Rank-local optimizer states: valid on one shard of a parameter only.
 
-*Quantized* states are saved twice: their values under the name that every state has, so that they load on any ranks
-and everybody reads them, and their very codes and scales by *place*, the part of the parameter to which they belong. A
-rank that has that place again takes them as they were; any other quantizes the values anew.
+A *quantized* state is saved twice. Its values have the name that every state has, so that they load on any ranks and in
+any tool. Its codes and scales are saved by *shard key*, the part of the parameter to which they belong. A rank that
+again has the same part loads codes and scales unchanged; any other rank quantizes the values again.
 
-States that hold tensors in a dict, list or tuple, and tensors of another shape than a rank's rows, are this rank's own,
-and nobody knows how they would be cut elsewhere: they are saved by place only.
+Tensors in a dict, list or tuple, and tensors whose shape is not that of the rank's shard, cannot be resharded. They are
+saved by shard key only.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ KEY = "kept"
 
 @dataclass(frozen=True, slots=True)
 class RankLocalState:
-    """A state as this rank keeps it; saved as one object."""
+    """A state that is valid on this rank only, saved as one object."""
 
     value: Any
 
     def plain(self) -> Any:
-        """As plain data on the CPU, which whoever lacks the class of a quantized tensor can read, too."""
+        """Convert to plain CPU data that loads without the class of quantized tensors."""
         if not is_quantized(self.value):
             return tree_map(_on_cpu, self.value)
         local: Any = to_local(self.value)
@@ -44,18 +44,18 @@ class RankLocalState:
         return {"class": class_name(type(local)), "parts": parts, "context": list(context)}
 
 
-def class_name(kind: type) -> str:
-    """With its module."""
-    return f"{kind.__module__}.{kind.__qualname__}"
+def class_name(cls: type) -> str:
+    """Return the name of a class with its module."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def is_rank_local(value: Any, parameter: torch.Tensor, owner: int | None) -> bool:
-    """Whether a state is saved by place.
+    """Whether a state is saved by shard key.
 
     Args:
         value: One entry of the state.
-        parameter: Its parameter.
-        owner: The rank that alone has the states of `parameter`, where one does.
+        parameter: Parameter of the state.
+        owner: Rank that alone holds the states of `parameter`; None if every rank holds its shard.
     """
     if is_quantized(value) or _is_nested(value):
         return True
@@ -68,7 +68,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def shard_key(parameter: torch.Tensor, owner: int | None) -> str:
-    """The name of the part of a parameter whose states this rank has, as ``start+length`` along each dimension."""
+    """Name this rank's part of a parameter: ``start+length`` of each dimension."""
     starts, lengths = _shard_key(parameter, owner)
     name = "x".join(f"{start}+{length}" for start, length in zip(starts, lengths, strict=True)) or "scalar"
     if isinstance(parameter, ShardedParameter) and not lengths.numel():
@@ -89,10 +89,10 @@ class StateSource:
     """The states of one parameter in a checkpoint.
 
     Attributes:
-        optimizer: Its key, as ``optimizer_0``.
-        name: Of the parameter.
-        parameter: Where they go.
-        owner: The rank that alone has them here, where one does.
+        optimizer: Key of the optimizer, such as ``optimizer_0``.
+        name: Name of the parameter.
+        parameter: Parameter whose states are loaded.
+        owner: Rank that alone holds the states here; None if every rank holds its shard.
     """
 
     optimizer: str
@@ -101,64 +101,64 @@ class StateSource:
     owner: int | None
 
     def request(self, saved: Mapping[str, Any], *, are_quantized: bool) -> dict[str, dict[str, None]]:
-        """What this rank reads by place: for every such state the name of one place, with nothing there yet.
+        """Select the rank-local states to read, each under one shard key with value None.
 
-        Its own place where that was saved; else any, to see how the state was quantized.
+        The key is this rank's own if it was saved. Otherwise it is any key, to learn how the state was quantized.
 
         Args:
-            saved: Everything in the checkpoint, by name.
-            are_quantized: Whether the optimizer keeps quantized states as the one that was saved.
+            saved: Entries of the checkpoint, by flat name.
+            are_quantized: Whether the optimizer quantizes its states like the saved one.
 
         Raises:
-            CheckpointError: A state that fits its own place only, which is not this rank's.
+            CheckpointError: A state that cannot be resharded was not saved for this rank's shard.
         """
         prefix = f"{KEY}.{self.optimizer}.{self.name}."
-        places: dict[str, list[str]] = {}
-        for found in saved:
-            if found.startswith(prefix):
-                state, _, place = found.removeprefix(prefix).rpartition(".")
-                places.setdefault(state, []).append(place)
-        wanted: dict[str, dict[str, None]] = {}
-        own = shard_key(self.parameter, self.owner)
-        for state, known in places.items():
+        keys_by_state: dict[str, list[str]] = {}
+        for entry in saved:
+            if entry.startswith(prefix):
+                state, _, key = entry.removeprefix(prefix).rpartition(".")
+                keys_by_state.setdefault(state, []).append(key)
+        requested: dict[str, dict[str, None]] = {}
+        local_key = shard_key(self.parameter, self.owner)
+        for state, saved_keys in keys_by_state.items():
             values = saved.get(f"{self.optimizer}.state.{self.name}.{state}")
-            if values is None and own not in known and self.parameter.numel():
+            if values is None and local_key not in saved_keys and self.parameter.numel():
                 raise CheckpointError(
-                    f"`{state}` of `{self.name}` was saved as each rank keeps it, for the parts {', '.join(known[:3])}"
-                    f"{', ...' if len(known) > 3 else ''}, and this rank has {own}: how such a state is cut is not "
-                    "known. Load on as many ranks with the same scopes, or without the optimizer."
+                    f"`{state}` of `{self.name}` cannot be resharded. It was saved for the shards "
+                    f"{', '.join(saved_keys[:3])}{', ...' if len(saved_keys) > 3 else ''}, and this rank has "
+                    f"{local_key}. Load on the same number of ranks with the same scopes, or without the optimizer."
                 )
             if values is None or are_quantized:
-                if own in known:
-                    wanted[state] = {own: None}
+                if local_key in saved_keys:
+                    requested[state] = {local_key: None}
                 elif not self._is_chunk(values):
-                    wanted[state] = {min(known): None}
-        return wanted
+                    requested[state] = {min(saved_keys): None}
+        return requested
 
     def _is_chunk(self, values: Any) -> bool:
-        """Whether this rank's place was one of those that were saved; not quantized then, if nothing says so."""
+        """Whether this rank's shard was saved; without codes, it was not quantized."""
         chunks = values.chunks if isinstance(values, TensorStorageMetadata) else []
         return _shard_key(self.parameter, self.owner) in [(chunk.offsets, chunk.sizes) for chunk in chunks]
 
-    def is_exact(self, place: str) -> bool:
-        """Whether what was saved for a place is what this rank keeps."""
-        return place == shard_key(self.parameter, self.owner)
+    def is_exact(self, key: str) -> bool:
+        """Whether a shard key is this rank's own."""
+        return key == shard_key(self.parameter, self.owner)
 
-    def restore(self, place: str, loaded: Any, values: torch.Tensor | None) -> Any:
-        """A state as this rank keeps it.
+    def restore(self, key: str, loaded: Any, values: torch.Tensor | None) -> Any:
+        """Return a state in this rank's form.
 
         Args:
-            place: Whose state was read.
-            loaded: What was.
-            values: Of this rank's part, where they were read.
+            key: Shard key whose state was read.
+            loaded: State that was read.
+            values: Dequantized values of this rank's shard; None if they were not read.
 
         Raises:
-            CheckpointError: A class that is not known here.
+            CheckpointError: The class of a quantized state is not known here.
         """
         if not (isinstance(loaded, dict) and loaded.keys() == {"class", "parts", "context"}):
             return loaded
         local = _rebuilt(loaded)
-        if not self.is_exact(place):
+        if not self.is_exact(key):
             if values is None:
                 return None
             local = requantize_like(to_local(values), local)
@@ -169,19 +169,19 @@ class StateSource:
 
 
 def _rebuilt(loaded: Mapping[str, Any]) -> torch.Tensor:
-    known = {class_name(entry): entry for entry in get_safe_globals() if isinstance(entry, type)}
-    kind: Any = known.get(loaded["class"])
-    if kind is None:
+    safe_classes = {class_name(entry): entry for entry in get_safe_globals() if isinstance(entry, type)}
+    tensor_class: Any = safe_classes.get(loaded["class"])
+    if tensor_class is None:
         raise CheckpointError(
-            f"The checkpoint holds states of the class {loaded['class']}, which is not known here as safe to load. "
-            "Import what defines it, and name it with `torch.serialization.add_safe_globals`."
+            f"The checkpoint holds states of the class {loaded['class']}, which is not registered here as safe to "
+            "load. Import the module that defines it, and register it with `torch.serialization.add_safe_globals`."
         )
-    found: torch.Tensor = kind.__tensor_unflatten__(loaded["parts"], loaded["context"], None, None)
-    return found
+    tensor: torch.Tensor = tensor_class.__tensor_unflatten__(loaded["parts"], loaded["context"], None, None)
+    return tensor
 
 
 def quantizes_like(optimizer: Optimizer, position: int, saved: Sequence[str]) -> bool:
-    """Whether an optimizer is of the class whose states were saved, so that it quantizes as that one did."""
+    """Whether an optimizer is of the saved class, and so quantizes in the same way."""
     return position < len(saved) and saved[position] in map(class_name, type(optimizer).__mro__)
 
 

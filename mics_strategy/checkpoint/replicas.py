@@ -1,7 +1,7 @@
-"""Which rank writes which piece, when several ranks hold the same?
+"""Choice of the replica that writes each item of a checkpoint.
 
-Names and sizes of the pieces say it, so nobody has to ask: all ranks that hold the same pieces compute the same
-writers, each of whom gets about the same number of bytes.
+The choice depends only on names and sizes, so it needs no communication: all ranks that hold the same items compute the
+same writers, and each writes about the same number of bytes.
 
 Pure.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReplicaId:
-    """Which of several equal copies a rank holds: number `index` of `count`."""
+    """Position of a rank among the ranks with equal copies: number `index` of `count`."""
 
     index: int
     count: int
@@ -26,12 +26,12 @@ SOLE = ReplicaId(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class SaveItem:
-    """Something that is written once.
+    """One tensor shard or object of a checkpoint, which exactly one rank writes.
 
     Attributes:
-        name: The same on all ranks that hold it, and that of no other piece they hold.
-        num_bytes: Of its data; 0 where that is not known.
-        replica: Which of the equal copies this rank holds.
+        name: Name of the item, unique on a rank and equal on all ranks that hold the item.
+        num_bytes: Size of the data in bytes; 0 if unknown.
+        replica: Index of this rank's copy among the equal ones.
     """
 
     name: str
@@ -39,22 +39,24 @@ class SaveItem:
     replica: ReplicaId
 
 
-def items_to_write(pieces: Iterable[SaveItem]) -> set[str]:
-    """The names of the pieces that this rank writes.
+def items_to_write(items: Iterable[SaveItem]) -> set[str]:
+    """Return the names of the items that this rank writes.
 
-    The largest go first, each to the copy that has least so far; of those with equally little, the name's checksum
-    chooses, so that pieces of unknown size are spread as well. No copy gets more than an equal share and one piece.
+    Items are assigned largest first, each to the copy with the fewest bytes so far. Among copies with equally few bytes
+    the checksum of the name decides, which also spreads items of unknown size. No copy writes more than an equal share
+    plus one item.
 
     Args:
-        pieces: All that this rank holds. Ranks with other copies of a piece hold the same ones of as many copies.
+        items: All items that this rank holds. Ranks with other copies of an item hold the same items with the same
+            number of copies.
     """
-    mine: set[str] = set()
+    names: set[str] = set()
     loads: dict[int, list[int]] = {}  # by the number of copies
-    for piece in sorted(pieces, key=lambda piece: (-piece.num_bytes, piece.name)):
-        load = loads.setdefault(piece.replica.count, [0] * piece.replica.count)
-        first = zlib.crc32(piece.name.encode()) % piece.replica.count
+    for item in sorted(items, key=lambda item: (-item.num_bytes, item.name)):
+        load = loads.setdefault(item.replica.count, [0] * item.replica.count)
+        first = zlib.crc32(item.name.encode()) % item.replica.count
         writer = min(range(len(load)), key=lambda copy: (load[copy], (copy - first) % len(load)))
-        load[writer] += piece.num_bytes
-        if writer == piece.replica.index:
-            mine.add(piece.name)
-    return mine
+        load[writer] += item.num_bytes
+        if writer == item.replica.index:
+            names.add(item.name)
+    return names

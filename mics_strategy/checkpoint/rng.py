@@ -1,7 +1,8 @@
-"""How do random numbers go on where they were?
+"""Random number generators in a checkpoint.
 
-Every rank saves the states of its generators. On as many ranks each takes its own again; on another number each derives
-new ones from rank 0's, so that ranks differ from one another and a second resume does as the first.
+Every rank saves the states of its generators. With the same number of ranks, each rank restores its own. With another
+number, each rank derives new seeds from rank 0's states, so that ranks differ from one another and every resume is
+reproducible.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ KEY = "random"
 
 
 def save_rng(rank: int, generators: Sequence[torch.Generator]) -> tuple[StateDict, dict[str, ReplicaId]]:
-    """The states of this rank's generators under a name, and that no other rank holds them.
+    """Return the generator states of this rank, held by no other rank, by name.
 
     Args:
-        rank: Of this process.
-        generators: The model's own, of stochastic rounding.
+        rank: Rank of this process.
+        generators: Generators of the model, for stochastic rounding.
     """
     numpy, buffer = sys.modules.get("numpy"), io.BytesIO()
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
@@ -42,17 +43,19 @@ def save_rng(rank: int, generators: Sequence[torch.Generator]) -> tuple[StateDic
 
 
 def request_rng(rank: int, world_size: int, saved_world_size: int) -> StateDict:
-    """The names of the states that this rank needs, with nothing in their places yet."""
+    """Name the states that this rank needs, with None as their values."""
     return {str(rank if world_size == saved_world_size else 0): None}
 
 
 def restore_rng(loaded: StateDict, rank: int, generators: Sequence[torch.Generator]) -> None:
-    """Set this rank's generators; the model's own where it has as many as were saved.
+    """Set the generators of this rank.
+
+    The model's own are set if it has as many as were saved.
 
     Args:
-        loaded: What `wanted` named, or nothing.
-        rank: Of this process.
-        generators: The model's own, of stochastic rounding.
+        loaded: Entry that `request_rng` named, with its value; may be empty.
+        rank: Rank of this process.
+        generators: Generators of the model, for stochastic rounding.
     """
     if not loaded:
         return

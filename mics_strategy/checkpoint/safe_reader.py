@@ -1,7 +1,7 @@
-"""How are a checkpoint's pieces read, without running what somebody may have put into it?
+"""Reading of checkpoints without running code that they may contain.
 
-torch's reader unpickles the description of a checkpoint, and its planner every object in it, whatever they are. Here
-the description may hold nothing but torch's own descriptions, and objects nothing but plain data.
+torch's reader unpickles a checkpoint's metadata, and its planner unpickles every object, of whatever class. Here the
+metadata may hold only torch's metadata classes, and objects only plain data.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mics_strategy.checkpoint.manifest import NAME as MANIFEST
 from mics_strategy.checkpoint.manifest import is_inside
 from mics_strategy.errors import CheckpointError
 
-DESCRIPTION = ".metadata"  # torch's name for it
+METADATA = ".metadata"  # torch's name of the file
 _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_DESCRIPTIONS = {
+_METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
@@ -43,77 +43,77 @@ _DESCRIPTIONS = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickles torch's descriptions of checkpoints, and refuses anything else."""
+    """Unpickler of torch's checkpoint metadata that refuses any other class."""
 
     @override
     def find_class(self, module: str, name: str) -> Any:
-        if name in _DESCRIPTIONS.get(module, ()):
+        if name in _METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it needs the class {module}.{name}")
 
 
 class SafeReader(FileSystemReader):
-    """Reads a folder in the format of torch's distributed checkpoints."""
+    """Reader of a folder in the format of torch's distributed checkpoint."""
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the folder holds.
+        """Read the metadata of the folder.
 
         Raises:
-            CheckpointError: It cannot be read, holds more than descriptions, or names files that are not the
-                checkpoint's: outside of the folder, or not in the manifest where there is one.
+            CheckpointError: The metadata cannot be read, holds other classes, or names files that do not belong to the
+                checkpoint: outside of the folder, or not in the manifest if there is one.
         """
         folder = Path(self.path)
-        file = folder / DESCRIPTION
+        file = folder / METADATA
         files = atomic.read_manifest(folder).files if atomic.is_checkpoint(folder) else None
         try:
             with file.open("rb") as opened:
-                found = _MetadataUnpickler(opened).load()
+                metadata = _MetadataUnpickler(opened).load()
         except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, IndexError) as error:
             raise CheckpointError(
-                f"`{file}` does not describe a checkpoint ({error}). It is damaged, or somebody has put into it what "
-                "would be run; use another checkpoint."
+                f"`{file}` is not checkpoint metadata ({error}). It is damaged, or was changed to run code when it is "
+                "loaded. Use another checkpoint."
             ) from error
-        if not isinstance(found, Metadata):
+        if not isinstance(metadata, Metadata):
             raise CheckpointError(
-                f"`{file}` holds a {type(found).__name__} and no description. Use another checkpoint."
+                f"`{file}` holds a {type(metadata).__name__} instead of checkpoint metadata. Use another checkpoint."
             )
-        names = {str(piece.relative_path) for piece in (found.storage_data or {}).values()}
-        for name in sorted(names | ({DESCRIPTION} if files is not None else set())):
+        names = {str(entry.relative_path) for entry in (metadata.storage_data or {}).values()}
+        for name in sorted(names | ({METADATA} if files is not None else set())):
             check_listed(folder, name, files)
-        return found
+        return metadata
 
 
 def check_listed(folder: Path, name: str, files: Collection[str] | None) -> None:
-    """Refuse to read a file of which nothing says that it is the checkpoint's.
+    """Check that a file belongs to the checkpoint.
 
     Args:
-        folder: The checkpoint.
+        folder: Folder of the checkpoint.
         name: Name of the file inside the folder.
-        files: Those of the manifest; None where others have written the folder, without one.
+        files: File names of the manifest; None if another library wrote the folder, without a manifest.
 
     Raises:
-        CheckpointError: It is outside of the folder, no regular file, or not in the manifest.
+        CheckpointError: The file is outside of the folder, not a regular file, or not in the manifest.
     """
     if not is_inside(name):
         raise CheckpointError(
-            f"`{folder / DESCRIPTION}` names `{name}`, which is not in the folder. Somebody has changed the "
-            "checkpoint; use another one."
+            f"`{folder / METADATA}` names `{name}`, which is outside the folder. The checkpoint was modified after "
+            "it was saved. Use another one."
         )
     if files is not None and name not in files:
         raise CheckpointError(
-            f"`{folder / name}` belongs to no checkpoint that was saved there: `{MANIFEST}` does not list it, so "
-            "nothing says what it should hold. Use another checkpoint."
+            f"`{folder / name}` does not belong to the checkpoint: `{MANIFEST}` does not list it, so its contents "
+            "cannot be verified. Use another checkpoint."
         )
     if (folder / name).exists() and not (folder / name).is_file():
-        raise CheckpointError(f"`{folder / name}` is no regular file. Use another checkpoint.")
+        raise CheckpointError(f"`{folder / name}` is not a regular file. Use another checkpoint.")
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """Puts what is read in its place; objects are plain data.
+    """Load planner that accepts only plain data as objects.
 
     Args:
-        weights_only: As `torch.load` has it.
+        weights_only: Same as in `torch.load`.
     """
 
     def __init__(self, *, weights_only: bool = True) -> None:
@@ -122,33 +122,35 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object in its place.
+        """Load an object into the state dict.
 
         Raises:
-            CheckpointError: Reading it might run code.
+            CheckpointError: Loading the object may run code.
         """
         name = read_item.dest_index.fqn
         try:
             loaded = torch.load(value, weights_only=self._weights_only)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
-                f"`{name}` in the checkpoint is no plain data, and reading it may run code ({error}). If you trust the "
-                "checkpoint, load it with `weights_only=False`."
+                f"`{name}` in the checkpoint is not plain data, and loading it may run code ({error}). If you trust "
+                "the checkpoint, load it with `weights_only=False`."
             ) from error
         set_element(self.original_state_dict, self.mappings[name], loaded)
 
 
 def read(path: Path, metadata: Metadata, values: dict[str, Any], *, weights_only: bool) -> None:
-    """Fill nested dicts from a checkpoint; tensors in place, each in this rank's share.
+    """Fill nested dicts from a checkpoint.
+
+    Tensors are filled in place with this rank's shard.
 
     Args:
-        path: The checkpoint.
-        metadata: Its description.
-        values: Whose names are in it.
-        weights_only: As `torch.load` has it.
+        path: Folder of the checkpoint.
+        metadata: Metadata of the checkpoint.
+        values: Nested dicts with names of the checkpoint. Their tensors are overwritten.
+        weights_only: Same as in `torch.load`.
 
     Cost:
-        Reads every saved piece of which this rank needs a part.
+        Reads every saved item of which this rank needs a part.
     """
     reader, planner = SafeReader(path), SafeLoadPlanner(weights_only=weights_only)
     planner.set_up_planner(values, metadata)

@@ -1,8 +1,8 @@
-"""How is the state of all ranks written, at once or while training goes on?
+"""Saving of sharded checkpoints, synchronously or in the background.
 
-Every rank writes its pieces into one file of the draft and tells rank 0, through the job's store, what is in it. Rank 0
-adds what describes the whole and publishes it. No process group takes part: a save that is under way neither disturbs
-training nor ends with it, and goes on when the process groups are gone.
+Every rank writes its items into one file of the draft, and reports the file's contents to rank 0 through the job's
+store. Rank 0 adds the metadata and commits the draft. No process group takes part: a pending save does not delay
+training, and it completes even if the process groups are destroyed meanwhile.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from mics_strategy.errors import CheckpointError, MiCSError
 from mics_strategy.version import package_version
 
 T = TypeVar("T")
-EXTRA = "meta.pt"  # by this name Lightning's consolidation finds it
+EXTRA = "meta.pt"  # the name that Lightning's consolidation reads
 _log = logging.getLogger(__name__)
-_SEEN_WITHIN_S = 30.0  # until a folder that rank 0 has made is visible on another machine
+_VISIBLE_WITHIN_S = 30.0  # until a folder of rank 0 is visible on another machine
 
 
 class PendingSave:
-    """A checkpoint that is being written. Its process does not end before it is.
+    """A checkpoint that is being written. The process does not exit before.
 
     Attributes:
-        path: Where it will be.
+        path: Final path of the checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class PendingSave:
         self._done = threading.Event()
 
     def run(self, write: Any) -> None:
-        """Write, and remember how it went."""
+        """Write the checkpoint, and record the failure if there is one."""
         try:
             write()
         except BaseException as error:
@@ -63,15 +63,15 @@ class PendingSave:
         self._done.set()
 
     def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, successfully or not."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Block until the checkpoint is whole on the disk.
+        """Block until the checkpoint is completely on disk.
 
         Raises:
-            CheckpointError: It could not be written; on every rank, naming the one that failed. An older checkpoint of
-                that name is as it was.
+            CheckpointError: The checkpoint could not be written. Raised on every rank, with the rank that failed. An
+                older checkpoint of that name is unchanged.
         """
         self._done.wait()
         failure, self._failure = self._failure, None
@@ -92,37 +92,38 @@ def save_checkpoint(
     model_state: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
 ) -> PendingSave:
-    """Write model, optimizers and, beside these, random states of all ranks as a sharded checkpoint. Collective.
+    """Write model, optimizers and random states as a checkpoint. Collective.
 
-    The folder `path` appears when everything is on the disk, and never otherwise. The save before this one is waited
-    for first, and its failure raised. Gradients are not saved. After micro-steps that no optimizer step has used yet,
-    the checkpoint is written all the same: rank 0 says so once, the manifest how many they are, loading says it again.
+    The folder `path` appears only when everything is on disk. A previous pending save is waited for first, and its
+    failure is raised. Gradients are not saved: if micro-steps are pending, rank 0 warns once, the manifest records
+    their number, and loading warns again.
 
     Args:
-        path: A folder on a file system that all ranks see; rank 0's counts. A checkpoint there is replaced.
-        sharded: The model.
-        optimizers: To be loaded in the same order; or by the names under which they shall be kept.
-        extra: Anything else, of rank 0: schedulers, counters, the position in the data. Plain data and tensors load
-            without running code.
-        model_state: In place of the model's state dict, with the same names on all ranks: a part of it, say.
-        asynchronous: Return when everything is copied, and write while training goes on.
+        path: Folder on a file system that all ranks share. Rank 0's path is used. A checkpoint there is replaced.
+        sharded: Model.
+        optimizers: Optimizers, in order or by key, as for loading. Random states are saved only with optimizers.
+        extra: Other state of rank 0, such as schedulers, counters or the position in the data. Plain data and tensors
+            load without running code.
+        model_state: State dict that replaces the model's own, such as a part of it, with equal names on all ranks.
+        asynchronous: Return when everything is copied, and write in the background.
 
     Returns:
-        What is being written; done already unless `asynchronous`.
+        The pending save. It is already done unless `asynchronous`.
 
     Raises:
-        CheckpointError: On every rank, naming the one that failed.
+        CheckpointError: A rank failed. Raised on every rank, with the rank that failed.
 
-    Cost: Asynchronous, a copy in host memory of what this rank writes, about 1 / world_size of the state (of quantized
-        states it has the values, too), which is kept for the next save.
+    Cost:
+        If asynchronous, host memory for a copy of what this rank writes: about 1 / world_size of the state. For
+        quantized states, it also holds the values. The memory is reused by the next save.
     """
     finish_saves(sharded)
     if optimizers:
         sharded.warn_pending_gradients()
     sharded.synchronize_buffers()
-    check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # or one might be written by nobody
+    check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # otherwise a name may have no writer
     planner = _on_all_ranks(lambda: _make_planner(sharded, optimizers, model_state, asynchronous))
-    copied = _on_all_ranks(lambda: _copied(extra or {}, asynchronous))
+    rank_extra = _on_all_ranks(lambda: _copy_extra(extra or {}, asynchronous))
     check_replica_counts(planner, sharded.index)
     draft, target = begin(path)
     job = _SaveJob(
@@ -130,7 +131,7 @@ def save_checkpoint(
         path=target,
         planner=planner,
         manifest=_manifest_of(sharded, optimizers),
-        extra=copied if dist.get_rank() == 0 else {},
+        extra=rank_extra if dist.get_rank() == 0 else {},
         channel=StoreChannel(dist.distributed_c10d._get_default_store(), draft.name, dist.get_rank()),
         rank=dist.get_rank(),
     )
@@ -148,7 +149,7 @@ def finish_saves(sharded: Sharded) -> None:
     """Wait for an asynchronous save of this model.
 
     Raises:
-        CheckpointError: It failed.
+        CheckpointError: The save failed.
     """
     pending = _pending.pop(sharded, None)
     if pending is not None:
@@ -156,15 +157,16 @@ def finish_saves(sharded: Sharded) -> None:
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Delete a sharded checkpoint, on one rank. Under its name it is whole or gone, whenever the process is killed.
+    """Delete a sharded checkpoint. Call it on one rank.
 
-    An older one is safe to remove when the save of the newer one is done: `PendingSave.wait`.
+    Under its name the checkpoint is complete or absent, even if the process is killed meanwhile. An older checkpoint
+    can be removed as soon as the save of the newer one is done; see `PendingSave.wait`.
 
     Returns:
-        Whether it was one; anything else is left alone.
+        Whether `path` was a checkpoint. Anything else is left unchanged.
 
     Raises:
-        CheckpointError: It cannot be removed.
+        CheckpointError: The checkpoint cannot be removed.
     """
     return atomic.remove(Path(path))
 
@@ -173,38 +175,38 @@ def begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Make a draft that every rank sees. Collective.
 
     Args:
-        path: Path of the checkpoint; that of rank 0 is used.
+        path: Path of the checkpoint. Rank 0's path is used.
 
     Returns:
-        The draft, and the final place: the target where `path` is a link.
+        The draft, and the final path: the target if `path` is a symbolic link.
 
     Raises:
-        CheckpointError: On every rank: nothing can be saved there.
+        CheckpointError: Nothing can be saved there. Raised on every rank.
     """
     rank = dist.get_rank()
 
     def on_rank_0() -> tuple[Path, Path]:
-        place = atomic.real(path)
-        return atomic.begin_draft(place), place
+        final_path = atomic.real(path)
+        return atomic.begin_draft(final_path), final_path
 
     made = gather_objects(_on_all_ranks(lambda: on_rank_0() if rank == 0 else None))[0]
     if made is None:
-        raise CheckpointError("Rank 0 made no draft. This is a defect; please report it.")
+        raise CheckpointError("Rank 0 made no draft. This is a bug in mics_strategy; please report it.")
 
     draft, target = made
 
-    def see() -> None:
-        deadline_s = time.monotonic() + _SEEN_WITHIN_S
+    def wait_until_visible() -> None:
+        deadline_s = time.monotonic() + _VISIBLE_WITHIN_S
         while not draft.is_dir():
             if time.monotonic() > deadline_s:
                 raise CheckpointError(
-                    f"`{draft.parent}` is not the same folder here as on rank 0: what is made there does not appear. "
-                    "Save to a file system that all nodes share."
+                    f"`{draft.parent}` is not the folder that rank 0 sees under this path: the draft that rank 0 made "
+                    f"there is missing after {_VISIBLE_WITHIN_S:.0f} s. Save to a file system that all nodes share."
                 )
             time.sleep(0.05)
 
     try:
-        run_on_all_ranks(see)
+        run_on_all_ranks(wait_until_visible)
     except BaseException:
         if rank == 0:
             atomic.abort(draft)
@@ -213,7 +215,7 @@ def begin(path: str | os.PathLike[str]) -> tuple[Path, Path]:
 
 
 def _on_all_ranks(action: Callable[[], T]) -> T:
-    """`run_on_all_ranks`, with every failure of one rank as a `CheckpointError`."""
+    """`run_on_all_ranks`, with every failure converted to a `CheckpointError`."""
 
     def attempt() -> T:
         try:
@@ -229,11 +231,11 @@ def _on_all_ranks(action: Callable[[], T]) -> T:
 def _make_planner(
     sharded: Sharded, optimizers: Optimizers, model_state: Mapping[str, Any] | None, is_copied: bool
 ) -> ShardedSavePlanner:
-    found = local_state(sharded, optimizers, None if model_state is None else dict(model_state))
-    if optimizers:  # weights alone resume no training
-        found.values[rng.KEY], copies = rng.save_rng(dist.get_rank(), sharded.generators)
-        found.copies.update(copies)
-    return ShardedSavePlanner(found, host=_host_memory.setdefault(sharded, HostCopyPool()) if is_copied else None)
+    local = local_state(sharded, optimizers, None if model_state is None else dict(model_state))
+    if optimizers:  # without optimizers, no training is resumed
+        local.values[rng.KEY], copies = rng.save_rng(dist.get_rank(), sharded.generators)
+        local.copies.update(copies)
+    return ShardedSavePlanner(local, host=_host_memory.setdefault(sharded, HostCopyPool()) if is_copied else None)
 
 
 def _manifest_of(sharded: Sharded, optimizers: Optimizers) -> Manifest:
@@ -250,15 +252,15 @@ def _manifest_of(sharded: Sharded, optimizers: Optimizers) -> Manifest:
     )
 
 
-def _copied(extra: Mapping[str, Any], is_copied: bool) -> Mapping[str, Any]:
+def _copy_extra(extra: Mapping[str, Any], is_copied: bool) -> Mapping[str, Any]:
     return pickle.loads(pickle.dumps(extra)) if is_copied else extra
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SaveJob:
-    """What one rank does for a save.
+    """One rank's work in a save.
 
-    It asks nothing of the default process group, which may be gone when a thread gets to it.
+    It does not use the default process group, which may be destroyed before a background thread runs.
     """
 
     draft: Path
@@ -270,27 +272,27 @@ class _SaveJob:
     rank: int
 
     def write(self) -> None:
-        """Write this rank's share; on rank 0, publish the whole. Ends when it is whole, or never will be."""
+        """Write this rank's shard; rank 0 also commits. Ends with the whole save."""
         try:
-            outcome = self._written()
+            outcome = self._write_and_report()
         finally:
             if self.rank == 0:
-                atomic.abort(self.draft)  # where it was not published
+                atomic.abort(self.draft)  # unless it was committed
         if outcome:
             raise CheckpointError(outcome)
 
-    def _written(self) -> str:
-        """Write; what went wrong, in words."""
-        telling, rank = self.channel, self.rank
-        with telling.heartbeat():
+    def _write_and_report(self) -> str:
+        """Write and exchange reports; return an error text, empty on success."""
+        channel, rank = self.channel, self.rank
+        with channel.heartbeat():
             try:
-                told = self._write_shard(rank).to_json()
+                report = self._write_shard(rank).to_json()
             except BaseException as error:
-                told = shard_report.failed(f"Rank {rank} could not write `{self.path}`: {error}")
-            telling.send(f"share {rank}", told.encode())
+                report = shard_report.failed(f"Rank {rank} could not write `{self.path}`: {error}")
+            channel.send(f"share {rank}", report.encode())
             if rank == 0:
-                telling.send("outcome", self._finalize().encode())
-            return telling.recv("outcome", 0).decode()
+                channel.send("outcome", self._finalize().encode())
+            return channel.recv("outcome", 0).decode()
 
     def _write_shard(self, rank: int) -> ShardReport:
         if not self.planner.plan.items:
@@ -302,25 +304,25 @@ class _SaveJob:
         return ShardReport(self.planner.plan, results, {name: atomic.entry_of(self.draft / name) for name in names})
 
     def _finalize(self) -> str:
-        """Publish when all ranks have written; what went wrong, in words, else."""
+        """Commit when all ranks have written; return an error text, empty on success."""
         try:
-            found = []
+            reports = []
             for rank in range(self.manifest.world_size):
-                told = self.channel.recv(f"share {rank}", rank)
+                message = self.channel.recv(f"share {rank}", rank)
                 self.channel.delete(f"share {rank}")
-                found.append(shard_report.shard_report_from(told.decode(errors="replace"), rank))
-            self._write_metadata(found)
+                reports.append(shard_report.shard_report_from(message.decode(errors="replace"), rank))
+            self._write_metadata(reports)
             atomic.commit(self.draft, self.path)
         except BaseException as error:
-            is_told = isinstance(error, MiCSError)
-            return str(error) if is_told else f"Rank 0 could not finish `{self.path}`: {error!r}"
+            is_explained = isinstance(error, MiCSError)
+            return str(error) if is_explained else f"Rank 0 could not commit `{self.path}`: {error!r}"
         return ""
 
-    def _write_metadata(self, found: Sequence[ShardReport]) -> None:
-        """Write what describes the whole: torch's metadata, everything else, the manifest."""
-        files = {name: entry for share in found for name, entry in share.files.items()}
-        _, metadata = self.planner.create_global_plan([share.plan for share in found])
-        FileSystemWriter(self.draft).finish(metadata, [list(share.results) for share in found])
+    def _write_metadata(self, reports: Sequence[ShardReport]) -> None:
+        """Write torch's metadata, the extra state and the manifest."""
+        files = {name: entry for report in reports for name, entry in report.files.items()}
+        _, metadata = self.planner.create_global_plan([report.plan for report in reports])
+        FileSystemWriter(self.draft).finish(metadata, [list(report.results) for report in reports])
         torch.save(dict(self.extra), self.draft / EXTRA)
         atomic.sync(self.draft / EXTRA)
         for name in (".metadata", EXTRA):

@@ -1,7 +1,7 @@
-"""Which pieces of a state does this rank write, and from which memory?
+"""Save planner: which items this rank writes, and from which memory.
 
-The pieces are those of torch's distributed checkpoints, so everybody's tools read them. One rank writes each of several
-equal copies, and all ranks compute alike which (`writers`); what others write never leaves this rank.
+Items are those of torch's distributed checkpoint, so that its tools can read them. Of several equal copies, one rank
+writes one; all ranks compute the same choice (see `replicas`). Plans of items that other ranks write stay local.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ _SHOWN = 3  # names in an error
 
 
 class HostCopyPool:
-    """Copies of tensors, whose memory is taken again by the next copies of the same pieces. Pinned, of a GPU's.
+    """Host copies of tensors; later copies of the same items reuse their memory.
 
-    One who copies must know that nobody reads the earlier copies any more.
+    Memory for copies of GPU tensors is pinned. The caller must ensure that earlier copies are no longer read.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[Any, torch.Tensor] = {}
 
     def copy(self, index: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the host; of a GPU's tensor it is complete when the current stream is."""
-        kept = self._buffers.get(index)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._buffers[index] = kept
-        return kept.copy_(tensor, non_blocking=True)
+        """Copy to the host. A copy of a GPU tensor is complete when the current stream is."""
+        buffer = self._buffers.get(index)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[index] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
 
 
 class ShardedSavePlanner(DefaultSavePlanner):
-    """What this rank writes.
+    """Plan of the items that this rank writes.
 
     Attributes:
-        state_names: All pieces that it holds, with their sizes, by the number of copies there are.
+        state_names: Names and sizes of all items that this rank holds, by the number of equal copies.
 
     Args:
-        held: What it holds.
-        host: Memory into which the values are copied now, so that the originals may change while the copies are
-            written; None copies nothing. The copies are complete when this returns.
+        local: State that this rank holds.
+        host: Pool into which values are copied now, so that training may change the originals during the write; None
+            copies nothing. Copies are complete when the constructor returns.
     """
 
-    def __init__(self, held: LocalState, *, host: HostCopyPool | None = None) -> None:
+    def __init__(self, local: LocalState, *, host: HostCopyPool | None = None) -> None:
         super().__init__()
-        self._state = held
+        self._state = local
         self._copies: dict[Any, torch.Tensor | bytes] = {}  # by the item's index
         self.state_names: dict[int, set[str]] = {}
-        self.set_up_planner(held.values)
+        self.set_up_planner(local.values)
         self.plan = self.create_local_plan()
         if host is not None:
             for item in self.plan.items:
@@ -76,20 +76,22 @@ class ShardedSavePlanner(DefaultSavePlanner):
 
     @override
     def create_local_plan(self) -> SavePlan:
-        whole = super().create_local_plan()
-        held = [item for item in whole.items if not _is_empty(item)]
-        pieces = [self._piece(item) for item in held]
-        names = items_to_write(pieces)
-        for piece in pieces:
-            self.state_names.setdefault(piece.replica.count, set()).add(f"{piece.name} ({piece.num_bytes} B)")
-        mine = [item for item in held if item.index.fqn in names]
-        mappings = {item.index.fqn: self.mappings[item.index.fqn] for item in mine}
-        return dataclasses.replace(whole, items=mine, planner_data=mappings)
+        plan = super().create_local_plan()
+        items = [item for item in plan.items if not _is_empty(item)]
+        save_items = [self._piece(item) for item in items]
+        names = items_to_write(save_items)
+        for save_item in save_items:
+            self.state_names.setdefault(save_item.replica.count, set()).add(
+                f"{save_item.name} ({save_item.num_bytes} B)"
+            )
+        local_items = [item for item in items if item.index.fqn in names]
+        mappings = {item.index.fqn: self.mappings[item.index.fqn] for item in local_items}
+        return dataclasses.replace(plan, items=local_items, planner_data=mappings)
 
     def _piece(self, item: WriteItem) -> SaveItem:
         name, data = item.index.fqn, item.tensor_data
         num_bytes = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
-        return SaveItem(name, num_bytes, self._state.copy_of(name, self.state_dict[name]))
+        return SaveItem(name, num_bytes, self._state.replica_of(name, self.state_dict[name]))
 
     @override
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -100,7 +102,7 @@ class ShardedSavePlanner(DefaultSavePlanner):
 
     @override
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """What is written: of quantized tensors their values, one at a time."""
+        """Convert an object before the write; a quantized tensor becomes its values."""
         if isinstance(object, RankLocalState):
             object = object.plain()
         elif is_quantized(object):
@@ -108,33 +110,41 @@ class ShardedSavePlanner(DefaultSavePlanner):
         return super().transform_object(write_item, object)
 
 
-def check_replica_counts(pieces: ShardedSavePlanner, shard_index: int) -> None:
-    """Refuse a save for which ranks with copies of the same would not agree on who writes what. Collective.
+def check_replica_counts(planner: ShardedSavePlanner, shard_index: int) -> None:
+    """Check that ranks with equal copies hold the same items. Collective.
+
+    Otherwise they would not agree on the writers.
 
     Args:
-        pieces: Of this rank.
-        shard_index: The same on ranks that hold the same shards.
+        planner: Planner of this rank.
+        shard_index: Index of this rank's shards, equal on ranks that hold the same shards.
 
     Raises:
-        CheckpointError: On every rank, naming what some of them lack.
+        CheckpointError: Items are missing on some ranks. Raised on every rank; the error names the items.
     """
     world_size = dist.get_world_size()
-    held = {(c, 0 if c == world_size else shard_index): names for c, names in pieces.state_names.items() if c > 1}
-    everyone = gather_objects({group: zlib.crc32("\n".join(sorted(names)).encode()) for group, names in held.items()})
-    for group in sorted({group for found in everyone for group in found}):
-        ranks = [rank for rank, found in enumerate(everyone) if group in found]
-        if len({everyone[rank][group] for rank in ranks}) > 1:
-            by_rank = gather_objects(held.get(group, set()))
-            lacking = sorted(set().union(*by_rank) - by_rank[ranks[0]].intersection(*(by_rank[r] for r in ranks)))
-            more = f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else ""
+    local_names = {
+        (c, 0 if c == world_size else shard_index): names for c, names in planner.state_names.items() if c > 1
+    }
+    checksums_by_rank = gather_objects(
+        {group: zlib.crc32("\n".join(sorted(names)).encode()) for group, names in local_names.items()}
+    )
+    for group in sorted({group for checksums in checksums_by_rank for group in checksums}):
+        ranks = [rank for rank, checksums in enumerate(checksums_by_rank) if group in checksums]
+        if len({checksums_by_rank[rank][group] for rank in ranks}) > 1:
+            names_by_rank = gather_objects(local_names.get(group, set()))
+            missing = sorted(
+                set().union(*names_by_rank) - names_by_rank[ranks[0]].intersection(*(names_by_rank[r] for r in ranks))
+            )
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise CheckpointError(
-                f"Nothing was saved: ranks {', '.join(map(str, ranks))} should hold copies of the same state, and not "
-                f"all of them have {', '.join(lacking[:_SHOWN])}{more}. Let every rank step on the same parameters, "
-                "and hooks change state dicts alike."
+                f"Nothing was saved: ranks {', '.join(map(str, ranks))} should hold the same state, but some of them "
+                f"lack {', '.join(missing[:_SHOWN])}{more}. Make every rank step on the same parameters, and make "
+                "state-dict hooks behave equally on every rank."
             )
 
 
 def _is_empty(item: WriteItem) -> bool:
-    """Whether it is the empty end of a tensor that has fewer rows than ranks."""
+    """Whether an item is the empty shard of a tensor with fewer rows than ranks."""
     data = item.tensor_data
     return data is not None and data.chunk.sizes.numel() == 0 != data.size.numel()

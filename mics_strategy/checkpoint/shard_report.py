@@ -1,7 +1,7 @@
-"""What does a rank say about its share of a save, as plain data?
+"""Report of a rank about its part of a save, as plain data.
 
-Rank 0 gets it through the job's store, into which others can write, too; so it is JSON, which runs nothing when it is
-read, and every value is put into torch's own description of a checkpoint with the type that belongs there.
+Rank 0 receives it through the job's store, which other processes can also write to. Therefore it is JSON, which runs no
+code when it is parsed, and every value is checked for its type before it enters torch's metadata.
 
 Pure.
 """
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ShardReport:
-    """What one rank has written.
+    """Report of what one rank has written.
 
     Attributes:
-        plan: Pieces to write.
-        results: Places of the written pieces.
-        files: The files, by their paths in the draft.
+        plan: Items to write.
+        results: Storage locations of the written items.
+        files: Written files, by their paths in the draft.
     """
 
     plan: SavePlan
@@ -41,7 +41,7 @@ class ShardReport:
     files: Mapping[str, FileEntry]
 
     def to_json(self) -> str:
-        """For `shard_report_from`."""
+        """Serialize for `shard_report_from`."""
         return json.dumps(
             {
                 "items": [_plain_item(item) for item in self.plan.items],
@@ -52,31 +52,31 @@ class ShardReport:
         )
 
 
-def failed(words: str) -> str:
-    """What a rank says that has written nothing, for `shard_report_from`."""
-    return json.dumps({"failure": words})
+def failed(message: str) -> str:
+    """Return the report of a rank that could not write, for `shard_report_from`."""
+    return json.dumps({"failure": message})
 
 
 def shard_report_from(text: str, rank: int) -> ShardReport:
-    """Read what a rank has said.
+    """Parse the report of a rank.
 
     Raises:
-        CheckpointError: It could not write, in its own words; or it is not what a rank says.
+        CheckpointError: The rank could not write, with its error text; or the text is not a report.
     """
     try:
-        found = json.loads(text)
-        if "failure" in found:
-            raise CheckpointError(str(found["failure"]))
-        paths = {name: tuple(_of((str, int), part) for part in path) for name, path in found["paths"].items()}
+        fields = json.loads(text)
+        if "failure" in fields:
+            raise CheckpointError(str(fields["failure"]))
+        paths = {name: tuple(_typed((str, int), part) for part in path) for name, path in fields["paths"].items()}
         return ShardReport(
-            SavePlan(items=[_item(item) for item in found["items"]], planner_data=paths),
-            [_result(result) for result in found["results"]],
-            {inside(name): file_entry(name, entry) for name, entry in found["files"].items()},
+            SavePlan(items=[_item(item) for item in fields["items"]], planner_data=paths),
+            [_result(result) for result in fields["results"]],
+            {inside(name): file_entry(name, entry) for name, entry in fields["files"].items()},
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"What the job's store holds of rank {rank} is no description of its share ({type(error).__name__}: "
-            f"{error}), so nothing was saved. Somebody else writes to the store; save again."
+            f"The job's store holds no valid report of rank {rank} ({type(error).__name__}: {error}), so nothing was "
+            "saved. Another process writes to the store. Save again."
         ) from error
 
 
@@ -106,35 +106,37 @@ def _item(plain: Any) -> WriteItem:
         dtype=_torch(torch.dtype, data["dtype"]),
         layout=_torch(torch.layout, data["layout"]),
         memory_format=_torch(torch.memory_format, data["memory_format"]),
-        requires_grad=_of(bool, data["requires_grad"]),
-        pin_memory=_of(bool, data["pin_memory"]),
+        requires_grad=_typed(bool, data["requires_grad"]),
+        pin_memory=_typed(bool, data["pin_memory"]),
     )
     chunk = ChunkStorageMetadata(offsets=_size(data["offsets"]), sizes=_size(data["sizes"]))
-    written = TensorWriteData(chunk=chunk, properties=properties, size=_size(data["size"]))
-    return WriteItem(index=_index(plain["index"]), type=WriteItemType[plain["type"]], tensor_data=written)
+    tensor_data = TensorWriteData(chunk=chunk, properties=properties, size=_size(data["size"]))
+    return WriteItem(index=_index(plain["index"]), type=WriteItemType[plain["type"]], tensor_data=tensor_data)
 
 
 def _plain_result(result: WriteResult) -> dict[str, Any]:
-    place = result.storage_data
+    storage = result.storage_data
     return {
         "index": _plain_index(result.index),
         "num_bytes": result.size_in_bytes,
-        "file": place.relative_path,
-        "offset": place.offset,
-        "length": place.length,
-        "transforms": None if place.transform_descriptors is None else list(place.transform_descriptors),
+        "file": storage.relative_path,
+        "offset": storage.offset,
+        "length": storage.length,
+        "transforms": None if storage.transform_descriptors is None else list(storage.transform_descriptors),
     }
 
 
 def _result(plain: Any) -> WriteResult:
     transforms = plain["transforms"]
-    place = _StorageInfo(
+    storage = _StorageInfo(
         relative_path=inside(plain["file"]),
-        offset=_of(int, plain["offset"]),
-        length=_of(int, plain["length"]),
-        transform_descriptors=None if transforms is None else [_of(str, each) for each in transforms],
+        offset=_typed(int, plain["offset"]),
+        length=_typed(int, plain["length"]),
+        transform_descriptors=None if transforms is None else [_typed(str, descriptor) for descriptor in transforms],
     )
-    return WriteResult(index=_index(plain["index"]), size_in_bytes=_of(int, plain["num_bytes"]), storage_data=place)
+    return WriteResult(
+        index=_index(plain["index"]), size_in_bytes=_typed(int, plain["num_bytes"]), storage_data=storage
+    )
 
 
 def _plain_index(index: MetadataIndex) -> list[Any]:
@@ -142,24 +144,24 @@ def _plain_index(index: MetadataIndex) -> list[Any]:
 
 
 def _index(plain: Any) -> MetadataIndex:
-    name, offset, number = plain
+    name, offset, index = plain
     offsets = None if offset is None else _size(offset)
-    return MetadataIndex(_of(str, name), offsets, None if number is None else _of(int, number))
+    return MetadataIndex(_typed(str, name), offsets, None if index is None else _typed(int, index))
 
 
 def _size(plain: Any) -> torch.Size:
-    return torch.Size([_of(int, each) for each in plain])
+    return torch.Size([_typed(int, length) for length in plain])
 
 
 def _name(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _torch(kind: type[T], name: Any) -> T:
-    return _of(kind, getattr(torch, _of(str, name)))
+def _torch(cls: type[T], name: Any) -> T:
+    return _typed(cls, getattr(torch, _typed(str, name)))
 
 
-def _of(kind: type[T] | tuple[type[T], ...], value: Any) -> T:
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} stands in the place of another kind of value")
+def _typed(cls: type[T] | tuple[type[T], ...], value: Any) -> T:
+    if not isinstance(value, cls):
+        raise TypeError(f"{value!r} has the wrong type")
     return value

@@ -1,9 +1,9 @@
-"""How does a sharded model become a state dict, and back?
+"""State dicts of a sharded model and its optimizers, to save and to load.
 
-Everything has a name: parameters and buffers that of the plain model (``model.<name>``), states of the optimizer
-number i that of their parameter (``optimizer_i.state.<name>.<key>``), groups their options and the names of their
-parameters. Whoever knows the plain model can read it: torch's own tools, FSDP2, Lightning's consolidation. What an
-optimizer keeps besides has names of its own; see `kept`.
+Parameters and buffers have the names of the unsharded model (``model.<name>``). The states of optimizer i have the name
+of their parameter (``optimizer_i.state.<name>.<key>``). Parameter groups hold their options and the names of their
+parameters. Every reader that knows the unsharded model can read such a checkpoint: torch's own tools, FSDP2,
+Lightning's consolidation. Optimizer states that are valid on one shard only have names of their own; see `rank_local`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHOWN = 5  # names in an error
 
 
 def by_key(optimizers: Optimizers) -> dict[str, Optimizer]:
-    """Optimizers by the names under which their states are kept: their own, or ``optimizer_<position>``."""
+    """Map keys to optimizers: their own keys, or ``optimizer_<position>``."""
     if isinstance(optimizers, Mapping):
         return dict(optimizers)
     return {f"{OPTIMIZER}_{position}": optimizer for position, optimizer in enumerate(optimizers)}
@@ -42,29 +42,29 @@ def by_key(optimizers: Optimizers) -> dict[str, Optimizer]:
 
 @dataclass(slots=True)
 class LocalState:
-    """What one rank holds of the state.
+    """The part of a state that one rank holds.
 
     Attributes:
-        values: Nested dicts; leaves are DTensors, plain tensors and other values.
-        copies: Of plain tensors that not all ranks hold, by flat name: which of the equal copies this one is.
+        values: Nested dicts. Leaves are DTensors, plain tensors and other values.
+        copies: Replica index and count of each plain tensor that only some ranks hold, by flat name.
     """
 
     values: StateDict
     copies: dict[str, ReplicaId] = field(default_factory=dict)
 
-    def copy_of(self, name: str, value: Any) -> ReplicaId:
-        """Which of the equal copies of a leaf this rank holds."""
+    def replica_of(self, name: str, value: Any) -> ReplicaId:
+        """Return which of the equal copies of a leaf this rank holds."""
         if isinstance(value, DTensor):
-            return _copy_of(value)
+            return _replica_of(value)
         return self.copies.get(name) or ReplicaId(dist.get_rank(), dist.get_world_size())
 
     def add(self, path: tuple[str, str, str, str], value: Any, copy: ReplicaId) -> None:
-        """Add a state as this rank keeps it.
+        """Add a rank-local state.
 
         Args:
-            path: The optimizer's key, the parameter's name, the state's, and the place.
-            value: The state.
-            copy: Which of the equal copies it is.
+            path: Key of the optimizer, name of the parameter, name of the state, and shard key.
+            value: State of this rank.
+            copy: Index of this copy among the equal ones.
         """
         inside = self.values.setdefault(rank_local.KEY, {})
         for step in path[:-1]:
@@ -74,43 +74,45 @@ class LocalState:
 
 
 def local_state(sharded: Sharded, optimizers: Optimizers, model_state: StateDict | None = None) -> LocalState:
-    """Name all that this rank holds. Nothing is copied.
+    """Name everything that this rank holds. Nothing is copied.
 
     Args:
-        sharded: The model.
-        optimizers: In their order, or by name.
-        model_state: In place of the model's own state dict.
+        sharded: Model.
+        optimizers: Optimizers in their order, or by key.
+        model_state: State dict that replaces the model's own.
 
     Raises:
-        CheckpointError: An optimizer of which something has no name, or no known place.
+        CheckpointError: An optimizer steps on a tensor without a name, or has a state of an unsupported tensor type.
     """
     names = names_of(sharded.model)
     state = sharded.model.state_dict() if model_state is None else model_state
-    found = LocalState({MODEL: {name: _detached(value) for name, value in state.items()}})
+    local = LocalState({MODEL: {name: _detached(value) for name, value in state.items()}})
     for key, optimizer in by_key(optimizers).items():
         check_known(optimizer)
         states: StateDict = {}
         for parameter, state in optimizer.state.items():
             name = _name(names, parameter, optimizer)
             owner = sharded.owner_of(optimizer, parameter)
-            by_place = [each for each, value in state.items() if rank_local.is_rank_local(value, parameter, owner)]
-            states[name] = {k: value for k, value in state.items() if k not in by_place or is_quantized(value)}
+            rank_local_keys = [k for k, value in state.items() if rank_local.is_rank_local(value, parameter, owner)]
+            states[name] = {k: value for k, value in state.items() if k not in rank_local_keys or is_quantized(value)}
             if owner is not None:
-                found.copies.update({f"{key}.state.{name}.{each}": ReplicaId(*sharded.replica) for each in state})
+                local.copies.update({f"{key}.state.{name}.{k}": ReplicaId(*sharded.replica) for k in state})
             copy = (
-                _copy_of(parameter) if owner is None and isinstance(parameter, DTensor) else ReplicaId(*sharded.replica)
+                _replica_of(parameter)
+                if owner is None and isinstance(parameter, DTensor)
+                else ReplicaId(*sharded.replica)
             )
-            for each in by_place:
-                found.add((key, name, each, rank_local.shard_key(parameter, owner)), state[each], copy)
-        found.values[key] = {
+            for k in rank_local_keys:
+                local.add((key, name, k, rank_local.shard_key(parameter, owner)), state[k], copy)
+        local.values[key] = {
             "state": states,
             "param_groups": [_group(names, g, optimizer) for g in optimizer.param_groups],
         }
-    return found
+    return local
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter, by its id; of tied ones, the first."""
+    """Map the id of each parameter to its name; a tied parameter has its first name."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
@@ -122,8 +124,9 @@ def _group(names: Mapping[int, str], group: StateDict, optimizer: Optimizer) -> 
 def _name(names: Mapping[int, str], parameter: Any, optimizer: Optimizer) -> str:
     if id(parameter) not in names:
         raise CheckpointError(
-            f"{type(optimizer).__name__} steps on a tensor {list(parameter.shape)} that is no parameter of the model, "
-            "so its states have no name. Register it as a parameter of the model, or save that optimizer yourself."
+            f"{type(optimizer).__name__} steps on a tensor of shape {list(parameter.shape)} that is not a parameter "
+            "of the model, so its states have no name. Register it as a parameter of the model, or save this "
+            "optimizer yourself."
         )
     return names[id(parameter)]
 
@@ -132,8 +135,8 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _copy_of(tensor: DTensor) -> ReplicaId:
-    """By the axes of the mesh over which it is repeated."""
+def _replica_of(tensor: DTensor) -> ReplicaId:
+    """The position of this rank among the ranks over which the tensor is replicated."""
     mesh, index, count = tensor.device_mesh, 0, 1
     for axis, placement in enumerate(tensor.placements):
         if placement.is_replicate():
@@ -143,11 +146,11 @@ def _copy_of(tensor: DTensor) -> ReplicaId:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """What a checkpoint holds.
+    """Entries of a checkpoint, and the classes of its optimizers.
 
     Attributes:
-        entries: torch's description of each, by its flat name.
-        optimizer_classes: Of the optimizers that were saved, where that is known.
+        entries: Metadata of torch for each entry, by its flat name.
+        optimizer_classes: Class names of the saved optimizers; empty if unknown.
     """
 
     entries: Mapping[str, Any]
@@ -155,37 +158,37 @@ class CheckpointContents:
 
 
 def check_known(optimizer: Optimizer) -> None:
-    """Refuse states of which nobody knows how they are read and written.
+    """Check that all states of an optimizer can be saved and loaded.
 
     Raises:
-        CheckpointError: Naming the kind.
+        CheckpointError: A state has another tensor type; the error names it.
     """
     for states in optimizer.state.values():
         others = [(key, value) for key, value in states.items() if not is_quantized(value)]
         for key, leaf in ((key, leaf) for key, value in others for leaf in tree_leaves(value)):
             if isinstance(leaf, torch.Tensor) and type(to_local(leaf)) not in (torch.Tensor, nn.Parameter):
                 raise CheckpointError(
-                    f"`{key}` of {type(optimizer).__name__} holds a {type(to_local(leaf)).__name__}, of which it "
-                    "is not known how it is saved. Save the weights only, or each rank's own "
-                    "`optimizer.state_dict()`, which fits the same ranks and scopes."
+                    f"`{key}` of {type(optimizer).__name__} holds a {type(to_local(leaf)).__name__}, a tensor type "
+                    "that checkpoints do not support. Save only the weights, or save `optimizer.state_dict()` on "
+                    "each rank; that loads on the same ranks with the same scopes."
                 )
 
 
 class LoadTarget:
-    """Memory for what a checkpoint holds, and the way from there into the model and its optimizers.
+    """Tensors to read a checkpoint into, for a model and its optimizers.
 
-    Parameters and buffers are read into their own memory, states of optimizers into new tensors, each in this rank's
-    share only.
+    Parameters and buffers are read in place. Optimizer states are read into new tensors. Both are only this rank's
+    shards.
 
     Args:
-        sharded: The model.
-        optimizers: In the order in which they were saved, or by the same names.
-        saved: What the checkpoint holds.
-        strict: Whether what is missing or superfluous is an error.
-        has_model: Whether the model is read, too.
+        sharded: Model.
+        optimizers: Optimizers in the order in which they were saved, or by the same keys.
+        saved: Contents of the checkpoint.
+        strict: Whether missing and unexpected names are errors.
+        has_model: Whether the model is also read.
 
     Raises:
-        CheckpointError: The checkpoint is of another model or other optimizers.
+        CheckpointError: The checkpoint belongs to another model or to other optimizers.
     """
 
     def __init__(
@@ -201,34 +204,34 @@ class LoadTarget:
         self._optimizers = by_key(optimizers)
         self._saved = saved.entries
         self._optimizer_classes = saved.optimizer_classes
-        self._origins: dict[tuple[str, str], rank_local.StateSource] = {}
+        self._sources: dict[tuple[str, str], rank_local.StateSource] = {}
         self._strict = strict
         self._names = names_of(sharded.model)
-        self.values: StateDict = {MODEL: self._of_model() if has_model else {}}
+        self.values: StateDict = {MODEL: self._model_targets() if has_model else {}}
         for position, key in enumerate(self._optimizers):
-            self.values[key] = self._of_optimizer(position, key)
+            self.values[key] = self._optimizer_targets(position, key)
 
-    def _of_model(self) -> StateDict:
-        own = self._sharded.model.state_dict(keep_vars=True)
+    def _model_targets(self) -> StateDict:
+        local_state = self._sharded.model.state_dict(keep_vars=True)
         saved = {name.removeprefix(f"{MODEL}."): entry for name, entry in self._saved.items() if _is_in(name, MODEL)}
         if self._strict:
-            _check_same_names("the model", set(own), set(saved))
-        for name in set(own) & set(saved):
+            _check_same_names("The model", set(local_state), set(saved))
+        for name in set(local_state) & set(saved):
             shape = getattr(saved[name], "size", None)
-            if isinstance(own[name], torch.Tensor) and shape != own[name].shape:
+            if isinstance(local_state[name], torch.Tensor) and shape != local_state[name].shape:
                 raise CheckpointError(
-                    f"`{name}` has shape {list(own[name].shape)} in the model and {list(shape or ())} in the "
+                    f"`{name}` has shape {list(local_state[name].shape)} in the model and {list(shape or ())} in the "
                     "checkpoint. Build the model with the configuration that it was saved with."
                 )
-        return {name: _detached(value) for name, value in own.items() if name in saved}
+        return {name: _detached(value) for name, value in local_state.items() if name in saved}
 
-    def _of_optimizer(self, position: int, key: str) -> StateDict:
+    def _optimizer_targets(self, position: int, key: str) -> StateDict:
         optimizer = self._optimizers[key]
         if not any(_is_in(name, key) for name in self._saved):
             count = sum(name.endswith(".param_groups.0.params") for name in self._saved)
             raise CheckpointError(
-                f"The checkpoint holds no `{key}`; it was saved with {count} optimizers. Pass as many as there were, "
-                "in the same order."
+                f"The checkpoint has no `{key}`; it was saved with {count} optimizers. Pass {count} optimizers, in "
+                "the same order."
             )
         states: StateDict = {}
         for group in optimizer.param_groups:
@@ -238,20 +241,24 @@ class LoadTarget:
                 saved = [key for key in self._saved if key.startswith(prefix)]
                 owner = self._sharded.owner_of(optimizer, parameter)
                 if owner in (None, self._sharded.index):
-                    exact = self._kept(position, optimizer, rank_local.StateSource(key, name, parameter, owner))
-                    rooms = {k.removeprefix(prefix): _empty_like_saved(self._saved[k], parameter, owner) for k in saved}
-                    if rooms or exact:
-                        states[name] = {k: room for k, room in rooms.items() if k not in exact}
+                    exact = self._request_rank_local(
+                        position, optimizer, rank_local.StateSource(key, name, parameter, owner)
+                    )
+                    targets = {
+                        k.removeprefix(prefix): _empty_like_saved(self._saved[k], parameter, owner) for k in saved
+                    }
+                    if targets or exact:
+                        states[name] = {k: target for k, target in targets.items() if k not in exact}
         return {"state": states, "param_groups": self._groups(f"{key}.param_groups")}
 
-    def _kept(self, position: int, optimizer: Optimizer, origin: rank_local.StateSource) -> set[str]:
-        """Ask for what was saved by place; the states of which that is all that is needed."""
+    def _request_rank_local(self, position: int, optimizer: Optimizer, source: rank_local.StateSource) -> set[str]:
+        """Request rank-local states; return the names of those that need no values."""
         are_quantized = rank_local.quantizes_like(optimizer, position, self._optimizer_classes)
-        wanted = origin.request(self._saved, are_quantized=are_quantized)
-        if wanted:
-            self._origins[origin.optimizer, origin.name] = origin
-            self.values.setdefault(rank_local.KEY, {}).setdefault(origin.optimizer, {})[origin.name] = wanted
-        return {state for state, places in wanted.items() if all(map(origin.is_exact, places))}
+        requested = source.request(self._saved, are_quantized=are_quantized)
+        if requested:
+            self._sources[source.optimizer, source.name] = source
+            self.values.setdefault(rank_local.KEY, {}).setdefault(source.optimizer, {})[source.name] = requested
+        return {state for state, shards in requested.items() if all(map(source.is_exact, shards))}
 
     def _groups(self, key: str) -> list[StateDict]:
         groups: dict[int, StateDict] = {}
@@ -262,20 +269,23 @@ class LoadTarget:
         return [groups[number] for number in sorted(groups)]
 
     def optimizer_states(self) -> list[StateDict]:
-        """What was read for each optimizer, as its own state dict.
+        """Return what was read for each optimizer, as that optimizer's own state dict.
 
         Raises:
-            CheckpointError: Groups of an optimizer that do not fit the saved ones.
+            CheckpointError: Parameter groups of an optimizer do not fit the saved ones.
         """
-        for (key, name), origin in self._origins.items():
+        for (key, name), source in self._sources.items():
             states = self.values[key]["state"].setdefault(name, {})
-            for state, places in self.values[rank_local.KEY][key][name].items():
-                [(place, loaded)] = places.items()
-                states[state] = origin.restore(place, loaded, states.get(state))
+            for state, shards in self.values[rank_local.KEY][key][name].items():
+                [(shard_key, loaded)] = shards.items()
+                states[state] = source.restore(shard_key, loaded, states.get(state))
         return [self._numbered(optimizer, self.values[key]) for key, optimizer in self._optimizers.items()]
 
     def apply(self, optimizer_states: list[StateDict]) -> None:
-        """Put what was read where it belongs. Parameters and tensors among the buffers are there already."""
+        """Apply the loaded values.
+
+        Parameters and tensor buffers were already read in place.
+        """
         model = self._sharded.model
         others = {name: value for name, value in self.values[MODEL].items() if not isinstance(value, torch.Tensor)}
         if others:
@@ -285,54 +295,61 @@ class LoadTarget:
             optimizer.load_state_dict(states)
 
     def _numbered(self, optimizer: Optimizer, loaded: StateDict) -> StateDict:
-        """A state dict as this optimizer's own: parameters by number, its own groups with the saved options."""
+        """Convert to the optimizer's own format.
+
+        Parameters get numbers, and its own groups get the saved options.
+        """
         saved_in = {name: number for number, group in enumerate(loaded["param_groups"]) for name in group["params"]}
         states: dict[int, StateDict] = {}
         groups: list[StateDict] = []
-        own: set[str] = set()
+        param_names: set[str] = set()
         for group in optimizer.param_groups:
             names = [_name(self._names, parameter, optimizer) for parameter in group["params"]]
-            first = len(own)
-            own.update(names)
+            first = len(param_names)
+            param_names.update(names)
             states.update({first + i: loaded["state"][name] for i, name in enumerate(names) if name in loaded["state"]})
             sources = sorted({saved_in[name] for name in names if name in saved_in})
             if len(sources) > 1 and self._strict:
                 raise CheckpointError(
-                    f"A group of {type(optimizer).__name__} holds parameters of the saved groups {sources}, whose "
-                    "options may differ. Make the groups as they were, or load with `strict=False`: the first's count."
+                    f"A parameter group of {type(optimizer).__name__} holds parameters of the saved groups {sources}, "
+                    "whose options may differ. Build the same groups as in the saved run, or load with "
+                    f"`strict=False` to use the options of group {sources[0]}."
                 )
             options = loaded["param_groups"][sources[0]] if sources else group
-            groups.append({**options, "params": list(range(first, len(own)))})
+            groups.append({**options, "params": list(range(first, len(param_names)))})
         if self._strict:
-            _check_same_names(type(optimizer).__name__, own, set(saved_in))
+            _check_same_names(type(optimizer).__name__, param_names, set(saved_in))
         return {"state": states, "param_groups": groups}
 
 
 def empty_model_like_saved(sharded: Sharded, metadata: Metadata) -> StateDict:
-    """New memory for a saved model, by names: this rank's share where the model cuts the tensor, None for no tensor."""
-    own = sharded.model.state_dict(keep_vars=True)
+    """Allocate memory for a saved model, by name.
+
+    Sharded tensors get memory for this rank's shard; values that are no tensors get None.
+    """
+    model_state = sharded.model.state_dict(keep_vars=True)
     saved = {
         name.removeprefix(f"{MODEL}."): e for name, e in metadata.state_dict_metadata.items() if _is_in(name, MODEL)
     }
-    return {name: _empty_like_saved(entry, own.get(name), None) for name, entry in saved.items()}
+    return {name: _empty_like_saved(entry, model_state.get(name), None) for name, entry in saved.items()}
 
 
 def _is_in(name: str, key: str) -> bool:
     return name.startswith(f"{key}.")
 
 
-def _check_same_names(whose: str, own: set[str], saved: set[str]) -> None:
-    for found, what in ((own - saved, "not in the checkpoint"), (saved - own, "only in the checkpoint")):
-        if found:
-            rest = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+def _check_same_names(subject: str, local: set[str], saved: set[str]) -> None:
+    for names, problem in ((local - saved, "not in the checkpoint"), (saved - local, "only in the checkpoint")):
+        if names:
+            rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             raise CheckpointError(
-                f"Of {whose}, {', '.join(sorted(found)[:_SHOWN])}{rest}: {what}. Build model and optimizer as they "
-                "were saved, or load with `strict=False`."
+                f"{subject}: {', '.join(sorted(names)[:_SHOWN])}{rest} {problem}. Build the model and the optimizer as "
+                "they were saved, or load with `strict=False`."
             )
 
 
 def _empty_like_saved(entry: Any, parameter: torch.Tensor | None, owner: int | None) -> Any:
-    """Memory for a saved value: this rank's share, where it is cut as its parameter is; None for what is no tensor."""
+    """Allocate memory for a saved value: this rank's shard, or None for no tensor."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     dtype = entry.properties.dtype

@@ -1,7 +1,7 @@
-"""How do ranks tell one another how a save went, when no process group may take part?
+"""Messages between the ranks of a save, over the job's store.
 
-Through the job's store. Whoever waits asks again and again, and so never keeps the store from others; and every rank
-says now and then that it is alive, so that nobody waits for one that is gone.
+No process group takes part. A receiver polls, so that it never blocks the store for other ranks. Every rank writes a
+heartbeat, so that a receiver detects a rank that is gone.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 from mics_strategy.errors import CheckpointError
 
-_PULSE_S = 5.0  # between two signs of life
-_SILENT_S = 120.0  # after which a rank counts as gone
-_POLL_S = (0.001, 0.05)  # at first, and at the longest
+_PULSE_S = 5.0  # interval of the heartbeat
+_SILENT_S = 120.0  # without a heartbeat, after which a rank counts as dead
+_POLL_S = (0.001, 0.05)  # first and longest polling interval
 
 
 class StoreChannel:
-    """What the ranks of one save tell.
+    """Message channel of the ranks of one save.
 
     Args:
-        store: Of the job.
-        name: Of the save; no other one of the job has it.
-        rank: This one.
+        store: Store of the job.
+        name: Name of the save, unique in the job.
+        rank: Rank of this process.
     """
 
     def __init__(self, store: Any, name: str, rank: int) -> None:
@@ -33,38 +33,38 @@ class StoreChannel:
         self._name = name
         self._rank = rank
 
-    def send(self, what: str, value: bytes) -> None:
-        """Let all ranks hear something."""
-        self._ask("set", what, value)
+    def send(self, topic: str, value: bytes) -> None:
+        """Send a value to all ranks."""
+        self._ask("set", topic, value)
 
-    def recv(self, what: str, rank: int) -> bytes:
-        """Wait for what a rank tells.
+    def recv(self, topic: str, rank: int) -> bytes:
+        """Wait for a value that a rank sends.
 
         Raises:
-            CheckpointError: It has given no sign of life for minutes, or nothing can be heard any more.
+            CheckpointError: The rank has written no heartbeat for two minutes, or the store cannot be reached.
         """
         pause_s, pulse, heard_s = _POLL_S[0], b"", time.monotonic()
-        while not self._ask("check", what):
-            now, found = time.monotonic(), self._pulse_of(rank)
-            if found != pulse:
-                pulse, heard_s = found, now
+        while not self._ask("check", topic):
+            now, latest_pulse = time.monotonic(), self._pulse_of(rank)
+            if latest_pulse != pulse:
+                pulse, heard_s = latest_pulse, now
             elif now - heard_s > _SILENT_S:
                 raise CheckpointError(
-                    f"Rank {rank} has given no sign of life for {_SILENT_S:.0f} s while a checkpoint was written; "
-                    "its process is gone, or stands still. Look at the end of its output, and start the job again."
+                    f"Rank {rank} has written no heartbeat for {_SILENT_S:.0f} s while a checkpoint was being saved. "
+                    "Its process is dead or stopped. Look at the end of its output, then start the job again."
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _POLL_S[1])
-        value: bytes = self._ask("get", what)
+        value: bytes = self._ask("get", topic)
         return value
 
-    def delete(self, what: str) -> None:
-        """Free the memory that it takes in the store."""
-        self._ask("delete_key", what)
+    def delete(self, topic: str) -> None:
+        """Delete a value to free its memory in the store."""
+        self._ask("delete_key", topic)
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Give signs of life in the meantime."""
+        """Write a heartbeat during the block."""
         done = threading.Event()
 
         def beat() -> None:
@@ -74,7 +74,7 @@ class StoreChannel:
                 try:
                     self.send(f"pulse {self._rank}", str(count).encode())
                 except CheckpointError:
-                    return  # whoever waits for this store is told
+                    return  # the receiver of this store raises
 
         thread = threading.Thread(target=beat, name=f"pulse of {self._name}")
         thread.start()
@@ -87,12 +87,12 @@ class StoreChannel:
     def _pulse_of(self, rank: int) -> bytes:
         return self._ask("get", f"pulse {rank}") if self._ask("check", f"pulse {rank}") else b""
 
-    def _ask(self, operation: str, what: str, *value: bytes) -> Any:
-        key = f"mics/save/{self._name}/{what}"
+    def _ask(self, operation: str, topic: str, *value: bytes) -> Any:
+        key = f"mics/save/{self._name}/{topic}"
         try:
             return getattr(self._store, operation)([key] if operation == "check" else key, *value)
         except RuntimeError as error:
             raise CheckpointError(
-                f"The job's store cannot be reached ({error}), so the ranks cannot tell one another how the save went. "
-                "The process that holds it has ended, rank 0's as a rule: look at the end of its output."
+                f"The job's store cannot be reached ({error}), so ranks cannot report the result of the save. The "
+                "process that holds the store, usually rank 0's, has ended. Look at the end of its output."
             ) from error

@@ -1,9 +1,9 @@
-"""In which files do weights from elsewhere come, and how is one tensor of them read without the others?
+"""File formats of weights, and how one tensor is read without the others.
 
-Files of whole tensors are mapped into memory: a tensor is a view of its file, and only what is copied out of it is read
-from the disk. What was read stays mapped until the file is closed, so files are opened anew every few tensors. Folders
-of torch's distributed checkpoints have a reader of their own. Nothing here runs what somebody may have put into a file,
-unless it is asked to.
+Files of full tensors are mapped into memory. A tensor is a view of its file, and only what is copied from it is read
+from disk. Pages that were read stay mapped until the file is closed, so files are reopened every few tensors. Folders
+of torch's distributed checkpoint have their own reader. Nothing here runs code from a file unless `weights_only` is
+False.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from mics_strategy.checkpoint.state import MODEL
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import CheckpointError
 
-MAPPED_BYTES = 1 << 25  # of tensors that were read from a file before it is closed and opened anew
+MAPPED_BYTES = 1 << 25  # of tensors read from a file before it is reopened
 SAFETENSORS, TORCH = "model.safetensors", "pytorch_model.bin"
-_INSIDE = ("state_dict", "model", "model_state_dict", "module")  # where a torch file with other things has the weights
-_UNIVERSAL, _LATEST_UNIVERSAL = "zero", "latest_universal"  # DeepSpeed's
-_SHOWN = 5  # entries of a folder, in an error
+_STATE_DICT_KEYS = ("state_dict", "model", "model_state_dict", "module")  # keys of the weights in a torch file
+_UNIVERSAL, _LATEST_UNIVERSAL = "zero", "latest_universal"  # names of DeepSpeed
+_SHOWN = 5  # entries of a folder in an error
 Opener = Callable[[], dict[str, Any]]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """What is known of a tensor before it is read."""
+    """Shape and dtype of a tensor, known before it is read."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -49,29 +49,29 @@ class Source(Protocol):
     """Weights in files.
 
     Attributes:
-        saved: By the names in the files; None for what is no tensor.
-        may_be_flat: Whether tensors have lost their shapes.
+        saved: Shape and dtype by name in the files; None for a value that is not a tensor.
+        may_be_flat: Whether tensors may be flattened.
     """
 
     saved: dict[str, SavedTensor | None]
     may_be_flat: bool
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors into parameters and buffers, of which this rank may hold a part; in their dtypes."""
+        """Copy this rank's part of tensors into parameters and buffers, in their dtypes."""
 
     def value(self, name: str) -> Any:
-        """One entry as it was saved, in memory of its own."""
+        """Read one entry as it was saved, into new memory."""
 
 
 class MappedFiles:
-    """Files of whole tensors.
+    """Files of full tensors, mapped into memory.
 
     Args:
-        openers: By file; each gives the entries by names, tensors as views of the file.
-        may_be_flat: Whether tensors have lost their shapes.
+        openers: Function per file that returns the file's entries by name, with tensors as views of the file.
+        may_be_flat: Whether tensors may be flattened.
 
     Raises:
-        CheckpointError: A file that cannot be read, naming it; or a tensor of a kind that cannot be cut.
+        CheckpointError: A file cannot be read, or a tensor has an unsupported type; the error names it.
     """
 
     def __init__(self, openers: Mapping[Path, Opener], *, may_be_flat: bool = False) -> None:
@@ -88,7 +88,7 @@ class MappedFiles:
         """Copy tensors into parameters and buffers.
 
         Cost:
-            Memory: pages of `MAPPED_BYTES` of tensors, or of the largest one; the system may take them back.
+            Memory: mapped pages of `MAPPED_BYTES` of tensors, or of the largest one; the system can reclaim them.
         """
         names_of: dict[Path, list[str]] = {}
         for name in targets:
@@ -98,26 +98,28 @@ class MappedFiles:
             opened = opener()
             for name in names:
                 if num_bytes > MAPPED_BYTES:
-                    opened, num_bytes = {}, 0  # unmapped before it is mapped again
+                    opened, num_bytes = {}, 0  # unmap before the file is mapped again
                     opened = opener()
                 num_bytes += opened[name].numel() * opened[name].element_size()
                 _copy(opened[name], targets[name])
 
     def value(self, name: str) -> Any:
-        """One entry as it was saved."""
+        """Read one entry as it was saved."""
         value = self._openers[self._file_of[name]]()[name]
         return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 class DistributedFolder:
-    """A folder that torch's distributed checkpoints have written, ours among them. States of optimizers are left out.
+    """A folder of torch's distributed checkpoint or of this package.
+
+    Optimizers are not read.
 
     Args:
         path: The folder.
-        weights_only: As `torch.load` has it.
+        weights_only: Same as in `torch.load`.
 
     Raises:
-        CheckpointError: It cannot be read, or a file of it is missing or too short.
+        CheckpointError: The folder cannot be read, or one of its files is missing or too short.
     """
 
     may_be_flat = False
@@ -126,36 +128,36 @@ class DistributedFolder:
         self._path = path
         self._weights_only = weights_only
         self._metadata = SafeReader(path).read_metadata()
-        ours = atomic.is_checkpoint(path)
+        is_sharded_checkpoint = atomic.is_checkpoint(path)
         self.saved: dict[str, SavedTensor | None] = {
-            name: SavedTensor(each.size, each.properties.dtype) if isinstance(each, TensorStorageMetadata) else None
-            for name, each in self._metadata.state_dict_metadata.items()
-            if (name.startswith(f"{MODEL}.") if ours else not name.startswith("optim"))
+            name: SavedTensor(entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+            for name, entry in self._metadata.state_dict_metadata.items()
+            if (name.startswith(f"{MODEL}.") if is_sharded_checkpoint else not name.startswith("optim"))
         }
         self._check_files()
 
     def _check_files(self) -> None:
         ends: dict[str, int] = {}
-        for piece in (self._metadata.storage_data or {}).values():
-            ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
+        for storage in (self._metadata.storage_data or {}).values():
+            ends[storage.relative_path] = max(ends.get(storage.relative_path, 0), storage.offset + storage.length)
         for name, end in ends.items():
             file = self._path / name
             if not file.is_file():
                 raise CheckpointError(f"`{file}` is missing. {_REMEDY}")
             if file.stat().st_size < end:
-                raise CheckpointError(f"`{file}` has {file.stat().st_size} bytes and should have {end}. {_REMEDY}")
+                raise CheckpointError(f"`{file}` has {file.stat().st_size} bytes, but should have {end}. {_REMEDY}")
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Copy tensors into parameters and buffers.
 
         Cost:
-            Memory: about four copies of the largest saved piece, as torch reads it.
+            Memory: about four copies of the largest saved item, because of how torch reads it.
         """
         values = {name: target.detach() for name, target in targets.items()}
         read(self._path, self._metadata, values, weights_only=self._weights_only)
 
     def value(self, name: str) -> Any:
-        """One entry as it was saved."""
+        """Read one entry as it was saved."""
         saved = self.saved[name]
         values: dict[str, Any] = {name: None if saved is None else torch.empty(saved.shape, dtype=saved.dtype)}
         read(self._path, self._metadata, values, weights_only=self._weights_only)
@@ -163,23 +165,21 @@ class DistributedFolder:
 
 
 def open_source(path: Path, *, weights_only: bool) -> Source:
-    """Find out what a path holds, and look at it.
+    """Detect the format of a path, and open it.
 
     Args:
-        path: A file or a folder.
-        weights_only: As `torch.load` has it.
+        path: File or folder.
+        weights_only: Same as in `torch.load`.
 
     Raises:
-        CheckpointError: It holds no weights that are known here, or they cannot be read.
+        CheckpointError: The path holds no weights of a supported format, or they cannot be read.
     """
     if path.is_file():
         return MappedFiles(
             _indexed(path, weights_only) if path.suffix == ".json" else {path: _opener(path, weights_only)}
         )
     if not path.is_dir():
-        raise CheckpointError(
-            f"`{path}` does not exist. Name a file or a folder on this machine; download a model of a hub first."
-        )
+        raise CheckpointError(f"`{path}` does not exist. Pass a local file or folder. Download models of a hub first.")
     if atomic.is_checkpoint(path) or (path / ".metadata").is_file():
         return DistributedFolder(path, weights_only=weights_only)
     for name in (SAFETENSORS, TORCH):
@@ -198,14 +198,14 @@ def _unknown(path: Path) -> CheckpointError:
     names = sorted(entry.name for entry in path.iterdir())
     if any(path.glob("*_optim_states.pt")) or any(path.glob("*/*_optim_states.pt")):
         return CheckpointError(
-            f"`{path}` holds the parts of a DeepSpeed checkpoint, each for a rank of DeepSpeed's. Put them together "
-            "with the `zero_to_fp32.py` that DeepSpeed has written there (`--safe_serialization` is the quickest to "
-            "load), or with `ds_to_universal.py`, and name what it has made."
+            f"`{path}` holds the per-rank files of a DeepSpeed checkpoint. Consolidate them with the `zero_to_fp32.py` "
+            "that DeepSpeed has written there (with `--safe_serialization`, which loads fastest) or with "
+            "`ds_to_universal.py`, and pass the result."
         )
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return CheckpointError(
-        f"`{path}` holds no weights that are known here: it has {', '.join(names[:_SHOWN]) or 'nothing'}{more}. Name a "
-        f"`.safetensors` or a torch file, or a folder with `{SAFETENSORS}` or `{TORCH}` (or their index), `.metadata` "
+        f"`{path}` holds no weights of a supported format: it has {', '.join(names[:_SHOWN]) or 'nothing'}{more}. Pass "
+        f"a `.safetensors` or torch file, or a folder with `{SAFETENSORS}` or `{TORCH}` (or their index), `.metadata` "
         f"or `{_UNIVERSAL}/`."
     )
 
@@ -217,7 +217,7 @@ def _opener(file: Path, weights_only: bool) -> Opener:
 
 
 def _indexed(index: Path, weights_only: bool) -> dict[Path, Opener]:
-    """The files that an index of Hugging Face names."""
+    """Map the files of a Hugging Face index to their openers."""
 
     def names_by_file() -> dict[str, list[str]]:
         by_file: dict[str, list[str]] = {}
@@ -228,48 +228,53 @@ def _indexed(index: Path, weights_only: bool) -> dict[Path, Opener]:
     return {
         index.parent / file: _part(index, index.parent / file, names, weights_only)
         for file, names in as_checkpoint_error(index, names_by_file).items()
-        if _is_beside(index, file)
+        if _check_sibling(index, file)
     }
 
 
-def _is_beside(index: Path, file: str) -> bool:
+def _check_sibling(index: Path, file: str) -> bool:
     if Path(file).name != file:
-        raise CheckpointError(f"`{index}` names `{file}`, which is not in its folder. {_REMEDY}")
+        raise CheckpointError(f"`{index}` names `{file}`, which is outside its folder. {_REMEDY}")
     if not (index.parent / file).is_file():
-        raise CheckpointError(f"`{index.parent / file}` is missing, and `{index.name}` names it. {_REMEDY}")
+        raise CheckpointError(f"`{index.parent / file}` is missing, but `{index.name}` names it. {_REMEDY}")
     return True
 
 
 def _part(index: Path, file: Path, names: list[str], weights_only: bool) -> Opener:
     def entries() -> dict[str, Any]:
-        found = _opener(file, weights_only)()
-        lacking = [name for name in names if name not in found]
-        if lacking:
-            raise CheckpointError(f"`{file}` does not hold `{lacking[0]}`, as `{index.name}` says. {_REMEDY}")
-        return {name: found[name] for name in names}
+        tensors = _opener(file, weights_only)()
+        missing = [name for name in names if name not in tensors]
+        if missing:
+            raise CheckpointError(
+                f"`{index.name}` lists `{missing[0]}` in `{file}`, but that file does not hold it. {_REMEDY}"
+            )
+        return {name: tensors[name] for name in names}
 
     return entries
 
 
 def _universal(folder: Path, weights_only: bool) -> dict[Path, Opener]:
-    """DeepSpeed's: a folder for each trained parameter, flat after ZeRO-3; others stand in a file beside them."""
+    """Map the files of DeepSpeed's universal checkpoint to their openers.
+
+    Each trained parameter has a folder; it is flattened after ZeRO-3. Other tensors are in a file next to the folders.
+    """
     files = sorted(folder.rglob("fp32.pt"))
     names = {file.parent.relative_to(folder).as_posix() for file in files}
 
     def opener(file: Path) -> Opener:
         def entries() -> dict[str, Any]:
-            found = _load(file, weights_only)
-            return {file.parent.relative_to(folder).as_posix(): found["param"] if isinstance(found, dict) else found}
+            loaded = _load(file, weights_only)
+            return {file.parent.relative_to(folder).as_posix(): loaded["param"] if isinstance(loaded, dict) else loaded}
 
         return lambda: as_checkpoint_error(file, entries)
 
     def others(file: Path) -> dict[str, Any]:
-        found = as_checkpoint_error(file, lambda: _open_torch(file, weights_only))
-        is_here = {name: isinstance(v, torch.Tensor) and v.numel() and name not in names for name, v in found.items()}
-        return {name: value for name, value in found.items() if is_here[name]}
+        loaded = as_checkpoint_error(file, lambda: _open_torch(file, weights_only))
+        is_here = {name: isinstance(v, torch.Tensor) and v.numel() and name not in names for name, v in loaded.items()}
+        return {name: value for name, value in loaded.items() if is_here[name]}
 
-    beside = sorted(folder.parent.glob("*mp_rank_00_model_states.pt"))[:1]
-    return {file: opener(file) for file in files} | {file: partial(others, file) for file in beside}
+    other_files = sorted(folder.parent.glob("*mp_rank_00_model_states.pt"))[:1]
+    return {file: opener(file) for file in files} | {file: partial(others, file) for file in other_files}
 
 
 def _open_safetensors(file: Path) -> dict[str, Any]:
@@ -278,41 +283,44 @@ def _open_safetensors(file: Path) -> dict[str, Any]:
 
 
 def _open_torch(file: Path, weights_only: bool) -> dict[str, Any]:
-    found = _load(file, weights_only)
-    for key in _INSIDE:
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
+    loaded = _load(file, weights_only)
+    for key in _STATE_DICT_KEYS:
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
             break
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"`{file}` holds a {type(found).__name__} and no state dict. Save `model.state_dict()`.")
-    return {str(name): value for name, value in found.items()}
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(
+            f"`{file}` holds a {type(loaded).__name__} instead of a state dict. Save `model.state_dict()`."
+        )
+    return {str(name): value for name, value in loaded.items()}
 
 
 def _load(file: Path, weights_only: bool) -> Any:
     if not zipfile.is_zipfile(file):
         raise CheckpointError(
-            f"`{file}` is no whole torch file: it is truncated, of a format before torch 1.6, or of another kind. Copy "
-            "it again, or load it with `torch.load` where you have the memory and save it anew."
+            f"`{file}` is not a complete torch file: it is truncated, in a format older than torch 1.6, or another "
+            "kind of file. Copy it again; or load it with `torch.load` on a machine with enough "
+            "memory, and save it again."
         )
     return torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)
 
 
 def as_checkpoint_error(file: Path, action: Callable[[], T]) -> T:
-    """With errors of reading as a `CheckpointError` that names the file."""
+    """Run an action, with errors converted to a `CheckpointError` that names the file."""
     try:
         return action()
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"`{file}` holds objects that are not plain data, and reading them may run code ({error}). If you trust "
+            f"`{file}` holds objects that are not plain data, and loading them may run code ({error}). If you trust "
             "the file, load it with `weights_only=False`."
         ) from error
-    except Exception as error:  # of safetensors, which have no common base
+    except Exception as error:  # errors of safetensors have no common base class
         raise CheckpointError(f"`{file}` cannot be read ({type(error).__name__}: {error}). {_REMEDY}") from error
 
 
-_REMEDY = "The files are damaged or not all there; copy them again."
+_REMEDY = "The files are damaged or incomplete. Copy them again."
 
 
 def _describe(name: str, value: Any, file: Path) -> SavedTensor | None:
@@ -321,16 +329,16 @@ def _describe(name: str, value: Any, file: Path) -> SavedTensor | None:
     if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized:
         kind = type(value).__name__ if value.layout == torch.strided else str(value.layout)
         raise CheckpointError(
-            f"`{name}` in `{file}` is no plain tensor but a {kind} of {value.dtype}. Save whole, plain tensors; of a "
-            "sharded model, `full_state_dict()` or a distributed checkpoint."
+            f"`{name}` in `{file}` is not a plain tensor but a {kind} of {value.dtype}. Save full, plain tensors; for "
+            "a sharded model, save `full_state_dict()` or a distributed checkpoint."
         )
     return SavedTensor(value.shape, value.dtype)
 
 
-def _copy(whole: torch.Tensor, target: torch.Tensor) -> None:
-    """This rank's part, or all of it."""
-    whole = whole.detach().view(target.shape)
+def _copy(full: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy this rank's part of a full tensor."""
+    full = full.detach().view(target.shape)
     if isinstance(target, ShardedParameter):
-        target.local.copy_(target.mics_slice.narrow(whole, target.mics_index))
+        target.local.copy_(target.mics_slice.narrow(full, target.mics_index))
     else:
-        target.copy_(whole)
+        target.copy_(full)

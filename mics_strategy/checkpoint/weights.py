@@ -1,7 +1,8 @@
-"""How do weights from elsewhere get into a sharded model, when no rank can hold the model?
+"""Loading of weights from other tools into a sharded model.
 
-Every rank looks at the files, finds which of their names are the model's, and refuses what does not fit before anything
-is changed. Then it reads its own rows of one tensor after the other, straight into its shard.
+No rank needs memory for the full model. Every rank inspects the files, matches their names with the model's, and
+raises for anything that does not fit before the model is changed. Then it reads its own rows of one tensor after
+another, directly into its shard.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import CheckpointError
 
 Rename = Callable[[str], str | None]
-_EXTRA_STATE = "_extra_state"  # torch's name for what `get_extra_state` gives
+_EXTRA_STATE = "_extra_state"  # torch's name of the value of `get_extra_state`
 _SHOWN = 5  # names in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncompatibleKeys:
-    """Names that were not on both sides, as `torch.nn.Module.load_state_dict` tells them.
+    """Names that only the model or only the files have, as in `load_state_dict`.
 
     Attributes:
-        missing_keys: Of the model, not in the files. One of tied names is enough.
-        unexpected_keys: Of the files, not in the model.
+        missing_keys: Names of the model that are not in the files. Of tied names, one in the files is enough.
+        unexpected_keys: Names in the files that the model does not have.
     """
 
     missing_keys: list[str]
@@ -50,52 +51,52 @@ def load_weights(
     rename: Rename | Literal["auto"] = "auto",
     weights_only: bool = True,
 ) -> IncompatibleKeys:
-    """Read parameters and buffers that others have saved into a sharded model. Collective.
+    """Load parameters and buffers of other tools into a sharded model. Collective.
 
-    What is read: a ``.safetensors`` file; what `save_pretrained` and ``mics export`` write (a folder, in one file or
-    several); a torch file that holds a state dict, alone or as ``state_dict``, ``model``, ``model_state_dict`` or
-    ``module`` (so a checkpoint of Lightning); a folder of torch's distributed checkpoints (FSDP2, Lightning); what
-    DeepSpeed's ``zero_to_fp32.py`` writes, and its universal checkpoints. Values are converted to the dtypes that the
-    model has. Optimizers and random generators stay as they are; `load_checkpoint` resumes a training.
+    Supported formats: a ``.safetensors`` file; folders of `save_pretrained` and ``mics export``; a torch file with a
+    state dict, at the top level or under ``state_dict``, ``model``, ``model_state_dict`` or ``module`` (as Lightning's
+    checkpoints); a folder of torch's distributed checkpoint (FSDP2, Lightning); output of DeepSpeed's
+    ``zero_to_fp32.py``, and its universal checkpoints. Values are converted to the dtypes of the model. Optimizers and
+    random generators are not changed; use `load_checkpoint` to resume a run.
 
     Args:
-        path: The file or folder, which every rank can read; rank 0's counts.
-        sharded: The model.
-        strict: Whether names that only the model, or only the files, have are an error.
-        rename: From a name in the files to the model's, or to None for what is left out. ``"auto"`` cuts off (or adds)
-            the one prefix with which most names are the model's: ``module.`` of DDP and DeepSpeed, ``model.``.
-        weights_only: Whether torch files may hold nothing but plain data, as `torch.load` has it.
+        path: File or folder, readable by every rank. Rank 0's path is used.
+        sharded: Model.
+        strict: Whether names that only the model or only the files have are errors.
+        rename: Function from a name in the files to a name of the model, or to None to skip it. ``"auto"`` removes (or
+            adds) the one prefix with which most names match, such as ``module.`` of DDP and DeepSpeed, or ``model.``.
+        weights_only: Whether objects in torch files must be plain data, as in `torch.load`.
 
     Returns:
-        The names that were not on both sides; none of them where `strict` is set.
+        The names that only the model or only the files have. Empty if `strict` is set.
 
     Raises:
-        CheckpointError: On every rank: before anything is changed, where the files are missing, truncated, of an
-            unknown kind or another model's, or may run code; while reading, where a file cannot be read after all.
+        CheckpointError: Files are missing, truncated, of an unknown format or of another model, or may run code. Raised
+            on every rank before anything is changed, or later if a file becomes unreadable during the load.
 
     Cost:
-        Memory of a rank: its own shard, which is there already, and mapped pages of 32 MiB of tensors or of the largest
-        one; of a distributed checkpoint, about four copies of the largest saved piece, as torch reads it. Read from the
-        disk: this rank's rows, and of a parameter that is not cut along its first dimension, all of it.
+        Memory of a rank: its own shard, which exists already, and mapped pages of 32 MiB of tensors or of the largest
+        one. For a distributed checkpoint, about four copies of the largest saved item, because of how torch reads it.
+        Disk reads: this rank's rows; all of a parameter that is not sharded along its first dimension.
     """
     finish_saves(sharded)
-    where = gather_objects(Path(path))[0]
-    if gather_objects(atomic.is_checkpoint(where))[0]:
-        check_checkpoint(where)
-    source = run_on_all_ranks(lambda: as_checkpoint_error(where, lambda: open_source(where, weights_only=weights_only)))
-    own = sharded.model.state_dict(keep_vars=True)
-    names = run_on_all_ranks(lambda: _names(own, source, where, rename))
+    root = gather_objects(Path(path))[0]
+    if gather_objects(atomic.is_checkpoint(root))[0]:
+        check_checkpoint(root)
+    source = run_on_all_ranks(lambda: as_checkpoint_error(root, lambda: open_source(root, weights_only=weights_only)))
+    model_state = sharded.model.state_dict(keep_vars=True)
+    names = run_on_all_ranks(lambda: _names(model_state, source, root, rename))
     expected = {name: value for name, value in source.saved.items() if rename == "auto" or rename(name) is not None}
-    difference = run_on_all_ranks(lambda: _incompatible_keys(own, expected, names, strict))
-    extras = {name for name in names.values() if _is_extra(name, own[name])}
+    difference = run_on_all_ranks(lambda: _incompatible_keys(model_state, expected, names, strict))
+    extras = {name for name in names.values() if _is_extra(name, model_state[name])}
 
     def read() -> dict[str, Any]:
         with torch.no_grad():
-            source.fill({saved: own[name] for saved, name in names.items() if name not in extras})
+            source.fill({saved: model_state[name] for saved, name in names.items() if name not in extras})
             return {name: source.value(saved) for saved, name in names.items() if name in extras}
 
     try:
-        values = run_on_all_ranks(lambda: as_checkpoint_error(where, read))
+        values = run_on_all_ranks(lambda: as_checkpoint_error(root, read))
     finally:
         sharded.mark_modified()
     if values:
@@ -103,112 +104,123 @@ def load_weights(
     return difference
 
 
-def _names(own: Mapping[str, Any], source: Source, path: Path, rename: Rename | Literal["auto"]) -> dict[str, str]:
-    """The model's names by those in the files, of what is on both sides.
+def _names(
+    model_state: Mapping[str, Any], source: Source, path: Path, rename: Rename | Literal["auto"]
+) -> dict[str, str]:
+    """Map names in the files to names of the model, for those on both sides.
 
     Raises:
-        CheckpointError: Two entries for one name, or one that does not fit.
+        CheckpointError: Two entries have the same name of the model, or an entry does not fit.
     """
-    chosen = prefix_between(own, source.saved, path) if rename == "auto" else rename
+    rename_one = prefix_between(model_state, source.saved, path) if rename == "auto" else rename
     names: dict[str, str] = {}
-    taken: dict[str, str] = {}
+    saved_names: dict[str, str] = {}
     for saved_name, saved in source.saved.items():
-        name = chosen(saved_name)
-        if name is None or name not in own:
+        name = rename_one(saved_name)
+        if name is None or name not in model_state:
             continue
-        if name in taken:
+        if name in saved_names:
             raise CheckpointError(
-                f"Both `{taken[name]}` and `{saved_name}` of `{path}` would be the model's `{name}`. Let `rename` give "
-                "one of them, and None for the other."
+                f"`{saved_names[name]}` and `{saved_name}` of `{path}` both map to the model's `{name}`. Make `rename` "
+                "return None for one of them."
             )
-        names[saved_name], taken[name] = name, saved_name
-        if not _is_extra(name, own[name]):
-            _check_shapes(name, own[name], saved, may_be_flat=source.may_be_flat)
+        names[saved_name], saved_names[name] = name, saved_name
+        if not _is_extra(name, model_state[name]):
+            _check_shapes(name, model_state[name], saved, may_be_flat=source.may_be_flat)
     return names
 
 
 def _is_extra(name: str, value: Any) -> bool:
-    """Whether a module takes a value by `set_extra_state`."""
+    """Whether a module loads the value with `set_extra_state`."""
     return name.rpartition(".")[2] == _EXTRA_STATE or not isinstance(value, torch.Tensor)
 
 
-def prefix_between(own: Collection[str], saved: Collection[str], path: Path) -> Rename:
-    """The prefix to cut off the names in files, or to put before them, with which most are the model's.
+def prefix_between(model_names: Collection[str], saved: Collection[str], path: Path) -> Rename:
+    """Find the prefix with which most names in the files match the model.
+
+    It is removed from, or added to, the names in the files.
 
     Args:
-        own: Names of the model.
+        model_names: Names of the model.
         saved: Names in the files.
-        path: Of the files, for the error.
+        path: Path of the files, for errors.
 
     Returns:
-        What does it; None for names that do not begin so.
+        A function that renames; it returns None for names without the prefix.
 
     Raises:
-        CheckpointError: No name fits in any way, or two ways are as good.
+        CheckpointError: No name matches with any prefix, or two prefixes match equally well.
     """
-    fits: Counter[tuple[str, str]] = Counter()  # by what is cut off, and what is put before
-    fits.update((cut, "") for name in saved for cut in _prefixes(name) if name.removeprefix(cut) in own)
-    fits.update(("", put) for name in own for put in _prefixes(name) if put and name.removeprefix(put) in saved)
-    most = max(fits.values(), default=0)
-    best = sorted(way for way, count in fits.items() if count == most)
+    matches: Counter[tuple[str, str]] = Counter()  # by removed and added prefix
+    matches.update(
+        (removed, "") for name in saved for removed in _prefixes(name) if name.removeprefix(removed) in model_names
+    )
+    matches.update(
+        ("", added) for name in model_names for added in _prefixes(name) if added and name.removeprefix(added) in saved
+    )
+    most = max(matches.values(), default=0)
+    best = sorted(affixes for affixes, count in matches.items() if count == most)
     if not best:
         raise CheckpointError(
-            f"No name in `{path}` is one of the model's: {_listed(saved)} there, {_listed(own)} here. Build the model "
-            "that was saved, or give `rename=`, a function from its names to the model's."
+            f"No name in `{path}` matches the model: the files have {_listed(saved)}; the model has "
+            f"{_listed(model_names)}. Build the model that was saved, or pass `rename=`, a function from names in the "
+            "files to names of the model."
         )
     if len(best) > 1 and ("", "") not in best:
-        (cut, put), (other_cut, other_put) = best[:2]
+        (removed, added), (other_removed, other_added) = best[:2]
         raise CheckpointError(
-            f"The names in `{path}` are the model's after `{cut or put}` as well as after `{other_cut or other_put}`. "
-            f"Say which are meant: `rename=lambda name: name.removeprefix({cut or put!r}) if "
-            f"name.startswith({cut or put!r}) else None`."
+            f"The names in `{path}` match the model equally well with the prefixes `{removed or added}` and "
+            f"`{other_removed or other_added}`. Choose one: `rename=lambda name: "
+            f"name.removeprefix({removed or added!r}) if name.startswith({removed or added!r}) else None`."
         )
-    cut, put = ("", "") if ("", "") in best else best[0]
-    return lambda name: put + name.removeprefix(cut) if name.startswith(cut) else None
+    removed, added = ("", "") if ("", "") in best else best[0]
+    return lambda name: added + name.removeprefix(removed) if name.startswith(removed) else None
 
 
 def _prefixes(name: str) -> list[str]:
-    """Of a dotted name: the empty one, and all that end with a dot."""
-    return ["", *(name[: place + 1] for place, letter in enumerate(name) if letter == ".")]
+    """Return the prefixes of a dotted name: the empty one and all that end in a dot."""
+    return ["", *(name[: position + 1] for position, character in enumerate(name) if character == ".")]
 
 
-def _check_shapes(name: str, own: Any, saved: SavedTensor | None, *, may_be_flat: bool) -> None:
-    found = None if saved is None else saved.shape
-    is_flat = may_be_flat and found is not None and len(found) == 1 and found.numel() == own.numel()
-    if found != own.shape and not is_flat:
+def _check_shapes(name: str, value: Any, saved: SavedTensor | None, *, may_be_flat: bool) -> None:
+    shape = None if saved is None else saved.shape
+    is_flat = may_be_flat and shape is not None and len(shape) == 1 and shape.numel() == value.numel()
+    if shape != value.shape and not is_flat:
         raise CheckpointError(
-            f"`{name}` has shape {list(own.shape)} in the model and {'none' if found is None else list(found)} in the "
-            "files. Build the model with the configuration that it was saved with."
+            f"`{name}` has shape {list(value.shape)} in the model and {'none' if shape is None else list(shape)} in "
+            "the files. Build the model with the configuration with which it was saved."
         )
-    if saved is not None and isinstance(own, ShardedParameter) and own.dtype.is_floating_point:
+    if saved is not None and isinstance(value, ShardedParameter) and value.dtype.is_floating_point:
         if not saved.dtype.is_floating_point:
             raise CheckpointError(
-                f"`{name}` is {own.dtype} in the model and {saved.dtype} in the files, as quantized weights are. Load "
-                "weights that are not quantized."
+                f"`{name}` is {value.dtype} in the model and {saved.dtype} in the files, which is the dtype of "
+                "quantized weights. Load weights that are not quantized."
             )
 
 
 def _incompatible_keys(
-    own: Mapping[str, Any], saved: Mapping[str, SavedTensor | None], names: Mapping[str, str], strict: bool
+    model_state: Mapping[str, Any], saved: Mapping[str, SavedTensor | None], names: Mapping[str, str], strict: bool
 ) -> IncompatibleKeys:
-    """What is on one side only. Objects that are no tensors, such as the number of an epoch, do not count in files.
+    """Find the names on one side only.
+
+    Objects in the files that are not tensors do not count.
 
     Raises:
-        CheckpointError: There is something, and `strict` is set.
+        CheckpointError: There are such names, and `strict` is set.
     """
-    there = {id(own[name]) for name in names.values()}  # one of tied names is enough
-    found = IncompatibleKeys(
-        missing_keys=[name for name in own if id(own[name]) not in there],
-        unexpected_keys=[name for name, each in saved.items() if each is not None and name not in names],
+    loaded_ids = {id(model_state[name]) for name in names.values()}  # of tied names, one is enough
+    keys = IncompatibleKeys(
+        missing_keys=[name for name in model_state if id(model_state[name]) not in loaded_ids],
+        unexpected_keys=[name for name, entry in saved.items() if entry is not None and name not in names],
     )
-    sides = (found.missing_keys, "the model, not in the files"), (found.unexpected_keys, "the files, not in the model")
-    differing = [f"{_listed(lacking)}: only in {where}" for lacking, where in sides if lacking]
-    if strict and differing:
+    sides = (keys.missing_keys, "the model, not in the files"), (keys.unexpected_keys, "the files, not in the model")
+    problems = [f"{_listed(unmatched)}: only in {side}" for unmatched, side in sides if unmatched]
+    if strict and problems:
         raise CheckpointError(
-            f"{'; '.join(differing)}. Build the model that was saved, say by `rename=` which names are the same, or "
-            "load with `strict=False`."
+            f"{'; '.join(problems)}. Build the model that was saved, map the names with `rename=`, or load with "
+            "`strict=False`."
         )
-    return found
+    return keys
 
 
 def _listed(names: Collection[str]) -> str:

@@ -1,6 +1,6 @@
-"""What does Lightning call?
+"""Lightning strategies for the Trainer and for Fabric.
 
-Nothing here is imported before it is used: naming `MiCSStrategy` imports Lightning, importing this package does not.
+Nothing is imported before it is used: importing this package does not import Lightning; naming `MiCSStrategy` does.
 """
 
 from __future__ import annotations

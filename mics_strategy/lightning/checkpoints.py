@@ -1,11 +1,11 @@
-"""What does a Trainer checkpoint of a sharded model hold, and how is it read?
+"""Checkpoints of the Trainer with a sharded model.
 
-By default it is one ordinary file, as plain data parallel training writes it: whole tensors, plain names, so that any
-strategy reads it. Reading maps the file into memory on every rank; each takes its shards out of it, after the hooks
-have seen the whole.
+By default a checkpoint is one ordinary file, like that of plain data parallelism: full tensors and unsharded names, so
+that any strategy can load it. Every rank maps the file into memory and reads its shards from it, after the hooks have
+seen the full state.
 
-With ``state_dict_type="sharded"`` it is a folder to which every rank writes its share. Hooks see DTensors then, and may
-leave some out or change them. Either kind is read, whatever is written.
+With ``state_dict_type="sharded"`` a checkpoint is a folder to which every rank writes its shards. Hooks then see
+DTensors, and may remove or change them. Both formats load, whichever is saved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mics_strategy.lightning.framework import TrainerFramework, unwrap_optimizer
 
 
 class TrainerCheckpointMixin(CheckpointFileMixin):
-    """The part of the strategy that saves and restores. Mixed into a Lightning strategy."""
+    """Saving and loading of the Trainer's strategy. Mixed into a Lightning strategy."""
 
     framework: ClassVar[TrainerFramework]
     _load_weights_only: bool | None
@@ -44,8 +44,8 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
     _timeout: timedelta
     _num_interrupted_saves = 0
     _opened: OpenCheckpoint | None = None
-    _to_load: tuple[dict[str, Any], bool] | None = None  # a state dict, and whether strictly
-    _to_remove: tuple[str | Path, ...] = ()  # when the save that is under way has succeeded
+    _to_load: tuple[dict[str, Any], bool] | None = None  # state dict, and whether to load it strictly
+    _to_remove: tuple[str | Path, ...] = ()  # after the pending save has succeeded
 
     @property
     def _trainer(self) -> Any:
@@ -58,21 +58,23 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this process has shards of the model; not before setup, nor in one that has started the ranks."""
+        """Whether this process holds shards: after setup, not in the ranks' parent."""
         raise NotImplementedError
 
     def shard_model(self) -> None:
-        """Shard the model now, if it is not."""
+        """Shard the model now, unless it is sharded already."""
         raise NotImplementedError
 
     # -- saving -----------------------------------------------------------------------------------------------
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state dict: whole on rank 0's CPU and empty on other ranks, or in shards. Collective.
+        """Return the module's state dict: full on rank 0's CPU, or sharded. Collective.
+
+        The full state dict is empty on other ranks.
 
         Raises:
-            CheckpointError: After an exception that not every rank has met.
+            CheckpointError: An exception was raised on some ranks only.
         """
         if not self.is_sharded:
             return super().lightning_module_state_dict()
@@ -86,8 +88,11 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state dict: whole on rank 0's CPU and empty on other ranks, or in shards. Collective."""
-        if not optimizer.param_groups:  # Lightning's, where `configure_optimizers` returned None
+        """Return the optimizer's state dict: full on rank 0's CPU, or sharded. Collective.
+
+        The full state dict is empty on other ranks.
+        """
+        if not optimizer.param_groups:  # Lightning's stand-in if `configure_optimizers` returned None
             return dict(optimizer.state_dict())
         if self._state_dict_type == "sharded":
             return dict(unwrap_optimizer(self.framework, optimizer).state_dict())
@@ -97,13 +102,13 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Let rank 0 write the file, or every rank its share of the folder; a failure is raised on every rank.
+        """Save one file on rank 0, or a folder on all ranks. Collective.
 
         Raises:
-            TypeError: `storage_options` for a checkpoint plug-in that has none, or for a folder.
-            IsADirectoryError: `filepath` is a directory, and one file is to be written.
-            CheckpointError: A rank could not write; its own error is raised on it. Or a folder of shards is asked for,
-                and the ranks that had them were started by this process and are gone.
+            TypeError: `storage_options` are given for a plug-in that does not support them, or for a folder.
+            IsADirectoryError: `filepath` is a directory, but one file is to be written.
+            CheckpointError: A rank could not write; that rank raises its own error. Or a sharded folder is requested
+                after the ranks that this process started have ended. Raised on every rank.
         """
         path = self.broadcast(as_path(filepath))
         if not self.is_sharded:
@@ -118,13 +123,15 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
         self.write_file(checkpoint, path, storage_options)
 
     def _save_shards(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
-        """Let every rank write; what the hooks have made of the state dict counts."""
+        """Save on all ranks; the state dict is taken as the hooks have changed it."""
         check_not_folder(path, storage_options)
         self._finish()
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         optimizers = self._stepping if "optimizer_states" in checkpoint else []
         if "optimizer_states" in checkpoint and not optimizers:
-            rest["optimizer_states"] = checkpoint["optimizer_states"]  # of Lightning's stand-in; it has none
+            rest["optimizer_states"] = checkpoint[
+                "optimizer_states"
+            ]  # state of Lightning's stand-in, which has no parameters
         save_checkpoint(
             path,
             self.sharded,
@@ -136,15 +143,15 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
 
     @property
     def _stepping(self) -> list[Optimizer]:
-        """The optimizers, without Lightning's stand-in where `configure_optimizers` returned None."""
-        found = (unwrap_optimizer(self.framework, optimizer) for optimizer in self.optimizers)
-        return [optimizer for optimizer in found if optimizer.param_groups]
+        """Optimizers, without Lightning's stand-in for no optimizer."""
+        optimizers = (unwrap_optimizer(self.framework, optimizer) for optimizer in self.optimizers)
+        return [optimizer for optimizer in optimizers if optimizer.param_groups]
 
     def finish_saves(self) -> None:
-        """Wait for a checkpoint that is being written, but not after an exception: a rank may be gone.
+        """Wait for a pending save, except after an exception, when a rank may be gone.
 
         Raises:
-            CheckpointError: It could not be written.
+            CheckpointError: The checkpoint could not be written.
         """
         module = self.lightning_module
         if (
@@ -163,7 +170,7 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
 
     @override
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint; while another one is being written, only when that one is whole."""
+        """Remove a checkpoint; during a pending save, as soon as that one is complete."""
         if self._saves_asynchronously:
             self._to_remove = (*self._to_remove, as_path(filepath))
         else:
@@ -178,20 +185,22 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return False  # so that hooks see a checkpoint before optimizers are made, as with DDP
+        return False  # hooks see a checkpoint before optimizers are made, as with DDP
 
     @override
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Open a checkpoint on every rank; its tensors are read when they are used.
+        """Open a checkpoint on every rank; its tensors are read on use.
 
         Args:
-            checkpoint_path: Rank 0's counts. A folder that holds sharded checkpoints means the newest whole one.
-            weights_only: As `fit(weights_only=...)` was given it; else the strategy's `load_weights_only` counts.
+            checkpoint_path: Path of the checkpoint. Rank 0's path is used. In a folder with several sharded
+                checkpoints, the newest intact one is opened.
+            weights_only: Value of `fit(weights_only=...)`; if None, the strategy's `load_weights_only` is used.
 
         Raises:
-            CheckpointError: A folder that is no whole checkpoint, or what needs unpickling that is not allowed.
+            CheckpointError: The folder is not an intact checkpoint, or the checkpoint needs unpickling that is not
+                allowed.
         """
         path = self.broadcast(as_path(checkpoint_path))
         allowed = weights_only if weights_only is not None else self._load_weights_only
@@ -200,39 +209,44 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
         self._opened = None
         if is_local(path) and self.broadcast(Path(path).is_dir()):
             path = newest_checkpoint(path) or path
-            self.shard_model()  # what a folder holds is read into shards
-            opened = self._opened = OpenCheckpoint(path, weights_only=allowed is not False)
-            checkpoint = {**opened.extra, "state_dict": opened.model_state(self.sharded)}
-            if opened.num_optimizers:
-                checkpoint["optimizer_states"] = [{}] * opened.num_optimizers  # read when they are asked for
+            self.shard_model()  # folders are read into shards
+            checkpoint_folder = self._opened = OpenCheckpoint(path, weights_only=allowed is not False)
+            checkpoint = {**checkpoint_folder.extra, "state_dict": checkpoint_folder.model_state(self.sharded)}
+            if checkpoint_folder.num_optimizers:
+                checkpoint["optimizer_states"] = [
+                    {}
+                ] * checkpoint_folder.num_optimizers  # read in `load_optimizer_state_dict`
             return checkpoint
         return self.read_file(path, allowed, "`weights_only=False` of the Trainer's method")
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load into shards: now, or when there are some. Until then hooks may change the plain model."""
+        """Load into shards, now or after setup.
+
+        Until setup, hooks may change the unsharded model.
+        """
         self._to_load = (checkpoint["state_dict"], strict)
         if self.is_sharded:
-            self.load_pending_optimizers()
+            self.load_pending_model()
 
-    def load_pending_optimizers(self) -> None:
-        """Load the state dict that was read before the model was sharded, if there is one."""
-        waiting, self._to_load = self._to_load, None
-        if waiting is not None:
-            self.sharded.load_full_state_dict(waiting[0], strict=waiting[1])
+    def load_pending_model(self) -> None:
+        """Load the model state dict that was read before the model was sharded, if any."""
+        pending, self._to_load = self._to_load, None
+        if pending is not None:
+            self.sharded.load_full_state_dict(pending[0], strict=pending[1])
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load every optimizer's state.
+        """Load the states of all optimizers.
 
         Raises:
-            CheckpointError: The checkpoint has another number of optimizers.
+            CheckpointError: The checkpoint has a different number of optimizers.
         """
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise CheckpointError(
-                f"The checkpoint holds {len(states)} optimizers, and `configure_optimizers` made "
-                f"{len(self.optimizers)}. Return as many as there were, or load the weights only."
+                f"The checkpoint holds {len(states)} optimizers, but `configure_optimizers` returned "
+                f"{len(self.optimizers)}. Return {len(states)} optimizers, or load only the weights."
             )
         if self._opened is not None:
             self._opened.load(self.sharded, self._stepping, has_model=False)

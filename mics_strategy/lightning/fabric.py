@@ -1,8 +1,8 @@
-"""How does `Fabric(strategy="mics")` train a sharded model?
+"""Fabric's strategy: `Fabric(strategy="mics")`.
 
-The model is sharded in place when it is set up, and optimizers that were built on the plain parameters are pointed at
-the sharded ones. Fabric gets a thin module around it, as it gets DDP's: so methods other than `forward` that are marked
-with `mark_forward_method` run where parameters are whole, and unmarked ones are refused by Fabric instead of failing.
+`fabric.setup` shards a module in place, and switches optimizers that were built on the unsharded parameters to the
+sharded ones. As with DDP, Fabric gets a thin wrapper module. Methods other than `forward` that are marked with
+`mark_forward_method` then run with unsharded parameters, and Fabric refuses unmarked ones with a clear error.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 class ShardedModule(nn.Module):
-    """Stands around a sharded module; its forward is the module's.
+    """Wrapper of a sharded module; its forward is the module's.
 
     Args:
-        sharded: The handle of the module.
+        sharded: Handle of the module.
     """
 
     def __init__(self, sharded: Sharded) -> None:
@@ -56,48 +56,50 @@ class ShardedModule(nn.Module):
 
 
 class SyncControl:
-    """What `fabric.no_backward_sync` asks."""
+    """Implementation of `fabric.no_backward_sync`."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Say whether more micro-steps of this optimizer step will follow; it costs overlap to say it wrongly.
+        """Announce whether more micro-steps of this optimizer step follow.
+
+        A wrong announcement costs overlap, not correctness.
 
         Raises:
-            TypeError: A module that this strategy has not set up.
+            TypeError: This strategy has not set up the module.
         """
         if not isinstance(module, ShardedModule):
             raise TypeError(
                 "Blocking backward sync is only possible if the module passed to `no_backward_sync` was set up by this "
-                f"strategy. Got: {type(module).__name__}. Pass what `fabric.setup` has returned."
+                f"strategy. Got: {type(module).__name__}. Pass the module that `fabric.setup` returned."
             )
         return module.sharded.micro_step(0, of=2 if enabled else 1)
 
 
 class FabricStrategyMixin(FabricCheckpointMixin, ProcessGroupMixin):  # for a type checker, these are the Trainer's
-    """Shards modules by a `ShardConfig`.
+    """Strategy that shards modules according to a `ShardConfig`.
 
-    The class for users is `mics_strategy.lightning.MiCSFabricStrategy`; this one is mixed into a namespace's
+    The class for users is `mics_strategy.lightning.MiCSFabricStrategy`, which mixes this class into a namespace's
     `ParallelStrategy`.
 
     Args:
-        config: A preset's name or a `ShardConfig`.
-        units: As `mics_strategy.shard` takes it; classes may also be given by name.
-        initializer: As `mics_strategy.shard` takes it, for modules on the meta device.
-        accelerator: As any strategy of Fabric takes it.
-        parallel_devices: As any strategy of Fabric takes it.
-        cluster_environment: As any strategy of Fabric takes it.
-        checkpoint_io: As any strategy of Fabric takes it.
-        precision: As any strategy of Fabric takes it.
-        process_group_backend: Of the default process group; None chooses by the device.
-        timeout: Of the default process group.
-        state_dict_type: What `fabric.save` writes: ``"full"``, one ordinary file, or ``"sharded"``, a folder on a file
-            system that all nodes share. Both are read, on any number of ranks.
-        save_asynchronously: Whether training goes on while a folder is written.
-        start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` (for notebooks) start
-            processes from this one.
+        config: Name of a preset, or a `ShardConfig`.
+        units: Units, as in `mics_strategy.shard`; classes may also be given by name.
+        initializer: Initializer of modules on the meta device, as in `mics_strategy.shard`.
+        accelerator: Accelerator, as in other strategies of Fabric.
+        parallel_devices: Devices of this node, as in other strategies of Fabric.
+        cluster_environment: Cluster environment, as in other strategies of Fabric.
+        checkpoint_io: Checkpoint plug-in, as in other strategies of Fabric.
+        precision: Precision plug-in, as in other strategies of Fabric.
+        process_group_backend: Backend of the default process group; None chooses it by the device.
+        timeout: Timeout of the default process group.
+        state_dict_type: Format that `fabric.save` writes: ``"full"``, one ordinary file, or ``"sharded"``, a folder on
+            a file system that all nodes share. Both formats load on any number of ranks.
+        save_asynchronously: Whether folders are written in the background.
+        start_method: Start of the ranks: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` (for
+            notebooks) start processes from this one.
         **overrides: Fields of `ShardConfig`.
 
     Raises:
-        ConfigError: Unknown or impossible options.
+        ConfigError: An option is unknown or invalid.
     """
 
     framework: ClassVar[FabricFramework]
@@ -162,22 +164,22 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessGroupMixin):  # for a ty
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Build modules on the CPU or the meta device, in the precision's dtype.
 
-        Never on the GPU: the whole model need not fit there.
+        They are not built on the GPU, because the full model may not fit there.
 
         Args:
-            empty_init: Whether on the meta device; values come when the module is set up.
+            empty_init: Whether to use the meta device; values are then set when the module is set up.
         """
         with torch.device("meta") if empty_init else nullcontext(), self.precision.module_init_context():
             yield
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Leave it: the plain model need not fit on the device, and a sharded one is there."""
+        """Do nothing: the engine moves the shards, and the full model may not fit."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a module in place.
 
         Raises:
-            ConfigError: On every rank, for what `mics_strategy.shard` refuses.
+            ConfigError: `mics_strategy.shard` refuses the module. Raised on every rank.
             LifecycleError: `fabric.launch()` was not called.
         """
         if not is_initialized():
@@ -192,52 +194,52 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessGroupMixin):  # for a ty
         return ShardedModule(sharded)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Point an optimizer at the sharded parameters, if it was built on the plain ones.
+        """Switch an optimizer from unsharded to sharded parameters.
 
         Raises:
-            ConfigError: On every rank, for an optimizer with parameters of other models, too.
-            LifecycleError: Its model is not set up.
+            ConfigError: The optimizer also has parameters of other models. Raised on every rank.
+            LifecycleError: The optimizer's model is not set up.
         """
         return self.sharded_of(optimizer).adopt(optimizer)
 
-    def sharded_of(self, of: Any) -> Sharded:
-        """The handle of a model: plan, traffic, memory.
+    def sharded_of(self, target: Any) -> Sharded:
+        """Return the handle of a model: plan, traffic, memory.
 
         Args:
-            of: A module or an optimizer, as it was before or after `fabric.setup`.
+            target: Module or optimizer, from before or after `fabric.setup`.
 
         Raises:
-            LifecycleError: This strategy has not sharded it.
+            LifecycleError: This strategy has not sharded the model.
         """
-        found = self.handle_of(of)
-        if found is None:
-            what = "an optimizer whose first parameter belongs to no model" if isinstance(of, Optimizer) else "no model"
+        handle = self.handle_of(target)
+        if handle is None:
+            kind = "an optimizer of a model" if isinstance(target, Optimizer) else "a model"
             raise LifecycleError(
-                f"{type(of).__name__} is {what} that this strategy has set up. Call `fabric.setup(model, optimizer)`, "
-                "or `fabric.setup_module(model)` before `fabric.setup_optimizers(optimizer)`."
+                f"{type(target).__name__} is not {kind} that this strategy has set up. Call `fabric.setup(model, "
+                "optimizer)`, or `fabric.setup_module(model)` before `fabric.setup_optimizers(optimizer)`."
             )
-        return found
+        return handle
 
     @property
     @override
     def handles(self) -> list[Sharded]:
-        return [found for reference in self._handles if (found := reference()) is not None]
+        return [handle for reference in self._handles if (handle := reference()) is not None]
 
     @override
-    def handle_of(self, of: Any) -> Sharded | None:
-        of = unwrap_module(self.framework, unwrap_optimizer(self.framework, of))
-        if isinstance(of, ShardedModule):
-            return of.sharded
-        if isinstance(of, Optimizer):
-            first = next((parameter for group in of.param_groups for parameter in group["params"]), None)
-            return None if first is None else next((h for h in self.handles if _has(h, first)), None)
-        return next((handle for handle in self.handles if handle.model is of), None)
+    def handle_of(self, target: Any) -> Sharded | None:
+        target = unwrap_module(self.framework, unwrap_optimizer(self.framework, target))
+        if isinstance(target, ShardedModule):
+            return target.sharded
+        if isinstance(target, Optimizer):
+            first = next((parameter for group in target.param_groups for parameter in group["params"]), None)
+            return None if first is None else next((h for h in self.handles if _has_param(h, first)), None)
+        return next((handle for handle in self.handles if handle.model is target), None)
 
     # -- steps ------------------------------------------------------------------------------------------------
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Step; a backward in the closure is the last of its optimizer step."""
+        """Run the optimizer step; a backward in the closure is the last micro-step."""
         handle = self.handle_of(optimizer)
         with nullcontext() if handle is None else handle.micro_step(0, of=1):
             return super().optimizer_step(optimizer, **kwargs)
@@ -250,10 +252,12 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessGroupMixin):  # for a ty
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Scale the gradients of the optimizer's parameters, as `Sharded.clip_grad_norm_` does.
+        """Clip the gradients of the optimizer's parameters by their norm.
+
+        The same as `Sharded.clip_grad_norm_`.
 
         Returns:
-            The norm before, a plain scalar tensor, the same on all ranks.
+            Norm before clipping: a plain scalar tensor, equal on all ranks.
         """
         self.precision.unscale_gradients(optimizer)
         return self.sharded_of(optimizer).clip_grad_norm_(
@@ -263,26 +267,26 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessGroupMixin):  # for a ty
             only=list(self.precision.main_params(optimizer)),
         )
 
-    # -- talking ----------------------------------------------------------------------------------------------
+    # -- communication ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Combine a tensor over all ranks, in place; anything else is returned as it is."""
+        """Reduce a tensor over all ranks, in place; any other value is returned unchanged."""
         return self.reduce(tensor, group, reduce_op)
 
 
-def _has(handle: Sharded, parameter: torch.Tensor) -> bool:
+def _has_param(handle: Sharded, parameter: torch.Tensor) -> bool:
     return handle.sharded_param_for(parameter) is not None
 
 
 @functools.cache
 def fabric_strategy_for(namespace: str) -> type[FabricStrategyMixin]:
-    """The strategy class for ``"lightning.fabric"`` or ``"lightning_fabric"``.
+    """Return the strategy class for ``"lightning.fabric"`` or ``"lightning_fabric"``.
 
     Raises:
-        ConfigError: Another namespace.
+        ConfigError: The namespace is unknown.
     """
     framework = load_fabric_framework(namespace)
-    name = next(name for name, of in _CLASS_NAMES.items() if of == namespace)
+    name = next(name for name, owner in _CLASS_NAMES.items() if owner == namespace)
     return make_strategy_class(FabricStrategyMixin, framework, name)  # type: ignore[type-abstract]
 
 

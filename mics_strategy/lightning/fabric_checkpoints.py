@@ -1,9 +1,9 @@
-"""What does `fabric.save` write of sharded models, and how does `fabric.load` bring it back in place?
+"""Checkpoints of Fabric: `fabric.save` and `fabric.load` of sharded models.
 
-By default one ordinary file with the keys of the user's state, whole tensors and plain names: what `fabric.save` writes
-with ``strategy="ddp"``. With ``state_dict_type="sharded"`` it is a folder to which every rank writes its share, of one
-sharded model and its optimizers; which of the user's keys they had is kept beside them. Either kind is read, whatever
-is written.
+By default a checkpoint is one ordinary file with the keys of the user's state, full tensors and unsharded names, like
+the file of ``strategy="ddp"``. With ``state_dict_type="sharded"`` it is a folder of one sharded model and its
+optimizers, to which every rank writes its shards. The keys that the model and the optimizers had in the user's state
+are also saved. Both formats load, whichever is saved.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mics_strategy.lightning.checkpoint_file import CheckpointFileMixin, as_path
 from mics_strategy.lightning.consensus import run_on_all_ranks
 
 Filters = Mapping[str, Callable[[str, Any], bool]]
-_KEYS = "mics_strategy.fabric"  # in a folder: which keys of the user's state the model and the optimizers had
+_KEYS = "mics_strategy.fabric"  # entry of a folder: keys of the model and the optimizers in the user's state
 
 
 @runtime_checkable
@@ -43,18 +43,18 @@ class _Stateful(Protocol):
 
 
 class FabricCheckpointMixin(CheckpointFileMixin):
-    """The part of the Fabric strategy that saves and restores. Mixed into a Lightning strategy."""
+    """Saving and loading of the Fabric strategy. Mixed into a Lightning strategy."""
 
     _state_dict_type: str
     _saves_asynchronously: bool
 
-    def handle_of(self, of: Any) -> Sharded | None:
-        """The handle of a sharded model, or of the one that an optimizer steps on; None for anything else."""
+    def handle_of(self, target: Any) -> Sharded | None:
+        """Return the handle of a model or of an optimizer's model; None for others."""
         raise NotImplementedError
 
     @property
     def handles(self) -> list[Sharded]:
-        """Of all models that this strategy has sharded and that are still there."""
+        """Handles of all models that this strategy has sharded and that still exist."""
         raise NotImplementedError
 
     # -- saving -----------------------------------------------------------------------------------------------
@@ -67,22 +67,22 @@ class FabricCheckpointMixin(CheckpointFileMixin):
         storage_options: Any = None,
         filter: Filters | None = None,
     ) -> None:
-        """Let rank 0 write one file, or every rank its share of a folder; a failure is raised on every rank.
+        """Save one file on rank 0, or a folder on all ranks. Collective.
 
         Args:
-            path: Rank 0's counts.
-            state: Models, optimizers, other objects with states, and plain values; the same keys on all ranks.
-            storage_options: For a checkpoint plug-in that takes them.
-            filter: By key of `state`, which entries of its state dict are saved.
+            path: Path of the checkpoint. Rank 0's path is used.
+            state: Models, optimizers, other stateful objects and plain values, with equal keys on all ranks.
+            storage_options: Options for a checkpoint plug-in that supports them.
+            filter: Per key of `state`, a function that selects the entries of its state dict to save.
 
         Raises:
-            TypeError: `storage_options` for a checkpoint plug-in that has none, or for a folder.
-            IsADirectoryError: `path` is a directory, and one file is to be written.
-            ConfigError: A folder for other than one sharded model, or for a part of an optimizer.
-            CheckpointError: A rank could not write; its own error is raised on it.
+            TypeError: `storage_options` are given for a plug-in that does not support them, or for a folder.
+            IsADirectoryError: `path` is a directory, but one file is to be written.
+            ConfigError: A folder is requested for zero or several sharded models, or for a part of an optimizer.
+            CheckpointError: A rank could not write; that rank raises its own error. Raised on every rank.
 
         Cost:
-            One file: all whole tensors on rank 0's CPU. A folder: this rank's share.
+            One file: memory for all full tensors on rank 0's CPU. A folder: this rank's shards.
         """
         path, expected = self.broadcast((as_path(path), list(state)))
         run_on_all_ranks(lambda: _check_keys(list(state), expected))
@@ -90,11 +90,11 @@ class FabricCheckpointMixin(CheckpointFileMixin):
         if self._state_dict_type == "sharded":
             self._save_folder(path, state, storage_options, filters)
             return
-        whole = {key: self._whole(value) for key, value in state.items()}
-        self.write_file(_filtered(whole, filters), path, storage_options)
+        full_state = {key: self._whole(value) for key, value in state.items()}
+        self.write_file(_filtered(full_state, filters), path, storage_options)
 
     def _whole(self, value: Any) -> Any:
-        """The state of one object, whole on rank 0. Collective."""
+        """Return the state of one object, full on rank 0. Collective."""
         handle = self.handle_of(value)
         if handle is None:
             return value.state_dict() if isinstance(value, _Stateful) else value
@@ -105,29 +105,30 @@ class FabricCheckpointMixin(CheckpointFileMixin):
     def _save_folder(self, path: str | Path, state: dict[str, Any], storage_options: Any, filters: Filters) -> None:
         check_not_folder(path, storage_options)
         models, optimizers = self._sharded_in(state), _optimizers_in(state)
-        parts = sorted(set(filters) & set(optimizers))
-        if parts:
+        partial_optimizers = sorted(set(filters) & set(optimizers))
+        if partial_optimizers:
             raise ConfigError(
-                f"`filter={{{parts[0]!r}: ...}}` asks for a part of an optimizer, which cannot be stepped on. Leave "
-                f"{parts[0]!r} out of the state, or use `state_dict_type='full'`."
+                f"`filter={{{partial_optimizers[0]!r}: ...}}` selects a part of an optimizer, but a folder stores "
+                f"optimizers in full only. Leave {partial_optimizers[0]!r} out of the state, or use "
+                "`state_dict_type='full'`."
             )
-        ((key, sharded),) = _only_one(models, "saved").items()
+        ((key, sharded),) = _check_single_model(models, "saved").items()
         rest = {name: value for name, value in state.items() if name not in models and name not in optimizers}
         extra = _filtered({name: self._whole(value) for name, value in rest.items()}, filters)
         sharded.synchronize_buffers()
-        part = _filtered({key: sharded.model.state_dict()}, filters).get(key, {}) if key in filters else None
+        model_state = _filtered({key: sharded.model.state_dict()}, filters).get(key, {}) if key in filters else None
         save_checkpoint(
             path,
             sharded,
             list(optimizers.values()),
             {**extra, _KEYS: {"model": key, "optimizers": list(optimizers)}},
-            model_state=part,
+            model_state=model_state,
             asynchronous=self._saves_asynchronously,
         )
 
     def _sharded_in(self, state: Mapping[str, Any]) -> dict[str, Sharded]:
-        found = {key: self.handle_of(value) for key, value in state.items() if isinstance(value, nn.Module)}
-        return {key: handle for key, handle in found.items() if handle is not None}
+        handles = {key: self.handle_of(value) for key, value in state.items() if isinstance(value, nn.Module)}
+        return {key: handle for key, handle in handles.items() if handle is not None}
 
     # -- loading ----------------------------------------------------------------------------------------------
 
@@ -139,25 +140,26 @@ class FabricCheckpointMixin(CheckpointFileMixin):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Restore objects in place from a file or folder, written by any number of ranks, by this strategy or another.
+        """Restore objects in place from a file or a folder of this or another strategy.
 
         Args:
-            path: Rank 0's counts. A folder that holds sharded checkpoints means the newest whole one.
-            state: Objects by key; or one model, whose weights alone are at `path`; or one optimizer; or nothing.
-            strict: Whether keys of `state`, and names of the model, must all be there.
-            weights_only: As `torch.load` takes it.
+            path: Path of the checkpoint. Rank 0's path is used. In a folder with several sharded checkpoints, the
+                newest intact one is loaded.
+            state: Objects by key; or one model, for a file of weights only; or one optimizer; or None.
+            strict: Whether all keys of `state` and all names of the model must be in the checkpoint.
+            weights_only: Same as in `torch.load`.
 
         Returns:
-            What was not restored. Its tensors are in memory, whole.
+            Entries that were not restored, with full tensors in memory.
 
         Raises:
-            KeyError: `strict`, and the checkpoint has no such key.
-            CheckpointError: It cannot be read, or is another model's.
-            ConfigError: A folder that is to be read without a sharded model.
+            KeyError: A key is missing in the checkpoint, and `strict` is set.
+            CheckpointError: The checkpoint cannot be read, or belongs to another model.
+            ConfigError: A folder is to be read without a sharded model.
         """
         path = self.broadcast(as_path(path))
-        for each in self.handles:
-            finish_saves(each)
+        for sharded in self.handles:
+            finish_saves(sharded)
         if is_local(path) and self.broadcast(Path(path).is_dir()):
             return self._load_folder(Path(path), state, strict, weights_only is not False)
         handle = self.handle_of(state)
@@ -165,18 +167,18 @@ class FabricCheckpointMixin(CheckpointFileMixin):
         if handle is not None and isinstance(state, nn.Module) and is_plain:
             load_weights(path, handle, strict=strict, weights_only=weights_only is not False)
             return {}
-        found = run_on_all_ranks(lambda: self.read_file(path, weights_only, "`fabric.load(..., weights_only=False)`"))
+        saved = run_on_all_ranks(lambda: self.read_file(path, weights_only, "`fabric.load(..., weights_only=False)`"))
         if isinstance(state, nn.Module | Optimizer):
-            self._restore({"": state}, "", found, strict)
+            self._restore({"": state}, "", saved, strict)
             return {}
-        return cast("dict[str, Any]", _in_memory(self._restore_all(state or {}, found, strict)))
+        return cast("dict[str, Any]", _in_memory(self._restore_all(state or {}, saved, strict)))
 
-    def _restore_all(self, state: dict[str, Any], found: dict[str, Any], strict: bool) -> dict[str, Any]:
-        """Restore what `found` has, in place; the rest of it."""
-        _check_none_missing(state, found, strict)
-        for key in [key for key in state if key in found]:
-            self._restore(state, key, found[key], strict)
-        return {key: value for key, value in found.items() if key not in state}
+    def _restore_all(self, state: dict[str, Any], saved: dict[str, Any], strict: bool) -> dict[str, Any]:
+        """Restore the saved objects in place; return the other entries."""
+        _check_none_missing(state, saved, strict)
+        for key in [key for key in state if key in saved]:
+            self._restore(state, key, saved[key], strict)
+        return {key: value for key, value in saved.items() if key not in state}
 
     def _restore(self, state: dict[str, Any], key: str, saved: Any, strict: bool) -> None:
         value = state[key]
@@ -198,25 +200,26 @@ class FabricCheckpointMixin(CheckpointFileMixin):
             load_weights(path, handle, strict=strict, weights_only=weights_only)
             return {}
         if not state or isinstance(state, nn.Module | Optimizer):
-            what = f"a {type(state).__name__}" if state else "no state"
+            state_type = f"a {type(state).__name__}" if state else "no state"
             raise ConfigError(
-                f"`{path}` is a folder, which is read into a sharded model, and {what} was given. Pass `{{'model': "
-                "model}` with a model that was set up, or make an ordinary file of it with `mics export`."
+                f"`{path}` is a folder. Folders load into a sharded model, but {state_type} was given. Pass "
+                "`{'model': model}` with a model that was set up, or convert the folder to ordinary files with "
+                "`mics export`."
             )
-        opened = OpenCheckpoint(path, weights_only=weights_only)
-        extra = dict(opened.extra)
+        checkpoint = OpenCheckpoint(path, weights_only=weights_only)
+        extra = dict(checkpoint.extra)
         models, optimizers = self._sharded_in(state), _optimizers_in(state)
         others = {key: value for key, value in state.items() if key not in models and key not in optimizers}
-        in_order = {"model": next(iter(models), None), "optimizers": list(optimizers)[: opened.num_optimizers]}
-        saved = extra.pop(_KEYS, in_order)
-        _check_none_missing(_only_one(models, "loaded") if models else (), (saved["model"],), strict)
+        default_keys = {"model": next(iter(models), None), "optimizers": list(optimizers)[: checkpoint.num_optimizers]}
+        saved = extra.pop(_KEYS, default_keys)
+        _check_none_missing(_check_single_model(models, "loaded") if models else (), (saved["model"],), strict)
         _check_none_missing(optimizers, saved["optimizers"], strict)
         _check_none_missing(others, extra, strict)
-        chosen = _first(saved["optimizers"], optimizers)
+        restored = _in_saved_order(saved["optimizers"], optimizers)
         model = models.get(saved["model"])
-        sharded = model if model is not None or not chosen else self.handle_of(chosen[0])
+        sharded = model if model is not None or not restored else self.handle_of(restored[0])
         if sharded is not None:
-            opened.load(sharded, chosen, strict=strict, has_model=model is not None)
+            checkpoint.load(sharded, restored, strict=strict, has_model=model is not None)
         rest = self._restore_all(others, extra, strict)
         state.update(others)
         return rest
@@ -226,55 +229,55 @@ def _optimizers_in(state: Mapping[str, Any]) -> dict[str, Optimizer]:
     return {key: value for key, value in state.items() if isinstance(value, Optimizer)}
 
 
-def _only_one(models: dict[str, Sharded], done: str) -> dict[str, Sharded]:
+def _check_single_model(models: dict[str, Sharded], operation: str) -> dict[str, Sharded]:
     if len(models) != 1:
         raise ConfigError(
-            f"A folder holds one sharded model, and the state to be {done} has {len(models)} "
-            f"({', '.join(map(repr, models)) or 'none was set up'}). Use a folder for each model, or "
+            f"A folder holds exactly one sharded model, but the state to be {operation} has {len(models)} "
+            f"({', '.join(map(repr, models)) or 'none was set up'}). Use one folder per model, or "
             "`state_dict_type='full'`."
         )
     return models
 
 
-def _first(saved: list[str], optimizers: dict[str, Optimizer]) -> list[Optimizer]:
-    """Those of the user's optimizers that were saved, in that order."""
-    wanted = [key for key in saved if key in optimizers]
-    if wanted != saved[: len(wanted)]:
+def _in_saved_order(saved: list[str], optimizers: dict[str, Optimizer]) -> list[Optimizer]:
+    """Return the user's optimizers that were saved, in the saved order."""
+    requested = [key for key in saved if key in optimizers]
+    if requested != saved[: len(requested)]:
         raise ConfigError(
-            f"The state has the optimizers {wanted} of the saved {saved}, which are read in their order. Add those "
-            "before the last one."
+            f"The state has the optimizers {requested} of the saved {saved}. Optimizers load in the saved order "
+            "without gaps. Add the missing ones before the last."
         )
-    return [optimizers[key] for key in wanted]
+    return [optimizers[key] for key in requested]
 
 
 def _filtered(states: dict[str, Any], filters: Filters) -> dict[str, Any]:
-    """As Lightning filters: entries of the dicts that have a filter; a dict of which nothing is left is left out."""
-    found: dict[str, Any] = {}
+    """Filter the entries of dicts, as Lightning does; empty dicts are omitted."""
+    filtered: dict[str, Any] = {}
     for key, value in states.items():
         if key not in filters or not isinstance(value, dict):
-            found[key] = value
-        elif kept := {name: entry for name, entry in value.items() if filters[key](name, entry)}:
-            found[key] = kept
-    return found
+            filtered[key] = value
+        elif entries := {name: entry for name, entry in value.items() if filters[key](name, entry)}:
+            filtered[key] = entries
+    return filtered
 
 
 def _check_keys(keys: list[str], expected: list[str]) -> None:
     if keys != expected:
         raise ConfigError(
-            f"The state to be saved has the keys {keys} here and {expected} on rank 0. Give every rank the same keys, "
-            "in the same order: collecting a model is done by all ranks together."
+            f"The state to be saved has the keys {keys} on this rank and {expected} on rank 0. Pass the same keys in "
+            "the same order on every rank, because all ranks collect a model together."
         )
 
 
-def _check_none_missing(wanted: Iterable[str], found: Collection[Any], strict: bool) -> None:
-    missing = [key for key in wanted if key not in found]
+def _check_none_missing(requested: Iterable[str], available: Collection[Any], strict: bool) -> None:
+    missing = [key for key in requested if key not in available]
     if strict and missing:
         raise KeyError(
             f"The requested state contains a key {missing[0]!r} that does not exist in the loaded checkpoint, which "
-            f"has {sorted(map(str, found))}. Leave it out, or load with `strict=False`."
+            f"has {sorted(map(str, available))}. Leave the key out, or load with `strict=False`."
         )
 
 
 def _in_memory(value: Any) -> Any:
-    """A copy of the tensors in `value`: the file that they are mapped from may be overwritten later."""
+    """Copy the tensors of a value, because their file may be overwritten later."""
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)

@@ -1,7 +1,7 @@
-"""Where are Lightning's classes, and which of its private names do we rely on?
+"""Classes of Lightning, and all private names that the strategies depend on.
 
-`lightning.pytorch` and `pytorch_lightning` are two copies of one code with separate classes. Everything that we take
-from either, and every private name, stands in this file, so that a new release is checked against one page.
+`lightning.pytorch` and `pytorch_lightning` are two copies of one code base with separate classes. Every class and every
+private name that we use from either is listed in this file, so that a new release is checked against one page.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from mics_strategy import ConfigError
 
-# Trainer namespace -> the Fabric namespace that it is built on.
+# Trainer namespace -> Fabric namespace on which it is built.
 NAMESPACES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """What a strategy of either kind, for the Trainer or for Fabric, takes from its namespace."""
+    """Classes and functions of a namespace that both kinds of strategies use."""
 
     name: str
     parallel_strategy: type[Any]
@@ -45,7 +45,7 @@ class Framework:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerFramework(Framework):
-    """What one of the Trainer's namespaces provides."""
+    """Classes and functions of one of the Trainer's namespaces."""
 
     copying_callbacks: tuple[type[Any], ...]
     pruning_callbacks: tuple[type[Any], ...]
@@ -58,7 +58,7 @@ class TrainerFramework(Framework):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FabricFramework(Framework):
-    """What one of Fabric's namespaces provides."""
+    """Classes and functions of one of Fabric's namespaces."""
 
     module_wrapper: type[Any]
     optimizer_wrapper: type[Any]
@@ -69,10 +69,12 @@ def load_framework(name: str) -> TrainerFramework:
     """Import one of the Trainer's namespaces.
 
     Raises:
-        ConfigError: Another name.
+        ConfigError: The name is not one of them.
     """
     if name not in NAMESPACES:
-        raise ConfigError(f"`namespace={name!r}` is not Lightning's. Use {' or '.join(map(repr, NAMESPACES))}.")
+        raise ConfigError(
+            f"`namespace={name!r}` is not a namespace of Lightning. Use {' or '.join(map(repr, NAMESPACES))}."
+        )
 
     def trainer(path: str) -> Any:
         return _find(name, path)
@@ -81,7 +83,7 @@ def load_framework(name: str) -> TrainerFramework:
     copying = [getattr(callbacks, cls, None) for cls in ("StochasticWeightAveraging", "WeightAveraging")]
     return TrainerFramework(
         name=name,
-        **_found_in_both(trainer, NAMESPACES[name]),
+        **_shared_classes(trainer, NAMESPACES[name]),
         copying_callbacks=tuple(cls for cls in copying if cls is not None),
         pruning_callbacks=(callbacks.ModelPruning,),
         unfreezing_callbacks=(callbacks.BaseFinetuning,),
@@ -98,26 +100,26 @@ def load_fabric_framework(name: str) -> FabricFramework:
     """Import one of Fabric's namespaces.
 
     Raises:
-        ConfigError: Another name.
+        ConfigError: The name is not one of them.
     """
     if name not in NAMESPACES.values():
-        known = " or ".join(map(repr, NAMESPACES.values()))
-        raise ConfigError(f"`namespace={name!r}` is not one of Fabric's. Use {known}.")
+        names = " or ".join(map(repr, NAMESPACES.values()))
+        raise ConfigError(f"`namespace={name!r}` is not a namespace of Fabric. Use {names}.")
 
     def fabric(path: str) -> Any:
         return _find(name, path)
 
     return FabricFramework(
         name=name,
-        **_found_in_both(fabric, name),
+        **_shared_classes(fabric, name),
         wrapping_checkpoint_io=(),
         module_wrapper=fabric("wrappers:_FabricModule"),
         optimizer_wrapper=fabric("wrappers:_FabricOptimizer"),
     )
 
 
-def _found_in_both(find: Callable[[str], Any], fabric_name: str) -> dict[str, Any]:
-    """What has the same place in the namespaces of the Trainer and of Fabric, and what all take from Fabric's."""
+def _shared_classes(find: Callable[[str], Any], fabric_name: str) -> dict[str, Any]:
+    """Load the classes that both kinds of strategies use."""
 
     def fabric(path: str) -> Any:
         return _find(fabric_name, path)
@@ -152,30 +154,36 @@ def _find(namespace: str, path: str) -> Any:
 
 
 def unwrap_optimizer(framework: TrainerFramework | FabricFramework, optimizer: Any) -> Any:
-    """The torch optimizer inside Lightning's wrapper."""
+    """Return the torch optimizer inside Lightning's wrapper."""
     return optimizer._optimizer if isinstance(optimizer, framework.optimizer_wrapper) else optimizer
 
 
 def unwrap_module(framework: FabricFramework, module: Any) -> Any:
-    """The user's module inside Fabric's wrapper."""
+    """Return the user's module inside Fabric's wrapper."""
     return module.module if isinstance(module, framework.module_wrapper) else module
 
 
 def throttle_sigterm_check(trainer: Any, every_n_steps: int) -> None:
-    """Let the Trainer ask rank 0 for a SIGTERM in every n-th batch only; it does so in every batch, over the world."""
+    """Limit the Trainer's SIGTERM check to every n-th batch.
+
+    The Trainer broadcasts from rank 0 over the world in every batch.
+    """
     loop = trainer.fit_loop.epoch_loop
-    ask = getattr(type(loop), "_broadcast_sigterm_tensor", None)
-    if ask is None:
+    check = getattr(type(loop), "_broadcast_sigterm_tensor", None)
+    if check is None:
         return
 
-    def ask_seldom() -> None:
+    def check_every_n_steps() -> None:
         if loop.total_batch_idx % every_n_steps == 0:
-            ask(loop)
+            check(loop)
 
-    loop._broadcast_sigterm_tensor = ask_seldom
+    loop._broadcast_sigterm_tensor = check_every_n_steps
 
 
 def disable_inference_mode(trainer: Any) -> None:
-    """Evaluate under `no_grad`: what `inference_mode` makes cannot be trained on, and the engine outlives a stage."""
+    """Evaluate under `no_grad` instead of `inference_mode`.
+
+    Tensors of `inference_mode` cannot be used in training, and the engine's tensors outlive a stage.
+    """
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.inference_mode = False

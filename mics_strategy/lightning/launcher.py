@@ -1,7 +1,7 @@
-"""How do the trained weights come back from processes that were spawned or forked?
+"""Launcher that returns trained weights from spawned or forked processes.
 
-Lightning asks the module for its state dict on every rank and hands rank 0's to the parent. A sharded module would hand
-over one shard, so whole tensors are collected instead.
+Lightning collects the module's state dict on every rank and returns rank 0's to the parent. For a sharded module that
+would be one shard, so full tensors are collected instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ else:
 
 
 class FullWeightsMixin(Base):
-    """The part of the launcher that collects results in the child processes. Mixed into Lightning's."""
+    """Collection of results in the child processes. Mixed into Lightning's launcher."""
 
     @override
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
@@ -51,12 +51,12 @@ _CLASS_NAMES = {
 
 @functools.cache
 def full_weights_launcher(framework: TrainerFramework) -> type[Any]:
-    """The launcher for one namespace."""
-    name = next(name for name, of in _CLASS_NAMES.items() if of == framework.name)
+    """Return the launcher class of one namespace."""
+    name = next(name for name, owner in _CLASS_NAMES.items() if owner == framework.name)
     return type(name, (FullWeightsMixin, framework.multiprocessing_launcher), {"__module__": __name__})
 
 
 def __getattr__(name: str) -> Any:
-    if name in _CLASS_NAMES:  # how a spawned process finds the class
+    if name in _CLASS_NAMES:  # a spawned process looks the class up here
         return full_weights_launcher(load_framework(_CLASS_NAMES[name]))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}.")

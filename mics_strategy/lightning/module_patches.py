@@ -1,8 +1,8 @@
-"""How does a step of a LightningModule reach the parameters?
+"""Patches of a LightningModule: steps, logging, codec schedule, frozen params.
 
-`training_step` and its like bypass `forward`, where the engine gathers what belongs to the root. So a step runs in
-the place of the module's forward: hooks fire, parameters are whole inside, names and the module itself stay as they
-are.
+`training_step` and the other steps bypass `forward`, where the engine gathers the root's parameters. Therefore a step
+runs in place of the module's forward: hooks fire, parameters are unsharded inside, and the module is unchanged
+afterwards.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def run_as_forward(module: nn.Module, method: str, args: tuple[Any, ...], kwargs
     """Call ``module.<method>(*args, **kwargs)`` with the root's parameters gathered.
 
     Args:
-        module: A sharded LightningModule.
+        module: Sharded LightningModule.
         method: Name of the step.
-        args: Of the step.
-        kwargs: Of the step.
+        args: Positional arguments of the step.
+        kwargs: Keyword arguments of the step.
     """
     attributes = vars(module)
-    own = {"forward": attributes["forward"]} if "forward" in attributes else {}
+    original = {"forward": attributes["forward"]} if "forward" in attributes else {}
 
     def restore() -> None:
         attributes.pop("forward", None)
-        attributes.update(own)
+        attributes.update(original)
 
     def step(*step_args: Any, **step_kwargs: Any) -> Any:
         restore()  # the step itself may call the real forward
@@ -52,58 +52,58 @@ def run_as_forward(module: nn.Module, method: str, args: tuple[Any, ...], kwargs
 
 
 def without_codec_schedule(config: ShardConfig) -> ShardConfig:
-    """The same configuration, with nothing said of the length of the training."""
+    """Return the configuration without the length of the training."""
     return config.replace(grad_codec_until=1.0, training_steps="unknown")
 
 
 def grad_codec_steps(config: ShardConfig, trainer: Trainer) -> int | None:
-    """Optimizer steps with encoded gradients; None for all.
+    """Return the number of optimizer steps with quantized gradients; None for all.
 
     Raises:
-        ConfigError: A share of a training without an end.
+        ConfigError: A fraction is requested of a training without an end.
     """
     if config.grad_codec == "none" or config.grad_codec_until == 1.0 or config.training_steps != "unknown":
         return config.grad_codec_steps
     steps = trainer.estimated_stepping_batches
     if steps == float("inf"):
         raise ConfigError(
-            f"`grad_codec_until={config.grad_codec_until!r}` is a share of a training without an end. Give the Trainer "
-            "`max_steps` or `max_epochs`, or the strategy `training_steps`."
+            f"`grad_codec_until={config.grad_codec_until!r}` is a fraction of the training, but this training has no "
+            "end. Give the Trainer `max_steps` or `max_epochs`, or the strategy `training_steps`."
         )
     return config.replace(training_steps=int(steps)).grad_codec_steps
 
 
 def log_dtensors(module: nn.Module) -> None:
-    """Make ``module.log`` take DTensors. Idempotent."""
+    """Make ``module.log`` accept DTensors. Idempotent."""
     attributes = vars(module)
-    if not isinstance(attributes.get("log"), _PlainLog):
-        attributes["log"] = _PlainLog(module.log)
+    if not isinstance(attributes.get("log"), _FullTensorLog):
+        attributes["log"] = _FullTensorLog(module.log)
 
 
-class _PlainLog:
-    """Stands in for ``LightningModule.log`` of one module."""
+class _FullTensorLog:
+    """Replacement of ``LightningModule.log`` that converts DTensors to full tensors."""
 
     def __init__(self, log: Any) -> None:
         self._log = log
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        self._log(name, tree_map(_plain, value), *args, **kwargs)
+        self._log(name, tree_map(_to_full, value), *args, **kwargs)
 
 
-def _plain(leaf: Any) -> Any:
+def _to_full(leaf: Any) -> Any:
     return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
 
 
 @contextmanager
 def with_frozen_as_trainable(framework: TrainerFramework, trainer: Any, module: nn.Module) -> Iterator[None]:
-    """While `module` is sharded, let nothing be frozen that a callback may unfreeze.
+    """Mark parameters that a callback may unfreeze as trainable while sharding.
 
-    Which parameters a callback will unfreeze is its own affair, so all frozen ones get memory for their gradients.
+    It is unknown which parameters a callback will unfreeze, so all frozen ones get memory for their gradients.
 
     Args:
-        framework: Whose callbacks.
-        trainer: Has them.
-        module: Plain before, sharded after.
+        framework: Namespace of the callback classes.
+        trainer: Trainer with the callbacks.
+        module: Module that is unsharded before the block and sharded after it.
     """
     unfreezes = any(isinstance(callback, framework.unfreezing_callbacks) for callback in trainer.callbacks)
     named = module.named_parameters() if unfreezes else ()

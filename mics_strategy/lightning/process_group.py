@@ -1,7 +1,7 @@
-"""Which process is this, and how do the processes of a run talk?
+"""Processes of a Lightning job: ranks, launchers and communication.
 
-Every rank carries different data and holds different shards, so ranks, samplers and metrics always mean the whole
-world; partitions are the engine's business.
+Every rank has its own data and its own shards, so ranks, samplers and metrics always refer to the whole world;
+partitions are internal to the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class ProcessGroupMixin(Base):
-    """The part of the strategy that starts processes and lets them communicate. Mixed into a Lightning strategy."""
+    """Start and communication of processes. Mixed into a Lightning strategy."""
 
     framework: ClassVar[Framework]
     _num_nodes: int
@@ -34,11 +34,11 @@ class ProcessGroupMixin(Base):
     _start_method: str
     _timeout: timedelta
 
-    # -- who is here ------------------------------------------------------------------------------------------
+    # -- ranks ---------------------------------------------------------------------------------------------
 
     @property
     def is_distributed(self) -> bool:
-        """True: Lightning inserts distributed samplers and synchronises metrics only for a strategy that says so."""
+        """True; otherwise Lightning adds no distributed sampler and syncs no metrics."""
         return True
 
     @property
@@ -46,13 +46,13 @@ class ProcessGroupMixin(Base):
     def root_device(self) -> torch.device:
         if not self.parallel_devices:
             raise ConfigError(
-                "The strategy has no devices yet. Pass it to a Trainer or to Fabric, or give it `parallel_devices`."
+                "The strategy has no devices yet. Pass it to a Trainer or to Fabric, or pass `parallel_devices` to it."
             )
         return self.parallel_devices[self.local_rank]
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in the job; the Trainer sets it."""
+        """Number of nodes of the job, set by the Trainer."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -61,7 +61,7 @@ class ProcessGroupMixin(Base):
 
     @property
     def num_processes(self) -> int:
-        """Ranks on each node."""
+        """Number of ranks per node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
@@ -70,7 +70,7 @@ class ProcessGroupMixin(Base):
         return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        """Tell the cluster environment and the loggers which rank this is."""
+        """Set the rank in the cluster environment and in the loggers."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -89,14 +89,14 @@ class ProcessGroupMixin(Base):
             self._launcher = self._multiprocessing_launcher()(self, start_method=self._start_method)
 
     def _multiprocessing_launcher(self) -> type[Any]:
-        """The launcher of processes that are started from this one."""
+        """Return the class of the launcher that starts processes from this one."""
         return self.framework.multiprocessing_launcher
 
     def _check_accelerator(self) -> None:
         if not isinstance(self.accelerator, self.framework.cpu_or_cuda):
             raise ConfigError(
-                f"`accelerator={type(self.accelerator).__name__}` is not supported: shards live on CUDA devices or on "
-                "the CPU. Use `accelerator='cuda'` or `accelerator='cpu'`."
+                f"`accelerator={type(self.accelerator).__name__}` is not supported: shards are stored on CUDA devices "
+                "or on the CPU. Use `accelerator='cuda'` or `accelerator='cpu'`."
             )
 
     @override
@@ -107,7 +107,7 @@ class ProcessGroupMixin(Base):
         device = self.root_device
         self._process_group_backend = self._process_group_backend or self.framework.default_backend(device)
         if not is_initialized():
-            atexit.register(_leave_gloo)
+            atexit.register(_destroy_gloo_group)
         self.framework.init_dist_connection(
             self.cluster_environment,
             self._process_group_backend,
@@ -117,10 +117,10 @@ class ProcessGroupMixin(Base):
 
     @property
     def process_group_backend(self) -> str | None:
-        """Backend of the default process group; None until it is chosen by the device."""
+        """Backend of the default process group; None until it is chosen by device."""
         return self._process_group_backend
 
-    # -- talking ----------------------------------------------------------------------------------------------
+    # -- communication ----------------------------------------------------------------------------------------------
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -138,21 +138,24 @@ class ProcessGroupMixin(Base):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Combine a tensor over all ranks; anything else is returned as it is."""
+        """Reduce a tensor over all ranks; any other value is returned unchanged."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         return self.framework.reduce_if_distributed(tensor, group, reduce_op=reduce_op)
 
 
-def _leave_gloo() -> None:
-    """End the default group's threads while the interpreter lives, as `mesh` does with its own."""
+def _destroy_gloo_group() -> None:
+    """End the threads of a gloo default group before the interpreter exits."""
     if is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 
 def skip_group_teardown() -> None:
-    """The run has failed: the default group may wait for a rank that is gone, and ending it would wait, too."""
-    atexit.unregister(_leave_gloo)
+    """Do not destroy the default group at exit, which may block after a failed run.
+
+    The group may be waiting for a rank that is gone.
+    """
+    atexit.unregister(_destroy_gloo_group)
 
 
 def is_initialized() -> bool:

@@ -1,7 +1,7 @@
-"""How do the names `mics`, `mics_zero1`, ... get into Lightning's registry?
+"""Registration of `mics`, `mics_zero1`, ... in Lightning's strategy registry.
 
-Lightning has no plug-in hook for strategies, so the names are put into its registry as soon as that exists: at once
-when Lightning is loaded already, else right after the module that makes the registry was imported. The class behind a
+Lightning has no plug-in hook for strategies. The names are added to its registry as soon as the registry exists: at
+once if Lightning is already loaded, otherwise right after the import of the module that makes it. The class behind a
 name is imported when the name is used.
 """
 
@@ -13,37 +13,37 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# The module that makes the registry -> the namespace of its classes.
+# Module that makes the registry -> namespace of its classes.
 REGISTRIES = {
     "lightning.pytorch.strategies": "lightning.pytorch",
     "pytorch_lightning.strategies": "pytorch_lightning",
     "lightning.fabric.strategies": "lightning.fabric",
     "lightning_fabric.strategies": "lightning_fabric",
 }
-_OF_FABRIC = ("lightning.fabric", "lightning_fabric")
+_FABRIC_NAMESPACES = ("lightning.fabric", "lightning_fabric")
 START_METHODS = {"mics_spawn": "spawn", "mics_fork": "fork", "mics_notebook": "fork"}
 
 
 class LazyStrategy:
-    """Stands in Lightning's registry and makes the strategy when the name is used.
+    """Entry of Lightning's registry that makes the strategy when its name is used.
 
     Args:
-        namespace: Whose strategy.
+        namespace: Namespace of the strategy.
     """
 
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A new strategy."""
+        """Make a new strategy."""
         from mics_strategy.lightning import fabric_strategy_for, strategy_for
 
-        strategy_class: Any = fabric_strategy_for if self.namespace in _OF_FABRIC else strategy_for
+        strategy_class: Any = fabric_strategy_for if self.namespace in _FABRIC_NAMESPACES else strategy_for
         return strategy_class(self.namespace)(*args, **kwargs)
 
 
 def register() -> None:
-    """Register the names in every namespace that is loaded, and in those that will be. Idempotent."""
+    """Register the names in loaded namespaces now, in others on import. Idempotent."""
     for module, namespace in REGISTRIES.items():
         loaded = sys.modules.get(module)
         if loaded is not None:
@@ -53,13 +53,13 @@ def register() -> None:
 
 
 def register_in(strategies: ModuleType, namespace: str) -> None:
-    """Add the names to one registry, as far as they are not there.
+    """Add the missing names to one registry.
 
     Args:
-        strategies: The module with the registry; one that is still being imported has none and is left alone.
-        namespace: Of its classes.
+        strategies: Module with the registry. A module that is still being imported has none and is skipped.
+        namespace: Namespace of its classes.
     """
-    registry = getattr(strategies, "STRATEGY_REGISTRY" if namespace in _OF_FABRIC else "StrategyRegistry", None)
+    registry = getattr(strategies, "STRATEGY_REGISTRY" if namespace in _FABRIC_NAMESPACES else "StrategyRegistry", None)
     if registry is None:
         return
     for name, init_params in names():
@@ -69,7 +69,7 @@ def register_in(strategies: ModuleType, namespace: str) -> None:
 
 
 def names() -> Iterator[tuple[str, dict[str, str]]]:
-    """Every registered name with the arguments that it stands for."""
+    """Yield every registered name with its arguments."""
     from mics_strategy import ShardConfig
 
     for preset in (*ShardConfig.PRESETS, "auto"):
@@ -80,21 +80,21 @@ def names() -> Iterator[tuple[str, dict[str, str]]]:
 
 
 class PostImportHook:
-    """A finder that finds nothing itself and acts when one of `REGISTRIES` was imported."""
+    """Import hook that registers the names after the import of one of `REGISTRIES`."""
 
     def __init__(self) -> None:
-        self._searched: set[str] = set()  # two such finders ask each other
+        self._searched: set[str] = set()  # two such finders would call each other
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec that the other finders give, with a loader that also registers."""
+        """Return the spec of the other finders, with a loader that also registers."""
         if name not in REGISTRIES or name in self._searched:
             return None
         self._searched.add(name)
         try:
-            others = [
+            finders = [
                 finder.find_spec for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")
             ]
-            spec = next((found for find in others if (found := find(name, path, target)) is not None), None)
+            spec = next((candidate for find in finders if (candidate := find(name, path, target)) is not None), None)
         finally:
             self._searched.discard(name)
         if spec is not None and spec.loader is not None:

@@ -1,7 +1,7 @@
-"""Which arguments does the strategy take, and how does a command line know them?
+"""Signatures of the strategies for command lines.
 
-Every field of `ShardConfig` is an argument. Tools that build commands from signatures (LightningCLI) see them one by
-one, with types that text can be parsed into.
+Every field of `ShardConfig` is an argument of a strategy. Tools that build commands from signatures (LightningCLI) see
+each of them, with types that text can be parsed into.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _OPTIONS = tuple(field.name for field in dataclasses.fields(ShardConfig))
 
 
 def expand_signature(initialise: Callable[..., None], framework: Framework) -> inspect.Signature:
-    """The arguments with the options of `ShardConfig` spelled out, and types that a command line can parse.
+    """Replace ``**overrides`` by the options of `ShardConfig`, with parseable types.
 
     Args:
-        initialise: With ``**overrides`` for the options.
-        framework: Whose plug-ins it takes.
+        initialise: Constructor with ``**overrides``.
+        framework: Namespace of the plug-in classes.
     """
     plugins = {
         "accelerator": framework.accelerator,
@@ -49,27 +49,27 @@ def expand_signature(initialise: Callable[..., None], framework: Framework) -> i
     return inspect.Signature(parameters)
 
 
-def make_strategy_class(kind: type[T], framework: Framework, name: str) -> type[T]:
-    """A strategy class of one namespace, whose arguments are spelled out.
+def make_strategy_class(base: type[T], framework: Framework, name: str) -> type[T]:
+    """Make the strategy class of one namespace, with an expanded signature.
 
     Args:
-        kind: What is mixed into the namespace's `ParallelStrategy`.
-        framework: The namespace.
-        name: Of the class, by which its module gives it, so that it can be pickled.
+        base: Mixin for the namespace's `ParallelStrategy`.
+        framework: Namespace.
+        name: Name of the class in its module, by which it is pickled.
     """
-    members = {"framework": framework, "__module__": kind.__module__, "__qualname__": name, "__doc__": kind.__doc__}
-    cls = type(name, (kind, framework.parallel_strategy), members)
+    members = {"framework": framework, "__module__": base.__module__, "__qualname__": name, "__doc__": base.__doc__}
+    cls = type(name, (base, framework.parallel_strategy), members)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        kind.__init__(self, *args, **kwargs)
+        base.__init__(self, *args, **kwargs)
 
-    __init__.__signature__ = expand_signature(kind.__init__, framework)  # type: ignore[attr-defined]
+    __init__.__signature__ = expand_signature(base.__init__, framework)  # type: ignore[attr-defined]
     cls.__init__ = __init__  # type: ignore[misc]
     return cls
 
 
 def _str_last(annotation: Any) -> Any:
-    """A union in which `str` is tried last: any argument on a command line would pass for one."""
+    """Move `str` to the end of a union, because any text parses as a string."""
     choices = typing.get_args(annotation)
     if str not in choices or typing.get_origin(annotation) not in (typing.Union, types.UnionType):
         return annotation

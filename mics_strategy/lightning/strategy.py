@@ -1,8 +1,8 @@
-"""How does `Trainer(strategy="mics")` train a sharded model?
+"""The Trainer's strategy: `Trainer(strategy="mics")`.
 
-The model is built plain, sharded in place in `setup`, and stays a LightningModule: hooks, optimizers, loggers and
-callbacks meet parameters with their own names and shapes. What Lightning knows about accumulation is passed on to the
-engine; what it does not know costs overlap, never correctness.
+The model is built unsharded, sharded in place in `setup`, and remains a LightningModule: hooks, optimizers, loggers and
+callbacks see parameters with their own names and shapes. The strategy passes to the engine what Lightning knows about
+gradient accumulation; what Lightning does not know costs overlap, never correctness.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mics_strategy.lightning.process_group import ProcessGroupMixin, skip_group_
 from mics_strategy.lightning.signature import make_strategy_class
 from mics_strategy.lightning.units import UnitRule, move_unsharded, unit_rule_for
 
-_HANDLE = "_mics_of_strategy"  # on the module, so that any strategy object finds it again
+_HANDLE = "_mics_of_strategy"  # on the module, so that every strategy object finds the handle
 _CLASS_NAMES = {"MiCSStrategy": "lightning.pytorch", "PytorchLightningMiCSStrategy": "pytorch_lightning"}
 
 if TYPE_CHECKING:
@@ -51,35 +51,35 @@ else:
 
 
 class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
-    """Shards a LightningModule by a `ShardConfig`.
+    """Strategy that shards a LightningModule according to a `ShardConfig`.
 
-    The class for users is `mics_strategy.lightning.MiCSStrategy`; this one is mixed into a namespace's
+    The class for users is `mics_strategy.lightning.MiCSStrategy`, which mixes this class into a namespace's
     `ParallelStrategy`.
 
     Args:
-        config: A preset's name or a `ShardConfig`.
-        units: As `mics_strategy.shard` takes it; classes may also be given by name.
-        initializer: As `mics_strategy.shard` takes it, for modules on the meta device.
-        accelerator: As any Lightning strategy takes it.
-        parallel_devices: As any Lightning strategy takes it.
-        cluster_environment: As any Lightning strategy takes it.
-        checkpoint_io: As any Lightning strategy takes it.
-        precision_plugin: As any Lightning strategy takes it.
-        process_group_backend: Of the default process group; None chooses by the device.
-        timeout: Of the default process group.
-        load_weights_only: Whether checkpoints may hold nothing but plain data, where the Trainer's method is not told
-            (`fit(weights_only=...)`); None leaves it to torch.
-        state_dict_type: What checkpoints are: ``"full"``, one ordinary file, or ``"sharded"``, a folder on a file
-            system that all nodes share. Both are read, on any number of ranks.
-        save_asynchronously: Whether training goes on while a sharded checkpoint is written.
-        sigterm_check_every_n_steps: How often the Trainer asks rank 0 for a SIGTERM. It does so in every batch, which
-            stops the device and crosses the slow links; a larger number is cheaper and later to notice.
-        start_method: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` (for notebooks) start
-            processes from this one and bring the whole weights back to it.
+        config: Name of a preset, or a `ShardConfig`.
+        units: Units, as in `mics_strategy.shard`; classes may also be given by name.
+        initializer: Initializer of modules on the meta device, as in `mics_strategy.shard`.
+        accelerator: Accelerator, as in other Lightning strategies.
+        parallel_devices: Devices of this node, as in other Lightning strategies.
+        cluster_environment: Cluster environment, as in other Lightning strategies.
+        checkpoint_io: Checkpoint plug-in, as in other Lightning strategies.
+        precision_plugin: Precision plug-in, as in other Lightning strategies.
+        process_group_backend: Backend of the default process group; None chooses it by the device.
+        timeout: Timeout of the default process group.
+        load_weights_only: Whether objects in checkpoints must be plain data, unless the Trainer's method says so itself
+            (`fit(weights_only=...)`); None uses torch's default.
+        state_dict_type: Format of saved checkpoints: ``"full"``, one ordinary file, or ``"sharded"``, a folder on a
+            file system that all nodes share. Both formats load on any number of ranks.
+        save_asynchronously: Whether sharded checkpoints are written in the background.
+        sigterm_check_every_n_steps: Interval of the Trainer's SIGTERM check, in batches. Each check synchronizes the
+            device and communicates between nodes. A larger interval is cheaper, but reacts later.
+        start_method: Start of the ranks: ``"popen"`` runs the script once per rank; ``"spawn"`` and ``"fork"`` (for
+            notebooks) start processes from this one and return the full weights to it.
         **overrides: Fields of `ShardConfig`.
 
     Raises:
-        ConfigError: Unknown or impossible options.
+        ConfigError: An option is unknown or invalid.
     """
 
     framework: ClassVar[TrainerFramework]
@@ -145,13 +145,13 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
         """The handle of the sharded model: plan, traffic, memory.
 
         Raises:
-            LifecycleError: Before the Trainer has set the model up.
+            LifecycleError: The Trainer has not set up the model yet.
         """
         module = self.lightning_module
-        found = None if module is None else vars(module).get(_HANDLE)
-        if not isinstance(found, Sharded):
+        handle = None if module is None else vars(module).get(_HANDLE)
+        if not isinstance(handle, Sharded):
             raise LifecycleError("The model is not sharded yet. Read `strategy.sharded` in `on_fit_start` or later.")
-        return found
+        return handle
 
     @property
     @override
@@ -175,13 +175,13 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # Never on the GPU: the whole model need not fit there.
+        # Not on the GPU, because the full model may not fit there.
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model, once, and set up what the stage needs."""
+        """Shard the model once, and set up the stage."""
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
         disable_inference_mode(trainer)
@@ -190,10 +190,10 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
         self.shard_model()
         if self.sharded.config != without_codec_schedule(self.config):
             raise ConfigError(
-                f"The model is sharded already, by {self.sharded.config}; asked for {self.config}. Build it anew, or "
-                "use the same strategy."
+                f"The model is already sharded with {self.sharded.config}, but this strategy requests {self.config}. "
+                "Build a new model, or use the same strategy."
             )
-        self.load_pending_optimizers()
+        self.load_pending_model()
         self.model_to_device()
         self.barrier()
         if trainer.state.fn == self.framework.fitting:
@@ -244,7 +244,7 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context():
             if not self._module.automatic_optimization:
-                with self.sharded.micro_step(0, of=2):  # buffers stay each rank's, as with Lightning's DDP
+                with self.sharded.micro_step(0, of=2):  # buffers stay local to each rank, as with Lightning's DDP
                     self.sharded.buffers.pre_forward()
                     return self._module.training_step(*args, **kwargs)
             return run_as_forward(self._module, "training_step", args, kwargs)
@@ -267,13 +267,13 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        """More micro-steps of this optimizer step will follow."""
+        """Announce further micro-steps of this optimizer step."""
         with self.sharded.micro_step(0, of=2):
             yield
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step; a backward in the closure is the last of its optimizer step."""
+        """Run the optimizer step; a backward in the closure is the last micro-step."""
         with self.sharded.micro_step(0, of=1 if self._module.automatic_optimization else 2):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -286,7 +286,7 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
 
     @override
     def teardown(self) -> None:
-        # Shards stay where they are; a checkpoint that is still being written is waited for.
+        # Shards stay on the device; a pending save is waited for.
         self.finish_saves()
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
@@ -298,13 +298,13 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
 
 @functools.cache
 def strategy_for(namespace: str) -> type[TrainerStrategyMixin]:
-    """The strategy class for ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
+    """Return the class for ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
 
     Raises:
-        ConfigError: Another namespace.
+        ConfigError: The namespace is unknown.
     """
     framework = load_framework(namespace)
-    name = next(name for name, of in _CLASS_NAMES.items() if of == namespace)
+    name = next(name for name, owner in _CLASS_NAMES.items() if owner == namespace)
     return make_strategy_class(TrainerStrategyMixin, framework, name)
 
 

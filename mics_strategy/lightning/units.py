@@ -1,9 +1,9 @@
-"""Which modules travel together, and which are called on their own?
+"""Units of a LightningModule.
 
-The engine gathers a module's parameters when its forward is called. With automatic optimization a whole step runs
-inside the forward of the LightningModule, so that everything belonging to no unit is there. With manual optimization a
-step contains backwards and optimizer steps and cannot be one forward: there every child of the LightningModule
-(generator, discriminator, ...) is a unit, so that it is gathered when it is called, and only the one that is called.
+The engine all-gathers a module's parameters when its forward is called. With automatic optimization, a whole step runs
+inside the forward of the LightningModule, so the parameters outside of units are gathered there. With manual
+optimization, a step contains backwards and optimizer steps and cannot be one forward. Therefore every child of the
+LightningModule (generator, discriminator, ...) is a unit, which is gathered only when it is called.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Calla
 
 
 def unit_rule_for(module: nn.Module, units: UnitRule, *, every_child: bool) -> Any:
-    """What `shard(units=...)` takes.
+    """Convert the strategy's `units` to those of `shard`.
 
     Args:
-        module: The LightningModule.
-        units: As `shard` takes it.
-        every_child: Whether every child of `module` that has parameters is a unit as well.
+        module: LightningModule.
+        units: Units, as in `shard`.
+        every_child: Whether every child of `module` that has parameters is also a unit.
 
     Raises:
         ConfigError: No module has a class of that name.
@@ -36,21 +36,21 @@ def unit_rule_for(module: nn.Module, units: UnitRule, *, every_child: bool) -> A
     entries = [units] if isinstance(units, str) and units != "auto" else units
     if isinstance(entries, Iterable) and not isinstance(entries, str):
         units = tuple(cls for entry in entries for cls in _classes(module, entry))
-    chosen = {child for child in module.children() if any(True for _ in child.parameters())}
-    chosen.update(_matching(module, units))
-    return lambda candidate: candidate in chosen
+    unit_modules = {child for child in module.children() if any(True for _ in child.parameters())}
+    unit_modules.update(_matching(module, units))
+    return lambda candidate: candidate in unit_modules
 
 
 def _classes(module: nn.Module, entry: type[nn.Module] | str) -> list[type[nn.Module]]:
-    """A class itself, or those with its name in `module`."""
+    """Return a class, or the classes in `module` with its name."""
     if not isinstance(entry, str):
         return [entry]
     present = dict.fromkeys(type(child) for child in module.modules())
-    found = [cls for cls in present if cls.__name__ == entry.rpartition(".")[2]]
-    if not found:
-        known = ", ".join(sorted(cls.__name__ for cls in present))
-        raise ConfigError(f"`units={entry!r}`: no module of that class is in the model. It has {known}.")
-    return found
+    matches = [cls for cls in present if cls.__name__ == entry.rpartition(".")[2]]
+    if not matches:
+        names = ", ".join(sorted(cls.__name__ for cls in present))
+        raise ConfigError(f"`units={entry!r}`: the model has no module of that class. It has {names}.")
+    return matches
 
 
 def _matching(module: nn.Module, units: UnitRule) -> set[nn.Module]:
@@ -62,7 +62,7 @@ def _matching(module: nn.Module, units: UnitRule) -> set[nn.Module]:
 
 
 def _repeated_in_containers(module: nn.Module) -> Iterable[nn.Module]:
-    """Layers that a list of layers repeats."""
+    """Yield the layers that occur repeatedly in a container."""
     for container in module.modules():
         if isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             children = list(container.children())
@@ -73,7 +73,10 @@ def _repeated_in_containers(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def move_unsharded(module: nn.Module, device: torch.device) -> None:
-    """Move what is neither parameter nor buffer, such as the states of metrics; the engine has moved the rest."""
+    """Move tensors that are not parameters or buffers, such as states of metrics.
+
+    The engine has already moved parameters and buffers.
+    """
     if next(module.parameters(), None) is None:
         module.to(device)
     else:

@@ -19,7 +19,7 @@ def on_the_main_process_only(ctx: RankContext) -> None:
     acc = accelerator()
     acc.prepare(transformer())
     if acc.is_main_process:
-        Rendezvous().require_every_rank("save_state", patience_s=0.5)
+        Rendezvous().require_every_rank("save_state", timeout_s=0.5)
 
 
 def test_saving_on_the_main_process_only_says_who_is_missing(ranks: RankPool) -> None:

@@ -338,4 +338,4 @@ def without_scaler(ctx: RankContext, folder: str) -> None:
 
 def test_a_state_without_the_scaler_that_the_run_has_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     job = lambda: run(ranks, 2, without_scaler, str(tmp_path / "state"))  # noqa: E731
-    raises_on_every_rank(job, CheckpointError, r"holds no `scaler\.pt`")
+    raises_on_every_rank(job, CheckpointError, r"has no `scaler\.pt`")

@@ -132,7 +132,7 @@ import transformers.trainer
 import torch
 import mics_strategy.accelerate
 from mics_strategy.accelerate import MiCSAccelerator, MiCSPlugin
-from mics_strategy.launch_file import Answers, launch_line, write_launch_file
+from mics_strategy.launch_file import LaunchAnswers, launch_line, write_launch_file
 
 for place in (accelerate.utils, accelerate.utils.fsdp_utils, accelerate.accelerator, transformers.trainer):
     for name in ("save_fsdp_model", "load_fsdp_model", "save_fsdp_optimizer", "load_fsdp_optimizer"):
@@ -211,7 +211,7 @@ def test_ranks_that_do_not_know_of_each_other_are_refused(ranks: RankPool, first
     raises_on_every_rank(
         lambda: run(ranks, 2, _made_late, first, env=env, default_group=False),
         ConfigError,
-        "has 2 processes, and Accelerate found 1.*ACCELERATE_USE_CPU=true",
+        "has 2 processes, but Accelerate sees 1.*ACCELERATE_USE_CPU=true",
     )
 
 
@@ -223,7 +223,7 @@ def _with_a_group_of_its_own(ctx: RankContext) -> None:
 
 def test_a_group_that_accelerate_does_not_see_is_refused(ranks: RankPool) -> None:
     raises_on_every_rank(
-        lambda: run(ranks, 2, _with_a_group_of_its_own), ConfigError, "has 2 processes, and Accelerate found 1.*RANK"
+        lambda: run(ranks, 2, _with_a_group_of_its_own), ConfigError, "has 2 processes, but Accelerate sees 1.*RANK"
     )
 
 
@@ -293,7 +293,7 @@ REFUSED = {
     ),
     "no partition": (
         f"{STRATEGY}zero3" + parallel(dp_shard_size=2, dp_replicate_size=2),
-        "dp_shard_size=2 gives the size of a partition, and no scope",
+        "dp_shard_size=2 sets the size of a partition, but no scope",
     ),
     "tensor parallel": (parallel(dp_shard_size=2, tp_size=2), "tp_size=2.*Only data parallelism"),
     "offload": ("  fsdp_offload_params: true", "fsdp_offload_params: true"),
@@ -364,12 +364,12 @@ def _several(ctx: RankContext) -> None:
     first = Accelerator()
     assert type(first) is MiCSAccelerator
     assert first.state.fsdp_plugin.config.params == "world"
-    with pytest.raises(ConfigError, match="made without this `MiCSPlugin`"):
+    with pytest.raises(ConfigError, match="an Accelerator without this `MiCSPlugin`"):
         Accelerator(fsdp_plugin=MiCSPlugin("zero1"))
     forget()
     assert type(accelerator(PLAIN)) is Accelerator
     assert type(Foreign()) is Foreign
-    with pytest.raises(ConfigError, match="made without this `MiCSPlugin`"):
+    with pytest.raises(ConfigError, match="an Accelerator without this `MiCSPlugin`"):
         accelerator()
     with pytest.raises(ConfigError, match="an Accelerator that trains with FSDP"):
         MiCSPlugin().set_auto_wrap_policy(nn.Linear(2, 2))

@@ -47,7 +47,7 @@ def test_a_preset_a_configuration_and_options_are_taken(given: Any, options: Any
         ({"state_dict": "FULL_STATE_DICT"}, "Unknown option 'state_dict'.*'state_dict_type'"),
         ({"prefetch": 0}, "prefetch=0"),
         ({"config": "zero4"}, "zero4.*not known"),
-        *(({name: value}, f"MiCSPlugin\\({name}=...\\).*FSDP.*Leave it out") for name, value in {
+        *(({name: value}, f"MiCSPlugin\\({name}=...\\).*FSDP.*Remove it") for name, value in {
             "sharding_strategy": "HYBRID_SHARD",
             "reshard_after_forward": False,
             "cpu_offload": True,
@@ -166,7 +166,7 @@ def test_a_stock_plugin_is_upgraded_with_what_both_share() -> None:
 )
 def test_a_stock_plugin_that_asks_for_more_is_refused(options: dict[str, Any]) -> None:
     stock = FullyShardedDataParallelPlugin(**{"fsdp_version": 2, **options})
-    with pytest.raises(ConfigError, match=r"of an FSDP plugin.*is not offered"):
+    with pytest.raises(ConfigError, match=r"of an FSDP plugin.*is not supported"):
         MiCSPlugin.from_fsdp_plugin(stock)
 
 

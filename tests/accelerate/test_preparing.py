@@ -337,8 +337,8 @@ def stranger(ctx: RankContext) -> None:
 REFUSALS = [
     (optimizer_of_two_models, ConfigError, "parameters"),
     (optimizer_without_model, LifecycleError, r"its model was not.*accelerator\.prepare\(model\)"),
-    (clipping_of_strangers, ConfigError, r"of no model that was prepared.*after `prepare`"),
-    (other_plugin, ConfigError, "made without this `MiCSPlugin`"),
+    (clipping_of_strangers, ConfigError, r"belongs to no prepared model.*Pass parameters of prepared models"),
+    (other_plugin, ConfigError, "an Accelerator without this `MiCSPlugin`"),
     (no_units_to_recompute, ConfigError, "this model has none.*LlamaDecoderLayer"),
     (unknown_class, ConfigError, r"no module of class GPTBlock\. It has Block"),
     (stranger, LifecycleError, "Linear belongs to no model that was prepared"),

@@ -196,7 +196,9 @@ def sharded_otherwise(ctx: RankContext) -> None:
 
 
 def test_another_trainer_that_would_shard_otherwise_is_refused(ranks: RankPool) -> None:
-    message = "with params=world, grads=world, activation_checkpointing=False, and cannot be sharded with params=none"
+    message = (
+        "with params=world, grads=world, activation_checkpointing=False, and cannot be sharded again with params=none"
+    )
     raises_on_every_rank(lambda: run(ranks, 2, sharded_otherwise), ConfigError, message)
 
 
@@ -223,7 +225,11 @@ def refused(ctx: RankContext, options: dict[str, Any]) -> None:
 
 
 REFUSED = {
-    "offloading": ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, ConfigError, "cpu_offload.*Nothing is off"),
+    "offloading": (
+        {"fsdp": True, "fsdp_config": {"cpu_offload": True}},
+        ConfigError,
+        "cpu_offload.*Offloading is not available",
+    ),
     "keeping": ({"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}, ConfigError, "params: none"),
     "Adafactor": ({"optim": "adafactor"}, ConfigError, "Adafactor needs whole tensors"),
     "evaluation in bf16": ({"bf16_full_eval": True}, LifecycleError, "cannot become torch.bfloat16"),

@@ -155,8 +155,8 @@ def test_a_name_that_begins_like_another_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda file: file.write_bytes(b"numberz"), "has the right size and other bytes.*SHA-256"),
-        (lambda file: file.write_bytes(b"num"), "has 3 bytes and had 7"),
+        (lambda file: file.write_bytes(b"numberz"), "has the right size, but other bytes.*SHA-256"),
+        (lambda file: file.write_bytes(b"num"), "has 3 bytes, but had 7"),
         (lambda file: file.unlink(), "cannot be read.*No such file"),
     ],
     ids=["flipped", "truncated", "missing"],
@@ -178,18 +178,18 @@ def test_sizes_alone_are_compared_without_reading(tmp_path: Path) -> None:
     read = atomic.read_manifest(path)
     atomic.check_files(path, read, read.files, digests=False)
     (path / "data").write_bytes(b"num")
-    with pytest.raises(CheckpointError, match="has 3 bytes and had 7"):
+    with pytest.raises(CheckpointError, match="has 3 bytes, but had 7"):
         atomic.check_files(path, read, read.files, digests=False)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is not a whole manifest"),
-        ("[1]", "is not a whole manifest"),
-        ('{"format": 1}', "is not a whole manifest"),
-        (manifest(1, {}).to_json()[:-40], "is not a whole manifest"),
-        (manifest(1, {}).to_json().replace('"step"', '"stop"'), "is not a whole manifest"),
+        ("", "is not a complete manifest"),
+        ("[1]", "is not a complete manifest"),
+        ('{"format": 1}', "is not a complete manifest"),
+        (manifest(1, {}).to_json()[:-40], "is not a complete manifest"),
+        (manifest(1, {}).to_json().replace('"step"', '"stop"'), "is not a complete manifest"),
         (manifest(1, {}).to_json().replace(f'"format": {FORMAT}', '"format": 99'), "format 99.*Upgrade"),
     ],
 )
@@ -221,7 +221,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     thesis.parent.mkdir()
     thesis.write_text("five years")
     for path in (thesis.parent, thesis):
-        with pytest.raises(CheckpointError, match="is no sharded checkpoint"):
+        with pytest.raises(CheckpointError, match="is not a sharded checkpoint"):
             atomic.begin_draft(path)
     assert thesis.read_text() == "five years"
     (tmp_path / "empty").mkdir()
@@ -231,11 +231,11 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with mock.patch.object(Path, "mkdir", side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))):
-        with pytest.raises(CheckpointError, match=rf"`{tmp_path}` cannot be written \(Read-only file system\)"):
+        with pytest.raises(CheckpointError, match=rf"`{tmp_path}` is not writable \(Read-only file system\)"):
             atomic.begin_draft(tmp_path / "step-1")
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a file system that nobody can write, such as /proc")
 def test_a_file_system_that_nobody_can_write_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"`/proc/checkpoints` cannot be written"):
+    with pytest.raises(CheckpointError, match=r"`/proc/checkpoints` is not writable"):
         atomic.begin_draft(Path("/proc/checkpoints/step-1"))

@@ -32,7 +32,7 @@ time.sleep(600)
 
 @pytest.fixture
 def _quick() -> Iterator[None]:
-    with mock.patch.multiple(claims, _WATCH_S=2.0, _BIRTH_S=0.3):
+    with mock.patch.multiple(claims, _WATCH_S=2.0, _CLAIM_WITHIN_S=0.3):
         yield
 
 
@@ -75,7 +75,7 @@ def test_a_process_elsewhere_is_alive_while_it_counts(tmp_path: Path) -> None:
     thread = threading.Thread(target=count)
     thread.start()
     try:
-        with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on node-7 writes its draft"):
+        with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on node-7 is writing its draft"):
             atomic.begin_draft(tmp_path / "last")
     finally:
         is_over.set()
@@ -158,7 +158,7 @@ def test_a_save_that_failed_leaves_no_draft_that_would_stop_the_next(ranks: Rank
     path, run = tmp_path / "last", run_of("mics", ranks_per_node=1)
     ranks(2, interrupted, path)
     (path / "manifest.json").write_text("{}")
-    raises_on_every_rank(lambda: ranks(2, save_folder, path), CheckpointError, "is not a whole manifest")
+    raises_on_every_rank(lambda: ranks(2, save_folder, path), CheckpointError, "is not a complete manifest")
     too_long = tmp_path / ("x" * 300)
     for job in (lambda: ranks(2, save, run, too_long), lambda: ranks(2, save_folder, too_long)):
         raises_on_every_rank(job, CheckpointError, "File name too long")

@@ -62,19 +62,22 @@ def redirect(path: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a device": (names("/dev/zero"), "`files` names '/dev/zero', which is not in the folder"),
-    "a file above": (names("../../etc/passwd"), "`files` names '../../etc/passwd', which is not in the folder"),
-    "a pipe": (put_pipe, "pipe` is no file that could be read to its end"),
-    "a link to a device": (link_to_device, "link` is no file that could be read to its end"),
+    "a device": (names("/dev/zero"), "`files` names '/dev/zero', which is outside the folder"),
+    "a file above": (names("../../etc/passwd"), "`files` names '../../etc/passwd', which is outside the folder"),
+    "a pipe": (put_pipe, "pipe` is not a regular file"),
+    "a link to a device": (link_to_device, "link` is not a regular file"),
     "an unlisted shard": (
         forgets("__1_0.distcp"),
-        f"__1_0.distcp` belongs to no checkpoint.*`{NAME}` does not list it",
+        f"__1_0.distcp` does not belong to the checkpoint.*`{NAME}` does not list it",
     ),
-    "an unlisted description": (forgets(".metadata"), r"\.metadata` belongs to no checkpoint"),
-    "a description of elsewhere": (redirect, r"\.metadata` names `../other/__\d_0.distcp`, which is not in the folder"),
+    "an unlisted description": (forgets(".metadata"), r"\.metadata` does not belong to the checkpoint"),
+    "a description of elsewhere": (
+        redirect,
+        r"\.metadata` names `../other/__\d_0.distcp`, which is outside the folder",
+    ),
     "a word for a number": (
         lambda path: edit(path, lambda found: found.update(step="x")),
-        "`step` is 'x' and no whole",
+        "`step` is 'x' instead of an integer",
     ),
 }
 
@@ -125,7 +128,7 @@ def test_extras_that_were_added_later_are_refused(ranks: RankPool, tmp_path: Pat
     ranks(2, save, run, tmp_path / "one")
     forgets("meta.pt")(tmp_path / "one")
     for said in ranks(2, load_with_stranger, run, tmp_path / "one"):
-        assert "meta.pt` belongs to no checkpoint that was saved there" in said
+        assert "meta.pt` does not belong to the checkpoint" in said
 
 
 @pytest.mark.parametrize(
@@ -138,22 +141,22 @@ def test_extras_that_were_added_later_are_refused(ranks: RankPool, tmp_path: Pat
         ("pending_micro_steps", None, "`pending_micro_steps` is None"),
         ("scopes", {"params": "all"}, "`scopes: params` is 'all'"),
         ("scopes", [1], "has no attribute 'items'"),
-        ("torch_version", 2, "`torch_version` is 2 and no text"),
+        ("torch_version", 2, "`torch_version` is 2 instead of a string"),
         ("optimizer_classes", [1], "`optimizer_classes` is 1"),
-        ("files", {"a//b": EMPTY}, "'a//b', which is not in the folder"),
-        ("files", {"a/./b": EMPTY}, "not in the folder"),
-        ("files", {"": EMPTY}, "not in the folder"),
+        ("files", {"a//b": EMPTY}, "'a//b', which is outside the folder"),
+        ("files", {"a/./b": EMPTY}, "outside the folder"),
+        ("files", {"": EMPTY}, "outside the folder"),
         ("files", {"a": {"num_bytes": -1, "sha256": ""}}, "`files: a` is -1"),
-        ("files", {"a": {"num_bytes": 1, "sha256": 7}}, "`files: a` is 7 and no text"),
+        ("files", {"a": {"num_bytes": 1, "sha256": 7}}, "`files: a` is 7 instead of a string"),
         ("format", "2", "`format` is '2'"),
     ],
 )
 def test_a_field_of_another_kind_is_named(field: str, value: Any, words: str) -> None:
     found = json.loads(manifest(7, {}).to_json())
-    with pytest.raises(CheckpointError, match=rf"`here` is not a whole manifest \(.*{words}"):
+    with pytest.raises(CheckpointError, match=rf"`here` is not a complete manifest \(.*{words}"):
         Manifest.from_json(json.dumps(found | {field: value}), "here")
 
 
 def test_a_manifest_nested_without_end_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"not a whole manifest \(RecursionError"):
+    with pytest.raises(CheckpointError, match=r"not a complete manifest \(RecursionError"):
         Manifest.from_json("[" * 100_000, "here")

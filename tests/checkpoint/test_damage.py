@@ -53,13 +53,13 @@ def truncate(file: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "a flipped bit": ("__1_0.distcp", flip, "right size and other bytes"),
-    "a truncated file": ("__0_0.distcp", truncate, "bytes and had"),
+    "a flipped bit": ("__1_0.distcp", flip, "right size, but other bytes"),
+    "a truncated file": ("__0_0.distcp", truncate, "bytes, but had"),
     "a missing file": ("__1_0.distcp", Path.unlink, "No such file"),
     "a missing description": (".metadata", Path.unlink, "No such file"),
-    "a truncated description": (".metadata", truncate, "bytes and had"),
-    "a truncated manifest": (NAME, truncate, "not a whole manifest"),
-    "other extras": ("meta.pt", flip, "right size and other bytes"),
+    "a truncated description": (".metadata", truncate, "bytes, but had"),
+    "a truncated manifest": (NAME, truncate, "not a complete manifest"),
+    "other extras": ("meta.pt", flip, "right size, but other bytes"),
 }
 
 
@@ -75,4 +75,4 @@ def test_damage_is_found_and_the_newest_whole_one_loaded(ranks: RankPool, tmp_pa
     for rank, (extra, found, said, steps) in enumerate(ranks(2, resume, run, tmp_path)):
         assert (extra, steps) == ({}, 2)
         assert_identical(found, saved[1])
-        assert (f"Passed over: `{tmp_path}/step-3/{name}`" in said) == (rank == 0)
+        assert (f"Skipped: `{tmp_path}/step-3/{name}`" in said) == (rank == 0)

@@ -33,7 +33,7 @@ def test_a_slow_rank_is_waited_for_and_a_silent_one_is_not() -> None:
     slow, listener = StoreChannel(store, "one", 3), StoreChannel(store, "one", 0)
     with slow.heartbeat():
         begun = time.monotonic()
-        with pytest.raises(CheckpointError, match="Rank 2 has given no sign of life"):
+        with pytest.raises(CheckpointError, match="Rank 2 has written no heartbeat"):
             listener.recv("share 2", 2)
         assert time.monotonic() - begun > 0.5
         slow.send("share 3", b"here")
@@ -95,7 +95,7 @@ def test_a_rank_that_dies_while_it_writes_is_named_on_all_others(tmp_path: Path)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert codes == [0, -signal.SIGKILL, 0]
     for rank in (0, 2):
-        assert "Rank 1 has given no sign of life" in pickle.loads((told / str(rank)).read_bytes())
+        assert "Rank 1 has written no heartbeat" in pickle.loads((told / str(rank)).read_bytes())
     assert not list(folder.iterdir())
 
 
@@ -140,5 +140,5 @@ def _save_beside_a_stranger(ctx: RankContext, folder: Path, kind: str) -> str:
 @pytest.mark.parametrize("kind", ["pickled", "of another kind"])
 def test_nothing_that_the_store_holds_is_run(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     for said in ranks(2, _save_beside_a_stranger, tmp_path, kind):
-        assert "What the job's store holds of rank 1 is no description of its share" in said
+        assert "The job's store holds no valid report of rank 1" in said
     assert not list(tmp_path.iterdir())

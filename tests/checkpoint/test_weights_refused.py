@@ -76,16 +76,16 @@ def less(state: State, name: str) -> State:
 PART, BIN = "model-00002-of-00003.safetensors", "pytorch_model-00002-of-00003.bin"
 HEAD = "head.weight"
 BAD: dict[str, tuple[Callable[[State, Path], Path], str]] = {
-    "nothing": (lambda s, p: p / "x", "does not exist. Name a file"),
-    "an empty folder": (lambda s, p: p, "no weights that are known here: it has nothing"),
-    "code": (lambda s, p: saved_at(s | {"x": Runs(p / "ran")}, p / "x.pt"), "not plain data, and reading them may run"),
-    "a truncated torch file": (lambda s, p: truncated(saved_at(s, p / "x.pt")), "x.pt` is no whole torch file"),
-    "an old torch file": (lambda s, p: in_old_format(s, p / "x.pt"), "of a format before torch 1.6"),
+    "nothing": (lambda s, p: p / "x", "does not exist. Pass a local file"),
+    "an empty folder": (lambda s, p: p, "no weights of a supported format: it has nothing"),
+    "code": (lambda s, p: saved_at(s | {"x": Runs(p / "ran")}, p / "x.pt"), "not plain data, and loading them may run"),
+    "a truncated torch file": (lambda s, p: truncated(saved_at(s, p / "x.pt")), "x.pt` is not a complete torch file"),
+    "an old torch file": (lambda s, p: in_old_format(s, p / "x.pt"), "in a format older than torch 1.6"),
     "a truncated file": (lambda s, p: truncated(safe(s, p / "x.safetensors")), "x.safetensors` cannot be read"),
-    "a part missing": (lambda s, p: without(FORMATS["safetensors parts"](s, p), PART), f"{PART}` is missing, and"),
+    "a part missing": (lambda s, p: without(FORMATS["safetensors parts"](s, p), PART), f"{PART}` is missing, but"),
     "a part truncated": (lambda s, p: cut_part(FORMATS["safetensors parts"](s, p), PART), f"{PART}` cannot be read"),
-    "a torch part missing": (lambda s, p: without(FORMATS["torch parts"](s, p), BIN), f"{BIN}` is missing, and"),
-    "a part elsewhere": (lambda s, p: outside(p), "which is not in its folder"),
+    "a torch part missing": (lambda s, p: without(FORMATS["torch parts"](s, p), BIN), f"{BIN}` is missing, but"),
+    "a part elsewhere": (lambda s, p: outside(p), "which is outside its folder"),
     "no index": (lambda s, p: Path((p / INDEX).write_text("{") and p), f"{INDEX}` cannot be read"),
     "DeepSpeed's parts": (lambda s, p: left_by_zero(p), "`zero_to_fp32.py` that DeepSpeed has written"),
     "a tensor missing": (lambda s, p: saved_at(less(s, HEAD), p / "x.pt"), f"`{HEAD}`: only in the model"),
@@ -93,17 +93,20 @@ BAD: dict[str, tuple[Callable[[State, Path], Path], str]] = {
     "another shape": (lambda s, p: saved_at(changed(s, HEAD, lambda t: t[1:]), p / "x.pt"), f"{HEAD}` has shape"),
     "a quantized tensor": (
         lambda s, p: saved_at(changed(s, HEAD, Tensor.char), p / "x.pt"),
-        "as quantized weights are",
+        "which is the dtype of quantized weights",
     ),
-    "a sparse tensor": (lambda s, p: saved_at(changed(s, HEAD, Tensor.to_sparse), p / "x.pt"), "no plain tensor but a"),
+    "a sparse tensor": (
+        lambda s, p: saved_at(changed(s, HEAD, Tensor.to_sparse), p / "x.pt"),
+        "is not a plain tensor but a",
+    ),
     "other names": (
         lambda s, p: saved_at({"x": s[HEAD]}, p / "x.pt"),
-        "No name in .* is one of the model's: `x`",
+        "No name in .* matches the model: the files have `x`",
     ),
-    "a list": (lambda s, p: saved_at([s[HEAD]], p / "x.pt"), "holds a list and no state dict"),
+    "a list": (lambda s, p: saved_at([s[HEAD]], p / "x.pt"), "holds a list instead of a state dict"),
     "two models": (
         lambda s, p: saved_at(with_prefix(s, "a.") | with_prefix(s, "b."), p / "x.pt"),
-        "after `a.` as well as after `b.`. Say which",
+        "with the prefixes `a.` and `b.`. Choose one",
     ),
 }
 
@@ -159,4 +162,4 @@ def test_a_part_of_a_distributed_checkpoint_is_looked_for_first(
     damage(tmp_path / "fsdp2" / "__1_0.distcp")
     [one, other] = ranks(2, refusals, run_of("mics", ranks_per_node=1), {"": tmp_path / "fsdp2"})
     assert one == other
-    assert re.search(r"__1_0.distcp` (is missing|has \d+ bytes and should)", one[""])
+    assert re.search(r"__1_0.distcp` (is missing|has \d+ bytes, but should)", one[""])

@@ -96,6 +96,6 @@ def test_copies_that_differ_are_refused(ranks: RankPool, tmp_path: Path, preset:
     raises_on_every_rank(
         lambda: ranks(4, save_without, preset, tmp_path / "one"),
         CheckpointError,
-        rf"Nothing was saved: ranks {ranks_of_it} should hold copies.*optimizer_0\.state\..*\.exp_avg",
+        rf"Nothing was saved: ranks {ranks_of_it} should hold the same state.*optimizer_0\.state\..*\.exp_avg",
     )
     assert list(tmp_path.iterdir()) == []

@@ -26,7 +26,7 @@ callbacks = pytest.mark.parametrize("callback", CALLBACKS)
 
 
 def _refusal(name: str) -> str:
-    return f"`{name}` copies the whole model.*does not work on shards. Average each rank's shards in a callback"
+    return f"`{name}` copies the full model.*does not work on shards. Average each rank's shards in your own callback"
 
 
 def _make(namespace: str, callback: str, own_name: str | None) -> Any:

@@ -76,7 +76,7 @@ def _load(ctx: RankContext, path: str, options: dict[str, Any], module: Any) -> 
 
 def test_paths_that_are_no_checkpoint_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     missing = str(tmp_path / "missing.ckpt")
-    not_finished = "is no finished checkpoint"
+    not_finished = "is not a finished checkpoint"
     raises_on_every_rank(lambda: run(ranks, 2, _load, str(tmp_path), {}, Plain()), CheckpointError, not_finished)
     raises_on_every_rank(lambda: run(ranks, 2, _load, missing, {}, Plain()), FileNotFoundError, "missing.ckpt")
 
@@ -106,7 +106,7 @@ def _other_optimizers(ctx: RankContext, saves: type[Regression], resumes: type[R
 @pytest.mark.parametrize(("saves", "resumes"), [(Regression, TwoOptimizers), (TwoOptimizers, Regression)])
 def test_another_number_of_optimizers_is_refused(ranks: RankPool, saves: Any, resumes: Any) -> None:
     raises_on_every_rank(
-        lambda: run(ranks, 2, _other_optimizers, saves, resumes), CheckpointError, "holds . optimizers.*made ."
+        lambda: run(ranks, 2, _other_optimizers, saves, resumes), CheckpointError, "holds . optimizers.*returned ."
     )
 
 
@@ -172,5 +172,5 @@ def test_an_exception_on_one_rank_asks_for_no_checkpoint(ranks: RankPool) -> Non
         run(ranks, 2, _fail, False, timeout_s=30)
     error = raised.value.by_rank[1]
     assert isinstance(error, CheckpointError)
-    assert "ranks [0] did not reach it" in str(error)
+    assert "ranks [0] did not reach the save" in str(error)
     assert "bad batch" in raised.value.tracebacks[1]

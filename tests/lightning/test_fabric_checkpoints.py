@@ -183,7 +183,7 @@ def _raw(ctx: RankContext) -> None:
     fabric.barrier()
     fabric.load_raw(ctx.tmp_path / "net.pt", model)
     assert_same(values(model), {f"0.{name}": value for name, value in saved["net"].items()}, tolerance=0)
-    with pytest.raises(CheckpointError, match=r"before torch 1\.6"):
+    with pytest.raises(CheckpointError, match=r"older than torch 1\.6"):
         fabric.load_raw(ctx.tmp_path / "old.pt", model)
     fabric.load_raw(ctx.tmp_path / "adamw.pt", optimizer)
     torch.testing.assert_close(_moments(optimizer)[0], saved["adamw"]["state"][0]["exp_avg_sq"], rtol=0, atol=0)
@@ -261,7 +261,7 @@ def _several_models(ctx: RankContext, name: str) -> None:
 
 def test_a_file_holds_several_models_and_a_folder_one(ranks: RankPool) -> None:
     run(ranks, 2, _several_models, "mics")
-    message = r"one sharded model, and the state to be saved has 2 \('net', 'other'\)"
+    message = r"one sharded model, but the state to be saved has 2 \('net', 'other'\)"
     raises_on_every_rank(lambda: run(ranks, 2, _several_models, "sharded"), ConfigError, message)
 
 
@@ -307,11 +307,11 @@ def _fails(ctx: RankContext, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "message"),
     [
-        ("directory in the way", IsADirectoryError, "is a directory, and the checkpoint is one file"),
+        ("directory in the way", IsADirectoryError, "is a directory, but the checkpoint is one file"),
         ("file that cannot be written", Exception, "file"),
         ("folder that cannot be written", CheckpointError, "file"),
-        ("remote folder", CheckpointError, "no folder of a file system"),
-        ("part of an optimizer in a folder", ConfigError, "asks for a part of an optimizer"),
+        ("remote folder", CheckpointError, "is not in a file system"),
+        ("part of an optimizer in a folder", ConfigError, "selects a part of an optimizer"),
         ("nothing there", Exception, "nothing"),
         ("no checkpoint", CheckpointError, "empty"),
         ("storage options", TypeError, "storage_options"),

@@ -143,10 +143,10 @@ def _refused(ctx: RankContext, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "message"),
     [
-        ("no model", LifecycleError, "belongs to no model that this strategy has set up"),
+        ("no model", LifecycleError, "is not an optimizer of a model that this strategy has set up"),
         ("foreign parameters", ConfigError, "one optimizer per sharded model"),
         ("twice", ConfigError, "sharded already"),
-        ("of a stranger", LifecycleError, "Net is no model that this strategy has set up"),
+        ("of a stranger", LifecycleError, "Net is not a model that this strategy has set up"),
     ],
 )
 def test_what_would_train_nothing_is_refused_on_every_rank(

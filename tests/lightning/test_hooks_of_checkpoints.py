@@ -110,7 +110,7 @@ def _refused(ctx: RankContext, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "match"),
     [
-        ("pruning", r"`ModelPruning` puts masks.*torch.nn.utils.prune"),
+        ("pruning", r"`ModelPruning` adds masks.*torch.nn.utils.prune"),
         ("optimizer", r"ZeroRedundancyOptimizer deals whole parameters.*Use Adam itself"),
     ],
 )

@@ -245,7 +245,7 @@ def _sharded_twice(ctx: RankContext) -> None:
 
 
 def test_the_same_model_is_not_sharded_in_two_ways(ranks: RankPool) -> None:
-    raises_on_every_rank(lambda: run(ranks, 2, _sharded_twice), ConfigError, "sharded already")
+    raises_on_every_rank(lambda: run(ranks, 2, _sharded_twice), ConfigError, "already sharded")
 
 
 class ForeignParameters(Plain):
