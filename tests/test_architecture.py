@@ -1,5 +1,6 @@
 """Does the code keep the shape of the package? And can each check fail?"""
 
+import ast
 import subprocess
 import sys
 from collections.abc import Callable
@@ -210,3 +211,14 @@ def test_unknown_top_level_entry_is_found() -> None:
 
 def test_every_check_accepts_an_absent_package(tmp_path: Path) -> None:
     assert [check(load(tmp_path, folder)) for folder, check in CHECKS] == [[]] * len(CHECKS)
+
+
+STEP = ("pre_forward", "post_forward", "pre_backward", "on_grad", "post_backward", "finish_gradients", "post_step")
+
+
+def test_the_step_is_seven_short_functions_in_the_order_of_a_step() -> None:
+    source = (ROOT / "mics_strategy/engine/step.py").read_text()
+    engine = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Engine")
+    lines = {n.name: (n.end_lineno or 0) - n.lineno + 1 for n in engine.body if isinstance(n, ast.FunctionDef)}
+    assert [name for name in lines if name in STEP] == list(STEP)
+    assert all(lines[name] <= 25 for name in STEP), lines
