@@ -77,6 +77,11 @@ class Sharded:
         self._target.steps_done = count
 
     @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self._target.device
+
+    @property
     def parameters(self) -> list[ShardedParameter]:
         """All sharded parameters, unit by unit."""
         return [sharded for unit in self._units for bucket in unit.buckets for sharded in bucket.sharded_params]

@@ -87,7 +87,7 @@ class CountC10d(TorchDispatchMode):
     def _add(self, group: Any, dtype: torch.dtype, num_bytes: int) -> None:
         if num_bytes:
             self.kinds[dtype, group.size()] += num_bytes
-            if group.group_desc.startswith(("mics.reduce.", "mics.second_", "mics.control.")):
+            if group.group_desc.startswith(("mics.grad_reduce_scatter.", "mics.second_", "mics.control.")):
                 self.carried[dtype, group.size()] += num_bytes
 
     def __enter__(self) -> "CountC10d":
