@@ -59,7 +59,7 @@ def test_never_more_than_one_tensor(ranks: RankPool, tmp_path: Path, monkeypatch
         seen.append(tensor.numel())
         return tensor
 
-    monkeypatch.setattr(consolidate, "_whole", noted)
+    monkeypatch.setattr(consolidate, "_read_full", noted)
     export_safetensors(tmp_path / "step-2", Export(folder=tmp_path / "hf"), lambda done, total: seen.append(-1))
     assert seen[1::2] == [-1] * len(expected)
     assert sorted(seen[::2]) == sorted(value.numel() for value in expected.values())

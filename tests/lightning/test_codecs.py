@@ -66,7 +66,7 @@ def test_the_share_is_counted_from_the_beginning_of_the_training(ranks: RankPool
 
 def _endless(ctx: RankContext) -> str:
     fitting = trainer(ctx, mics("zero3", grad_codec_until=0.5, **CODECS), max_epochs=-1, limit_train_batches=2)
-    with pytest.raises(ConfigError, match="training without an end") as refused:
+    with pytest.raises(ConfigError, match="training has no end") as refused:
         fitting.fit(Regression(), loader(128))
     return str(refused.value)
 

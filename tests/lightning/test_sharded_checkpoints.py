@@ -193,7 +193,7 @@ def test_model_checkpoint_keeps_and_removes_folders(ranks: RankPool, save_last: 
 def test_asynchronous_saves_of_one_file_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"`state_dict_type='full'`.*`state_dict_type='sharded'`"):
         mics("mics", save_asynchronously=True)
-    with pytest.raises(ConfigError, match=r"`state_dict_type='half'` is not known"):
+    with pytest.raises(ConfigError, match=r"`state_dict_type='half'` is not supported"):
         mics("mics", state_dict_type="half")
 
 
