@@ -52,7 +52,7 @@ def test_never_more_than_one_tensor(ranks: RankPool, tmp_path: Path, monkeypatch
     """Each is read when the one before it has been written."""
     expected = saved(ranks, tmp_path / "step-2")
     seen: list[int] = []
-    whole = consolidate._whole
+    whole = consolidate._read_full
 
     def noted(*args):  # type: ignore[no-untyped-def]
         tensor = whole(*args)
