@@ -28,12 +28,12 @@ def _trained() -> tuple[nn.Module, nn.Module]:
 def _gathered(ctx: RankContext) -> None:
     plain, sharded = _trained()
     used: list[DTensor] = []
-    gather, ours._gathered = ours._gathered, lambda *args: (used.append(args[0]), gather(*args))[1]
+    gather, ours._all_gather = ours._all_gather, lambda *args: (used.append(args[0]), gather(*args))[1]
     try:
         for parameter, expected in zip(sharded.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
     finally:
-        ours._gathered = gather
+        ours._all_gather = gather
     assert len(used) == len(list(plain.parameters()))  # none by torch's gather, which damages the heap on gloo
 
 
