@@ -8,14 +8,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.route import Algorithm, Hop, Route, SizedRoutes
 from mics_strategy.comm.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
-from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
 from mics_strategy.topology import Axis, Span, Topology
 from mics_strategy.tuning.threshold import HierarchicalThreshold, TunableCollective
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.codecs.format import Codec
+    from mics_strategy.config import ShardConfig
 
 COLLECTIVES = {
     "param_all_gather": ALL_GATHER,

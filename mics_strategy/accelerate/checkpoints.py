@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,10 @@ from mics_strategy import (
     save_checkpoint,
 )
 from mics_strategy.accelerate import framework
-from mics_strategy.accelerate.plugin import MiCSPlugin
 from mics_strategy.accelerate.rendezvous import broadcast_from_rank_0, run_on_all_ranks
+
+if TYPE_CHECKING:
+    from mics_strategy.accelerate.plugin import MiCSPlugin
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 _DDP_NAMES = {("optimizer", 0): "optimizer.pt"}  # name of `transformers.Trainer` without sharding

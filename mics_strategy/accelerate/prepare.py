@@ -11,7 +11,7 @@ import logging
 import weakref
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 from mics_strategy import ConfigError, ShardConfig, Sharded, shard
 from mics_strategy.accelerate import framework
-from mics_strategy.accelerate.plugin import MiCSPlugin
 from mics_strategy.accelerate.rendezvous import broadcast_from_rank_0
+
+if TYPE_CHECKING:
+    from mics_strategy.accelerate.plugin import MiCSPlugin
 
 _log = logging.getLogger(__name__)
 _PREPARED = "_mics_prepared"

@@ -7,13 +7,12 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from mics_strategy.checkpoint import atomic, rng
-from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.safe_reader import SafeReader, check_listed, read
 from mics_strategy.checkpoint.save import EXTRA, finish_saves
 from mics_strategy.checkpoint.state import (
@@ -25,8 +24,11 @@ from mics_strategy.checkpoint.state import (
     empty_model_like_saved,
 )
 from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
-from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mics_strategy.checkpoint.manifest import Manifest
+    from mics_strategy.engine.handle import Sharded
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

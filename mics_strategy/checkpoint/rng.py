@@ -12,12 +12,14 @@ import random
 import sys
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mics_strategy.checkpoint.replicas import SOLE, ReplicaId
-from mics_strategy.checkpoint.state import StateDict
+
+if TYPE_CHECKING:
+    from mics_strategy.checkpoint.state import StateDict
 
 KEY = "random"
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,11 @@ from mics_strategy.checkpoint.shard_report import ShardReport
 from mics_strategy.checkpoint.state import Optimizers, by_key, local_state
 from mics_strategy.checkpoint.store_channel import StoreChannel
 from mics_strategy.comm.consensus import check_same_keys_across_ranks, gather_objects, run_on_all_ranks
-from mics_strategy.engine.handle import Sharded
 from mics_strategy.errors import CheckpointError, MiCSError
 from mics_strategy.version import package_version
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.handle import Sharded
 
 T = TypeVar("T")
 EXTRA = "meta.pt"  # the name that Lightning's consolidation reads

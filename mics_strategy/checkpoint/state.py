@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from mics_strategy.checkpoint import rank_local
 from mics_strategy.checkpoint.replicas import ReplicaId
-from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.optimizer.quantized import is_quantized, to_local
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.handle import Sharded
 
 StateDict = dict[str, Any]
 Optimizers = Sequence[Optimizer] | Mapping[str, Optimizer]

@@ -10,15 +10,17 @@ contribution of a narrow wire dtype instead of one per step of a ring, and the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from typing_extensions import override
 
-from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.codecs.quantizer import Quantizer
 from mics_strategy.comm.transport import Transport, as_one_view
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.codecs.format import Codec
 
 Completion = Callable[[], None]  # waits for the stage, and puts its result in place
 SumCompletion = Callable[[torch.Tensor, bool], None]  # the same for a sum: the output, and whether to add to it

@@ -10,14 +10,17 @@ after an all-gather. Whether that is faster than one flat buffer and a copy depe
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm import route as routes
-from mics_strategy.comm.queue import CollectiveQueue
-from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.work import Work, check_shapes
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.queue import CollectiveQueue
+    from mics_strategy.comm.transport import Transport
 
 
 class RowViews:

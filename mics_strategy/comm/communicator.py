@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,9 +24,11 @@ from mics_strategy.comm.codecs.quantizer import Quantizer
 from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator
 from mics_strategy.comm.queue import CollectiveQueue, RouteBinding, make_algorithm
 from mics_strategy.comm.route import Algorithm
-from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.work import Work, check_shapes
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.transport import Transport
 
 
 class Communicator:

@@ -5,17 +5,19 @@ They carry counts, norms, states, initial values, and pieces of any sizes. One s
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from mics_strategy.comm import traffic
-from mics_strategy.comm.desync import DesyncWatchdog
 from mics_strategy.comm.queue import WatchedWork
-from mics_strategy.comm.traffic_log import TrafficLog
-from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.work import BackendWork, Work, as_communication_error, check_shapes
 from mics_strategy.errors import MiCSError
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.desync import DesyncWatchdog
+    from mics_strategy.comm.traffic_log import TrafficLog
+    from mics_strategy.comm.transport import Transport
 
 T = TypeVar("T")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from mics_strategy.comm.communicator import AnyCommunicator
+if TYPE_CHECKING:
+    from mics_strategy.comm.communicator import AnyCommunicator
 
 _PRIME = 1_000_003
 _NUM_SEEDS = 1 << 62

@@ -14,7 +14,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,16 @@ from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.desync import STEPS, CollectiveFingerprint, DesyncWatchdog, first_mismatch
 from mics_strategy.comm.placement import ReplicaRandom, ShardPlacement
 from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
-from mics_strategy.comm.route import Route
 from mics_strategy.comm.traffic_log import TrafficLog
 from mics_strategy.comm.transport import Transport, backend_of, is_gloo, timeout_of
 from mics_strategy.comm.work import has_pending_work
 from mics_strategy.comm.workspace import Workspace
-from mics_strategy.scopes import Scopes
-from mics_strategy.topology import Span
 from mics_strategy.tuning.autotune import BenchmarkContext, TuningResult, autotune
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.route import Route
+    from mics_strategy.scopes import Scopes
+    from mics_strategy.topology import Span
 
 T = TypeVar("T")
 GradCommunicators = tuple[  # reduce-scatter of the first hop; reduce-scatter and all-reduce of the second hop

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -33,13 +33,15 @@ from mics_strategy.comm.algorithms import (
     QuantizedAlgorithm,
     RingAlgorithm,
 )
-from mics_strategy.comm.desync import DesyncWatchdog, OpId
 from mics_strategy.comm.route import Algorithm, Hop, HopTraffic, Route
-from mics_strategy.comm.traffic_log import TrafficLog
-from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.work import BackendWork, Work, as_communication_error
-from mics_strategy.comm.workspace import Workspace
 from mics_strategy.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.desync import DesyncWatchdog, OpId
+    from mics_strategy.comm.traffic_log import TrafficLog
+    from mics_strategy.comm.transport import Transport
+    from mics_strategy.comm.workspace import Workspace
 
 CommTask = Callable[[], None]
 STALL_CHECK_S = 2.0  # before a waiting rank first checks whether its peers wait for something else

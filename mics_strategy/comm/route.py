@@ -16,11 +16,14 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.codecs.format import Codec
 
 _MIN_CHUNK_BYTES = 64 * 1024
 _MAX_CHUNKS = 8  # measured: 2 chunks leave a tenth of the overlap, 32 cost more in messages than they gain

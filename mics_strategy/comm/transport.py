@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,11 @@ from torch.distributed.constants import default_pg_timeout
 
 from mics_strategy.comm.desync import CollectiveFingerprint
 from mics_strategy.comm.peer_memory import connection
-from mics_strategy.comm.peer_memory.connection import PeerConnection
-from mics_strategy.comm.peer_memory.readv import GatherTarget, ScatterTarget, SourceVec
-from mics_strategy.comm.work import BackendWork
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.peer_memory.connection import PeerConnection
+    from mics_strategy.comm.peer_memory.readv import GatherTarget, ScatterTarget, SourceVec
+    from mics_strategy.comm.work import BackendWork
 
 T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

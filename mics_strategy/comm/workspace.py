@@ -7,10 +7,14 @@ their states are saved, and restored when a training is resumed.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.codecs.format import Codec
 
 ALIGN_BYTES = 64
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,16 @@ from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.setup import guards, materialize, validate
 from mics_strategy.engine.setup.discover import discover_topology
 from mics_strategy.engine.setup.generation import prepare_generation
-from mics_strategy.engine.setup.initialize import Initializer
 from mics_strategy.engine.setup.workload import device_memory_bytes, workload_from_units
 from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.presets import choose_preset, with_scopes_of
 from mics_strategy.scopes import Scopes, resolve_scopes, unused_codecs
-from mics_strategy.topology import Topology
 from mics_strategy.tuning.autotune import report
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.setup.initialize import Initializer
+    from mics_strategy.topology import Topology
 
 
 def shard(

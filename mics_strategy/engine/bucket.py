@@ -18,19 +18,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from mics_strategy.comm.communicator import AnyCommunicator, Communicator
 from mics_strategy.comm.placement import digest
-from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.comm.work import Work
-from mics_strategy.engine.layout import BucketLayout
-from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.saved_versions import SavedVersions, UnshardedParameter
 from mics_strategy.engine.zero_copy_gather import plan_in_place_gather
 from mics_strategy.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.communicator import AnyCommunicator, Communicator
+    from mics_strategy.comm.process_groups import ProcessGroups
+    from mics_strategy.comm.work import Work
+    from mics_strategy.engine.layout import BucketLayout
+    from mics_strategy.engine.parameter import ShardedParameter
 
 _COUNT_OF_WRITES = attrgetter("_version")
 _COUNT_OF_CHANGES = attrgetter("mics_write_count")

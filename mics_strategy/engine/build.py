@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.engine.bucket import Bucket, BucketSpec
 from mics_strategy.engine.grad_bucket import GradBucket
@@ -24,10 +24,13 @@ from mics_strategy.engine.replica_check import ReplicaCheck
 from mics_strategy.engine.step import Engine, OverlapPolicy
 from mics_strategy.engine.streams import OpStream, Streams
 from mics_strategy.engine.unit import GatherResources, Unit
-from mics_strategy.engine.units import ParamRef, UnitSpec
 from mics_strategy.engine.used_params import DesyncCheck, usage_numel
 from mics_strategy.engine.zero_copy_gather import coalesced_comm_for
 from mics_strategy.tuning import coalesce
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.process_groups import ProcessGroups
+    from mics_strategy.engine.units import ParamRef, UnitSpec
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 

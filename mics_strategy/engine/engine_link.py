@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from mics_strategy.engine.bucket import Bucket
-from mics_strategy.engine.grad_bucket import GradBucket
-from mics_strategy.engine.step import Engine
+if TYPE_CHECKING:
+    from mics_strategy.engine.bucket import Bucket
+    from mics_strategy.engine.grad_bucket import GradBucket
+    from mics_strategy.engine.step import Engine
 
 
 class EngineLink:

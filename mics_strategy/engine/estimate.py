@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.config import ShardConfig
 from mics_strategy.engine.build import BuildContext, add_sharded_parameters, build_engine, build_units
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.units import UnitRule, find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Topology
+
+if TYPE_CHECKING:
+    from mics_strategy.config import ShardConfig
 
 _META = torch.device("meta")
 

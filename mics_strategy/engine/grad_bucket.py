@@ -14,11 +14,11 @@ correctness. Of a wire in fp16 the sum is that of gradients divided beforehand (
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.distributed.tensor import DTensor
 
-from mics_strategy.comm.work import Work
-from mics_strategy.engine.bucket import Bucket
 from mics_strategy.engine.lifecycle import (
     ACCUMULATOR_TRANSITIONS,
     GRAD_BUFFER_TRANSITIONS,
@@ -30,6 +30,10 @@ from mics_strategy.engine.lifecycle import (
 )
 from mics_strategy.engine.parameter import grad_as_dtensor
 from mics_strategy.engine.zero_copy_reduce import plan_in_place_reduce
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.work import Work
+    from mics_strategy.engine.bucket import Bucket
 
 
 def predivisor_of(wire_dtype: torch.dtype, num_ranks: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -13,21 +13,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mics_strategy.comm.consensus import run_on_all_ranks
 from mics_strategy.engine import state_dict as state
-from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.engine_link import EngineLink
 from mics_strategy.engine.module_buffers import ModuleBuffers
 from mics_strategy.engine.optimizer import norm
 from mics_strategy.engine.optimizer.step import StepHooks, adopt
 from mics_strategy.engine.optimizer.target import OptimizerTarget
-from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, plan_step
 from mics_strategy.engine.plan_report import TrafficRow, compare, unit_plan_of
 from mics_strategy.engine.setup import guards
-from mics_strategy.engine.step import Engine
-from mics_strategy.engine.unit import Unit
-from mics_strategy.engine.units import UnitSpec
 from mics_strategy.errors import ConfigError, LifecycleError
-from mics_strategy.scopes import Scopes
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.build import BuildContext
+    from mics_strategy.engine.parameter import ShardedParameter
+    from mics_strategy.engine.step import Engine
+    from mics_strategy.engine.unit import Unit
+    from mics_strategy.engine.units import UnitSpec
+    from mics_strategy.scopes import Scopes
 
 
 class Sharded:

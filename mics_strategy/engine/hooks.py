@@ -9,17 +9,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mics_strategy.engine.grad_bucket import GradBucket
-from mics_strategy.engine.order import ForwardCall
-from mics_strategy.engine.step import Engine
-from mics_strategy.engine.unit import Unit
 from mics_strategy.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.grad_bucket import GradBucket
+    from mics_strategy.engine.order import ForwardCall
+    from mics_strategy.engine.step import Engine
+    from mics_strategy.engine.unit import Unit
 
 T = TypeVar("T")
 _MAX_DEPTH = 3  # of objects in attributes of objects

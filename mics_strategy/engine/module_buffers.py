@@ -16,15 +16,18 @@ message which of them travel.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from mics_strategy.comm.control import ControlGroup, as_dense
-from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.lifecycle import UnitPhase
-from mics_strategy.engine.step import Engine
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.build import BuildContext
+    from mics_strategy.engine.step import Engine
 
 LARGE_BYTES = 1 << 16
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import Node
 
-from mics_strategy.engine.unit import Unit
+if TYPE_CHECKING:
+    from mics_strategy.engine.unit import Unit
 
 
 @dataclass(slots=True, eq=False)

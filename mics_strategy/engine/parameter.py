@@ -8,7 +8,7 @@ the mean over all ranks whatever the training loop looks like; setting it to Non
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from mics_strategy.comm.full_tensor import full_tensor
-from mics_strategy.comm.placement import ReplicaRandom, ShardPlacement
-from mics_strategy.engine.layout import ParamSlice
 from mics_strategy.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.placement import ReplicaRandom, ShardPlacement
+    from mics_strategy.engine.layout import ParamSlice
 
 _raw_grad: Any = torch.Tensor.grad  # the descriptor under the property below
 _MIXED = "got mixed torch.Tensor and DTensor"  # in an error of torch

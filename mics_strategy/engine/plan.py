@@ -13,14 +13,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm.route import HopTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
 from mics_strategy.comm.traffic import ALL_REDUCE, ALL_TO_ALL, SENT_BYTES
-from mics_strategy.engine.layout import BucketLayout
-from mics_strategy.engine.optimizer.owners import OwnerAssignment
-from mics_strategy.scopes import Scopes
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.layout import BucketLayout
+    from mics_strategy.engine.optimizer.owners import OwnerAssignment
+    from mics_strategy.scopes import Scopes
 
 USAGE_DTYPE = torch.int32
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mics_strategy.comm.traffic_log import IssuedCollective
-from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.plan import BucketPlan, Plan, UnitPlan
-from mics_strategy.engine.unit import Unit
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.traffic_log import IssuedCollective
+    from mics_strategy.engine.grad_bucket import GradBucket
+    from mics_strategy.engine.unit import Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,17 +14,20 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
 from mics_strategy.engine.memory import CachedViews, StagingPool
-from mics_strategy.engine.streams import OpChain, Streams
-from mics_strategy.engine.unit import Unit
 from mics_strategy.engine.used_params import DesyncCheck, UsedParamMap
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.process_groups import ProcessGroups
+    from mics_strategy.engine.grad_bucket import GradBucket
+    from mics_strategy.engine.streams import OpChain, Streams
+    from mics_strategy.engine.unit import Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,16 @@ exchange the digests of single units, to name the unit and the ranks.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.placement import digest, digest_weight
-from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.engine.bucket import Bucket
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.process_groups import ProcessGroups
+    from mics_strategy.engine.bucket import Bucket
 
 CHECKED_AT_START = 10  # optimizer steps
 

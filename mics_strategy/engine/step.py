@@ -15,20 +15,23 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.engine.double_backward import DoubleBackward
-from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import UnitPhase, UnshardState
 from mics_strategy.engine.memory import levels_of
 from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards
-from mics_strategy.engine.reducer import Reducer
 from mics_strategy.engine.streams import outside_transforms
 from mics_strategy.engine.unit import GatherResources, Unit
 from mics_strategy.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.grad_bucket import GradBucket
+    from mics_strategy.engine.reducer import Reducer
 
 _log = logging.getLogger(__name__)
 _next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]

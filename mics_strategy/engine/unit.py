@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
-from mics_strategy.engine.bucket import Bucket
 from mics_strategy.engine.lifecycle import PHASE_TRANSITIONS, UNSHARD_TRANSITIONS, UnitPhase, UnshardState, transition
 from mics_strategy.engine.memory import CachedViews, Slot, StagingPool
-from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.engine.streams import Op, OpChain, OpStream, outside_transforms
 from mics_strategy.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.bucket import Bucket
+    from mics_strategy.engine.parameter import ShardedParameter
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 

@@ -7,14 +7,18 @@ the first steps, in which ranks that differ at all mostly begin to.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.comm.work import Work
-from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import AccumulatorState, GradFlag
-from mics_strategy.engine.replica_check import ReplicaCheck
 from mics_strategy.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.process_groups import ProcessGroups
+    from mics_strategy.comm.work import Work
+    from mics_strategy.engine.grad_bucket import GradBucket
+    from mics_strategy.engine.replica_check import ReplicaCheck
 
 READ_AT_ONCE = 3  # optimizer steps
 _DUE = 1 << 16  # above the count of users: the number of ranks on which the bucket is still to be reduced

@@ -7,15 +7,18 @@ gathers every parameter for itself, where each rank has an equal part of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm.coalesced import CoalescedCommunicator, RowViews
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator
-from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator
 from mics_strategy.comm.peer_memory.readv import ScatterTarget
 from mics_strategy.comm.work import Work
-from mics_strategy.engine.layout import BucketLayout
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator
+    from mics_strategy.engine.layout import BucketLayout
 
 InPlaceGather = Callable[[torch.Tensor], Work]
 

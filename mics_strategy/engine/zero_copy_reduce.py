@@ -9,18 +9,21 @@ form, and so does one that arrives twice; both kinds may be in one sum.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 from typing_extensions import override
 
-from mics_strategy.comm.coalesced import CoalescedCommunicator
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator
 from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator, ReduceInputs, ShardViews
 from mics_strategy.comm.peer_memory.readv import IOV_MAX, SourceVec
-from mics_strategy.comm.work import Work
-from mics_strategy.engine.bucket import BucketSpec
-from mics_strategy.engine.layout import BucketLayout
 from mics_strategy.engine.zero_copy_gather import coalesced_comm_for, parts_of
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.coalesced import CoalescedCommunicator
+    from mics_strategy.comm.work import Work
+    from mics_strategy.engine.bucket import BucketSpec
+    from mics_strategy.engine.layout import BucketLayout
 
 
 class InPlaceGrads(ABC):

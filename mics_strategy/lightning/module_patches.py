@@ -15,13 +15,13 @@ from mics_strategy import ConfigError, ShardConfig
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+    from mics_strategy.lightning.framework import TrainerFramework
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
-
-from mics_strategy.lightning.framework import TrainerFramework
 
 
 def run_as_forward(module: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

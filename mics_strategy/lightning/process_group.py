@@ -15,10 +15,11 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from mics_strategy import ConfigError
-from mics_strategy.lightning.framework import Framework
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as Base
+
+    from mics_strategy.lightning.framework import Framework
 else:
     Base = object
 

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from mics_strategy import ShardConfig
-from mics_strategy.lightning.framework import Framework
+
+if typing.TYPE_CHECKING:
+    from mics_strategy.lightning.framework import Framework
 
 T = TypeVar("T")
 _OPTIONS = tuple(field.name for field in dataclasses.fields(ShardConfig))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mics_strategy import CheckpointError, ConfigError
-from mics_strategy.lightning.framework import Framework, TrainerFramework
+
+if TYPE_CHECKING:
+    from mics_strategy.lightning.framework import Framework, TrainerFramework
 
 
 def check_callbacks(framework: TrainerFramework, trainer: Any) -> None:

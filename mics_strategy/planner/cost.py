@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm.route import HopTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
 from mics_strategy.comm.traffic import SENT_BYTES
-from mics_strategy.scopes import Scopes
+
+if TYPE_CHECKING:
+    from mics_strategy.scopes import Scopes
 
 _SUM_DTYPE = torch.float32
 _SUM_BYTES = _SUM_DTYPE.itemsize

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.planner.cost import ParameterKind, StepTraffic, state_bytes, step_traffic
 from mics_strategy.scopes import Scopes, resolve_scopes
-from mics_strategy.topology import Topology
+
+if TYPE_CHECKING:
+    from mics_strategy.topology import Topology
 
 NUM_MICRO_STEPS = 2  # so that the traffic of every micro-step counts more than that of a step
 STATES_SHARE = 0.6  # of a rank's memory; the rest is for activations

@@ -13,18 +13,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
-from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.comm.transport import backend_of
 from mics_strategy.comm.workspace import Workspace
-from mics_strategy.scopes import Scopes
-from mics_strategy.topology import Span
 from mics_strategy.tuning import cache
 from mics_strategy.tuning.cache import TuningKey
 from mics_strategy.tuning.threshold import (
@@ -35,6 +32,11 @@ from mics_strategy.tuning.threshold import (
     is_next_affordable,
     threshold_bytes,
 )
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.control import ControlGroup
+    from mics_strategy.scopes import Scopes
+    from mics_strategy.topology import Span
 
 _LABEL = "a benchmark"
 _DTYPE = torch.float32

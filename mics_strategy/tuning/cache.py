@@ -16,12 +16,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mics_strategy.topology import Span
 from mics_strategy.version import package_version
+
+if TYPE_CHECKING:
+    from mics_strategy.topology import Span
 
 _log = logging.getLogger(__name__)
 CACHE_DIR = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/decisions"

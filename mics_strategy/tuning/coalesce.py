@@ -10,22 +10,24 @@ from __future__ import annotations
 import dataclasses
 import socket
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from mics_strategy.comm.communicator import AnyCommunicator
 from mics_strategy.comm.consensus import gather_objects
-from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.config import ShardConfig
-from mics_strategy.engine.bucket import BucketSpec
 from mics_strategy.engine.zero_copy_gather import coalesced_comm_for
 from mics_strategy.errors import ConfigError
 from mics_strategy.tuning import cache, coalesce_benchmark
 from mics_strategy.tuning.autotune import backend_key
 from mics_strategy.tuning.cache import TuningKey
 from mics_strategy.tuning.coalesce_benchmark import REDUCE_SCATTER, Candidate, Measurement
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.communicator import AnyCommunicator
+    from mics_strategy.comm.process_groups import ProcessGroups
+    from mics_strategy.config import ShardConfig
+    from mics_strategy.engine.bucket import BucketSpec
 
 
 def choose_coalescing(

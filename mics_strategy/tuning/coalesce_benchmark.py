@@ -11,21 +11,24 @@ import hashlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from mics_strategy.comm.coalesced import CoalescedCommunicator
-from mics_strategy.comm.communicator import AnyCommunicator
-from mics_strategy.comm.control import ControlGroup
-from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.config import sum_dtype_of
-from mics_strategy.engine.layout import BucketLayout
 from mics_strategy.engine.zero_copy_gather import coalesced_comm_for, coalesced_gather
 from mics_strategy.engine.zero_copy_reduce import CoalescedGrads
 from mics_strategy.errors import LifecycleError
 from mics_strategy.tuning.autotune import time_slowest_rank
 from mics_strategy.tuning.threshold import RUNS
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.coalesced import CoalescedCommunicator
+    from mics_strategy.comm.communicator import AnyCommunicator
+    from mics_strategy.comm.control import ControlGroup
+    from mics_strategy.comm.process_groups import ProcessGroups
+    from mics_strategy.engine.layout import BucketLayout
 
 REDUCE_SCATTER = "grad_reduce_scatter"  # the role of the only reduce-scatter; all others are all-gathers
 _LABEL = "a benchmark"

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm import route as routes
 from mics_strategy.comm.peer_memory.readv import GatherTarget, ScatterTarget, SourceVec
-from mics_strategy.comm.queue import CollectiveQueue
-from mics_strategy.comm.transport import Transport
 from mics_strategy.comm.work import Work, check_shapes
-from mics_strategy.comm.workspace import Workspace
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.queue import CollectiveQueue
+    from mics_strategy.comm.transport import Transport
+    from mics_strategy.comm.workspace import Workspace
 
 
 class ShardViews:

@@ -7,7 +7,7 @@ rows, or, of tensors that are updated whole, those that this rank owns.
 from __future__ import annotations
 
 import weakref
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -15,11 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
-from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
-from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.optimizer.validate import check_locality, check_param_groups_only
-from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
+    from mics_strategy.engine.optimizer.target import OptimizerTarget
+    from mics_strategy.engine.parameter import ShardedParameter
 
 T = TypeVar("T")
 

@@ -7,12 +7,15 @@ replicas, which would count everything twice).
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
-from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.process_groups import ProcessGroups
+    from mics_strategy.engine.parameter import ShardedParameter
 
 
 def total_norm(parameters: list[ShardedParameter], groups: ProcessGroups, norm_type: float) -> torch.Tensor:

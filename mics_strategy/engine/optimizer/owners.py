@@ -12,8 +12,10 @@ Source:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mics_strategy.engine.layout import ParamSlice
+if TYPE_CHECKING:
+    from mics_strategy.engine.layout import ParamSlice
 
 
 def assign_owners(sizes_bytes: list[int], owner_bytes: list[int]) -> list[int]:

@@ -12,17 +12,19 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mics_strategy.engine.optimizer.local_swap import LocalParamSwap, deref
-from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.optimizer.validate import check_no_foreign_params, check_not_stale
-from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.optimizer.target import OptimizerTarget
+    from mics_strategy.engine.parameter import ShardedParameter
 
 
 class StepHooks:

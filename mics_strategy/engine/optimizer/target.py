@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mics_strategy.comm.traffic_log import IssuedCollective
-from mics_strategy.engine.build import BuildContext
 from mics_strategy.engine.engine_link import EngineLink
 from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange, assign_owners_by_bucket
 from mics_strategy.engine.parameter import ShardedParameter
-from mics_strategy.engine.step import Engine
 from mics_strategy.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.traffic_log import IssuedCollective
+    from mics_strategy.engine.build import BuildContext
+    from mics_strategy.engine.step import Engine
 
 
 class OptimizerTarget:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mics_strategy.comm.consensus import gather_objects
-from mics_strategy.config import ShardConfig
 from mics_strategy.topology import RankLocation, Topology, topology_from_locations
+
+if TYPE_CHECKING:
+    from mics_strategy.config import ShardConfig
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")

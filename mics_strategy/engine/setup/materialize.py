@@ -8,12 +8,12 @@ more than one whole unit.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
 from mics_strategy.comm.consensus import gather_objects
-from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.engine.bucket import Bucket
 from mics_strategy.engine.setup.initialize import (
     Initializer,
     check_initialized,
@@ -21,8 +21,12 @@ from mics_strategy.engine.setup.initialize import (
     empty_sentinel_like,
     find_initializer,
 )
-from mics_strategy.engine.unit import Unit
-from mics_strategy.engine.units import UnitSpec
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.process_groups import ProcessGroups
+    from mics_strategy.engine.bucket import Bucket
+    from mics_strategy.engine.unit import Unit
+    from mics_strategy.engine.units import UnitSpec
 
 _WORDS = 1 << 24  # looked at together
 

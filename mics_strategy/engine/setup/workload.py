@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import torch
 
-from mics_strategy.config import ShardConfig
-from mics_strategy.engine.units import UnitSpec
 from mics_strategy.planner.cost import ParameterKind
 from mics_strategy.planner.presets import Workload
+
+if TYPE_CHECKING:
+    from mics_strategy.config import ShardConfig
+    from mics_strategy.engine.units import UnitSpec
 
 
 def workload_from_units(modules: list[UnitSpec], config: ShardConfig, memory_bytes: int) -> Workload:
