@@ -3,7 +3,6 @@
 import ast
 import functools
 import re
-import subprocess
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -17,13 +16,7 @@ MAX_COLUMNS = 100
 CODE = ("mics_strategy", "tests", "benchmarks", "recipes", "docs")
 
 
-def _pages() -> list[Path]:
-    git = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
-    listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [path for path in (ROOT / name for name in listed.splitlines()) if path.is_file()]
-
-
-PAGES = _pages()
+PAGES = [*ROOT.glob("*.md"), *(page for folder in CODE for page in sorted((ROOT / folder).rglob("*.md")))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 ENGINE = ROOT / "mics_strategy" / "engine" / "README.md"
 
