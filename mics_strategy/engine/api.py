@@ -1,4 +1,4 @@
-"""How is a model sharded?"""
+"""The function `shard`."""
 
 from __future__ import annotations
 
@@ -41,35 +41,35 @@ def shard(
     device: torch.device | str = "auto",
     initializer: Initializer | str = "auto",
 ) -> Sharded:
-    """Shard the model states of `model` in place.
+    """Shard the model states of `model` in place. Collective.
 
-    Afterwards `model.parameters()` are DTensors with the same names and shapes, and forward, backward,
-    clipping, stepping and evaluation work as before. Every rank must be given different data.
+    Afterwards `model.parameters()` are DTensors with the same names and shapes. Forward, backward, clipping, stepping
+    and evaluation work as before. Every rank must train on different data.
 
     Args:
-        model: With values, equal or not (rank 0's are taken), or on the meta device.
-        config: Which state is sharded over which ranks; a preset's name for short.
-        units: Modules whose parameters travel together: ``"auto"`` (the layer classes that the model
-            repeats), module classes or their names, a predicate of a module, or the least number of parameters of a
+        model: Model with values, or on the meta device. Where values differ between ranks, rank 0's are used.
+        config: Configuration, or the name of a preset.
+        units: Modules that form units, whose parameters share collectives: ``"auto"`` (the layer classes that the model
+            repeats), module classes or their names, a predicate of a module, or the smallest number of parameters of a
             unit.
-        device: Where to train; ``"auto"`` is this rank's GPU when the process group is NCCL's (the `device_id` of
+        device: Device to train on. ``"auto"`` is this rank's GPU if the process group is NCCL's (the `device_id` of
             `init_process_group`, else the device of `torch.cuda.set_device`, else number ``LOCAL_RANK``), else the
             CPU. A GPU becomes the current device of the process.
-        initializer: For a meta model, called with each module that owns parameters or buffers, inner ones
-            first; ``"auto"`` uses `_init_weights` inside of models of transformers and each module's
-            `reset_parameters` elsewhere, and rank 0 prints which.
+        initializer: Function that initializes one module on the meta device. It is called with each module that owns
+            parameters or buffers, inner ones first. ``"auto"`` uses `_init_weights` inside of models of transformers
+            and each module's `reset_parameters` elsewhere, and rank 0 prints which.
 
     Returns:
         The handle of the sharded model.
 
     Raises:
-        ConfigError: On every rank, before anything is sent but the question whether all ranks agree: an
-            option that does not fit the job, a model that cannot be sharded, ranks that disagree.
+        ConfigError: An option does not fit the job, the model cannot be sharded, or ranks passed different arguments.
+            Raised on every rank, before any collective except those that compare ranks.
 
     Cost:
-        All memory that the engine will ever use (`Sharded.memory`); a broadcast of parameters that differ
-        between ranks; where `hierarchical="auto"` has to be measured, up to about a second; on NCCL, where
-        `coalesce="auto"` has to be, twelve gathers and sums of every shape of unit.
+        All memory that the engine will ever use (`Sharded.memory`), and a broadcast of the parameters that differ
+        between ranks. To measure `hierarchical="auto"`: up to about a second. To measure `coalesce="auto"` on NCCL:
+        twelve all-gathers and reduce-scatters of every shape of unit.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
@@ -95,7 +95,7 @@ def shard(
 
 
 def _scopes(config: ShardConfig, modules: list[UnitSpec], topology: Topology, device: torch.device) -> Scopes:
-    """The scopes of this job; chosen, and the choice printed by rank 0, where the configuration leaves them open."""
+    """The scopes of this job; rank 0 prints the choice for ``"auto"``."""
     world_size = dist.get_world_size()
     if not config.is_auto:
         return resolve_scopes(config, topology, world_size)
@@ -108,12 +108,12 @@ def _scopes(config: ShardConfig, modules: list[UnitSpec], topology: Topology, de
 
 
 def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
-    """What may surprise: that nothing is encoded, or that parameters share scales."""
+    """Print codecs that quantize nothing here or whose blocks span parameters."""
     for name in ("weight_codec", "grad_codec") if dist.get_rank() == 0 else ():
         codec = config.codec_of(name)
         if codec is not None and codec.bound_numel == 1:
             print(
-                f"`{name}={codec}`: several parameters share a scale, and those with small numbers may become 0. Use "
+                f"`{name}={codec}`: several parameters share a scale, and those with small values may become 0. Use "
                 f"blocks of {LARGEST_BOUND_BLOCK} values or fewer, which never hold two parameters.",
                 flush=True,
             )
@@ -123,7 +123,7 @@ def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
 
 
 def _make_groups(scopes: Scopes, device: torch.device) -> ProcessGroups:
-    """The groups of this job; what was measured for them, printed by rank 0."""
+    """The process groups of this job. Rank 0 prints the results of measurements."""
     groups = ProcessGroups(scopes, device)
     news = report(groups.tuning_results)
     if groups.rank == 0 and news:
@@ -132,7 +132,7 @@ def _make_groups(scopes: Scopes, device: torch.device) -> ProcessGroups:
 
 
 def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, initializer: Initializer | str) -> Sharded:
-    """Allocate, fill, and put the engine's hooks in place."""
+    """Allocate memory, load first values, and install the engine's hooks and guards."""
     built = build_units(modules, context)
     materialize.materialize(model, list(zip(modules, built, strict=True)), context.groups, initializer, context.device)
     add_sharded_parameters(built, modules, context)

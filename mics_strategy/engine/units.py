@@ -1,9 +1,9 @@
-"""Which modules form a unit?
+"""Choice of the modules that form units.
 
-A unit should be large enough to fill a link and small enough that a few fit beside the shards: one layer of a
-transformer. Left alone, we take the classes that the model repeats inside its containers, outermost first.
-What belongs to no unit belongs to the root. A parameter that several units share belongs to the innermost
-unit around all of them.
+A unit should be large enough to fill a link, and small enough that a few unsharded units fit into memory alongside the
+shards: one layer of a transformer. The rule ``"auto"`` takes the classes that the model repeats inside its containers,
+outermost first. Parameters outside of these belong to the root unit. A parameter that several units share belongs to
+the innermost unit around all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ _LEAST_SHARE = 0.05
 
 @dataclass(slots=True)
 class ParamRef:
-    """One parameter of a unit: its first name, the tensor, and every (module, attribute) that refers to it."""
+    """One parameter of a unit.
+
+    Attributes:
+        name: First name of the parameter in the model.
+        parameter: Plain parameter.
+        locations: Every (module, attribute) that refers to it.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -34,7 +40,15 @@ class ParamRef:
 
 @dataclass(slots=True)
 class UnitSpec:
-    """A module chosen as unit, the number of units around it, those just inside it, and its own parameters."""
+    """A module that forms a unit.
+
+    Attributes:
+        name: Name of the module in the model; empty for the root.
+        module: Module of the unit.
+        depth: Number of units around it.
+        parameters: Parameters that belong to this unit.
+        inner: Modules of the units directly inside it.
+    """
 
     name: str
     module: nn.Module
@@ -47,12 +61,12 @@ def find_units(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
     """The units of `model` in module order, root first, with their parameters.
 
     Args:
-        model: The whole model; always the first unit.
-        rule: ``"auto"``; a module class or several, by itself or by name; a predicate of a module; or an int, the
-            least number of parameters of a unit.
+        model: Whole model. It is always the first unit.
+        rule: ``"auto"``, one or several module classes or their names, a predicate of a module, or an int, the
+            smallest number of parameters of a unit.
 
     Raises:
-        ConfigError: The rule matches nothing, or is of another type.
+        ConfigError: The model has no module of a class in the rule, or the rule is of another type.
     """
     chosen = _choose(model, rule) | {model}
     units: dict[nn.Module, UnitSpec] = {}
@@ -73,7 +87,8 @@ def _choose(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
         return _repeated_layers(model)
     if isinstance(rule, bool) or not (isinstance(rule, (int, type, Iterable)) or callable(rule)):
         raise ConfigError(
-            f"`units={rule!r}` is not a rule. Use 'auto', module classes, a predicate, or a number of parameters."
+            f"`units={rule!r}` is not a rule. Use 'auto', module classes or their names, a predicate of a module, or a "
+            "number of parameters."
         )
     if isinstance(rule, int):
         return _large_modules(model, rule)
@@ -83,11 +98,11 @@ def _choose(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
 
 
 def _of_classes(model: nn.Module, wanted: tuple[type[nn.Module] | str, ...]) -> set[nn.Module]:
-    """Modules of some of the classes; a name means the class itself, not those derived from it."""
+    """Modules of any of the classes; a name does not stand for derived classes."""
     if not wanted or not all(isinstance(entry, type | str) for entry in wanted):
         raise ConfigError(
-            f"`units={wanted!r}` is not a rule: these are not module classes. Pass classes, for example "
-            "[LlamaDecoderLayer], or their names."
+            f"`units={wanted!r}` is not a rule, because not all entries are module classes or names. Use classes, for "
+            "example [LlamaDecoderLayer], or their names."
         )
     classes = tuple(entry for entry in wanted if isinstance(entry, type))
     names = {entry.rpartition(".")[2] for entry in wanted if isinstance(entry, str)}
@@ -97,13 +112,13 @@ def _of_classes(model: nn.Module, wanted: tuple[type[nn.Module] | str, ...]) -> 
     if lacking:
         raise ConfigError(
             f"`units`: the model has no module of class {', '.join(sorted(lacking))}. It has "
-            f"{', '.join(sorted(present))}."
+            f"{', '.join(sorted(present))}. Use some of these."
         )
     return chosen
 
 
 def _large_modules(model: nn.Module, least: int) -> set[nn.Module]:
-    """Innermost modules with at least `least` parameters of their own, counting what no inner unit has taken."""
+    """Innermost modules with at least `least` parameters outside of inner units."""
     chosen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> int:
@@ -120,7 +135,7 @@ def _large_modules(model: nn.Module, least: int) -> set[nn.Module]:
 
 
 def _repeated_layers(model: nn.Module) -> set[nn.Module]:
-    """Children of containers whose class is repeated and holds a fair share of the parameters, outermost first."""
+    """Outermost children of containers whose class repeats, with enough parameters."""
     siblings: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
 
     def visit(module: nn.Module) -> None:
@@ -146,7 +161,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _assign_parameters(model: nn.Module, around: dict[str, tuple[UnitSpec, ...]]) -> None:
-    """Give every parameter to the innermost unit that contains all places where modules refer to it."""
+    """Assign each parameter to the innermost unit around all modules with it."""
     owned: dict[torch.Tensor, ParamRef] = {}
     places: dict[torch.Tensor, list[tuple[UnitSpec, ...]]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):

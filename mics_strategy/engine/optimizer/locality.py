@@ -1,10 +1,10 @@
-"""How far does an optimizer look when it updates one element?
+"""Update locality: the elements on which the update of one element depends.
 
-At that element only (Adam), at its whole tensor (Muon, Adafactor, LAMB), or at all tensors together (a norm of
-everything). The first may step on rows of tensors, the second on whole tensors dealt to ranks, the third on neither.
-Names do not tell, so an optimizer that is not torch's own is tried: a copy of it and of its class takes a few steps
-on small tensors, on halves of them, and on half of them; what it does to a whole tensor must be what it does to the
-parts.
+An update depends on its own element only (Adam), on its whole tensor (Muon, Adafactor, LAMB), or on all tensors (a
+global norm). The first kind can step on rows of tensors, the second on whole tensors assigned to ranks, the third on
+neither. The class name does not determine the kind, so an optimizer other than torch's own takes a dry run: a copy of
+it and of its class takes a few steps on small tensors, on halves of each tensor, and on half of the tensors. An
+optimizer is local if its steps on parts equal its steps on the whole.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
-# Some of these look further only after more steps than are tried here.
+# Some of these depend on the whole tensor only after more steps than a dry run takes.
 _NAMED_FOR_WHOLE_TENSORS = ("muon", "shampoo", "soap", "kfac", "galore")
 _NUM_STEPS = 3
-_LR = 0.01  # that of a warm-up may still be 0, which would hide everything
-_TOLERANCE = 1e-3  # of the largest change; halves differ by rounding only
+_LR = 0.01  # the optimizer's own may be 0 in a warm-up, and then no step would show anything
+_TOLERANCE = 1e-3  # relative to the largest change; halves differ by rounding only
 _HOOKS = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 Cut = Callable[[torch.Tensor, int], torch.Tensor | None]
@@ -39,7 +39,13 @@ _log = logging.getLogger(__name__)
 
 
 class UpdateLocality(enum.IntEnum):
-    """What an update of one element depends on, beside that element's own gradients and states."""
+    """Elements on which the update of one element depends.
+
+    Attributes:
+        ELEMENTWISE: The element itself.
+        PER_TENSOR: All elements of its tensor.
+        GLOBAL: All elements of all tensors.
+    """
 
     ELEMENTWISE = 0
     PER_TENSOR = 1
@@ -49,12 +55,15 @@ class UpdateLocality(enum.IntEnum):
 def locality_by_group(
     optimizer: Optimizer, device: torch.device, fallback: UpdateLocality = UpdateLocality.ELEMENTWISE
 ) -> list[UpdateLocality]:
-    """How far each parameter group of an optimizer looks.
+    """Update locality of each parameter group of an optimizer.
 
     Args:
-        optimizer: Is not changed, and takes no step.
-        device: Where to try it.
-        fallback: What to take it for when it cannot be tried.
+        optimizer: Optimizer to examine. It is not changed and takes no step.
+        device: Device of the dry run.
+        fallback: Locality to assume when a dry run fails.
+
+    Returns:
+        One locality per parameter group.
     """
     groups = optimizer.param_groups
     if type(optimizer) in _ELEMENTWISE:
@@ -67,11 +76,11 @@ def locality_by_group(
     )
     try:
         found = _dry_run(optimizer, device)
-    except Exception as error:  # of a foreign optimizer, whatever it is; what is assumed instead is said
+    except Exception as error:  # a foreign optimizer may raise anything; the warning states the assumption
         _log.warning(
-            "%s could not be tried on small tensors (%s: %s), so it is taken for one that updates each %s by itself. "
-            "If it needs whole tensors, use `optimizer_layout='tensors'`; if it needs all of them together, keep "
-            "optimizer states whole with `optimizer='none'`.",
+            "The dry run of %s on small tensors failed (%s: %s). The locality of its updates is assumed to be %s. If "
+            "it needs whole tensors, use `optimizer_layout='tensors'`. If it needs all tensors together, replicate "
+            "the optimizer states with `optimizer='none'`.",
             *(type(optimizer).__name__, type(error).__name__, error, fallback.name.lower()),
         )
         found = [fallback] * len(groups)
@@ -79,25 +88,31 @@ def locality_by_group(
 
 
 def _dry_run(optimizer: Optimizer, device: torch.device) -> list[UpdateLocality]:
-    """By a copy of the optimizer's class, whose steps do not reach counters of its author; else by the class itself."""
+    """Locality of each group, by a dry run of a copy of the class or of the class.
+
+    Steps of a copy do not change state that the author keeps on the class or in its module.
+    """
     cls = type(optimizer)
     try:
         found = _DryRun(optimizer, device, isolated(cls)).locality_by_group()
-    except Exception as error:  # of a class that cannot be copied, or of one that cannot be tried, which is seen below
-        _log.info("A copy of %s cannot be tried (%s), so the class itself is.", cls.__name__, error)
+    except Exception as error:  # the class cannot be copied, or its dry run fails and fails again below
+        _log.info("The dry run of a copy of %s failed (%s), so the class itself is used.", cls.__name__, error)
         found = _DryRun(optimizer, device, cls).locality_by_group()
-    _log.info("%s is not known; steps on small tensors have shown what it looks at.", cls.__name__)
+    _log.info("%s is not known. A dry run on small tensors determined its update locality.", cls.__name__)
     return found
 
 
 class _Deterministic(TorchDispatchMode):
-    """Random numbers are all the same: an optimizer that adds noise does to parts what it does to the whole."""
+    """Dispatch mode in which every random number is 0.5 or 0.
+
+    An optimizer that adds noise then takes equal steps on parts and on the whole.
+    """
 
     @override
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation; overwrite what it has drawn."""
+        """Run the operation, and overwrite the numbers that it drew."""
         drawn = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             for tensor in (leaf for leaf in tree_leaves(drawn) if isinstance(leaf, torch.Tensor)):
@@ -107,14 +122,27 @@ class _Deterministic(TorchDispatchMode):
 
 @dataclass(slots=True, kw_only=True)
 class _Outcome:
-    """What steps did: the change of each tensor's part (None where it had none), and the numbers of each group."""
+    """Result of the steps of one dry run.
+
+    Attributes:
+        changes: Change of each proxy's part; None for a proxy without a part in this run.
+        numbers: Float options of each parameter group after the steps.
+    """
 
     changes: list[torch.Tensor | None]
     numbers: list[dict[str, float]]
 
 
 class _DryRun:
-    """Tries one optimizer. At most two tensors of each group and number of dimensions stand for its parameters."""
+    """Dry run of one optimizer on small proxies of its parameters.
+
+    Each group has at most two proxies for each number of dimensions.
+
+    Args:
+        optimizer: Optimizer to examine.
+        device: Device of the proxies.
+        cls: Class of the copy that steps.
+    """
 
     def __init__(self, optimizer: Optimizer, device: torch.device, cls: type[Optimizer]) -> None:
         self._optimizer = optimizer
@@ -136,7 +164,7 @@ class _DryRun:
         return torch.randn(shape, generator=self._generator).to(self._device)
 
     def locality_by_group(self) -> list[UpdateLocality]:
-        """Compare steps on whole tensors with steps on parts."""
+        """Compare steps on whole tensors with steps on parts; one locality per group."""
         whole = self._step(lambda tensor, _: tensor)
         by_rows = [self._halves(whole, partial(_half_of_tensor, dim=dim)) for dim in (0, -1)]
         by_tensors = self._halves(whole, _half_of_tensors)
@@ -151,7 +179,7 @@ class _DryRun:
         return reaches
 
     def _halves(self, whole: _Outcome, cut: Callable[[int], Cut]) -> list[bool]:
-        """By group, whether steps on either half do what steps on everything do."""
+        """Whether, for each group, steps on either half equal steps on everything."""
         same = [True] * len(self._optimizer.param_groups)
         for half in (0, 1):
             outcome = self._step(cut(half))
@@ -165,7 +193,7 @@ class _DryRun:
         return same
 
     def _step(self, cut: Cut) -> _Outcome:
-        """Take the steps on the parts that `cut` leaves of the tensors."""
+        """Take the steps on the parts of the proxies that `cut` selects."""
         starts = [cut(value, position) for position, value in enumerate(self._values)]
         parts = [None if start is None else nn.Parameter(start.clone()) for start in starts]
         trial = self._copy(parts)
@@ -175,7 +203,7 @@ class _DryRun:
                     piece = cut(grad, position)
                     if part is not None and piece is not None:
                         part.grad = piece.clone()
-                # Compiling takes longer than everything else here.
+                # Compiling would take longer than the whole dry run.
                 with torch.compiler.set_stance("force_eager"), _Deterministic():  # type: ignore[no-untyped-call]
                     type(trial).step(trial)
         return _Outcome(
@@ -189,12 +217,15 @@ class _DryRun:
         )
 
     def _copy(self, parts: list[nn.Parameter | None]) -> Optimizer:
-        """The optimizer with other parameters and no states; optimizers inside it (wrappers) are copied alike."""
+        """A copy of the optimizer with other parameters and no states.
+
+        Optimizers that it wraps are copied in the same way.
+        """
         trial: Optimizer = object.__new__(self._class)
         memo: dict[int, Any] = {id(self._optimizer): trial, id(self._optimizer.state): defaultdict(dict)}
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                memo[id(parameter)] = nn.Parameter(torch.empty(0, device=self._device))  # has no gradient
+                memo[id(parameter)] = nn.Parameter(torch.empty(0, device=self._device))  # without a gradient
         for (_, parameter), part in zip(self._proxies, parts, strict=True):
             if part is not None:
                 memo[id(parameter)] = part
@@ -210,12 +241,12 @@ class _DryRun:
 
 
 def _half_of_tensor(half: int, dim: int) -> Cut:
-    """One half of every tensor along `dim`; scalars whole."""
+    """Select one half of every tensor along `dim`, and whole scalars."""
     return lambda tensor, _: tensor.chunk(2, dim)[half] if tensor.dim() else tensor
 
 
 def _half_of_tensors(half: int) -> Cut:
-    """Every other tensor."""
+    """Select every other tensor."""
     return lambda tensor, position: tensor if position % 2 == half else None
 
 
@@ -228,20 +259,20 @@ def _are_near(value: float, other: float | None) -> bool:
 
 
 _SKIPPED = ("__dict__", "__weakref__", "__module__")
-_PLAIN = (bool, int, float, complex, str, bytes, list, dict, set, bytearray)  # and what derives from them
+_PLAIN = (bool, int, float, complex, str, bytes, list, dict, set, bytearray)  # and classes derived from them
 
 
 def isolated(cls: type[Any]) -> type[Any]:
-    """A copy of a class and of its bases, as far as torch is not their author.
+    """A copy of a class and of those of its bases that torch does not define.
 
     Args:
-        cls: Of an optimizer.
+        cls: Class of an optimizer.
     """
     return _Copies().of_class(cls)
 
 
 class _Copies:
-    """The copies of classes, functions and namespaces that belong together."""
+    """Copies of a class and of the classes, functions and names that it uses."""
 
     def __init__(self) -> None:
         self._classes: dict[type[Any], type[Any]] = {}
@@ -289,7 +320,7 @@ class _Copies:
         return made
 
     def _namespace(self, function: FunctionType) -> dict[str, Any]:
-        """A copy of a module's names, one for all functions of the module; torch's own stays as it is."""
+        """A copy of a module's names, shared by its functions; torch's are not copied."""
         original = function.__globals__
         if _is_torch(original.get("__name__", "")):
             return original
@@ -307,7 +338,7 @@ class _Copies:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Names of the module that a function uses, and those of functions inside of it."""
+    """Module-level names that a function and its nested functions use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,8 +1,8 @@
-"""How does an optimizer get whole tensors, when every rank holds rows?
+"""Exchange of row-sharded tensors with the ranks that own them as a whole.
 
-One all-to-all for each bucket brings the rows of every tensor, and of its gradient, to the rank that owns the tensor,
-which updates it whole; another one brings the rows of the new values back. Everything else (gathers, reductions,
-clipping, checkpoints of the parameters) goes on with rows, which stay the only truth between steps.
+Before a step, one all-to-all for each bucket sends the rows of every tensor and of its gradient to the tensor's owner,
+which updates the whole tensor. After the step, another all-to-all sends the rows of the new values back. All-gathers,
+reductions, clipping and checkpoints use rows only; between steps the values on owners are not valid.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedBucket:
-    """The parameters of one bucket that are updated whole.
+    """Parameters of one bucket that are updated as whole tensors.
 
     Attributes:
-        name: Of the bucket.
-        parameters: In the order of the deal's regions, all of one dtype.
-        assignment: Who owns each.
+        name: Name of the bucket.
+        parameters: Parameters of one dtype, in the order of `assignment.regions`.
+        assignment: Owner of each parameter.
     """
 
     name: str
@@ -43,19 +43,22 @@ class OwnedBucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values and of their gradients."""
+        """Dtype of the values and of their gradients."""
         return self.parameters[0].dtype
 
 
 def assign_owners_by_bucket(
     buckets: list[Bucket], asked: set[ShardedParameter], owner_bytes: list[int]
 ) -> list[OwnedBucket]:
-    """Give the parameters of `buckets` that are in `asked` their owners.
+    """Assign owners to the selected parameters of `buckets`.
 
     Args:
-        buckets: In their order on every rank.
-        asked: To be updated whole.
-        owner_bytes: What each rank of the optimizer scope owns already; grows.
+        buckets: Buckets in the order that all ranks share.
+        asked: Parameters to update as whole tensors.
+        owner_bytes: Bytes that each rank of the optimizer scope owns already. Updated in place.
+
+    Returns:
+        The buckets that hold a selected parameter, with those parameters only.
     """
     buckets = [bucket for bucket in buckets if asked.intersection(bucket.sharded_params)]
     chosen = [[parameter for parameter in bucket.sharded_params if parameter in asked] for bucket in buckets]
@@ -75,17 +78,20 @@ def assign_owners_by_bucket(
 
 
 class OwnerExchange:
-    """What one optimizer updates whole.
+    """Exchange of the tensors that one optimizer updates on their owners.
 
     Args:
-        buckets: Whose parameters.
-        across: Over the ranks of the optimizer scope.
-        index: Of this rank among them.
-        memory: Accounts for the bytes.
-        device: Of the model.
+        buckets: Parameters to exchange, and their owners.
+        across: Control group of the optimizer scope.
+        index: Index of this rank in that group.
+        memory: Tracker of the allocated bytes.
+        device: Device of the model.
+
+    Attributes:
+        buckets: Parameters to exchange, and their owners.
 
     Cost:
-        On the owner, values and gradient of each of its tensors; stagings for two buckets.
+        Memory: values and gradient of every owned tensor, and staging buffers for two buckets.
     """
 
     def __init__(
@@ -125,7 +131,10 @@ class OwnerExchange:
         return [(sides * numel, bucket.dtype) for numel in numels]
 
     def step_views(self) -> Iterator[tuple[ShardedParameter, nn.Parameter]]:
-        """What stands for each parameter in a step: the whole one on its owner, an empty one elsewhere."""
+        """Each parameter and its tensor for a step.
+
+        It is the whole tensor on the owner and an empty one elsewhere.
+        """
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 whole = self._values.get(parameter)
@@ -136,7 +145,13 @@ class OwnerExchange:
         return {p: owner for b in self.buckets for p, owner in zip(b.parameters, b.assignment.owners, strict=True)}
 
     def to_owners(self) -> None:
-        """Bring values and gradients to the owners. Collective; every rank always sends the same."""
+        """Send the rows of values and gradients to the owners. Collective.
+
+        A rank without a gradient sends zeros, so sizes do not depend on the gradients.
+
+        Cost:
+            One all-to-all for each bucket: twice the elements of this rank's rows of tensors owned by others.
+        """
         with torch.no_grad():
             for trip in [self._send_to_owners(bucket) for bucket in self.buckets]:
                 trip.wait()
@@ -144,7 +159,11 @@ class OwnerExchange:
             value.grad = None if parameter.raw_grad is None else self._grads[parameter]
 
     def to_shards(self) -> None:
-        """Bring new values from their owners into every rank's rows. Collective."""
+        """Send the rows of new values from the owners to all shards. Collective.
+
+        Cost:
+            One all-to-all for each bucket: the elements of the owned tensors in other ranks' rows.
+        """
         with torch.no_grad():
             for trip in [self._send_to_shards(bucket) for bucket in self.buckets]:
                 trip.wait()
@@ -184,11 +203,17 @@ class OwnerExchange:
         return trip
 
     def _borrow(self, bucket: OwnedBucket, trip: _InFlight, sides: int) -> list[torch.Tensor]:
-        """Room for this rank's rows, and for the tensors that it owns, until the buffer is needed again."""
+        """Staging views for this rank's rows and for its owned tensors.
+
+        They are valid until the buffer is reused.
+        """
         return carve_views(self._ring.acquire(trip.wait), self._staging_sizes(bucket, sides))
 
     def _in_rows(self, bucket: OwnedBucket, flat: torch.Tensor, sides: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Views of what travels, for this rank's rows: by owner, side (values, gradients) and position."""
+        """Views of `flat` for this rank's rows, with side (0 value, 1 grad) and position.
+
+        The order is by owner, then side, then position in the bucket.
+        """
         start = 0
         for owner, side in product(range(bucket.assignment.ranks), range(sides)):
             for position, (parameter, by) in enumerate(zip(bucket.parameters, bucket.assignment.owners, strict=True)):
@@ -200,7 +225,7 @@ class OwnerExchange:
     def _in_wholes(
         self, bucket: OwnedBucket, flat: torch.Tensor, wholes: Sequence[Mapping[ShardedParameter, torch.Tensor]]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of what travels, by the rank whose rows they are, and of their places in the whole tensors."""
+        """Views of `flat` by source rank, paired with the same rows of the whole tensors."""
         start = 0
         for index, of_side in product(range(bucket.assignment.ranks), wholes):
             for region, parameter in self._owned(bucket):
@@ -211,7 +236,7 @@ class OwnerExchange:
 
 @dataclass(slots=True)
 class _InFlight:
-    """One exchange under way; its buffer is free when it has been waited for."""
+    """One all-to-all in flight. Its staging buffer is free after `wait`."""
 
     handle: Work | None = None
 
@@ -221,7 +246,7 @@ class _InFlight:
 
 
 def _local_grad(parameter: ShardedParameter) -> torch.Tensor:
-    """This rank's rows of the gradient; zeros where there is none."""
+    """This rank's rows of the gradient, or zeros without a gradient."""
     grad = parameter.raw_grad
     if grad is None:
         return torch.zeros_like(parameter.local)

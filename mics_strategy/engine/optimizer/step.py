@@ -1,9 +1,9 @@
-"""How does any torch optimizer step on shards?
+"""Step hooks with which any torch optimizer steps on shards.
 
-Outside a step an optimizer sees sharded parameters: clipping, gradient scalers, state dicts and schedulers
-work on DTensors. Inside a step it sees plain local tensors (see `local_step`). The exchange happens in torch's own step
-hooks, after a closure if there is one, so every way of calling ``step`` is covered, for optimizers built after
-`shard()` and for adopted ones.
+Outside of a step an optimizer holds sharded parameters: clipping, gradient scalers, state dicts and schedulers work on
+DTensors. Inside of a step it holds plain local tensors (see `local_swap`). The swap happens in torch's global step
+hooks, or after the closure if there is one. So every call of ``step`` is covered, for optimizers built after `shard()`
+and for adopted ones.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class StepHooks:
-    """What happens around the steps of one sharded model's optimizers, while this object lives.
+    """Hooks around the optimizer steps of one sharded model, while this object lives.
 
     Args:
-        target: The sharded model, held weakly.
+        target: Engine's side of the steps, referenced weakly.
     """
 
     def __init__(self, target: OptimizerTarget) -> None:
@@ -40,7 +40,7 @@ class StepHooks:
         _all_models[self] = None
 
     def step_of(self, optimizer: Optimizer) -> LocalParamSwap:
-        """How `optimizer` steps on this model, its whole tensors dealt."""
+        """The swap of `optimizer` on this model, with owners assigned to whole tensors."""
         step = self._steps.get(optimizer)
         if step is None:
             step = self._steps[optimizer] = LocalParamSwap(optimizer, deref(self._target))
@@ -48,15 +48,18 @@ class StepHooks:
         return step
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that still holds plain parameters of before `shard()`."""
+        """Raise for an optimizer that still holds plain parameters from before `shard()`."""
         observer, known = self._target(), self._steps.get(optimizer)
         if known is not None:
-            known.sync_owned()  # a step that raised has left it local; as in torch, what it did until then counts
+            known.sync_owned()  # after a step that raised; as in torch, updates made before the error count
         if observer is not None:
             check_not_stale(optimizer, observer.sharded_param_for)
 
     def recover(self) -> None:
-        """Take optimizers whose step has raised back to sharded parameters, before gradients are added to."""
+        """Swap out of optimizers whose step raised. Collective.
+
+        Called before new gradients are accumulated.
+        """
         for step in list(self._steps.values()):
             step.sync_owned()
 
@@ -65,9 +68,14 @@ class StepHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any], LocalParamSwap | None]:
         """Prepare a step of `optimizer`.
 
+        Args:
+            optimizer: Optimizer that is about to step.
+            args: Positional arguments of its `step`, the optimizer first.
+            kwargs: Keyword arguments of its `step`.
+
         Returns:
-            The arguments of its step, and the swap to be made now; None where this model has no part in the step, or
-            where a closure, wrapped in the arguments, makes the swap.
+            The arguments for `step`, and the swap to make now. The swap is None if the optimizer has no parameter of
+            this model, or if a closure in the arguments, wrapped here, makes it.
         """
         target = self._target()
         if target is None or not any(target.owns(p) for group in optimizer.param_groups for p in group["params"]):
@@ -82,7 +90,7 @@ class StepHooks:
         return args, {**kwargs, "closure": wrapped}, None
 
     def after(self, optimizer: Optimizer) -> None:
-        """Let the optimizer see sharded parameters again, and tell the model."""
+        """Swap out of the optimizer, and record the step in the engine. Collective."""
         observer, step = self._target(), self._steps.get(optimizer)
         if observer is None or step is None:
             return
@@ -123,12 +131,15 @@ def _before_step(
 
 def _after_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
     if not _is_nested(optimizer):
-        for model in reversed(list(_all_models)):  # generators go back in the reverse order
+        for model in reversed(list(_all_models)):  # random generators are restored in reverse order
             model.after(optimizer)
 
 
 def _is_nested(optimizer: Optimizer) -> bool:
-    """Whether this step was called by the same optimizer's step: a subclass calls its parent's, which has hooks too."""
+    """Whether the same optimizer's step called this one.
+
+    A subclass may call the step of its parent, which also has hooks.
+    """
     running = sys._getframe(2)  # torch's wrapper of `step`, which calls the hooks
     outer = running.f_back
     while outer is not None:
@@ -138,16 +149,21 @@ def _is_nested(optimizer: Optimizer) -> bool:
     return False
 
 
-# Once for all models: torch goes through its table while a hook runs, so nothing may be added or removed later.
+# Registered once for all models: torch iterates over its hooks while one runs, so none may be added or removed later.
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
 
 
 def adopt(optimizer: Optimizer, target: OptimizerTarget, hooks: StepHooks) -> None:
-    """Point an optimizer that was built on the plain parameters at the sharded ones, its states included.
+    """Replace plain parameters of an optimizer by sharded ones, and shard its states.
+
+    Args:
+        optimizer: Optimizer built before `shard()`. Changed in place, or not at all if this raises.
+        target: Engine's side of the optimizer's steps.
+        hooks: Step hooks of the model.
 
     Raises:
-        ConfigError: The optimizer holds a parameter that is not of this model, or looks too far.
+        ConfigError: The optimizer holds a parameter of another model, or needs more than the tensors on a rank.
     """
     swaps: dict[torch.Tensor, ShardedParameter] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -158,11 +174,11 @@ def adopt(optimizer: Optimizer, target: OptimizerTarget, hooks: StepHooks) -> No
             elif not target.owns(parameter):
                 raise ConfigError(
                     f"Parameter {position} of group {index} of {type(optimizer).__name__}, shape "
-                    f"{tuple(parameter.shape)}, is not a parameter of the "
-                    "sharded model. Give the optimizer this model's parameters only, one optimizer per sharded model."
+                    f"{tuple(parameter.shape)}, is not a parameter of the sharded model. Build one optimizer per "
+                    "sharded model, with parameters of that model only."
                 )
     states: dict[torch.Tensor, Any] = {}
-    with ExitStack() as undo:  # nothing is changed unless all of it can be
+    with ExitStack() as undo:  # restores the groups if anything below raises
         for group in optimizer.param_groups:
             undo.callback(group.__setitem__, "params", group["params"])
             group["params"] = [swaps.get(parameter, parameter) for parameter in group["params"]]
@@ -184,8 +200,8 @@ def _shard_like(value: Any, sharded: ShardedParameter) -> Any:
         return value
     if type(value) is not torch.Tensor:
         raise ConfigError(
-            f"A state of `{sharded.mics_name}` is a {type(value).__name__}, which cannot be cut into shards. Adopt the "
-            "optimizer before its first step."
+            f"A state of `{sharded.mics_name}` is a {type(value).__name__}, which cannot be sharded. Call `adopt` "
+            "before the optimizer's first step."
         )
     piece = sharded.mics_slice.narrow(value.detach(), sharded.mics_index).to(sharded.device, copy=True)
     return sharded.like_self(piece)
