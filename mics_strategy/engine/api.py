@@ -75,21 +75,21 @@ def shard(
         raise ConfigError(
             "`shard()` was called before the process group exists. Call `torch.distributed.init_process_group()` first."
         )
-    chosen = run_on_all_ranks(lambda: ShardConfig.preset(config) if isinstance(config, str) else config)
-    run_on_all_ranks(lambda: chosen.grad_codec_steps)
+    resolved = run_on_all_ranks(lambda: ShardConfig.preset(config) if isinstance(config, str) else config)
+    run_on_all_ranks(lambda: resolved.grad_codec_steps)
     run_on_all_ranks(lambda: validate.check_initializer(initializer))
     target = run_on_all_ranks(lambda: validate.target_device(device))
     if target.type == "cuda":
         torch.cuda.set_device(target)  # streams, contexts and new tensors of the process belong there
     run_on_all_ranks(lambda: validate.check_model(model, target))
     facts = {"model": validate.model_fingerprint(model), "meta tensors": validate.count_meta_tensors(model)}
-    check_equal_across_ranks({**chosen.describe(), **facts})
-    topology = run_on_all_ranks(lambda: discover_topology(chosen))
+    check_equal_across_ranks({**resolved.describe(), **facts})
+    topology = run_on_all_ranks(lambda: discover_topology(resolved))
     modules = run_on_all_ranks(lambda: find_units(model, units))
     check_equal_across_ranks({"units": ", ".join(module.name for module in modules)})
-    scopes = run_on_all_ranks(lambda: _scopes(chosen, modules, topology, target))
-    _log_codecs(chosen, scopes)
-    context = BuildContext(config=chosen, groups=_make_groups(scopes, target), device=target, memory=MemoryTracker())
+    scopes = run_on_all_ranks(lambda: _scopes(resolved, modules, topology, target))
+    _log_codecs(resolved, scopes)
+    context = BuildContext(config=resolved, groups=_make_groups(scopes, target), device=target, memory=MemoryTracker())
     with torch.inference_mode(False), torch.no_grad():
         return _build(model, modules, context, initializer)
 
@@ -101,10 +101,10 @@ def _scopes(config: ShardConfig, modules: list[UnitSpec], topology: Topology, de
         return resolve_scopes(config, topology, world_size)
     topology.check_world(world_size)
     memory_bytes = min(gather_objects(device_memory_bytes(device, topology.ranks_per_node)))
-    advice = choose_preset(config, workload_from_units(modules, config, memory_bytes), topology, world_size)
+    choice = choose_preset(config, workload_from_units(modules, config, memory_bytes), topology, world_size)
     if dist.get_rank() == 0:
-        print(advice.reasons, flush=True)
-    return resolve_scopes(with_scopes_of(advice.preset, config), topology, world_size)
+        print(choice.reasons, flush=True)
+    return resolve_scopes(with_scopes_of(choice.preset, config), topology, world_size)
 
 
 def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
@@ -125,37 +125,39 @@ def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
 def _make_groups(scopes: Scopes, device: torch.device) -> ProcessGroups:
     """The process groups of this job. Rank 0 prints the results of measurements."""
     groups = ProcessGroups(scopes, device)
-    news = report(groups.tuning_results)
-    if groups.rank == 0 and news:
-        print(news, flush=True)
+    tuning_report = report(groups.tuning_results)
+    if groups.rank == 0 and tuning_report:
+        print(tuning_report, flush=True)
     return groups
 
 
 def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, initializer: Initializer | str) -> Sharded:
     """Allocate memory, load first values, and install the engine's hooks and guards."""
-    built = build_units(modules, context)
-    materialize.materialize(model, list(zip(modules, built, strict=True)), context.groups, initializer, context.device)
-    add_sharded_parameters(built, modules, context)
-    engine = build_engine(built, modules, context)
+    built_units = build_units(modules, context)
+    materialize.materialize(
+        model, list(zip(modules, built_units, strict=True)), context.groups, initializer, context.device
+    )
+    add_sharded_parameters(built_units, modules, context)
+    engine = build_engine(built_units, modules, context)
     sharded = Sharded(model, context, engine, modules)
     weak = weakref.ref(sharded)
 
     def before_root_forward() -> None:
-        alive = weak()
-        if alive is not None:
-            alive.pre_forward()
+        handle = weak()
+        if handle is not None:
+            handle.pre_forward()
 
     def recover() -> None:
-        alive = weak()
-        if alive is not None:
-            alive.reset_after_error()
+        handle = weak()
+        if handle is not None:
+            handle.reset_after_error()
 
     if context.config.broadcast_buffers:
         sharded.synchronize_buffers()
     install(engine, before_root_forward)
     wrap_autograd()
-    guards.block_conversions(unit.module for unit in built)
-    guards.block_copies({unit.module for unit in built} | {model})
+    guards.block_conversions(unit.module for unit in built_units)
+    guards.block_copies({unit.module for unit in built_units} | {model})
     guards.block_saving_shards(model.modules())
     guards.reset_before_access(model, recover)
     validate.mark_sharded(model, sharded)

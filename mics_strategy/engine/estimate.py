@@ -89,10 +89,10 @@ def estimate_memory(
     modules, memory = find_units(model, units), MemoryTracker()
     with _fake_process_group(world_size), torch.no_grad():
         context = BuildContext(config=config, groups=ProcessGroups(scopes, "cpu"), device=_META, memory=memory)
-        built = build_units(modules, context)
-        add_sharded_parameters(built, modules, context)
-        build_engine(built, modules, context)
-        trained = [bucket for unit in built for bucket in unit.trainable]
+        built_units = build_units(modules, context)
+        add_sharded_parameters(built_units, modules, context)
+        build_engine(built_units, modules, context)
+        trained = [bucket for unit in built_units for bucket in unit.trainable]
         num_trained = sum(bucket.layout.shard_numel for bucket in trained)
     return MemoryEstimate(
         bytes_by_purpose=memory.bytes_by_purpose, num_trained=num_trained, scopes=scopes, num_units=len(modules)

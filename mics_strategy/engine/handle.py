@@ -219,14 +219,14 @@ class Sharded:
         return total
 
     def _select(self, only: Iterable[torch.Tensor]) -> list[ShardedParameter]:
-        chosen = {id(parameter): parameter for parameter in only}
-        foreign = [parameter for parameter in chosen.values() if not self._target.owns(parameter)]
+        selected = {id(parameter): parameter for parameter in only}
+        foreign = [parameter for parameter in selected.values() if not self._target.owns(parameter)]
         if foreign:
             raise ConfigError(
                 f"`only` holds a tensor {list(foreign[0].shape)} that is no parameter of this sharded model. Pass "
                 "parameters from `model.parameters()` of after `shard()`."
             )
-        return [each for each in self.parameters if id(each) in chosen]
+        return [parameter for parameter in self.parameters if id(parameter) in selected]
 
     def finish_gradients(self) -> None:
         """Finish pending reductions; every gradient is then the mean over all ranks.
@@ -243,28 +243,28 @@ class Sharded:
 
         Before the first step it is a plan for one micro-step.
         """
-        recorded = self._engine.order
+        order = self._engine.order
         in_order = tuple(range(len(self._units)))
-        shape = StepOrder(
-            forward=tuple(recorded.forward) if recorded.is_frozen else in_order,
-            backward=tuple(recorded.backward) if recorded.is_complete else (0, *reversed(in_order[1:])),
+        step_order = StepOrder(
+            forward=tuple(order.forward) if order.is_frozen else in_order,
+            backward=tuple(order.backward) if order.is_complete else (0, *reversed(in_order[1:])),
             num_micro_steps=self._target.last_step[0],
             second_hop_every_backward=self.config.second_hop == "micro_step",
         )
-        dealt = [bucket for wholes in self._target.stepped_whole for bucket in wholes.buckets]
-        whole = tuple(
+        owned_buckets = [bucket for exchange in self._target.last_exchanges for bucket in exchange.buckets]
+        owned = tuple(
             OwnedPlan(
                 name=bucket.name,
                 assignment=bucket.assignment,
                 index=self._groups.trainable_placement.index,
                 dtype=bucket.dtype,
             )
-            for bucket in dealt
+            for bucket in owned_buckets
         )
         slots = {id(unit.slot): unit.index for unit in reversed(self._units)}
         gradients = self._engine.reducer.gradients
         units = (unit_plan_of(unit, gradients.get(unit.index, []), slots[id(unit.slot)]) for unit in self._units)
-        return plan_step(tuple(units), self.scopes, shape, whole)
+        return plan_step(tuple(units), self.scopes, step_order, owned)
 
     def traffic(self) -> tuple[TrafficRow, ...]:
         """Issued and planned traffic of this rank in the last step, by collective."""
@@ -298,7 +298,7 @@ class Sharded:
         Raises:
             CheckpointError: A state cannot be reassembled from shards.
         """
-        return state.full_optimizer_state_dict(optimizer, self._step_hooks.step_of(optimizer).owner_of, self._groups)
+        return state.full_optimizer_state_dict(optimizer, self._step_hooks.swap_of(optimizer).owner_of, self._groups)
 
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a plain optimizer's state dict that every rank passes as a whole.
@@ -306,14 +306,14 @@ class Sharded:
         Raises:
             CheckpointError: The state dict holds another number of parameters.
         """
-        state.load_full_optimizer_state_dict(optimizer, state_dict, self._step_hooks.step_of(optimizer).owner_of)
+        state.load_full_optimizer_state_dict(optimizer, state_dict, self._step_hooks.swap_of(optimizer).owner_of)
 
     def owner_of(self, optimizer: Optimizer, parameter: torch.Tensor) -> int | None:
         """The shard index of the owner of `parameter`; None without an owner.
 
         Only ranks with the owner's shard index hold the optimizer states of an owned parameter.
         """
-        return self._step_hooks.step_of(optimizer).owner_of(parameter)
+        return self._step_hooks.swap_of(optimizer).owner_of(parameter)
 
     @property
     def index(self) -> int:

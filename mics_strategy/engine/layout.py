@@ -161,19 +161,19 @@ class BucketLayout:
             slice_: [len(rows) * shard_numel], the rows.
             rows: Numbers of these rows in the flat buffer.
         """
-        table, found = slice_.view(len(rows), self.shard_numel), []
+        table, views = slice_.view(len(rows), self.shard_numel), []
         starts = [region.offset for region in self.param_slices]
         for region, end in zip(self.param_slices, [*starts[1:], self.shard_numel], strict=True):
-            rest = region.offset + region.chunk_numel
-            found.append(table[:, rest:end])
+            end_of_piece = region.offset + region.chunk_numel
+            views.append(table[:, end_of_piece:end])
             if region.dim is None or not region.chunk:
                 continue
-            shorter = region.shape[region.dim] // region.chunk  # row of the shorter piece; later rows have none
-            if shorter in rows:
-                numel = region.local_shape(shorter).numel()
-                found.append(table[shorter - rows.start, region.offset + numel : rest])
-            found.append(table[max(0, shorter + 1 - rows.start) :, region.offset : rest])
-        return [view for view in found if view.numel()]
+            short_row = region.shape[region.dim] // region.chunk  # row of the shorter piece; later rows have none
+            if short_row in rows:
+                numel = region.local_shape(short_row).numel()
+                views.append(table[short_row - rows.start, region.offset + numel : end_of_piece])
+            views.append(table[max(0, short_row + 1 - rows.start) :, region.offset : end_of_piece])
+        return [view for view in views if view.numel()]
 
     @property
     def is_evenly_divisible(self) -> bool:
@@ -198,19 +198,19 @@ class BucketLayout:
 
     def shard_slices(self, count: int) -> list[range]:
         """Rows of the flat buffer in each of `count` shards; `count` divides `ranks`."""
-        each = self.ranks // count
-        return [range(index * each, (index + 1) * each) for index in range(count)]
+        rows_per_shard = self.ranks // count
+        return [range(index * rows_per_shard, (index + 1) * rows_per_shard) for index in range(count)]
 
     def extents(self, rows: range) -> list[Extent]:
         """Contiguous runs of elements in some rows, in order, without padding."""
-        found = []
-        for place, row in enumerate(rows):
+        runs = []
+        for index, row in enumerate(rows):
             for position, region in enumerate(self.param_slices):
-                numel, offset = region.local_shape(row).numel(), self.shard_numel * place + region.offset
+                numel, offset = region.local_shape(row).numel(), self.shard_numel * index + region.offset
                 if numel:
                     start = None if region.dim else region.shard_range(row)[0] * (region.chunk_numel // region.chunk)
-                    found.append(Extent(position=position, row=row, numel=numel, offset=offset, start=start))
-        return found
+                    runs.append(Extent(position=position, row=row, numel=numel, offset=offset, start=start))
+        return runs
 
     def copy_pairs(
         self, flat: torch.Tensor, full: torch.Tensor, position: int
@@ -232,23 +232,25 @@ class BucketLayout:
         if region.dim is None:
             yield table.view(self.ranks, *region.shape), full.expand(self.ranks, *region.shape)
             return
-        whole = region.shape[region.dim] // region.chunk if region.chunk else 0
-        if region.dim == 0 and whole and full.is_contiguous():  # the usual case, with fewer views
-            yield table[:whole], full.narrow(0, 0, whole * region.chunk).view(whole, -1)
-            yield from self._rest(table, full, region, whole)
+        num_full = region.shape[region.dim] // region.chunk if region.chunk else 0
+        if region.dim == 0 and num_full and full.is_contiguous():  # the usual case, with fewer views
+            yield table[:num_full], full.narrow(0, 0, num_full * region.chunk).view(num_full, -1)
+            yield from self._rest(table, full, region, num_full)
             return
         outer, inner = region.shape[: region.dim], region.shape[region.dim + 1 :]
-        if whole:
-            cut = full.narrow(region.dim, 0, whole * region.chunk).unflatten(region.dim, (whole, region.chunk))
-            yield table[:whole].unflatten(1, (*outer, region.chunk, *inner)), cut.movedim(region.dim, 0)
-        yield from self._rest(table, full, region, whole)
+        if num_full:
+            full_pieces = full.narrow(region.dim, 0, num_full * region.chunk).unflatten(
+                region.dim, (num_full, region.chunk)
+            )
+            yield table[:num_full].unflatten(1, (*outer, region.chunk, *inner)), full_pieces.movedim(region.dim, 0)
+        yield from self._rest(table, full, region, num_full)
 
     def _rest(
-        self, table: torch.Tensor, full: torch.Tensor, region: ParamSlice, whole: int
+        self, table: torch.Tensor, full: torch.Tensor, region: ParamSlice, num_full: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The pair of the piece that is shorter than the others, if there is one."""
-        if whole < self.ranks and (rest := region.local_shape(whole)).numel():
-            yield table[whole, : rest.numel()].view(rest), region.narrow(full, whole)
+        if num_full < self.ranks and (shape := region.local_shape(num_full)).numel():
+            yield table[num_full, : shape.numel()].view(shape), region.narrow(full, num_full)
 
 
 def make_layout(

@@ -189,12 +189,12 @@ def transition(table: dict[tuple[S, str], S], state: S, event: str, subject: str
     Raises:
         LifecycleError: The table does not allow `event` in `state`.
     """
-    following = table.get((state, event))
-    if following is None:
+    next_state = table.get((state, event))
+    if next_state is None:
         allowed = sorted(name for known, name in table if known is state)
         raise LifecycleError(
             f"{subject}: `{event}` came while its {type(state).__name__} was {state.value}. Allowed in this state: "
             f"{', '.join(allowed)}. Check whether its forward or backward ran in two threads, or was interrupted by an "
             "exception that the program caught."
         )
-    return following
+    return next_state

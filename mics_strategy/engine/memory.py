@@ -59,15 +59,15 @@ def arena(
         sizes: Elements and dtype of each piece.
         device: Device of the tensors.
     """
-    whole = {
+    buffers = {
         dtype: memory.zeros(purpose, sum(n for n, other in sizes if other is dtype), dtype, device)
         for dtype in dict.fromkeys(d for _, d in sizes)
     }
-    used = dict.fromkeys(whole, 0)
+    offsets = dict.fromkeys(buffers, 0)
     pieces = []
     for numel, dtype in sizes:
-        pieces.append(whole[dtype][used[dtype] : used[dtype] + numel])
-        used[dtype] += numel
+        pieces.append(buffers[dtype][offsets[dtype] : offsets[dtype] + numel])
+        offsets[dtype] += numel
     return pieces
 
 
@@ -100,7 +100,7 @@ class CachedViews:
     def __init__(self, sizes: Sequence[tuple[int, torch.dtype]]) -> None:
         self._sizes = sizes
         self._num_bytes = packed_bytes(sizes)
-        self._of: dict[int, list[torch.Tensor]] = {}
+        self._views: dict[int, list[torch.Tensor]] = {}
 
     def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Views of a buffer.
@@ -110,9 +110,9 @@ class CachedViews:
         if buffer.numel() < self._num_bytes:
             return [buffer] * len(self._sizes)
         address = buffer.data_ptr()
-        if address not in self._of:
-            self._of[address] = carve_views(buffer, self._sizes)
-        return self._of[address]
+        if address not in self._views:
+            self._views[address] = carve_views(buffer, self._sizes)
+        return self._views[address]
 
 
 def levels_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -175,22 +175,22 @@ class StagingBuffer:
     may_reuse: Callable[[], bool] = _always
 
     def acquire(
-        self, land: Callable[[], None], is_needed: Callable[[], bool], may_land: Callable[[], bool]
+        self, on_reuse: Callable[[], None], is_busy: Callable[[], bool], may_reuse: Callable[[], bool]
     ) -> torch.Tensor:
         """Finish the previous borrower's collective, and lend the buffer to the next one.
 
         Raises:
             LifecycleError: The previous borrower still fills the buffer.
         """
-        before, self.on_reuse = self.on_reuse, None
-        if before is not None:
-            before()
+        previous, self.on_reuse = self.on_reuse, None
+        if previous is not None:
+            previous()
         if self.is_busy():
             raise LifecycleError(
                 "A staging buffer was requested while its borrower still fills it. Gradients would be lost. This is a "
                 "defect of the engine. Please report it."
             )
-        self.on_reuse, self.is_busy, self.may_reuse = land, is_needed, may_land
+        self.on_reuse, self.is_busy, self.may_reuse = on_reuse, is_busy, may_reuse
         return self.buffer
 
 
@@ -234,8 +234,8 @@ class StagingPool:
         if not self._buffers:
             return torch.empty(0, dtype=torch.uint8)
         in_turn = self._buffers[self._next :] + self._buffers[: self._next]
-        free = (each for each in in_turn if not each.is_busy())
-        staging = next(free, None) or next((each for each in in_turn if each.may_reuse()), None)
+        free = (candidate for candidate in in_turn if not candidate.is_busy())
+        staging = next(free, None) or next((candidate for candidate in in_turn if candidate.may_reuse()), None)
         if staging is None:
             staging = self._allocate()
             self._buffers.append(staging)

@@ -51,11 +51,11 @@ class ModuleBuffers:
                 if buffer is not None and buffer.device != device:
                     module._buffers[name] = buffer.to(device)
         in_training, is_whole = context.config.broadcast_buffers, context.groups.param_comm is None
-        self._with_gradients = in_training and is_whole
-        self._with_forwards = in_training and not is_whole
-        self._is_due = True  # before the first training forward, and after one with synchronized gradients
+        self._syncs_with_gradients = in_training and is_whole
+        self._syncs_with_forwards = in_training and not is_whole
+        self._is_sync_due = True  # before the first training forward, and after one with synchronized gradients
         self._may_differ = True  # before the first synchronization, and after every training forward
-        self._sent: dict[str, torch.Tensor] = {}  # values of large buffers when they were last sent
+        self._last_sent: dict[str, torch.Tensor] = {}  # values of large buffers when they were last sent
         self._flat = torch.empty(0, dtype=torch.uint8, device=device)
         engine.on_gradients = self._on_gradients
 
@@ -70,15 +70,15 @@ class ModuleBuffers:
         if not self._model.training:
             self.synchronize()
             return
-        if self._with_forwards and self._is_due:
+        if self._syncs_with_forwards and self._is_sync_due:
             self.synchronize()
         self._may_differ = True
-        self._is_due = torch.is_grad_enabled() and not self._is_deferring
+        self._is_sync_due = torch.is_grad_enabled() and not self._is_deferring
 
     def _on_gradients(self) -> None:
         """Synchronize buffers when gradients become final, if forwards may differ."""
         self._may_differ = True
-        if self._with_gradients and not self._is_deferring:
+        if self._syncs_with_gradients and not self._is_deferring:
             self.synchronize()
 
     @property
@@ -96,14 +96,14 @@ class ModuleBuffers:
         if self._may_differ and self._groups.world_group is not None:
             named = {name: buffer for name, buffer in self._model.named_buffers() if buffer.numel()}
             if named:
-                counted = tuple(buffer for buffer in named.values() if not buffer.is_inference())
+                versioned = tuple(buffer for buffer in named.values() if not buffer.is_inference())
                 # Inference tensors may be written in inference mode only, and have no version.
-                with torch.inference_mode(), _unsafe_preserve_version_counter(counted):
-                    once = {name: as_dense(buffer) for name, buffer in named.items()}
-                    self._adopt_values(once, self._groups.world_group)
+                with torch.inference_mode(), _unsafe_preserve_version_counter(versioned):
+                    dense = {name: as_dense(buffer) for name, buffer in named.items()}
+                    self._broadcast_values(dense, self._groups.world_group)
         self._may_differ = False
 
-    def _adopt_values(self, named: dict[str, torch.Tensor], control: ControlGroup) -> None:
+    def _broadcast_values(self, named: dict[str, torch.Tensor], control: ControlGroup) -> None:
         large = {name: buffer for name, buffer in named.items() if _num_bytes(buffer) >= LARGE_BYTES}
         for name in self._unchanged(large, control):
             del named[name], large[name]
@@ -111,7 +111,7 @@ class ModuleBuffers:
         size = sum(map(_num_bytes, buffers))
         if self._flat.numel() != size:
             self._flat = torch.empty(size, dtype=torch.uint8, device=self._device)
-        pieces = _cut(self._flat, buffers)
+        pieces = _carve(self._flat, buffers)
         if control.index == 0:
             for piece, buffer in zip(pieces, buffers, strict=True):
                 piece.copy_(buffer)
@@ -120,14 +120,14 @@ class ModuleBuffers:
         if control.index:
             for piece, buffer in zip(pieces, buffers, strict=True):
                 buffer.copy_(piece)
-        self._sent.update({name: buffer.clone() for name, buffer in large.items()})
+        self._last_sent.update({name: buffer.clone() for name, buffer in large.items()})
 
     def _unchanged(self, large: dict[str, torch.Tensor], control: ControlGroup) -> list[str]:
         """Names of large buffers with the last sent values on all ranks. Collective."""
         if not large:
             return []
         changed = torch.tensor(
-            [not _is_same(buffer, self._sent.get(name)) for name, buffer in large.items()],
+            [not _is_same(buffer, self._last_sent.get(name)) for name, buffer in large.items()],
             dtype=torch.int32,
             device=self._device,
         )
@@ -139,14 +139,14 @@ def _num_bytes(buffer: torch.Tensor) -> int:
     return buffer.numel() * buffer.itemsize
 
 
-def _is_same(buffer: torch.Tensor, before: torch.Tensor | None) -> bool:
+def _is_same(buffer: torch.Tensor, other: torch.Tensor | None) -> bool:
     """Whether two tensors have the same bits, so that NaN equals itself."""
-    if before is None or before.shape != buffer.shape or before.dtype != buffer.dtype:
+    if other is None or other.shape != buffer.shape or other.dtype != buffer.dtype:
         return False
-    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (buffer, before)))
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (buffer, other)))
 
 
-def _cut(flat: torch.Tensor, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _carve(flat: torch.Tensor, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of `flat` with the dtypes and shapes of `buffers`."""
     sizes = [_num_bytes(buffer) for buffer in buffers]
     return [

@@ -129,37 +129,37 @@ class GlobalOrder:
     def __init__(self, units: list[Unit]) -> None:
         self.units = list(units)
         self.is_agreed = False
-        self._positions = {unit.index: place for place, unit in enumerate(units)}
-        self._num_given = 0
+        self._positions = {unit.index: position for position, unit in enumerate(units)}
+        self._num_taken = 0
 
-    def agree(self, entered: list[list[int]]) -> None:
+    def agree(self, forward_orders: list[list[int]]) -> None:
         """Merge the forward orders of all ranks.
 
         A unit that no rank ran stays next to its neighbor.
 
         Args:
-            entered: Indices of units in the forward order of every rank, the same on all ranks.
+            forward_orders: Indices of units in the forward order of every rank, the same on all ranks.
         """
         merged: list[int] = []
-        for order in (*entered, sorted(self._positions)):
-            place = 0
+        for order in (*forward_orders, sorted(self._positions)):
+            position = 0
             for index in order:
                 if index not in merged:
-                    merged.insert(place, index)
-                place = merged.index(index) + 1
+                    merged.insert(position, index)
+                position = merged.index(index) + 1
         by_index = {unit.index: unit for unit in self.units}
         self.units = [by_index[index] for index in merged]
-        self._positions = {index: place for place, index in enumerate(merged)}
+        self._positions = {index: position for position, index in enumerate(merged)}
         self.is_agreed = True
 
     def restart(self) -> None:
         """Make every unit due again, after parameters have changed."""
-        self._num_given = 0
+        self._num_taken = 0
 
     def take_until(self, unit: Unit) -> list[Unit]:
         """Take the units up to and including `unit` that were not taken since `restart`."""
-        start, self._num_given = self._num_given, max(self._num_given, self._positions[unit.index] + 1)
-        return self.units[start : self._num_given]
+        start, self._num_taken = self._num_taken, max(self._num_taken, self._positions[unit.index] + 1)
+        return self.units[start : self._num_taken]
 
     def take_rest(self) -> list[Unit]:
         """Take all units that were not taken since `restart`."""

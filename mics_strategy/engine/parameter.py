@@ -68,13 +68,13 @@ class _FullTensorDTensor(DTensor):
         if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
             return _unscale(*args)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            return _drawn(func, args, kwargs or {})
+            return _run_random_op(func, args, kwargs or {})
         try:
             return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if _MIXED not in str(error):
                 raise
-            raise LifecycleError(_explained(error, args)) from error
+            raise LifecycleError(_mixed_operands_message(error, args)) from error
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -206,19 +206,19 @@ class ShardedParameter(_FullTensorDTensor):
         )
 
 
-def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_random_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a random operation on shards.
 
     Replicas of a shard draw equal numbers, and different shards different ones.
     """
     like = next(arg for arg in args if isinstance(arg, _FullTensorDTensor))
-    local_args, local_kwargs = tree_map_only(DTensor, lambda each: each._local_tensor, (args, kwargs))
+    local_args, local_kwargs = tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs))
     with like.mics_random.drawing():
         drawn = func(*local_args, **local_kwargs)
     if func._schema.is_mutable:
         return args[0]
 
-    def labelled(local: torch.Tensor) -> torch.Tensor:
+    def as_like(local: torch.Tensor) -> torch.Tensor:
         if local.shape != like._local_tensor.shape:
             return local
         stride = like.stride()
@@ -226,7 +226,7 @@ def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=stride
         )
 
-    return tree_map_only(torch.Tensor, labelled, drawn)
+    return tree_map_only(torch.Tensor, as_like, drawn)
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -241,13 +241,13 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
             differs = torch.tensor(float(not torch.equal(one._local_tensor, other._local_tensor)), device=one.device)
             counted = DTensor.from_local(differs, one.device_mesh, [Partial()] * one.device_mesh.ndim, run_check=False)
             return not counted.full_tensor().item()
-        return torch.equal(*(full_tensor(each) if isinstance(each, DTensor) else each for each in (one, other)))
+        return torch.equal(*(full_tensor(tensor) if isinstance(tensor, DTensor) else tensor for tensor in (one, other)))
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
     """`torch.allclose` of whole tensors, which DTensor does not support. Collective."""
     with torch.no_grad():
-        a, b = (full_tensor(each) if isinstance(each, DTensor) else each for each in (one, other))
+        a, b = (full_tensor(tensor) if isinstance(tensor, DTensor) else tensor for tensor in (one, other))
         return torch.allclose(a, b, *args, **kwargs)
 
 
@@ -258,14 +258,14 @@ def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: 
     a scalar's.
     """
     unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    unscale([each._local_tensor if isinstance(each, DTensor) else each for each in grads], found_inf, inv_scale)
-    mesh = next(each.device_mesh for each in grads if isinstance(each, DTensor))
+    unscale([grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads], found_inf, inv_scale)
+    mesh = next(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
     names = mesh.mesh_dim_names or ()
     placements = [Partial("max") if name == "shard" else Replicate() for name in names]
     found_inf.copy_(DTensor.from_local(found_inf, mesh, placements, run_check=False).full_tensor())
 
 
-def _explained(error: RuntimeError, args: tuple[Any, ...]) -> str:
+def _mixed_operands_message(error: RuntimeError, args: tuple[Any, ...]) -> str:
     """Error text for an operation on a sharded and a plain tensor."""
     name = next((f"`{arg.mics_name}`" for arg in args if isinstance(arg, ShardedParameter)), "A gradient")
     return (
@@ -306,12 +306,12 @@ def make_sharded_parameter(
     return sharded
 
 
-def grad_as_dtensor(local: torch.Tensor, region: ParamSlice, shards: ShardPlacement) -> ShardedGradient:
+def grad_as_dtensor(local: torch.Tensor, region: ParamSlice, placement: ShardPlacement) -> ShardedGradient:
     """Wrap this rank's part of a gradient in a `ShardedGradient`; see `as_dtensor`."""
-    labelled = as_dtensor(local, region, shards)
-    labelled.__class__ = ShardedGradient
-    gradient = cast("ShardedGradient", labelled)
-    gradient.mics_random = shards.random
+    dtensor = as_dtensor(local, region, placement)
+    dtensor.__class__ = ShardedGradient
+    gradient = cast("ShardedGradient", dtensor)
+    gradient.mics_random = placement.random
     return gradient
 
 
@@ -320,24 +320,24 @@ def _like_parameter(grad: torch.Tensor, placements: tuple[Placement, ...]) -> to
     return grad.redistribute(placements=placements) if isinstance(grad, DTensor) else grad
 
 
-def as_dtensor(local: torch.Tensor, region: ParamSlice, shards: ShardPlacement) -> DTensor:
+def as_dtensor(local: torch.Tensor, region: ParamSlice, placement: ShardPlacement) -> DTensor:
     """A DTensor with the local part `local` and the global shape of a parameter slice.
 
     Args:
         local: Part of this rank, a view of a flat shard.
         region: Slice of the parameter in its bucket.
-        shards: Index of this rank's shard, and device mesh of all shards.
+        placement: Index of this rank's shard, and device mesh of all shards.
     """
-    mesh = shards.device_mesh
+    mesh = placement.device_mesh
     names = mesh.mesh_dim_names or ()
-    cut: Placement = Replicate() if region.dim is None or shards.degree == 1 else Shard(region.dim)
-    placements = [Replicate() if name == "replicate" else cut for name in names]
+    shard_placement: Placement = Replicate() if region.dim is None or placement.degree == 1 else Shard(region.dim)
+    placements = [Replicate() if name == "replicate" else shard_placement for name in names]
     stride = torch.empty(region.shape, device="meta").stride()
-    own = _with_storage_of_its_own(local)
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=region.shape, stride=stride)
+    local_part = _with_own_storage(local)
+    return DTensor.from_local(local_part, mesh, placements, run_check=False, shape=region.shape, stride=stride)
 
 
-def _with_storage_of_its_own(view: torch.Tensor) -> torch.Tensor:
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """A tensor on the same memory whose storage holds nothing else.
 
     torch saves and deep-copies whole storages, so a view of an arena would bring the whole arena along. A DTensor also

@@ -60,8 +60,8 @@ def load_full_state_dict(model: nn.Module, state: StateDict, *, strict: bool) ->
     Raises:
         RuntimeError: An entry is missing, unexpected or has another shape; raised by torch.
     """
-    own = model.state_dict(keep_vars=True)
-    pieces = {name: _piece(value, own.get(name)) for name, value in state.items()}
+    own_state = model.state_dict(keep_vars=True)
+    pieces = {name: _piece(value, own_state.get(name)) for name, value in state.items()}
     return model.load_state_dict(pieces, strict=strict)
 
 
@@ -79,7 +79,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, groups: P
     Raises:
         CheckpointError: A state cannot be reassembled from shards.
     """
-    run_on_all_ranks(lambda: _refuse_special(optimizer, owner_of))
+    run_on_all_ranks(lambda: _check_reassemblable(optimizer, owner_of))
     state = optimizer.state_dict()
     quantized = _quantized_rows(state["state"])
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -101,27 +101,27 @@ def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, groups: P
     return {**state, "state": states} if dist.get_rank() == 0 else {}
 
 
-def _refuse_special(optimizer: Optimizer, owner_of: OwnerOf) -> None:
+def _check_reassemblable(optimizer: Optimizer, owner_of: OwnerOf) -> None:
     """Raise for states that cannot be reassembled from shards.
 
     Raises:
         CheckpointError: A state is of an unknown kind. The error names the first one and its kind.
     """
     for parameter, states in optimizer.state.items():
-        are_rows = is_sharded(parameter) and owner_of(parameter) is None
+        is_row_sharded = is_sharded(parameter) and owner_of(parameter) is None
         for key, value in states.items():
             if isinstance(value, torch.Tensor):
-                is_strange = not is_quantized(value) and type(to_local(value)) not in (torch.Tensor, nn.Parameter)
-                is_strange |= are_rows and value.numel() > 1 and not isinstance(value, DTensor)
-                what = f"is a {type(to_local(value)).__name__} {list(value.shape)}"
+                is_unsupported = not is_quantized(value) and type(to_local(value)) not in (torch.Tensor, nn.Parameter)
+                is_unsupported |= is_row_sharded and value.numel() > 1 and not isinstance(value, DTensor)
+                description = f"is a {type(to_local(value)).__name__} {list(value.shape)}"
             else:
-                is_strange = isinstance(value, (dict, list, tuple)) and _holds_tensor(value)
-                what = f"holds tensors inside a {type(value).__name__}"
-            if is_strange:
+                is_unsupported = isinstance(value, (dict, list, tuple)) and _holds_tensor(value)
+                description = f"holds tensors inside a {type(value).__name__}"
+            if is_unsupported:
                 raise CheckpointError(
-                    f"`{key}` of {type(optimizer).__name__} {what}, which cannot be reassembled from shards. Use a "
-                    "sharded checkpoint (`save_checkpoint`, or `state_dict_type='sharded'`), which loads on the same "
-                    "ranks and scopes, or save the weights only."
+                    f"`{key}` of {type(optimizer).__name__} {description}, which cannot be reassembled from shards. "
+                    "Use a sharded checkpoint (`save_checkpoint`, or `state_dict_type='sharded'`), which loads on the "
+                    "same ranks and scopes, or save the weights only."
                 )
 
 
@@ -134,13 +134,13 @@ def _quantized_rows(states: dict[int, StateDict]) -> set[tuple[int, str]]:
 
     A rank whose rows are too short for a block has a plain state.
     """
-    own = {
+    local_keys = {
         (index, key)
         for index, entry in states.items()
         for key, value in entry.items()
         if isinstance(value, DTensor) and is_quantized(value)
     }
-    return set().union(*gather_objects(own))
+    return set().union(*gather_objects(local_keys))
 
 
 def _quantized_on_rank_zero(value: torch.Tensor, parameter: ShardedParameter, groups: ProcessGroups) -> torch.Tensor:
@@ -162,8 +162,8 @@ def _from_owner(entry: StateDict | None, owner: int, groups: ProcessGroups) -> S
     """States of an owned parameter, broadcast from its owner, on the CPU. Collective."""
     if groups.shard_group is None:
         return entry
-    sent = None if entry is None else {key: _on_cpu(value) for key, value in entry.items()}
-    return groups.shard_group.broadcast_object(sent, owner)
+    payload = None if entry is None else {key: _on_cpu(value) for key, value in entry.items()}
+    return groups.shard_group.broadcast_object(payload, owner)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -182,10 +182,10 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict, owner
         CheckpointError: The state dict holds another number of parameters.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    saved = sum(len(group["params"]) for group in state["param_groups"])
-    if saved != len(parameters):
+    num_saved = sum(len(group["params"]) for group in state["param_groups"])
+    if num_saved != len(parameters):
         raise CheckpointError(
-            f"The checkpoint's optimizer has {saved} parameters, but this {type(optimizer).__name__} has "
+            f"The checkpoint's optimizer has {num_saved} parameters, but this {type(optimizer).__name__} has "
             f"{len(parameters)}. Build the optimizer with the same parameters as when it was saved."
         )
     pieces = {}
@@ -214,19 +214,21 @@ def _to_rank_zero(value: torch.Tensor) -> torch.Tensor:
     return whole.cpu() if whole.is_cuda else whole.clone()
 
 
-def _piece(value: Any, own: object) -> Any:
-    """This rank's shard of a whole tensor, as a DTensor like the parameter `own`.
+def _piece(value: Any, parameter: object) -> Any:
+    """This rank's shard of a whole tensor, as a DTensor like `parameter`.
 
     Values that are not plain tensors, and values for anything but a sharded parameter, are returned unchanged.
     """
-    if not isinstance(own, ShardedParameter) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+    if not isinstance(parameter, ShardedParameter) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
-    if value.shape != own.shape:
+    if value.shape != parameter.shape:
         return value.clone()  # a state of another shape; for a parameter, torch raises and names both shapes
     if not value.dim():
-        return DTensor.from_local(value.clone(), own.device_mesh, own.placements, run_check=False)
+        return DTensor.from_local(value.clone(), parameter.device_mesh, parameter.placements, run_check=False)
     if is_quantized(value):
-        region = own.mics_slice
-        return own.like_self(slice_quantized(value, region.dim, *region.shard_range(own.mics_index)).to(own.device))
-    local = own.mics_slice.narrow(value, own.mics_index).to(own.device, copy=True)
-    return own.like_self(local)
+        region = parameter.mics_slice
+        return parameter.like_self(
+            slice_quantized(value, region.dim, *region.shard_range(parameter.mics_index)).to(parameter.device)
+        )
+    local = parameter.mics_slice.narrow(value, parameter.mics_index).to(parameter.device, copy=True)
+    return parameter.like_self(local)

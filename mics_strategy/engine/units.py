@@ -20,7 +20,7 @@ from mics_strategy.errors import ConfigError
 UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_LEAST_SHARE = 0.05
+_MIN_SHARE = 0.05
 
 
 @dataclass(slots=True)
@@ -70,15 +70,15 @@ def find_units(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
     """
     chosen = _choose(model, rule) | {model}
     units: dict[nn.Module, UnitSpec] = {}
-    around: dict[str, tuple[UnitSpec, ...]] = {}  # outermost first; a module in two places has two paths
+    enclosing: dict[str, tuple[UnitSpec, ...]] = {}  # outermost first; a module in two places has two paths
     for name, module in model.named_modules(remove_duplicate=False):
-        outer = around[name.rpartition(".")[0]] if name else ()
+        outer = enclosing[name.rpartition(".")[0]] if name else ()
         if module in chosen and module not in units:
             units[module] = UnitSpec(name=name, module=module, depth=len(outer))
             if outer:
                 outer[-1].inner.append(module)
-        around[name] = (*outer, units[module]) if module in chosen else outer
-    _assign_parameters(model, around)
+        enclosing[name] = (*outer, units[module]) if module in chosen else outer
+    _assign_parameters(model, enclosing)
     return list(units.values())
 
 
@@ -93,42 +93,42 @@ def _choose(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
     if isinstance(rule, int):
         return _large_modules(model, rule)
     if isinstance(rule, type | Iterable):
-        return _of_classes(model, (rule,) if isinstance(rule, type | str) else tuple(rule))
+        return _modules_of_classes(model, (rule,) if isinstance(rule, type | str) else tuple(rule))
     return {module for module in model.modules() if rule(module)}
 
 
-def _of_classes(model: nn.Module, wanted: tuple[type[nn.Module] | str, ...]) -> set[nn.Module]:
+def _modules_of_classes(model: nn.Module, classes_or_names: tuple[type[nn.Module] | str, ...]) -> set[nn.Module]:
     """Modules of any of the classes; a name does not stand for derived classes."""
-    if not wanted or not all(isinstance(entry, type | str) for entry in wanted):
+    if not classes_or_names or not all(isinstance(entry, type | str) for entry in classes_or_names):
         raise ConfigError(
-            f"`units={wanted!r}` is not a rule, because not all entries are module classes or names. Use classes, for "
-            "example [LlamaDecoderLayer], or their names."
+            f"`units={classes_or_names!r}` is not a rule, because not all entries are module classes or names. Use "
+            "classes, for example [LlamaDecoderLayer], or their names."
         )
-    classes = tuple(entry for entry in wanted if isinstance(entry, type))
-    names = {entry.rpartition(".")[2] for entry in wanted if isinstance(entry, str)}
+    classes = tuple(entry for entry in classes_or_names if isinstance(entry, type))
+    names = {entry.rpartition(".")[2] for entry in classes_or_names if isinstance(entry, str)}
     present = {type(module).__name__ for module in model.modules()}
     chosen = {module for module in model.modules() if isinstance(module, classes) or type(module).__name__ in names}
-    lacking = names - present or ({cls.__name__ for cls in classes} if not chosen else set())
-    if lacking:
+    missing = names - present or ({cls.__name__ for cls in classes} if not chosen else set())
+    if missing:
         raise ConfigError(
-            f"`units`: the model has no module of class {', '.join(sorted(lacking))}. It has "
+            f"`units`: the model has no module of class {', '.join(sorted(missing))}. It has "
             f"{', '.join(sorted(present))}. Use some of these."
         )
     return chosen
 
 
-def _large_modules(model: nn.Module, least: int) -> set[nn.Module]:
-    """Innermost modules with at least `least` parameters outside of inner units."""
+def _large_modules(model: nn.Module, min_numel: int) -> set[nn.Module]:
+    """Innermost modules with at least `min_numel` parameters outside of inner units."""
     chosen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> int:
-        rest = sum(parameter.numel() for parameter in module.parameters(recurse=False)) + sum(
+        num_left = sum(parameter.numel() for parameter in module.parameters(recurse=False)) + sum(
             visit(child) for child in module.children()
         )
-        if rest >= least and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if num_left >= min_numel and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             chosen.add(module)
             return 0
-        return rest
+        return num_left
 
     visit(model)
     return chosen
@@ -150,7 +150,7 @@ def _repeated_layers(model: nn.Module) -> set[nn.Module]:
     inside: set[nn.Module] = set()
     for _, modules in sorted(siblings.items(), key=lambda item: -sum(map(_count, item[1]))):
         outer = [module for module in dict.fromkeys(modules) if module not in inside]
-        if len(outer) >= 2 and sum(map(_count, outer)) >= _LEAST_SHARE * total:
+        if len(outer) >= 2 and sum(map(_count, outer)) >= _MIN_SHARE * total:
             chosen.update(outer)
             inside.update(inner for module in outer for inner in module.modules())
     return chosen
@@ -160,10 +160,10 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _assign_parameters(model: nn.Module, around: dict[str, tuple[UnitSpec, ...]]) -> None:
+def _assign_parameters(model: nn.Module, enclosing: dict[str, tuple[UnitSpec, ...]]) -> None:
     """Assign each parameter to the innermost unit around all modules with it."""
     owned: dict[torch.Tensor, ParamRef] = {}
-    places: dict[torch.Tensor, list[tuple[UnitSpec, ...]]] = defaultdict(list)
+    chains_of: dict[torch.Tensor, list[tuple[UnitSpec, ...]]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
             if parameter is None:
@@ -172,8 +172,8 @@ def _assign_parameters(model: nn.Module, around: dict[str, tuple[UnitSpec, ...]]
             entry = owned.setdefault(parameter, ParamRef(name=name, parameter=parameter))
             if (module, attribute) not in entry.locations:
                 entry.locations.append((module, attribute))
-            places[parameter].append(around[path])
+            chains_of[parameter].append(enclosing[path])
     for parameter, entry in owned.items():
-        chains = places[parameter]
+        chains = chains_of[parameter]
         shared = [levels[0] for levels in zip(*chains, strict=False) if all(unit is levels[0] for unit in levels)]
         shared[-1].parameters.append(entry)

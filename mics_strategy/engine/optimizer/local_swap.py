@@ -35,7 +35,7 @@ class LocalParamSwap:
         target: Engine's side of the optimizer's steps, referenced weakly.
 
     Attributes:
-        wholes: Exchanges of the tensors that this optimizer updates on their owners.
+        exchanges: Exchanges of the tensors that this optimizer updates on their owners.
         is_local: Whether the optimizer holds local tensors now.
     """
 
@@ -48,14 +48,14 @@ class LocalParamSwap:
         self._storage: dict[ShardedParameter, torch.Tensor] = {}  # memory of each local tensor
         self._visible: list[ShardedParameter] = []  # parameters whose gradient is set on the local tensor
         self._stepped: list[ShardedParameter] = []  # parameters with a gradient in this step
-        self.wholes: list[OwnerExchange] = []
-        self._whole: dict[ShardedParameter, int] = {}  # owners of the tensors that are updated as a whole
+        self.exchanges: list[OwnerExchange] = []
+        self._owners: dict[ShardedParameter, int] = {}  # owners of the tensors that are updated as a whole
         self.is_local = False
-        self._is_spread_due = False
-        self._generators: list[torch.Tensor] = []  # states of the random generators before the step
+        self._is_sync_due = False
+        self._random_states: list[torch.Tensor] = []  # states of the random generators before the step
         weak = weakref.ref(self)
-        optimizer.register_state_dict_pre_hook(lambda _: _leave(weak))  # after a step that raised
-        optimizer.register_load_state_dict_pre_hook(lambda *_: _leave(weak))
+        optimizer.register_state_dict_pre_hook(lambda _: _swap_out(weak))  # after a step that raised
+        optimizer.register_load_state_dict_pre_hook(lambda *_: _swap_out(weak))
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -82,32 +82,32 @@ class LocalParamSwap:
             return
         check_param_groups_only(optimizer)
         if not target.has_whole_states:
-            untried = UpdateLocality.PER_TENSOR if target.optimizer_layout == "tensors" else UpdateLocality.ELEMENTWISE
-            reaches = locality_by_group(optimizer, target.device, untried)
-            check_locality(optimizer, reaches, target.optimizer_layout)
-            grouped = zip(optimizer.param_groups, reaches, strict=True)
-            needed = [
+            fallback = UpdateLocality.PER_TENSOR if target.optimizer_layout == "tensors" else UpdateLocality.ELEMENTWISE
+            localities = locality_by_group(optimizer, target.device, fallback)
+            check_locality(optimizer, localities, target.optimizer_layout)
+            grouped = zip(optimizer.param_groups, localities, strict=True)
+            whole_params = [
                 p
-                for group, reach in grouped
-                if reach is UpdateLocality.PER_TENSOR
+                for group, locality in grouped
+                if locality is UpdateLocality.PER_TENSOR
                 for p in group["params"]
                 if target.owns(p)
             ]
-            self._assign_owners([p for p in needed if p not in self._whole])
+            self._assign_owners([p for p in whole_params if p not in self._owners])
         self._groups = groups
 
     def _assign_owners(self, parameters: list[ShardedParameter]) -> None:
         if not parameters:
             return
-        wholes = self.target.assign_owners(parameters)
-        self.wholes.append(wholes)
-        self._whole.update(wholes.owners())
-        self._locals.update(wholes.step_views())
+        exchange = self.target.assign_owners(parameters)
+        self.exchanges.append(exchange)
+        self._owners.update(exchange.owners())
+        self._locals.update(exchange.step_views())
         self._storage.update({parameter: local.detach() for parameter, local in self._locals.items()})
 
     def owner_of(self, parameter: torch.Tensor) -> int | None:
         """The rank of the optimizer scope that owns `parameter`; None without an owner."""
-        return self._whole.get(cast("ShardedParameter", parameter))
+        return self._owners.get(cast("ShardedParameter", parameter))
 
     def swap_in(self) -> None:
         """Replace sharded parameters in the optimizer by local tensors.
@@ -116,23 +116,23 @@ class LocalParamSwap:
         """
         for group in self._optimizer.param_groups:
             group["params"] = [self._local_of(p) if self.target.owns(p) else p for p in group["params"]]
-        for wholes in self.wholes:
-            wholes.to_owners()
+        for exchange in self.exchanges:
+            exchange.to_owners()
         self._wrapped.clear()
         self._stepped.clear()
         for sharded, local in self._locals.items():
             grad = sharded.raw_grad
             if grad is not None:
                 self._stepped.append(sharded)
-            if sharded not in self._whole:
+            if sharded not in self._owners:
                 local.grad = grad._local_tensor if isinstance(grad, DTensor) else grad  # `to_local` costs more
             if sharded in self._optimizer.state:
                 state = self._optimizer.state.pop(sharded)
                 self._optimizer.state[local] = {key: self._unwrap(value) for key, value in state.items()}
         # Only the owner sees whether a step clears a whole tensor's gradient, so every rank keeps it.
-        self._visible = [p for p, local in self._locals.items() if local.grad is not None and p not in self._whole]
+        self._visible = [p for p, local in self._locals.items() if local.grad is not None and p not in self._owners]
         self.is_local = True
-        self._generators = self.target.random.begin()
+        self._random_states = self.target.random.begin()
 
     def swap_out(self) -> None:
         """Put sharded parameters back into the optimizer, with new states as DTensors.
@@ -142,34 +142,34 @@ class LocalParamSwap:
         if not self.is_local:
             return
         self.is_local = False
-        self.target.random.end(self._generators)
-        back = {local: sharded for sharded, local in self._locals.items()}
+        self.target.random.end(self._random_states)
+        sharded_by_local = {local: sharded for sharded, local in self._locals.items()}
         for group in self._optimizer.param_groups:
-            group["params"] = [back.get(p, p) for p in group["params"]]
+            group["params"] = [sharded_by_local.get(p, p) for p in group["params"]]
         for sharded in self._visible:
             if self._locals[sharded].grad is None:  # cleared by the step, or by `zero_grad` after a step that raised
                 sharded.grad = None
         for sharded, local in self._locals.items():
             local.grad = None
-            home = self._storage[sharded]
-            if local.data_ptr() != home.data_ptr():  # `parameter.data = ...` replaced its memory
-                home.copy_(local.detach())
-                local.data = home
+            storage = self._storage[sharded]
+            if local.data_ptr() != storage.data_ptr():  # `parameter.data = ...` replaced its memory
+                storage.copy_(local.detach())
+                local.data = storage
             if local in self._optimizer.state:
                 state = self._optimizer.state.pop(local)
                 self._optimizer.state[sharded] = {key: self._wrap(value, sharded) for key, value in state.items()}
         self._wrapped.clear()
-        self._is_spread_due = bool(self.wholes)
+        self._is_sync_due = bool(self.exchanges)
         for sharded in self._stepped:
             sharded.mics_write_count += 1
 
     def sync_owned(self) -> None:
         """Swap out, and send new values of owned tensors to all shards. Collective."""
         self.swap_out()
-        if self._is_spread_due:
-            self._is_spread_due = False
-            for wholes in self.wholes:
-                wholes.to_shards()
+        if self._is_sync_due:
+            self._is_sync_due = False
+            for exchange in self.exchanges:
+                exchange.to_shards()
 
     def _local_of(self, parameter: torch.Tensor) -> nn.Parameter:
         sharded = cast("ShardedParameter", parameter)
@@ -193,23 +193,23 @@ class LocalParamSwap:
         owner has.
         """
         if (
-            sharded in self._whole
+            sharded in self._owners
             or not isinstance(value, torch.Tensor)
             or value.shape != sharded.local.shape
             or value.dim() != sharded.dim()
             or not value.dim()
         ):
             return value
-        known = self._wrapped.get(id(value))
-        if known is not None:
-            return known[1]
+        pair = self._wrapped.get(id(value))
+        if pair is not None:
+            return pair[1]
         return sharded.like_self(value)
 
 
-def _leave(weak: weakref.ref[LocalParamSwap]) -> None:
-    step = weak()
-    if step is not None:
-        step.swap_out()
+def _swap_out(weak: weakref.ref[LocalParamSwap]) -> None:
+    swap = weak()
+    if swap is not None:
+        swap.swap_out()
 
 
 def deref(reference: weakref.ref[T]) -> T:
@@ -218,9 +218,9 @@ def deref(reference: weakref.ref[T]) -> T:
     Raises:
         LifecycleError: The object was deleted.
     """
-    found = reference()
-    if found is None:
+    referent = reference()
+    if referent is None:
         raise LifecycleError(
             "The optimizer or the model of this step was deleted. Keep references to both as long as the model trains."
         )
-    return found
+    return referent

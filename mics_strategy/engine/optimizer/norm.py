@@ -34,14 +34,14 @@ def total_norm(parameters: list[ShardedParameter], groups: ProcessGroups, norm_t
     """
     if not norm_type > 0:
         raise ConfigError(f"`norm_type={norm_type}` is not a norm. Use a positive number or `math.inf`.")
-    held = []
+    grads = []
     for parameter in parameters:
         grad = parameter.raw_grad
-        repeated = parameter.mics_slice.dim is None and parameter.mics_index > 0
-        if grad is not None and not repeated:
-            held.append(getattr(grad, "_local_tensor", grad))
-    held = [grad for grad in held if grad.numel()]
-    norms = torch._foreach_norm(held, norm_type) if held else []
+        is_repeated = parameter.mics_slice.dim is None and parameter.mics_index > 0
+        if grad is not None and not is_repeated:
+            grads.append(getattr(grad, "_local_tensor", grad))
+    grads = [grad for grad in grads if grad.numel()]
+    norms = torch._foreach_norm(grads, norm_type) if grads else []
     stacked = torch.stack([norm.float() for norm in norms]) if norms else torch.zeros(1, device=groups.device)
     if math.isinf(norm_type):
         total = stacked.max()

@@ -52,8 +52,10 @@ class OwnerAssignment:
 
     def numel(self, owner: int, index: int) -> int:
         """Elements in shard `index` of the tensors of `owner`. A scalar is in every shard."""
-        mine = (region for region, by in zip(self.regions, self.owners, strict=True) if by == owner)
-        return sum(region.local_shape(index).numel() for region in mine)
+        regions = (
+            region for region, region_owner in zip(self.regions, self.owners, strict=True) if region_owner == owner
+        )
+        return sum(region.local_shape(index).numel() for region in regions)
 
     def rows_numels(self, index: int) -> list[int]:
         """Elements in shard `index`, by the owner of their tensor."""

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_PLACE = ("shape", "device", "dtype")  # arguments of `zeros` that do not belong to the quantized format
+_FACTORY_ARGS = ("shape", "device", "dtype")  # arguments of `zeros` that do not belong to the quantized format
 
 
 def to_local(value: torch.Tensor) -> torch.Tensor:
@@ -39,21 +39,21 @@ def dequantize(value: torch.Tensor) -> torch.Tensor:
     return local.dequantize().to(local.dtype) if is_quantized(local) else local
 
 
-def requantize_like(values: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
-    """Quantize plain values in the format of `kind`, which may round them.
+def requantize_like(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Quantize plain values in the format of `like`, which may round them.
 
     Args:
         values: Plain values of any shape.
-        kind: Quantized tensor of any shape.
+        like: Quantized tensor of any shape.
 
     Returns:
         The quantized values, or `values` itself if their number is not a multiple of the block size.
     """
-    if not _is_whole_blocks(values.numel(), kind):
+    if not _is_whole_blocks(values.numel(), like):
         return values
-    found = _empty(values.shape, kind, values.device)
-    found.copy_(values)
-    return found
+    quantized = _empty(values.shape, like, values.device)
+    quantized.copy_(values)
+    return quantized
 
 
 def slice_quantized(whole: torch.Tensor, dim: int | None, start: int, length: int) -> torch.Tensor:
@@ -73,9 +73,9 @@ def slice_quantized(whole: torch.Tensor, dim: int | None, start: int, length: in
     shape = torch.Size([*whole.shape[:dim], length, *whole.shape[dim + 1 :]])
     if dim or not _is_whole_blocks(length * stride, whole) or start * stride % _block_size(whole):
         return requantize_like(dequantize(whole).narrow(dim, start, length).contiguous(), whole)
-    found = _empty(shape, whole, whole.device)
-    found.copy_(whole[start : start + length])
-    return found
+    part = _empty(shape, whole, whole.device)
+    part.copy_(whole[start : start + length])
+    return part
 
 
 def concat_quantized(pieces: Sequence[torch.Tensor], dim: int, shape: torch.Size) -> torch.Tensor:
@@ -90,26 +90,28 @@ def concat_quantized(pieces: Sequence[torch.Tensor], dim: int, shape: torch.Size
         shape: Shape of the whole tensor.
     """
     pieces = [piece for piece in pieces if piece.numel()]
-    kind = next(piece for piece in pieces if is_quantized(piece))
+    like = next(piece for piece in pieces if is_quantized(piece))
     if dim or not all(map(is_quantized, pieces)):
-        return requantize_like(torch.cat([dequantize(piece) for piece in pieces], dim), kind)
-    whole, start = _empty(shape, kind, kind.device), 0
+        return requantize_like(torch.cat([dequantize(piece) for piece in pieces], dim), like)
+    whole, start = _empty(shape, like, like.device), 0
     for piece in pieces:
         whole[start : start + piece.shape[0]].copy_(piece)
         start += piece.shape[0]
     return whole
 
 
-def _is_whole_blocks(numel: int, kind: torch.Tensor) -> bool:
-    return numel > 0 and numel % _block_size(kind) == 0
+def _is_whole_blocks(numel: int, like: torch.Tensor) -> bool:
+    return numel > 0 and numel % _block_size(like) == 0
 
 
-def _block_size(kind: Any) -> int:
-    return int(kind.block_size)
+def _block_size(quantized: Any) -> int:
+    return int(quantized.block_size)
 
 
-def _empty(shape: torch.Size, kind: Any, device: torch.device) -> torch.Tensor:
-    """Zeros of `shape` in the quantized format of `kind`."""
-    options = {name: getattr(kind, name) for name in inspect.signature(kind.zeros).parameters if name not in _PLACE}
-    found: torch.Tensor = kind.zeros(shape, **options, device=device, dtype=kind.dtype)
-    return found
+def _empty(shape: torch.Size, like: Any, device: torch.device) -> torch.Tensor:
+    """Zeros of `shape` in the quantized format of `like`."""
+    options = {
+        name: getattr(like, name) for name in inspect.signature(like.zeros).parameters if name not in _FACTORY_ARGS
+    }
+    empty: torch.Tensor = like.zeros(shape, **options, device=device, dtype=like.dtype)
+    return empty

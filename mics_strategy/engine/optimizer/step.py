@@ -36,32 +36,32 @@ class StepHooks:
 
     def __init__(self, target: OptimizerTarget) -> None:
         self._target = weakref.ref(target)
-        self._steps: weakref.WeakKeyDictionary[Optimizer, LocalParamSwap] = weakref.WeakKeyDictionary()
+        self._swaps: weakref.WeakKeyDictionary[Optimizer, LocalParamSwap] = weakref.WeakKeyDictionary()
         _all_models[self] = None
 
-    def step_of(self, optimizer: Optimizer) -> LocalParamSwap:
+    def swap_of(self, optimizer: Optimizer) -> LocalParamSwap:
         """The swap of `optimizer` on this model, with owners assigned to whole tensors."""
-        step = self._steps.get(optimizer)
-        if step is None:
-            step = self._steps[optimizer] = LocalParamSwap(optimizer, deref(self._target))
-        step.prepare()
-        return step
+        swap = self._swaps.get(optimizer)
+        if swap is None:
+            swap = self._swaps[optimizer] = LocalParamSwap(optimizer, deref(self._target))
+        swap.prepare()
+        return swap
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise for an optimizer that still holds plain parameters from before `shard()`."""
-        observer, known = self._target(), self._steps.get(optimizer)
-        if known is not None:
-            known.sync_owned()  # after a step that raised; as in torch, updates made before the error count
-        if observer is not None:
-            check_not_stale(optimizer, observer.sharded_param_for)
+        target, swap = self._target(), self._swaps.get(optimizer)
+        if swap is not None:
+            swap.sync_owned()  # after a step that raised; as in torch, updates made before the error count
+        if target is not None:
+            check_not_stale(optimizer, target.sharded_param_for)
 
     def recover(self) -> None:
         """Swap out of optimizers whose step raised. Collective.
 
         Called before new gradients are accumulated.
         """
-        for step in list(self._steps.values()):
-            step.sync_owned()
+        for swap in list(self._swaps.values()):
+            swap.sync_owned()
 
     def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -80,30 +80,30 @@ class StepHooks:
         target = self._target()
         if target is None or not any(target.owns(p) for group in optimizer.param_groups for p in group["params"]):
             return args, kwargs, None
-        swap = self.step_of(optimizer)
+        swap = self.swap_of(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
         if closure is None:
             return args, kwargs, swap
-        wrapped = _around_closure(swap, target, closure)
+        wrapped = _wrap_closure(swap, target, closure)
         if len(args) > 1:
             return (args[0], wrapped, *args[2:]), kwargs, None
         return args, {**kwargs, "closure": wrapped}, None
 
     def after(self, optimizer: Optimizer) -> None:
         """Swap out of the optimizer, and record the step in the engine. Collective."""
-        observer, step = self._target(), self._steps.get(optimizer)
-        if observer is None or step is None:
+        target, swap = self._target(), self._swaps.get(optimizer)
+        if target is None or swap is None:
             return
-        step.sync_owned()
-        observer.post_step(step.wholes)
+        swap.sync_owned()
+        target.post_step(swap.exchanges)
 
 
-def _around_closure(step: LocalParamSwap, target: OptimizerTarget, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _wrap_closure(swap: LocalParamSwap, target: OptimizerTarget, closure: Callable[[], Any]) -> Callable[[], Any]:
     def closure_on_sharded() -> Any:
-        step.sync_owned()
+        swap.sync_owned()
         result = closure()
         target.engine.finish_gradients()
-        step.swap_in()
+        swap.swap_in()
         return result
 
     return closure_on_sharded
@@ -140,12 +140,12 @@ def _is_nested(optimizer: Optimizer) -> bool:
 
     A subclass may call the step of its parent, which also has hooks.
     """
-    running = sys._getframe(2)  # torch's wrapper of `step`, which calls the hooks
-    outer = running.f_back
-    while outer is not None:
-        if outer.f_code is running.f_code and outer.f_locals.get("self") is optimizer:
+    step_frame = sys._getframe(2)  # torch's wrapper of `step`, which calls the hooks
+    caller_frame = step_frame.f_back
+    while caller_frame is not None:
+        if caller_frame.f_code is step_frame.f_code and caller_frame.f_locals.get("self") is optimizer:
             return True
-        outer = outer.f_back
+        caller_frame = caller_frame.f_back
     return False
 
 
@@ -165,12 +165,12 @@ def adopt(optimizer: Optimizer, target: OptimizerTarget, hooks: StepHooks) -> No
     Raises:
         ConfigError: The optimizer holds a parameter of another model, or needs more than the tensors on a rank.
     """
-    swaps: dict[torch.Tensor, ShardedParameter] = {}
+    sharded_by_plain: dict[torch.Tensor, ShardedParameter] = {}
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             sharded = target.sharded_param_for(parameter)
             if sharded is not None:
-                swaps[parameter] = sharded
+                sharded_by_plain[parameter] = sharded
             elif not target.owns(parameter):
                 raise ConfigError(
                     f"Parameter {position} of group {index} of {type(optimizer).__name__}, shape "
@@ -181,16 +181,16 @@ def adopt(optimizer: Optimizer, target: OptimizerTarget, hooks: StepHooks) -> No
     with ExitStack() as undo:  # restores the groups if anything below raises
         for group in optimizer.param_groups:
             undo.callback(group.__setitem__, "params", group["params"])
-            group["params"] = [swaps.get(parameter, parameter) for parameter in group["params"]]
-        step = hooks.step_of(optimizer)
-        for plain, sharded in swaps.items():
-            state, owner = optimizer.state.get(plain), step.owner_of(sharded)
+            group["params"] = [sharded_by_plain.get(parameter, parameter) for parameter in group["params"]]
+        swap = hooks.swap_of(optimizer)
+        for plain, sharded in sharded_by_plain.items():
+            state, owner = optimizer.state.get(plain), swap.owner_of(sharded)
             if state is not None and owner is None:
                 states[sharded] = {key: _shard_like(value, sharded) for key, value in state.items()}
             elif state is not None and owner == sharded.mics_index:
                 states[sharded] = {key: _to_device_of(value, sharded) for key, value in state.items()}
         undo.pop_all()
-    for plain in swaps:
+    for plain in sharded_by_plain:
         optimizer.state.pop(plain, None)
     optimizer.state.update(states)
 

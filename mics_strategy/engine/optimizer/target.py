@@ -35,7 +35,7 @@ class OptimizerTarget:
         has_whole_states: Whether every rank holds complete optimizer states.
         steps_done: Optimizer steps so far.
         last_step: Number of backwards of the last step, and its collectives.
-        stepped_whole: Exchanges of the tensors that the last step updated on their owners.
+        last_exchanges: Exchanges of the tensors that the last step updated on their owners.
         is_check_due: Whether the next forward first checks that the model still has its sharded parameters.
         is_step_over: Whether no forward has started the next step yet.
     """
@@ -53,7 +53,7 @@ class OptimizerTarget:
         self.has_whole_states = context.groups.scopes.optimizer == 1
         self.steps_done = 0
         self.last_step: tuple[int, Counter[IssuedCollective]] = (1, Counter())
-        self.stepped_whole: list[OwnerExchange] = []
+        self.last_exchanges: list[OwnerExchange] = []
         self.is_check_due = self.is_step_over = True
         self._groups = context.groups
         self._memory = context.memory
@@ -99,8 +99,8 @@ class OptimizerTarget:
         if self.engine.num_backwards:
             self.last_step = (self.engine.num_backwards, self._groups.traffic_log.drain())
             self.engine.num_backwards = 0
-            self.stepped_whole = [*exchanges]
+            self.last_exchanges = [*exchanges]
             self.steps_done += 1
         else:  # another optimizer of the same step
             self.last_step[1].update(self._groups.traffic_log.drain())
-            self.stepped_whole += exchanges
+            self.last_exchanges += exchanges

@@ -37,6 +37,6 @@ def node_name() -> str:
     It holds the host name, the boot id of the kernel, because containers may share a host name, and the launcher's node
     number, because a launcher may simulate several nodes on one host.
     """
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
-    number = next((f" {name}={os.environ[name]}" for name in _NODE_VARIABLES if name in os.environ), "")
-    return f"{socket.gethostname()} {boot[:8]}{number}"
+    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
+    node_number = next((f" {name}={os.environ[name]}" for name in _NODE_VARIABLES if name in os.environ), "")
+    return f"{socket.gethostname()} {boot_id[:8]}{node_number}"

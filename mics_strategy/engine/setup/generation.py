@@ -49,21 +49,21 @@ def _block_on_one_rank(*_: Any, **__: Any) -> NoReturn:
 
 def _count_as_forward(model: nn.Module, generate: Any, ranks_need_each_other: bool) -> None:
     @functools.wraps(generate)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
+    def generate_in_forward(*args: Any, **kwargs: Any) -> Any:
         forward = model.forward
 
-        def entered(*args: Any, **kwargs: Any) -> Any:
+        def run_generate(*args: Any, **kwargs: Any) -> Any:
             model.forward = forward  # `generate` calls it
             return generate(*args, **kwargs)
 
-        model.forward = entered
+        model.forward = run_generate
         try:
             with torch.no_grad(), _synced_generation(model) if ranks_need_each_other else nullcontext():
                 return model(*args, **kwargs)
         finally:
             model.forward = forward
 
-    model.generate = gathered  # type: ignore[assignment]
+    model.generate = generate_in_forward  # type: ignore[assignment]
 
 
 @contextmanager
@@ -87,8 +87,8 @@ def _trim_attention_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
     On a rank that has finished and runs on for the others, the mask grows and, without a cache, the text does not.
     """
-    text, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+    input_ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     has_cache = kwargs.get("use_cache") or kwargs.get("past_key_values") is not None
-    if text is None or mask is None or mask.ndim != 2 or has_cache:
+    if input_ids is None or mask is None or mask.ndim != 2 or has_cache:
         return None
-    return args, {**kwargs, "attention_mask": mask[:, : text.shape[1]]}
+    return args, {**kwargs, "attention_mask": mask[:, : input_ids.shape[1]]}

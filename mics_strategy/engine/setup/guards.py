@@ -46,11 +46,11 @@ class _BlockedApply:
         """
         for name, parameter in self._module.named_parameters():
             probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            found = convert(probe)
-            if found.dtype != probe.dtype or found.device != probe.device:
+            converted = convert(probe)
+            if converted.dtype != probe.dtype or converted.device != probe.device:
                 raise LifecycleError(
-                    f"`{name}` is sharded as {probe.dtype} on {probe.device} and cannot become {found.dtype} on "
-                    f"{found.device}. Convert the model before `shard()`. To compute in another dtype, set "
+                    f"`{name}` is sharded as {probe.dtype} on {probe.device} and cannot become {converted.dtype} on "
+                    f"{converted.device}. Convert the model before `shard()`. To compute in another dtype, set "
                     "`param_dtype`."
                 )
         for module in self._module.modules() if recurse else [self._module]:
@@ -99,8 +99,8 @@ class _CheckedSave:
             LifecycleError: `state_dict` holds shards, or is missing, so that the model's shards would be saved. Raised
                 on every calling rank before anything is written or sent.
         """
-        given = self.__signature__.bind_partial(*args, **kwargs).arguments
-        state = given.get("state_dict", kwargs.get("state_dict"))
+        arguments = self.__signature__.bind_partial(*args, **kwargs).arguments
+        state = arguments.get("state_dict", kwargs.get("state_dict"))
         values = self._module.parameters() if state is None else state.values()
         if any(isinstance(value, DTensor) for value in values):
             raise LifecycleError(
@@ -117,22 +117,22 @@ def reset_before_access(model: nn.Module, reset: Callable[[], None]) -> None:
 
     A backward that raises leaves unsharded parameters in the modules, and autograd has no callback for its end.
     """
-    listed = model.named_parameters
+    named_parameters_of_model = model.named_parameters
 
     def named_parameters(_: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         reset()
-        return listed(*args, **kwargs)
+        return named_parameters_of_model(*args, **kwargs)
 
     object.__setattr__(model, "named_parameters", MethodType(named_parameters, model))
     model.register_state_dict_pre_hook(lambda *_: reset())
 
 
-def check_parameters_unchanged(model: nn.Module, known: dict[int, str]) -> bool:
+def check_parameters_unchanged(model: nn.Module, names_by_id: dict[int, str]) -> bool:
     """Raise for parameters that were added, replaced or removed after `shard()`.
 
     Args:
         model: Sharded model, outside of any forward.
-        known: Names of its sharded parameters, by id.
+        names_by_id: Names of its sharded parameters, by id.
 
     Returns:
         Whether the model could be checked. It cannot while `torch.func.functional_call` lends it plain tensors.
@@ -140,22 +140,22 @@ def check_parameters_unchanged(model: nn.Module, known: dict[int, str]) -> bool:
     Raises:
         LifecycleError: A parameter changed. The error names the first one.
     """
-    found = dict(model.named_parameters())
-    if len(found) == len(known) and all(
-        id(parameter) in known and isinstance(parameter, ShardedParameter) for parameter in found.values()
+    present = dict(model.named_parameters())
+    if len(present) == len(names_by_id) and all(
+        id(parameter) in names_by_id and isinstance(parameter, ShardedParameter) for parameter in present.values()
     ):
         return True
-    if any(not isinstance(parameter, nn.Parameter) for parameter in found.values()):
+    if any(not isinstance(parameter, nn.Parameter) for parameter in present.values()):
         return False  # lent tensors; a module raises when a plain tensor is assigned to a parameter
-    for name, parameter in found.items():
-        if id(parameter) not in known or not isinstance(parameter, ShardedParameter):
+    for name, parameter in present.items():
+        if id(parameter) not in names_by_id or not isinstance(parameter, ShardedParameter):
             raise LifecycleError(
                 f"Parameter `{name}` was added, replaced or converted after `shard()`. Its gradient would not be "
                 "synchronized. Change the model first, then shard it. To change values, write into the existing "
                 "parameter. To lend values to `torch.func.functional_call`, pass plain tensors (`.detach()`)."
             )
-    removed = set(known) - {id(parameter) for parameter in found.values()}
+    removed = set(names_by_id) - {id(parameter) for parameter in present.values()}
     if removed:
-        names = ", ".join(sorted(known[identity] for identity in removed))
+        names = ", ".join(sorted(names_by_id[identity] for identity in removed))
         raise LifecycleError(f"Parameter `{names}` was removed after `shard()`. Change the model first, then shard it.")
     return True

@@ -40,16 +40,16 @@ def find_initializer(model: nn.Module) -> Initializer:
     adapters = _adapter_initializations(model)
 
     def initialize(module: nn.Module) -> None:
-        own = getattr(module, "reset_parameters", None)
-        owner = by_transformers.get(module)
-        if owner is not None:
-            owner._init_weights(module)
-            if is_uninitialized(module) and callable(own):  # the class is unknown to transformers
-                own()
-                owner._init_weights(module)
+        reset = getattr(module, "reset_parameters", None)
+        pretrained_model = by_transformers.get(module)
+        if pretrained_model is not None:
+            pretrained_model._init_weights(module)
+            if is_uninitialized(module) and callable(reset):  # the class is unknown to transformers
+                reset()
+                pretrained_model._init_weights(module)
         else:
-            if callable(own):
-                own()
+            if callable(reset):
+                reset()
             if author is not None and is_uninitialized(module):
                 author._init_weights(module)
         _reset_adapters(module, adapters)
@@ -60,10 +60,10 @@ def find_initializer(model: nn.Module) -> Initializer:
 def describe_initializer(model: nn.Module) -> str:
     """A line for users on the methods that initialize a model on the meta device."""
     by_transformers, author = _modules_of_transformers(model), _defining_package(model)
-    ways = ["`_init_weights()` of transformers"] if by_transformers else []
+    sources = ["`_init_weights()` of transformers"] if by_transformers else []
     if any(module not in by_transformers for module in model.modules() if _own_tensors(module)):
-        ways.append("each module's `reset_parameters()`")
-    line = f"First values of {type(model).__name__}, which is on the meta device: {', '.join(ways)}."
+        sources.append("each module's `reset_parameters()`")
+    line = f"First values of {type(model).__name__}, which is on the meta device: {', '.join(sources)}."
     if author is None:
         return line
     name = type(author).__name__
@@ -143,10 +143,10 @@ def _reset_adapters(module: nn.Module, adapters: dict[str, Any]) -> None:
     if not callable(reset):
         return
     for name in getattr(module, "r", {}):
-        begin = adapters.get(name, True)
-        if not isinstance(begin, bool) and begin != "gaussian":
+        init_value = adapters.get(name, True)
+        if not isinstance(init_value, bool) and init_value != "gaussian":
             raise ConfigError(
-                f"The adapter {name!r} is initialized from the base weights (init_lora_weights={begin!r}), which have "
-                "no values on the meta device. Build the model on a real device, or use init_lora_weights=True."
+                f"The adapter {name!r} is initialized from the base weights (init_lora_weights={init_value!r}), which "
+                "have no values on the meta device. Build the model on a real device, or use init_lora_weights=True."
             )
-        reset(name, begin)
+        reset(name, init_value)

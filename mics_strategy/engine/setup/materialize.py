@@ -78,12 +78,12 @@ def _load_shards(
     Cost:
         One gather of a small object, and a broadcast of every parameter that differs.
     """
-    everyone = gather_objects({name: fingerprint(value) for name, value in values.items()})
+    fingerprints = gather_objects({name: fingerprint(value) for name, value in values.items()})
     for bucket in buckets:
         for position, region in enumerate(bucket.layout.param_slices):
             value = values[region.name].to(device)
             if groups.world_group is not None and any(
-                other[region.name] != everyone[0][region.name] for other in everyone
+                by_name[region.name] != fingerprints[0][region.name] for by_name in fingerprints
             ):
                 value = value.clone()
                 groups.world_group.broadcast(value, region.name)
@@ -124,19 +124,23 @@ def initialized_values(unit: UnitSpec, initializer: Initializer, device: torch.d
         The whole parameters that were on the meta device, by name.
     """
     modules = modules_of(unit)
-    missing = [entry for entry in unit.parameters if entry.parameter.is_meta]
-    with_values = {module for entry in unit.parameters if not entry.parameter.is_meta for module, _ in entry.locations}
-    unfilled = [module for module in modules if any(b is not None and b.is_meta for b in module._buffers.values())]
-    if not missing and not unfilled:
+    meta_params = [entry for entry in unit.parameters if entry.parameter.is_meta]
+    modules_with_values = {
+        module for entry in unit.parameters if not entry.parameter.is_meta for module, _ in entry.locations
+    }
+    modules_with_meta_buffers = [
+        module for module in modules if any(b is not None and b.is_meta for b in module._buffers.values())
+    ]
+    if not meta_params and not modules_with_meta_buffers:
         return {}
-    values = {entry.name: empty_sentinel_like(entry.parameter, device) for entry in missing}
+    values = {entry.name: empty_sentinel_like(entry.parameter, device) for entry in meta_params}
     _put_parameters(unit, {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()})
-    for module in unfilled:
+    for module in modules_with_meta_buffers:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = empty_sentinel_like(buffer, device)
     for module in reversed(modules):
-        if module not in with_values:
+        if module not in modules_with_values:
             initializer(module)
     return values
 

@@ -30,20 +30,20 @@ def target_device(device: torch.device | str) -> torch.device:
     backend = dist.get_backend()
     serves_cuda = torch.cuda.is_available() and ("nccl" in backend or backend in ("undefined", "fake"))
     if device == "auto":
-        found = torch.device("cuda" if serves_cuda and backend != "fake" else "cpu")
+        target = torch.device("cuda" if serves_cuda and backend != "fake" else "cpu")
     else:
-        found = torch.device(device)
-    if found.type == "cuda" and serves_cuda and found.index is None:
-        found = _own_gpu()
-    if found.type != "cpu" and not (found.type == "cuda" and serves_cuda):
+        target = torch.device(device)
+    if target.type == "cuda" and serves_cuda and target.index is None:
+        target = _local_gpu()
+    if target.type != "cpu" and not (target.type == "cuda" and serves_cuda):
         raise ConfigError(
-            f"`device={found}` cannot be used with the process group backend {backend!r} on this machine. Use NCCL for "
-            "CUDA, or gloo for the CPU."
+            f"`device={target}` cannot be used with the process group backend {backend!r} on this machine. Use NCCL "
+            "for CUDA, or gloo for the CPU."
         )
-    return found
+    return target
 
 
-def _own_gpu() -> torch.device:
+def _local_gpu() -> torch.device:
     """The GPU of this rank: the process group's, the current one, or by `LOCAL_RANK`.
 
     A current device 0 counts as the default. Then `LOCAL_RANK` decides among the devices that the process can see.
@@ -57,15 +57,15 @@ def _own_gpu() -> torch.device:
     return torch.device("cuda", current)
 
 
-def check_initializer(given: object) -> None:
+def check_initializer(initializer: object) -> None:
     """Raise for an `initializer` of `shard()` with no meaning.
 
     Raises:
         ConfigError: It is neither ``"auto"`` nor callable.
     """
-    if given != "auto" and not callable(given):
+    if initializer != "auto" and not callable(initializer):
         raise ConfigError(
-            f"`initializer={given!r}` is neither 'auto' nor callable. Use 'auto', or a function of a module."
+            f"`initializer={initializer!r}` is neither 'auto' nor callable. Use 'auto', or a function of a module."
         )
 
 

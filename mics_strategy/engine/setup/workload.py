@@ -27,10 +27,10 @@ def workload_from_units(modules: list[UnitSpec], config: ShardConfig, memory_byt
     numels: Counter[tuple[torch.dtype, bool]] = Counter()
     units_bytes = []
     for module in modules:
-        of_unit = [(e.parameter.numel(), e.parameter.dtype, e.parameter.requires_grad) for e in module.parameters]
-        for numel, dtype, is_trained in of_unit:
+        unit_params = [(e.parameter.numel(), e.parameter.dtype, e.parameter.requires_grad) for e in module.parameters]
+        for numel, dtype, is_trained in unit_params:
             numels[dtype, is_trained] += numel
-        units_bytes.append(sum(numel * config.param_dtype_of(dtype).itemsize for numel, dtype, _ in of_unit))
+        units_bytes.append(sum(numel * config.param_dtype_of(dtype).itemsize for numel, dtype, _ in unit_params))
     root, *layers = units_bytes
     return Workload(
         kinds=tuple(
