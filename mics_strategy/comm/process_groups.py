@@ -29,7 +29,7 @@ from mics_strategy.comm.desync import STEPS, CollectiveFingerprint, DesyncWatchd
 from mics_strategy.comm.placement import ReplicaRandom, ShardPlacement
 from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
 from mics_strategy.comm.traffic_log import TrafficLog
-from mics_strategy.comm.transport import Transport, backend_of, is_gloo, timeout_of
+from mics_strategy.comm.transport import Transport, backend_of, make_transport, timeout_of
 from mics_strategy.comm.work import has_pending_work
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.tuning.autotune import BenchmarkContext, TuningResult, autotune
@@ -207,7 +207,7 @@ class ProcessGroups:
 
     def _queue(self, name: str, binding: RouteBinding, workspace: Workspace) -> CollectiveQueue:
         """The queue of a communicator: a thread on gloo, the current stream on any other backend."""
-        if not is_gloo(binding.transports[0].group, self.device.type):
+        if not binding.transports[0].blocks_host:
             return InlineQueue(name, binding, workspace, self.traffic_log)
         if name not in self._threads:
             self._threads[name] = CommThread(f"{name} {self._number}", self._watchdog)
@@ -220,7 +220,7 @@ class ProcessGroups:
         group = self._group(role, span)
         if group is None:
             raise errors.LifecycleError(f"No group for {role} over one rank. This is a defect; please report it.")
-        transport = Transport(group, span.name, self.device.type)
+        transport = make_transport(group, span.name, self.device.type)
         self._transports.append(transport)
         return transport
 

@@ -16,7 +16,7 @@ from mics_strategy.comm import queue
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.comm.transport import Transport
+from mics_strategy.comm.transport import GlooTransport
 from mics_strategy.comm.work import Work
 from mics_strategy.errors import CommunicationError, LifecycleError
 from mics_strategy.scopes import Scopes
@@ -226,8 +226,8 @@ def dying(after: int) -> Iterator[None]:
         return send
 
     with (
-        mock.patch.object(Transport, "send", or_die(Transport.send)),
-        mock.patch.object(Transport, "all_reduce", or_die(Transport.all_reduce)),
+        mock.patch.object(GlooTransport, "send", or_die(GlooTransport.send)),
+        mock.patch.object(GlooTransport, "all_reduce", or_die(GlooTransport.all_reduce)),
     ):
         yield
 
