@@ -92,11 +92,7 @@ def _run(job: Job) -> Reply:
             fn, args = pickle.loads(job.call)
             if job.default_group:
                 _init_group(job)
-            with (
-                nullcontext()
-                if job.calibrates
-                else mock.patch("mics_strategy.comm.process_groups.autotune", _undecided)
-            ):
+            with nullcontext() if job.calibrates else mock.patch("mics_strategy.engine.api.autotune", _undecided):
                 value = fn(job.ctx, *args)
         except BaseException as error:  # reported to the test, SystemExit too
             return Reply(failure=Failure.of(error).portable())
