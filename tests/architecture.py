@@ -19,15 +19,24 @@ MAX_PARAMETERS = 6
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
     (
-        *("config", "topology", "scopes", "comm.route", "comm.traffic", "tuning.threshold", "comm.codecs"),
-        *("engine.layout", "engine.lifecycle", "engine.plan", "engine.optimizer.owners"),
+        *(
+            "config",
+            "topology",
+            "scopes",
+            "comm.route",
+            "comm.traffic",
+            "comm.traffic_log",
+            "tuning.threshold",
+            "comm.codecs",
+        ),
+        *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule", "engine.optimizer.owners"),
         *("planner.cost", "checkpoint.manifest", "checkpoint.reshard"),
     ),
     ("comm", "tuning.cache", "tuning.autotune"),
     ("engine", "tuning"),
     ("checkpoint",),
     ("",),
-    ("lightning", "accelerate", "cli", "run", "launch_file", "memory_report"),
+    ("lightning", "accelerate", "cli", "run", "launch_file"),
     ("autoload",),
 )
 PURE_LAYER = 1

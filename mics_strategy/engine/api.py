@@ -14,7 +14,7 @@ from mics_strategy.comm.consensus import check_equal_across_ranks, gather_object
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
 from mics_strategy.config import ShardConfig
-from mics_strategy.engine.autograd_entry import wrap_autograd
+from mics_strategy.engine.autograd import wrap_autograd
 from mics_strategy.engine.build import BuildContext, add_sharded_parameters, build_engine, build_units
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.hooks import install
