@@ -21,9 +21,11 @@ import torch.distributed as dist
 
 from tests.ranks import RankPool
 from tests.seeds import seed_generators
+from tests.shared_jobs import Batches, SharedJobs, siblings
 from tests.tiers import is_interpreter, outside_fast_tier
 
 _pool = pytest.StashKey[RankPool]()
+_batches = pytest.StashKey[dict[tuple[str, str], Batches]]()
 
 # Set by libraries on first use, for the rest of the process, without consequence for other tests.
 ENVIRONMENT_OF_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_")
@@ -70,9 +72,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture
-def ranks(pytestconfig: pytest.Config) -> RankPool:
-    """`ranks(4, fn, *args, ranks_per_node=2)`: see `RankPool.__call__`."""
-    return pytestconfig.stash[_pool]
+def ranks(request: pytest.FixtureRequest) -> RankPool | SharedJobs:
+    """`ranks(4, fn, *args, ranks_per_node=2)`: see `RankPool.__call__`; cases of a test marked `one_job` share jobs."""
+    item, stash = request.node, request.config.stash
+    if not (item.get_closest_marker("one_job") and hasattr(item, "callspec")):
+        return stash[_pool]
+    batches = stash.setdefault(_batches, {})
+    of_test = item.parent.nodeid, item.originalname
+    if of_test not in batches:
+        batches[of_test] = Batches(stash[_pool], siblings(item))
+    return SharedJobs(stash[_pool], batches[of_test], item)
 
 
 @pytest.fixture(autouse=True)

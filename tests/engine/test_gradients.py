@@ -9,6 +9,8 @@ from tests.engine.patterns import Pattern, play
 from tests.engine.training import Run, assert_same
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.one_job
+
 BACKWARDS = (
     patterns.two_micro_steps,
     patterns.one_backward_of_two_forwards,

@@ -18,6 +18,8 @@ from tests.engine.training import (
 )
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.one_job
+
 CASES = (models.mlp, models.transformer, models.conv_bn, models.tied, models.frozen, models.scalar, models.shared)
 PARO = tuple(name for name in ShardConfig.PRESETS if name.startswith("paro-"))
 cases = pytest.mark.parametrize("case", [*CASES, unused_alike], ids=lambda case: case.__name__)
