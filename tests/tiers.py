@@ -1,10 +1,11 @@
 """Which tests are in the fast tier, `make test`, and which only in `make test-all`?
 
-A test marked `slow` is in the slow tier. A product of parameters marked `wide` is in both: the fast tier takes a
-diagonal of it, which has every value of every parameter, and the slow tier the other combinations.
+A test marked `slow` is in the slow tier. A test marked `wide`, as all of a module may be, is in both if it has several
+parametrizations: the fast tier takes a diagonal of their product, which has every value of every parameter, and the
+slow tier the other combinations. Of a test marked `wide(every=3)` the fast tier takes every third case.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,24 @@ def is_interpreter(command: object) -> bool:
 
 
 def outside_fast_tier(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Items of `wide` products that are not on the diagonal of their product."""
-    products: dict[tuple[pytest.Collector | None, str], list[pytest.Item]] = {}
+    """Items of tests marked `wide` that are not in the fast tier."""
+    tests: dict[tuple[pytest.Collector | None, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("wide"):
-            products.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
-    return [item for product in products.values() for item in _off_diagonal(product)]
+            tests.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    return [item for cases in tests.values() for item in _left_out(cases)]
 
 
-def _off_diagonal(product: Sequence[pytest.Item]) -> list[pytest.Item]:
-    coordinates = [_coordinates(item) for item in product]
+def _left_out(cases: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    every = cases[0].get_closest_marker("wide").kwargs.get("every")
+    if every is not None:
+        yield from (case for number, case in enumerate(cases) if number % every)
+        return
+    coordinates = [_coordinates(case) for case in cases]
     axes = [list(dict.fromkeys(values)) for values in zip(*coordinates, strict=True)]
-    if len(axes) < 2:
-        raise pytest.UsageError(f"{product[0].nodeid} is marked wide, but is no product of two parametrizations")
-    diagonal = {tuple(axis[i % len(axis)] for axis in axes) for i in range(max(map(len, axes)))}
-    return [item for item, place in zip(product, coordinates, strict=True) if place not in diagonal]
+    if len(axes) > 1:
+        diagonal = {tuple(axis[i % len(axis)] for axis in axes) for i in range(max(map(len, axes)))}
+        yield from (case for case, place in zip(cases, coordinates, strict=True) if place not in diagonal)
 
 
 def _coordinates(item: pytest.Item) -> tuple[tuple[int, ...], ...]:

@@ -29,7 +29,7 @@ from tests.engine.training import (
 from tests.models import Batch, Case, Residual
 from tests.ranks import RankContext, RankPool
 
-pytestmark = pytest.mark.one_job
+pytestmark = [pytest.mark.wide, pytest.mark.one_job]
 
 
 def _check(ranks: RankPool, world_size: int, run: Run) -> None:
