@@ -40,6 +40,7 @@ def test_top_level_entries_are_known() -> None:
     assert architecture.check_top_level(line.split("/")[0] for line in listed.splitlines()) == []
 
 
+@pytest.mark.interpreter
 def test_importing_the_package_loads_no_framework() -> None:
     code = (
         "import importlib.util, sys\n"
