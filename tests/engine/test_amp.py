@@ -159,7 +159,9 @@ def overflow_in_one_row(ctx: RankContext, preset: str) -> tuple[float, float, fl
 
 
 @scalers
-def test_all_ranks_see_an_overflow_on_one_where_the_first_parameter_is_a_scalar(ranks: RankPool, preset: str) -> None:
+def test_all_ranks_find_an_overflow_of_one_rank_if_the_first_parameter_is_a_scalar(
+    ranks: RankPool, preset: str
+) -> None:
     assert ranks(4, overflow_in_one_row, preset, ranks_per_node=2) == [(SCALE / 2, 1.0, -1.0)] * 4
 
 

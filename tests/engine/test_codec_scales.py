@@ -82,7 +82,7 @@ def distances_of_each(ctx: RankContext, configs: list[ShardConfig]) -> list[dict
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_small_numbers_beside_large_ones_keep_their_digits(ranks: RankPool, preset: str) -> None:
+def test_small_values_next_to_large_ones_keep_their_digits(ranks: RankPool, preset: str) -> None:
     configs = {case: config for case in CASES if (config := config_of(preset, case)) is not None}
     for of_rank in ranks(4, distances_of_each, list(configs.values())):
         for (case, config), found in zip(configs.items(), of_rank, strict=True):
@@ -140,7 +140,7 @@ def test_blocks_without_a_common_size_are_refused() -> None:
         ShardConfig(weight_codec=Codec(bits=8, block_size=4094), grad_codec=Codec(bits=8, block_size=4098))
 
 
-def test_blocks_too_long_to_be_bound_are_announced(ranks: RankPool) -> None:
+def test_blocks_that_may_span_parameters_are_reported(ranks: RankPool) -> None:
     long, bound = Codec(bits=8, block_size=2**20), Codec(bits=8, block_size=8192)
     config = ShardConfig.preset("zero3", codec_links="all", grad_codec=long, weight_codec=bound)
     first, second = ranks(2, printed, config)

@@ -86,7 +86,7 @@ def test_a_codec_with_nothing_to_encode_is_refused() -> None:
         ("zero3", {"grad_codec": "int8", "grad_codec_hops": "second"}, "Use `grad_codec_hops='all'` or"),
     ],
 )
-def test_an_idle_codec_is_refused_with_what_would_use_it(preset: str, options: dict[str, Any], advice: str) -> None:
+def test_an_unused_codec_is_refused_with_remedies(preset: str, options: dict[str, Any], advice: str) -> None:
     config, topology = ShardConfig.preset(preset, **options), Topology(ranks_per_node=2)
     with pytest.raises(ConfigError) as caught:
         resolve_scopes(config, topology, 4)
@@ -136,7 +136,7 @@ def test_replicas_stay_equal_and_near_plain_training_and_send_what_was_planned(
             assert counted == planned
 
 
-def test_transports_without_lanes_train_alike(ranks: RankPool) -> None:
+def test_transports_without_queues_train_equally(ranks: RankPool) -> None:
     """On streams, and where torch's collectives do the work, the same programs give the same bits."""
     config = config_of("zero3", "everything")
     assert config is not None
@@ -182,7 +182,7 @@ def record_weights(ctx: RankContext, config: ShardConfig) -> list[Tensor]:
 
 @pytest.mark.parametrize("links", ["slow", "all"])
 @pytest.mark.parametrize("preset", ["zero3", "zeropp", "paro-nig"])
-def test_backward_computes_with_what_the_forward_had(ranks: RankPool, preset: str, links: str) -> None:
+def test_backward_uses_the_parameters_of_the_forward(ranks: RankPool, preset: str, links: str) -> None:
     """Blocks of primary and secondary shards do not coincide: encoded twice, parameters would change twice."""
     options = dict(weight_codec=Codec(bits=4, block_size=32), codec_links=links, topology=Topology(ranks_per_node=2))
     for seen in ranks(4, record_weights, ShardConfig.preset(preset, **options)):
@@ -205,7 +205,7 @@ def printed(ctx: RankContext, config: ShardConfig) -> str:
     return text.getvalue()
 
 
-def test_one_node_says_that_nothing_is_encoded(ranks: RankPool) -> None:
+def test_one_node_reports_that_nothing_is_quantized(ranks: RankPool) -> None:
     node = dict(topology=Topology(ranks_per_node=2), weight_codec="int8", grad_codec="int8")
     first, second = ranks(2, printed, ShardConfig.preset("zero3", **node))
     assert first.splitlines() == [
@@ -263,7 +263,7 @@ def switch_codecs_off(ctx: RankContext, run: Run) -> list[tuple[Counter[Kind], C
 
 
 @pytest.mark.parametrize("preset", ["zero3", "mics", "ddp"])
-def test_gradients_travel_as_they_are_in_the_rest_of_the_training(ranks: RankPool, preset: str) -> None:
+def test_gradients_are_sent_unquantized_in_the_rest_of_the_training(ranks: RankPool, preset: str) -> None:
     options = dict(grad_codec=INT8, codec_links="all", grad_codec_until=0.5, topology=Topology(ranks_per_node=2))
     config = ShardConfig.preset(preset, training_steps=6, **options)
     run = Run(case=models.mlp, config=config, accumulation=2, steps=6)

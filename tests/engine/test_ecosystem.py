@@ -64,7 +64,7 @@ def test_evaluation_sees_what_the_switch_has_written(ranks: RankPool, name: str)
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULE_FREE if name != "wrapper"])  # views scalars as bytes
-def test_scalars_and_tiny_parameters_are_averaged_alike(ranks: RankPool, name: str) -> None:
+def test_scalars_and_tiny_parameters_are_averaged_equally(ranks: RankPool, name: str) -> None:
     runs = [Run(case=models.scalar, config=config) for config in presets(("ddp", "zero1", "paro-iig"))]
     assert_same_loop(ranks, 2, runs, switched, name)
 

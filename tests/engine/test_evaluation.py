@@ -211,7 +211,7 @@ def write_parameter(ctx: RankContext, run: Run, name: str) -> tuple[Tensor, Tens
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "mics"])
 @pytest.mark.parametrize("write", WRITES)
-def test_every_write_into_a_parameter_is_seen(ranks: RankPool, preset: str, write: str) -> None:
+def test_every_write_into_a_parameter_is_detected(ranks: RankPool, preset: str, write: str) -> None:
     run = Run(case=models.mlp, config=ShardConfig.preset(preset))
     before, after = ranks(2, write_parameter, run, write)[1]
     torch.testing.assert_close(after, 2 * before)
@@ -240,7 +240,7 @@ def write_behind_and_say_so(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "mics"])
 @pytest.mark.parametrize("write", [pytest.param("lists", marks=kinds_of_dtensors), "announced"])
-def test_write_that_torch_does_not_count_is_seen(ranks: RankPool, preset: str, write: str) -> None:
+def test_write_that_torch_does_not_count_is_used(ranks: RankPool, preset: str, write: str) -> None:
     job = {"lists": write_lists, "announced": write_behind_and_say_so}[write]
     before, after = ranks(2, job, Run(case=models.mlp, config=ShardConfig.preset(preset)))[1]
     torch.testing.assert_close(after, 2 * before)

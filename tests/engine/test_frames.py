@@ -62,7 +62,7 @@ def stacks_to_the_wire() -> Iterator[list[list[str]]]:
         threading.setprofile(None)
 
 
-def test_the_methods_that_are_counted_exist() -> None:
+def test_the_counted_methods_exist() -> None:
     assert all(callable(getattr(Transport, name)) for name in WIRE)
 
 

@@ -37,7 +37,7 @@ def _gathered(ctx: RankContext) -> None:
     assert len(used) == len(list(plain.parameters()))  # none by torch's gather, which damages the heap on gloo
 
 
-def test_a_gradient_is_gathered_by_our_own_gather(ranks: RankPool) -> None:
+def test_full_tensor_of_a_gradient_uses_our_all_gather(ranks: RankPool) -> None:
     ranks(4, _gathered, ranks_per_node=2)
 
 
@@ -53,7 +53,7 @@ def _compared(ctx: RankContext) -> None:
 
 
 @kinds_of_dtensors
-def test_a_gradient_is_compared_as_a_whole(ranks: RankPool) -> None:
+def test_comparison_of_a_gradient_uses_the_full_tensor(ranks: RankPool) -> None:
     ranks(4, _compared, ranks_per_node=2)
 
 

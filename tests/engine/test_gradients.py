@@ -69,7 +69,7 @@ def test_backward_through_a_secondary_copy(ranks: RankPool, pattern: Pattern) ->
 
 
 @backwards
-def test_backward_through_gathered_parameters(ranks: RankPool, pattern: Pattern) -> None:
+def test_backward_through_unsharded_parameters(ranks: RankPool, pattern: Pattern) -> None:
     _check(ranks, Run(case=models.transformer, config=ShardConfig()), pattern, 2)
 
 
@@ -79,7 +79,7 @@ def test_backward_with_two_hops(ranks: RankPool, pattern: Pattern) -> None:
 
 
 @backwards
-def test_backward_through_whole_parameters(ranks: RankPool, pattern: Pattern) -> None:
+def test_backward_through_parameters_that_are_not_sharded(ranks: RankPool, pattern: Pattern) -> None:
     _check(ranks, Run(case=models.transformer, config=ZERO2), pattern, 2)
 
 

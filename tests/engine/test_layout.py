@@ -62,7 +62,7 @@ def test_shards_are_the_chunks_of_dtensor(shape: tuple[int, ...], ranks: int) ->
 
 @ranks_
 @shapes
-def test_flat_form_holds_every_shard_at_its_place(shape: tuple[int, ...], ranks: int) -> None:
+def test_flat_buffer_holds_every_shard_in_its_row(shape: tuple[int, ...], ranks: int) -> None:
     layout = _plan(ranks, (5,), shape, (9, 2))
     whole = _numbered(shape)
     flat = _flat(layout, [_numbered((5,)), whole, _numbered((9, 2))])
@@ -72,7 +72,7 @@ def test_flat_form_holds_every_shard_at_its_place(shape: tuple[int, ...], ranks:
 
 @ranks_
 @shapes
-def test_pieces_bring_back_what_they_took(shape: tuple[int, ...], ranks: int) -> None:
+def test_copy_pairs_restore_the_parameters(shape: tuple[int, ...], ranks: int) -> None:
     layout = _plan(ranks, shape)
     whole, back = _numbered(shape), torch.zeros(shape, dtype=torch.float64)
     for piece, part in layout.copy_pairs(_flat(layout, [whole]), back, 0):
@@ -82,7 +82,7 @@ def test_pieces_bring_back_what_they_took(shape: tuple[int, ...], ranks: int) ->
 
 @ranks_
 @shapes
-def test_one_view_is_the_pieces_where_chunks_are_whole(shape: tuple[int, ...], ranks: int) -> None:
+def test_strided_view_equals_the_pairs_where_pieces_are_full(shape: tuple[int, ...], ranks: int) -> None:
     layout = _plan(ranks, (3, 2), shape)
     wholes, region = [_numbered((3, 2)), _numbered(shape)], layout.param_slices[1]
     flat = torch.full((layout.full_numel,), -1.0, dtype=torch.float64)
@@ -100,7 +100,7 @@ def test_one_view_is_the_pieces_where_chunks_are_whole(shape: tuple[int, ...], r
 
 
 @ranks_
-def test_stretches_of_all_slices_are_the_parameters_without_padding(ranks: int) -> None:
+def test_extents_of_all_shards_are_the_parameters_without_padding(ranks: int) -> None:
     """Whatever the scope at which the slices are."""
     layout = _plan(ranks, *SHAPES)
     wholes = [_numbered(region.shape) for region in layout.param_slices]
@@ -126,7 +126,7 @@ def test_stretches_of_all_slices_are_the_parameters_without_padding(ranks: int) 
 
 
 @ranks_
-def test_pieces_cover_every_element_once(ranks: int) -> None:
+def test_copy_pairs_cover_every_element_once(ranks: int) -> None:
     layout = _plan(ranks, *SHAPES)
     wholes = [torch.zeros(shape) for shape in SHAPES]
     flat = torch.zeros(layout.full_numel)
@@ -142,7 +142,7 @@ def test_pieces_cover_every_element_once(ranks: int) -> None:
 
 
 @ranks_
-def test_regions_are_aligned_and_apart(ranks: int) -> None:
+def test_slices_are_aligned_and_disjoint(ranks: int) -> None:
     layout = _plan(ranks, *SHAPES)
     for region, following in pairwise(layout.param_slices):
         assert region.offset % ALIGN_NUMEL == 0
@@ -183,7 +183,7 @@ def test_shard_at_a_smaller_scope_is_a_run_of_rows(ranks: int) -> None:
 
 
 @ranks_
-def test_compact_views_are_apart_and_have_the_shapes(ranks: int) -> None:
+def test_unpadded_views_are_disjoint_and_have_the_shapes(ranks: int) -> None:
     layout = _plan(ranks, *SHAPES)
     buffer = torch.zeros(layout.unpadded_numel)
     views = layout.unpadded_views(buffer)
@@ -194,7 +194,7 @@ def test_compact_views_are_apart_and_have_the_shapes(ranks: int) -> None:
     assert int(buffer.sum()) == sum(view.numel() for view in views)
 
 
-def test_one_rank_needs_no_flat_form() -> None:
+def test_one_rank_needs_no_flat_buffer() -> None:
     """What lets whole parameters be the optimizer's own memory."""
     layout = _plan(1, *SHAPES)
     wholes = [_numbered(shape) for shape in SHAPES]
@@ -219,6 +219,6 @@ def test_every_parameter_and_every_shard_of_it_starts_at_a_multiple_of_16_bytes(
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
-def test_wider_dtypes_are_laid_out_as_ever(itemsize: int) -> None:
+def test_wider_dtypes_do_not_change_the_layout(itemsize: int) -> None:
     shapes = [(f"p{i}", torch.Size(shape)) for i, shape in enumerate([(3, 5), (1,), (8, 3), (7,)])]
     assert make_layout(shapes, 2, itemsize=itemsize) == make_layout(shapes, 2)

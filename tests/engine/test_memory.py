@@ -92,7 +92,7 @@ def account(ctx: RankContext, run: Run) -> tuple[dict[str, int], int]:
 
 
 @configs
-def test_account_is_what_was_allocated(ranks: RankPool, config: ShardConfig) -> None:
+def test_tracked_memory_equals_allocated_memory(ranks: RankPool, config: ShardConfig) -> None:
     run = Run(case=models.transformer, config=config)
     for purposes, added in ranks(4, account, run, ranks_per_node=2):
         assert abs(added - sum(purposes.values())) < 2048  # scalars and shapes of torch's own

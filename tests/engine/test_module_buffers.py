@@ -217,7 +217,7 @@ def cached(ctx: RankContext) -> list[float]:
     return found
 
 
-def test_buffers_made_in_inference_mode_are_taken_over_too(ranks: RankPool) -> None:
+def test_buffers_made_in_inference_mode_are_synchronized(ranks: RankPool) -> None:
     first, second = ranks(2, cached)
     assert first == [first[0]] * 4
     assert second == [second[0]] * 2 + [first[0]] * 2
@@ -249,6 +249,6 @@ def test_a_forward_sends_once_and_nothing_where_there_are_no_buffers(ranks: Rank
     assert ranks(2, nested, False) == [[]] * 2
 
 
-def test_another_word_than_true_and_false_is_refused() -> None:
+def test_a_value_other_than_true_and_false_is_refused() -> None:
     with pytest.raises(ConfigError, match="broadcast_buffers='no'"):
         ShardConfig(broadcast_buffers="no")  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ def assert_right(ranks: RankPool, cases: dict[str, Case], world_size: int, ranks
     assert not others
 
 
-def test_some_experts_are_used_by_some_ranks_only() -> None:
+def test_some_ranks_only_use_some_experts() -> None:
     """What the cases below are about."""
     used = []
     for rank in range(4):

@@ -60,7 +60,7 @@ def test_every_dtype_and_stride_is_rank_zeros(ranks: RankPool, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nothing_is_handed_to_nccl_in_a_dtype_that_it_does_not_know(dtype: torch.dtype) -> None:
+def test_nccl_gets_only_dtypes_that_it_supports(dtype: torch.dtype) -> None:
     gather, broadcast = transport._all_gather, transport.dist.broadcast
 
     def known(*tensors: Tensor) -> None:

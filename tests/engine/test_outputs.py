@@ -110,7 +110,7 @@ def test_what_a_unit_returns_of_its_parameters_is_used_as_in_the_plain_model(
                 torch.testing.assert_close(found, expected, msg=name)
 
 
-def test_a_parameter_in_a_container_that_cannot_be_made_anew_is_refused(ranks: RankPool) -> None:
+def test_a_parameter_in_a_container_that_cannot_be_rebuilt_is_refused(ranks: RankPool) -> None:
     with pytest.raises(RankError) as failure:
         ranks(2, trained, "dataclass", "zero3")
     for error in failure.value.by_rank.values():

@@ -125,7 +125,7 @@ def test_without_overlap_the_second_hop_waits_for_the_step(ranks: RankPool) -> N
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
-def test_every_collective_that_is_started_is_waited_for(ranks: RankPool, micro_steps: int) -> None:
+def test_every_started_collective_is_waited_for(ranks: RankPool, micro_steps: int) -> None:
     _, events = rank_zero(ranks, "all", micro_steps)
     started = sorted(event.removeprefix("start ") for event in events if event.startswith("start "))
     waited = sorted(event.removeprefix("wait ") for event in events if event.startswith("wait "))

@@ -140,7 +140,7 @@ def merged_state(ctx: RankContext, run: Run) -> dict[str, Tensor]:
 
 
 @cases
-def test_whole_state_after_merging_is_that_of_the_plain_merged_model(ranks: RankPool, case: Any) -> None:
+def test_full_state_dict_after_merging_is_that_of_the_plain_merged_model(ranks: RankPool, case: Any) -> None:
     run = _run(case)
     state, *rest = ranks(4, merged_state, run, ranks_per_node=2)
     expected = _plain(run, 4).merge_and_unload().state_dict()
@@ -160,7 +160,7 @@ def save_adapter(ctx: RankContext, run: Run, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", [lora, lora_and_a_trained_head, dora, ia3], ids=_name)
-def test_adapter_in_the_whole_state_is_the_plain_adapter(ranks: RankPool, case: Any, tmp_path: Path) -> None:
+def test_adapter_in_the_full_state_dict_is_the_plain_adapter(ranks: RankPool, case: Any, tmp_path: Path) -> None:
     run = _run(case, "paro-iig")
     adapter = ranks(4, save_adapter, run, tmp_path, ranks_per_node=2)[0]
     expected = get_peft_model_state_dict(_plain(run, 4))
@@ -243,13 +243,13 @@ def begin_on_meta(ctx: RankContext, beginning: Any) -> tuple[list[float], list[f
 
 
 @pytest.mark.parametrize("beginning", [True, "gaussian"])
-def test_an_adapter_on_meta_begins_with_changing_nothing(ranks: RankPool, beginning: Any) -> None:
+def test_an_adapter_on_meta_starts_without_effect(ranks: RankPool, beginning: Any) -> None:
     for of_a, of_b in ranks(2, begin_on_meta, beginning):
         assert min(of_a) > 0
         assert max(of_b) == 0
 
 
-def test_an_adapter_that_begins_from_the_base_is_refused_on_meta(ranks: RankPool) -> None:
+def test_an_adapter_initialized_from_base_weights_is_refused_on_meta(ranks: RankPool) -> None:
     raises_on_every_rank(
         lambda: ranks(2, begin_on_meta, "olora"), ConfigError, "initialized from the base weights.*'olora'"
     )

@@ -72,7 +72,7 @@ def test_declared_boundary_changes_when_and_not_what(ranks: RankPool, preset: st
 
 
 @pytest.mark.parametrize("preset", ["ddp", "mics", "zero3", "paro-iig"])
-def test_report_shows_planned_and_sent_alike(ranks: RankPool, preset: str) -> None:
+def test_report_shows_planned_and_issued_traffic(ranks: RankPool, preset: str) -> None:
     run = Run(case=models.mlp, config=ShardConfig.preset(preset), accumulation=2, steps=2)
     [(issued, _, rows)] = ranks(4, count_steps, run, ranks_per_node=2)[0]
     assert sum(row.sent_bytes for row in rows) == issued.total()
@@ -152,7 +152,7 @@ def count_step_alone(ctx: RankContext, run: Run) -> list[int]:
     return counts
 
 
-def test_optimizer_step_finishes_what_nobody_has_read(ranks: RankPool) -> None:
+def test_optimizer_step_finishes_unread_gradients(ranks: RankPool) -> None:
     run = Run(case=models.mlp, config=ShardConfig.preset("ddp"), accumulation=3, units=root_only)
     assert ranks(2, count_step_alone, run)[0] == [2, 0]
 

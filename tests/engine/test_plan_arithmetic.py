@@ -70,7 +70,7 @@ def test_zero3_with_a_slot_for_every_unit_gathers_once_per_step() -> None:
 
 
 @pytest.mark.parametrize("micro_steps", [1, 4])
-def test_mics_sends_formula_m9_between_replicas(micro_steps: int) -> None:
+def test_mics_second_hop_sends_an_all_reduce_of_the_shard(micro_steps: int) -> None:
     """2 M (n-p) / n over all p replication groups together: 2 (M/p) (n-p) / n for each of them."""
     plan = _plan(_scopes("mics"), SINGLE, micro_steps)
     assert _sent(plan, ALL_REDUCE, "inter_node") == 2 * (MODEL // 4) * (8 - 4) // 8
@@ -124,7 +124,7 @@ def test_step_by_hand() -> None:
     ]
 
 
-def test_update_is_gathered_once_per_step_in_front_of_the_first_use() -> None:
+def test_parameters_are_synchronized_once_per_step_before_the_first_use() -> None:
     plan = _plan(_scopes("paro-iig"), SINGLE, 3)
     updates = [
         (p.unit, p.phase, p.micro_step)
@@ -146,7 +146,7 @@ def test_frozen_units_are_gathered_and_never_reduced() -> None:
     assert {p.axis for p in plan.collectives} == {"intra_node"}
 
 
-def test_frozen_model_asks_for_no_usage() -> None:
+def test_frozen_model_exchanges_no_used_parameter_map() -> None:
     assert not any(p.unit == "(usage)" for p in _plan(_scopes("mics"), SINGLE, 1, trainable=False).collectives)
 
 

@@ -104,7 +104,7 @@ def test_a_larger_model_is_sharded_over_more(trained: float, memory: float, expe
 
 
 @pytest.mark.parametrize(("memory", "expected"), [(80e9, "nng"), (16e9, "ing"), (4e9, "gng")])
-def test_a_few_trained_parameters_keep_their_gradients_whole(memory: float, expected: str) -> None:
+def test_a_few_trained_parameters_do_not_shard_their_gradients(memory: float, expected: str) -> None:
     assert _chosen(2e7, 6.7e9, memory) == f"paro-{expected}"
 
 
@@ -118,7 +118,7 @@ def test_one_node_has_nothing_to_save_between_nodes() -> None:
     ]
 
 
-def test_what_fits_nowhere_is_said() -> None:
+def test_a_model_that_fits_nowhere_is_reported() -> None:
     workload = Workload(kinds=_kinds(1e12, 0), slots_bytes=0, memory_bytes=10**9)
     advice = choose_preset(AUTO, workload, Topology(ranks_per_node=8), 64)
     assert advice.preset == "paro-ggg"
@@ -169,7 +169,7 @@ def chosen(ctx: RankContext) -> tuple[tuple[int, int, int], ShardConfig]:
     return (sharded.scopes.params, sharded.scopes.grads, sharded.scopes.optimizer), sharded.config
 
 
-def test_every_rank_chooses_the_same_and_keeps_what_was_asked(ranks: RankPool) -> None:
+def test_every_rank_chooses_the_same_scopes_and_keeps_other_options(ranks: RankPool) -> None:
     found = ranks(4, chosen, ranks_per_node=2)
     assert found == [((1, 1, 4), AUTO)] * 4
 
@@ -182,7 +182,7 @@ def printed(ctx: RankContext) -> str:
     return out.getvalue()
 
 
-def test_rank_zero_says_what_was_chosen_and_why(ranks: RankPool) -> None:
+def test_rank_0_prints_the_choice_and_the_reasons(ranks: RankPool) -> None:
     found = ranks(2, printed)
     assert "mics_strategy chose the scopes of `paro-nnn`" in found[0]
     assert found[1] == ""

@@ -136,7 +136,7 @@ def written_apart(ctx: RankContext) -> None:
     model.head.bias.grad  # noqa: B018
 
 
-def test_forwards_that_write_different_values_are_found(ranks: RankPool) -> None:
+def test_forwards_that_write_different_values_are_detected(ranks: RankPool) -> None:
     raises_on_every_rank(lambda: ranks(2, written_apart), LifecycleError, match="wrote different values into a param")
 
 

@@ -109,6 +109,6 @@ def count_groups(ctx: RankContext) -> list[int]:
     return counts
 
 
-def test_models_share_the_groups_that_carry_the_same(ranks: RankPool) -> None:
+def test_models_share_process_groups_of_the_same_role(ranks: RankPool) -> None:
     for one, two, with_another_scope in ranks(4, count_groups, ranks_per_node=2):
         assert two == one + 1 < with_another_scope  # all-reduces have a group of each model's own

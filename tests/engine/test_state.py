@@ -185,7 +185,7 @@ def compare(ctx: RankContext, run: Run) -> list[bool]:
 
 
 @pytest.mark.parametrize("preset", ["zero3", "mics", "ddp"])
-def test_parameters_are_compared_whole(ranks: RankPool, preset: str) -> None:
+def test_comparison_of_parameters_uses_full_tensors(ranks: RankPool, preset: str) -> None:
     run = Run(case=models.mlp, config=ShardConfig.preset(preset))
     found = ranks(2, compare, run)
     assert found[0][:2] == found[1][:2] == [True, True]

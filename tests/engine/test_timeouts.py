@@ -116,7 +116,7 @@ def end_the_silent_one(ctx: RankContext) -> None:
         (4, 2, "ddp", {}, 3, "clip"),
     ],
 )
-def test_a_rank_that_stands_still_is_named_by_all_others_within_the_timeout(
+def test_all_other_ranks_name_a_stalled_rank_within_the_timeout(
     ranks: RankPool,
     world_size: int,
     per_node: int,
@@ -141,7 +141,7 @@ def check_all_name(silent: int, failure: RankError) -> None:
         assert re.search(named, str(error)), str(error)
 
 
-def test_a_rank_that_does_not_come_to_an_agreement_is_named(ranks: RankPool) -> None:
+def test_a_rank_that_is_missing_in_a_consensus_check_is_named(ranks: RankPool) -> None:
     with pytest.raises(RankError) as failure:
         ranks(3, agree_without_a_rank, **LIMITS)
     check_all_name(1, failure.value)

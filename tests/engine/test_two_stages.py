@@ -73,14 +73,14 @@ def test_what_is_sent_in_narrow_dtypes_was_planned(ranks: RankPool, preset: str,
         assert issued == planned
 
 
-def test_a_number_between_the_sizes_of_units_sends_some_in_each_way(ranks: RankPool) -> None:
+def test_a_threshold_between_the_unit_sizes_uses_both_algorithms(ranks: RankPool) -> None:
     by_number = {n: ranks(4, count, run_of("zero3", n), ranks_per_node=2)[0][3] for n in (1, FROM_BYTES, 1 << 40)}
     kinds = ("all_gather", "reduce_scatter")
     in_stages, directly = {(k, axis) for k in kinds for axis in STAGES}, {(k, WHOLE) for k in kinds}
     assert by_number == {1: in_stages, FROM_BYTES: in_stages | directly, 1 << 40: directly}
 
 
-def test_gathers_have_the_same_bits_either_way(ranks: RankPool) -> None:
+def test_all_gathers_are_bitwise_equal_with_either_algorithm(ranks: RankPool) -> None:
     """The losses of the first step are computed from what was gathered, and from nothing that was summed."""
     losses = {
         n: [outcome.losses[0] for outcome in ranks(4, train, run_of("zero3", n), ranks_per_node=2)]
@@ -110,7 +110,7 @@ def printed(ctx: RankContext, cache: str) -> list[str]:
     return lines
 
 
-def test_rank_0_says_once_what_was_measured(ranks: RankPool, tmp_path: object) -> None:
+def test_rank_0_prints_measurements_once(ranks: RankPool, tmp_path: object) -> None:
     first, *others = ranks(4, printed, str(tmp_path), ranks_per_node=2, calibrates=True)
     assert others == [[]] * 3
     [text] = first

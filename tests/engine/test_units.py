@@ -95,7 +95,7 @@ def test_several_classes_nest() -> None:
     ]
 
 
-def test_predicate_takes_what_it_likes() -> None:
+def test_predicate_chooses_any_modules() -> None:
     units = find_units(Transformer(), lambda module: isinstance(module, nn.Linear) and module.bias is not None)
     assert len(units) == 1 + 3 * 4
 
@@ -128,7 +128,7 @@ def test_owner_is_the_innermost_unit_around(rule: object) -> None:
         assert owner == max(around, key=len)
 
 
-def test_tied_parameter_belongs_to_the_root_when_its_homes_are_apart() -> None:
+def test_tied_parameter_belongs_to_the_root_when_its_modules_share_no_unit() -> None:
     model = Transformer(tie=True)
     model.blocks[1].down.weight = model.blocks[0].down.weight
     owners = _owners(find_units(model, Block))
@@ -137,7 +137,7 @@ def test_tied_parameter_belongs_to_the_root_when_its_homes_are_apart() -> None:
     assert "head.weight" not in owners
 
 
-def test_tied_parameter_belongs_to_the_unit_around_all_its_homes() -> None:
+def test_tied_parameter_belongs_to_the_unit_around_all_its_modules() -> None:
     model = EncoderDecoder()
     first, second = model.decoder["a"].inner
     second.up.weight = first.up.weight
@@ -145,13 +145,13 @@ def test_tied_parameter_belongs_to_the_unit_around_all_its_homes() -> None:
     assert owners["decoder.a.inner.0.up.weight"] == "decoder.a"
 
 
-def test_tied_parameter_stays_inside_a_unit_that_holds_all_its_homes() -> None:
+def test_tied_parameter_stays_inside_a_unit_with_all_its_modules() -> None:
     model = Transformer()
     model.blocks[1].norm2.weight = model.blocks[1].norm1.weight
     assert _owners(find_units(model, Block))["blocks.1.norm1.weight"] == "blocks.1"
 
 
-def test_tied_parameter_knows_all_its_homes() -> None:
+def test_tied_parameter_lists_all_its_locations() -> None:
     model = Transformer(tie=True)
     homes = next(
         e.locations for unit in find_units(model, Block) for e in unit.parameters if e.name == "embedding.weight"

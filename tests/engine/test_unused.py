@@ -40,7 +40,7 @@ WHOLE_PARAMETERS = ["ddp", "zero1", "zero2", "paro-nni", "paro-nii", "paro-nig",
 
 @pytest.mark.parametrize("preset", WHOLE_PARAMETERS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_may_take_different_units_where_parameters_are_whole(
+def test_ranks_may_run_different_units_if_parameters_are_not_sharded(
     ranks: RankPool, preset: str, world_size: int
 ) -> None:
     _check(ranks, world_size, Run(case=models.unused, config=ShardConfig.preset(preset), accumulation=2, steps=4))
@@ -48,7 +48,7 @@ def test_ranks_may_take_different_units_where_parameters_are_whole(
 
 @pytest.mark.parametrize("preset", WHOLE_PARAMETERS)
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_ranks_may_take_different_units_up_to_a_declared_boundary(
+def test_ranks_may_run_different_units_up_to_a_declared_boundary(
     ranks: RankPool, preset: str, accumulation: int
 ) -> None:
     config = ShardConfig.preset(preset)
@@ -88,7 +88,7 @@ def backwards_on_some_ranks() -> Case:
 
 @pytest.mark.parametrize("preset", WHOLE_PARAMETERS)
 @pytest.mark.parametrize("signal", [False, True], ids=["undeclared", "declared"])
-def test_ranks_may_take_different_units_in_another_order_than_the_modules(
+def test_ranks_may_run_different_units_in_another_order_than_the_modules(
     ranks: RankPool, preset: str, signal: bool
 ) -> None:
     run = Run(case=backwards_on_some_ranks, config=ShardConfig.preset(preset), accumulation=2, steps=4, signal=signal)
@@ -97,7 +97,7 @@ def test_ranks_may_take_different_units_in_another_order_than_the_modules(
 
 @pytest.mark.parametrize("preset", ["mics", "zero3", "paro-iig", "paro-ini"])
 @pytest.mark.parametrize("signal", [False, True], ids=["undeclared", "declared"])
-def test_ranks_may_take_different_branches_inside_a_unit(ranks: RankPool, preset: str, signal: bool) -> None:
+def test_ranks_may_run_different_branches_inside_a_unit(ranks: RankPool, preset: str, signal: bool) -> None:
     config = ShardConfig.preset(preset)
     run = Run(case=models.unused, config=config, accumulation=2, steps=4, units=root_only, signal=signal)
     _check(ranks, 4, run)

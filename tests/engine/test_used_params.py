@@ -42,7 +42,7 @@ def test_a_gpu_is_waited_for_in_the_first_steps_only() -> None:
 
 
 @pytest.mark.parametrize("step", [0, READ_AT_ONCE])
-def test_ranks_that_differ_are_told_at_once_in_the_first_steps_and_one_step_later_afterwards(step: int) -> None:
+def test_diverged_ranks_raise_at_once_in_the_first_steps_and_one_step_later_afterwards(step: int) -> None:
     way, counts = a_way(SimpleNamespace(first_mismatch=lambda: "they differ", is_in_sync=lambda: False))
     with mock.patch.object(torch.cuda, "Event"):
         for _ in range(step):
@@ -98,5 +98,5 @@ def reads_of_a_step(ctx: RankContext, preset: str) -> int:
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "mics"])
-def test_no_count_is_read_where_the_last_backward_has_sent_everything(ranks: RankPool, preset: str) -> None:
+def test_no_count_is_read_if_the_last_backward_reduced_everything(ranks: RankPool, preset: str) -> None:
     assert ranks(4, reads_of_a_step, preset, ranks_per_node=2) == [0] * 4

@@ -145,7 +145,9 @@ def _backward(ctx: RankContext, model: nn.Module, sharded: Sharded, step: int, *
         (Awkward, 4, "mics", "loose bf16"),
     ],
 )
-def test_sums_are_the_same_bits(ranks: RankPool, block: type[nn.Module], world: int, preset: str, how: str) -> None:
+def test_zero_copy_reductions_are_bitwise_equal(
+    ranks: RankPool, block: type[nn.Module], world: int, preset: str, how: str
+) -> None:
     per_node, flat = world if preset == "zero3" else world // 2, "flat bf16" if how.endswith("bf16") else "flat"
     one, other = (ranks(world, trained, block, preset, per_node, each, ranks_per_node=per_node) for each in (how, flat))
     for (found, counts), (expected, flat_counts) in zip(one, other, strict=True):
@@ -184,7 +186,7 @@ def lose_a_rank(ctx: RankContext) -> None:
             model(torch.ones(3, WIDTH)).sum().backward()
 
 
-def test_when_a_rank_dies_whose_gradient_is_read_the_other_says_in_what(ranks: RankPool) -> None:
+def test_when_a_rank_dies_during_a_peer_memory_read_the_other_names_the_collective(ranks: RankPool) -> None:
     with pytest.raises(RankError) as failure:
         ranks(2, lose_a_rank, ranks_per_node=2, timeout_s=20.0)
     error = failure.value.by_rank[0]

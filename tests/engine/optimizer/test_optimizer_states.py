@@ -127,7 +127,7 @@ def _with_late_parameters(loop: Loop) -> Optimizer:
     return made
 
 
-def test_whole_states_of_an_optimizer_may_be_of_some_parameters_only(ranks: RankPool) -> None:
+def test_full_optimizer_states_may_be_of_some_parameters_only(ranks: RankPool) -> None:
     runs = [run.replace(optimizer="adamw") for run in RUNS]
     case = models.mlp()
     expected = _with_late_parameters(Loop(run=runs[0], case=case, model=case.build(), ranks=range(4))).state_dict()
@@ -206,7 +206,7 @@ def test_every_implementation_steps_as_on_the_plain_model(ranks: RankPool, prese
     assert_same_loop(ranks, 2, [run], implemented, tolerance=5e-6)
 
 
-def test_every_implementation_of_torch_is_tried() -> None:
+def test_every_implementation_of_torch_is_tested() -> None:
     offered = set()
     for name in {make.func.__name__ for make in OPTIMIZERS.values()}:
         options = inspect.signature(getattr(torch.optim, name)).parameters

@@ -128,7 +128,7 @@ def test_steps_on_whole_blocks_are_those_on_whole_tensors(ranks: RankPool, world
 
 
 @pytest.mark.parametrize("make", [Adam8bit, AdamW4bit, Adam4bit, AdamWFp8, AdamFp8], ids=lambda make: make.__name__)
-def test_every_code_steps_as_on_whole_tensors(ranks: RankPool, make: MakeOptimizer) -> None:
+def test_every_quantized_format_steps_as_on_whole_tensors(ranks: RankPool, make: MakeOptimizer) -> None:
     run = Run(case=aligned, config=ShardConfig.preset("zero1"))
     assert ranks(4, steps_apart, [run], partial(make, lr=0.01)) == [[(0.0, 8)]] * 4
 
@@ -142,7 +142,7 @@ def steps_on_rows(ctx: RankContext, run: Run, make: MakeOptimizer) -> tuple[bool
 
 
 @pytest.mark.parametrize("make", [AdamW8bit, Adam4bit], ids=lambda make: make.__name__)
-def test_every_rank_quantizes_the_states_of_its_own_rows(ranks: RankPool, make: MakeOptimizer) -> None:
+def test_every_rank_quantizes_the_states_of_its_rows(ranks: RankPool, make: MakeOptimizer) -> None:
     run = Run(case=unaligned, config=ShardConfig.preset("zero1"))
     assert ranks(4, steps_on_rows, run, partial(make, lr=0.01)) == [(False, True, 8)] * 4
 

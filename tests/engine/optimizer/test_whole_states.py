@@ -24,7 +24,7 @@ def states(ctx: RankContext) -> tuple[int, dict[str, int], int]:
     return sum(4 * tensor.numel() for tensor in tensors), dict(training.sharded.memory.bytes_by_purpose), owned
 
 
-def test_states_are_on_the_owners_alone(ranks: RankPool) -> None:
+def test_states_are_on_the_owners_only(ranks: RankPool) -> None:
     case = models.transformer()
     model = case.build()
     optimizer = adafactor(list(model.parameters()))
