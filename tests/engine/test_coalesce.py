@@ -140,7 +140,8 @@ def test_unevenly_divisible_units_use_the_flat_buffer(preset: str, per_node: int
 @pytest.mark.parametrize("preset", ["mics", "zero3"])
 def test_the_same_bytes_are_planned_and_issued_and_the_same_numbers_computed(preset: str) -> None:
     coalesced, flat = (
-        simulate(4, _account, run_of(preset, coalesce=coalesce), ranks_per_node=2) for coalesce in (True, False)
+        simulate(4, _memory_by_purpose, run_of(preset, coalesce=coalesce), ranks_per_node=2)
+        for coalesce in (True, False)
     )
     for (parameters, rows), (flat_parameters, flat_rows) in zip(coalesced, flat, strict=True):
         assert_same(parameters, flat_parameters)
@@ -148,7 +149,7 @@ def test_the_same_bytes_are_planned_and_issued_and_the_same_numbers_computed(pre
         assert all(row.planned_bytes == row.sent_bytes > 0 for row in rows)
 
 
-def _account(ctx: RankContext, run: Run) -> tuple[dict[str, Tensor], object]:
+def _memory_by_purpose(ctx: RankContext, run: Run) -> tuple[dict[str, Tensor], object]:
     training = start(ctx, run)
     for step in range(3):
         training.step(step)
@@ -244,19 +245,19 @@ def test_the_faster_way_is_chosen_printed_and_cached(
 def test_one_and_two_stages_are_measured_separately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(coalescing, "backend_key", lambda group, device: "threads")
-    measure, asked = coalesce_benchmark.benchmark, []
+    real, measured = coalesce_benchmark.benchmark, []
 
     def watched(question: coalesce_benchmark.Candidate, *arguments: Any) -> coalesce_benchmark.Measurement:
-        asked.append((question.role, question.num_stages))
-        return measure(question, *arguments)
+        measured.append((question.role, question.num_stages))
+        return real(question, *arguments)
 
     monkeypatch.setattr(coalesce_benchmark, "benchmark", watched)
     for hierarchical in (True, False, True):
         simulate(4, _choose, run_of("zero3", even, hierarchical=hierarchical), ranks_per_node=2)
-    assert sorted(set(asked)) == [
+    assert sorted(set(measured)) == [
         (role, stages) for role in ("grad_reduce_scatter", "param_all_gather") for stages in (1, 2)
     ]
-    assert len(asked) == 4 * 4  # ranks; the third job asks for nothing
+    assert len(measured) == 4 * 4  # ranks; the third job asks for nothing
 
 
 def test_nothing_is_measured_where_times_are_meaningless(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,17 +280,17 @@ def test_gradients_that_arrive_twice_are_added_in_the_flat_buffer() -> None:
 
 
 def test_a_reduction_keeps_its_gradients_alive() -> None:
-    reduce, held = CoalescedCommunicator.reduce_scatter, []
+    real, is_kept_alive = CoalescedCommunicator.reduce_scatter, []
 
     def watched(self: CoalescedCommunicator, out: Tensor, fulls: list[Tensor], *arguments: Any) -> Work:
-        handle = reduce(self, out, fulls, *arguments)
-        held.append(handle.keepalive is fulls and len(fulls) > 0)
+        handle = real(self, out, fulls, *arguments)
+        is_kept_alive.append(handle.keepalive is fulls and len(fulls) > 0)
         return handle
 
     with mock.patch.object(CoalescedCommunicator, "reduce_scatter", watched):
         simulate(2, _train, run_of("mics", coalesce=True))
-    assert held
-    assert all(held)
+    assert is_kept_alive
+    assert all(is_kept_alive)
 
 
 def test_gradients_are_kept_alive_until_the_reduction_is_waited_for() -> None:

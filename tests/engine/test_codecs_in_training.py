@@ -96,7 +96,7 @@ def test_an_unused_codec_is_refused_with_remedies(preset: str, options: dict[str
             resolve_scopes(config.replace(**{field: "all"}), topology, 4)
 
 
-def train_coded(ctx: RankContext, run: Run) -> Found:
+def train_quantized(ctx: RankContext, run: Run) -> Found:
     """Losses, the gradients of the first step, the parameters at the end, and what was sent and planned."""
     training = start(ctx, run)
     losses, first, sent = [], {}, []
@@ -122,7 +122,7 @@ def test_replicas_stay_equal_and_near_plain_training_and_send_what_was_planned(
     config = config_of(preset, case)
     assert config is not None
     run = Run(case=models.transformer, config=config, accumulation=2, steps=3, optimizer="sgd")
-    trace, found = plain(run, 4), ranks(4, train_coded, run)
+    trace, found = plain(run, 4), ranks(4, train_quantized, run)
     for _, first, parameters, _ in found[1:]:
         assert_identical(first, found[0][1])
         assert_identical(parameters, found[0][2])
@@ -141,8 +141,8 @@ def test_transports_without_queues_train_equally(ranks: RankPool) -> None:
     config = config_of("zero3", "everything")
     assert config is not None
     run = Run(case=models.mlp, config=config, accumulation=2, steps=2)
-    here = ranks(4, train_coded, run)
-    for one, other in zip(here, simulate(4, train_coded, run, ranks_per_node=2), strict=True):
+    here = ranks(4, train_quantized, run)
+    for one, other in zip(here, simulate(4, train_quantized, run, ranks_per_node=2), strict=True):
         assert_identical(one[2], other[2])
 
 

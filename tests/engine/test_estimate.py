@@ -37,7 +37,7 @@ def allocated(ctx: RankContext, config: ShardConfig) -> tuple[dict[str, int], in
     return sharded.memory.bytes_by_purpose, sum(each.numel() * each.itemsize for each in states)
 
 
-TRAVELLING = ("workspaces", "gather stagings")
+STAGING = ("workspaces", "gather stagings")
 
 
 def estimated(config: ShardConfig) -> MemoryEstimate:
@@ -53,7 +53,7 @@ def test_what_is_estimated_is_what_ranks_allocate(ranks: RankPool, config: Shard
     expected = estimated(config)
     by_purpose = expected.bytes_by_purpose
     for found, bytes_of_states in ranks(4, allocated, config, ranks_per_node=2):
-        own, other = ({k: v for k, v in each.items() if v and k not in TRAVELLING} for each in (found, by_purpose))
+        own, other = ({k: v for k, v in each.items() if v and k not in STAGING} for each in (found, by_purpose))
         assert own == other
         assert found.get("gather stagings", 0) <= by_purpose.get("gather stagings", 0)
         assert bytes_of_states <= 8 * expected.num_trained <= 1.3 * bytes_of_states  # odd rows are padded

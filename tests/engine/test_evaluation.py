@@ -227,7 +227,7 @@ def write_lists(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]:
         return before, training.model(x).clone()
 
 
-def write_behind_and_say_so(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]:
+def write_and_mark_modified(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]:
     training = start(ctx, run)
     x = training.batch(0)["x"]
     with torch.no_grad():
@@ -241,7 +241,7 @@ def write_behind_and_say_so(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "mics"])
 @pytest.mark.parametrize("write", [pytest.param("lists", marks=kinds_of_dtensors), "announced"])
 def test_write_that_torch_does_not_count_is_used(ranks: RankPool, preset: str, write: str) -> None:
-    job = {"lists": write_lists, "announced": write_behind_and_say_so}[write]
+    job = {"lists": write_lists, "announced": write_and_mark_modified}[write]
     before, after = ranks(2, job, Run(case=models.mlp, config=ShardConfig.preset(preset)))[1]
     torch.testing.assert_close(after, 2 * before)
 

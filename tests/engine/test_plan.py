@@ -83,10 +83,10 @@ def test_report_shows_planned_and_issued_traffic(ranks: RankPool, preset: str) -
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3", "mics", "paro-iig"])
 def test_one_rank_calls_no_collective(ranks: RankPool, preset: str) -> None:
     run = Run(case=models.tied, config=ShardConfig.preset(preset), accumulation=2, clip=0.1)
-    assert ranks(1, count_a_whole_step, run) == [Counter()]
+    assert ranks(1, count_a_full_step, run) == [Counter()]
 
 
-def count_a_whole_step(ctx: RankContext, run: Run) -> Counter[str]:
+def count_a_full_step(ctx: RankContext, run: Run) -> Counter[str]:
     """A step with everything a loop does around it."""
     training = start(ctx, run)
     with CountC10d() as counted:

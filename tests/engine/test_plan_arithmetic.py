@@ -17,7 +17,7 @@ from tests.engine.chains import chains
 
 NUMEL = 64 * 64 * 64  # of a unit: divisible by every number of ranks below
 SINGLE = 0, 0  # both units in one slot: everything travels every time
-APART = 0, 1  # a slot each: gathered once per step
+OWN_SLOTS = 0, 1  # a slot each: gathered once per step
 
 
 def _bucket(ranks: int, name: str = "u0", **changes: object) -> BucketPlan:
@@ -65,7 +65,7 @@ def test_zero3_gathers_for_forward_and_backward_and_reduces_once(world: int, mic
 
 
 def test_zero3_with_a_slot_for_every_unit_gathers_once_per_step() -> None:
-    plan = _plan(_scopes("zero3"), APART, 3)
+    plan = _plan(_scopes("zero3"), OWN_SLOTS, 3)
     assert _sent(plan, ALL_GATHER) == 7 * MODEL // 8
 
 

@@ -127,7 +127,7 @@ class RankBlock(ClampedBlock):
         return super().forward(x)
 
 
-def written_apart(ctx: RankContext) -> None:
+def write_different_values(ctx: RankContext) -> None:
     forget_meshes()
     RankBlock.rank = ctx.rank
     model = Stack(RankBlock)
@@ -137,7 +137,9 @@ def written_apart(ctx: RankContext) -> None:
 
 
 def test_forwards_that_write_different_values_are_detected(ranks: RankPool) -> None:
-    raises_on_every_rank(lambda: ranks(2, written_apart), LifecycleError, match="wrote different values into a param")
+    raises_on_every_rank(
+        lambda: ranks(2, write_different_values), LifecycleError, match="wrote different values into a param"
+    )
 
 
 @pytest.mark.parametrize("value", ["always", 0, True, 2.5])

@@ -14,7 +14,7 @@ from tests.engine.training import Run, assert_same_training, plain, start, train
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp", "paro-nig", "paro-ngg", "paro-gng")
-WHOLE, STAGES = "intra_node+inter_node", ("intra_node", "inter_node")
+BOTH_AXES, STAGES = "intra_node+inter_node", ("intra_node", "inter_node")
 NUM_STEPS, FROM_BYTES = 2, 4096
 
 
@@ -76,7 +76,7 @@ def test_what_is_sent_in_narrow_dtypes_was_planned(ranks: RankPool, preset: str,
 def test_a_threshold_between_the_unit_sizes_uses_both_algorithms(ranks: RankPool) -> None:
     by_number = {n: ranks(4, count, run_of("zero3", n), ranks_per_node=2)[0][3] for n in (1, FROM_BYTES, 1 << 40)}
     kinds = ("all_gather", "reduce_scatter")
-    in_stages, directly = {(k, axis) for k in kinds for axis in STAGES}, {(k, WHOLE) for k in kinds}
+    in_stages, directly = {(k, axis) for k in kinds for axis in STAGES}, {(k, BOTH_AXES) for k in kinds}
     assert by_number == {1: in_stages, FROM_BYTES: in_stages | directly, 1 << 40: directly}
 
 

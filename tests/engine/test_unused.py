@@ -35,10 +35,10 @@ def _check(ranks: RankPool, world_size: int, run: Run) -> None:
     assert_same_training(outcomes, plain(run, world_size))
 
 
-WHOLE_PARAMETERS = ["ddp", "zero1", "zero2", "paro-nni", "paro-nii", "paro-nig", "paro-ngg"]
+UNSHARDED_PRESETS = ["ddp", "zero1", "zero2", "paro-nni", "paro-nii", "paro-nig", "paro-ngg"]
 
 
-@pytest.mark.parametrize("preset", WHOLE_PARAMETERS)
+@pytest.mark.parametrize("preset", UNSHARDED_PRESETS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_may_run_different_units_if_parameters_are_not_sharded(
     ranks: RankPool, preset: str, world_size: int
@@ -46,7 +46,7 @@ def test_ranks_may_run_different_units_if_parameters_are_not_sharded(
     _check(ranks, world_size, Run(case=models.unused, config=ShardConfig.preset(preset), accumulation=2, steps=4))
 
 
-@pytest.mark.parametrize("preset", WHOLE_PARAMETERS)
+@pytest.mark.parametrize("preset", UNSHARDED_PRESETS)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_ranks_may_run_different_units_up_to_a_declared_boundary(
     ranks: RankPool, preset: str, accumulation: int
@@ -86,7 +86,7 @@ def backwards_on_some_ranks() -> Case:
     return Case(build=build, batch=batch, loss=loss, units=(nn.Linear,))
 
 
-@pytest.mark.parametrize("preset", WHOLE_PARAMETERS)
+@pytest.mark.parametrize("preset", UNSHARDED_PRESETS)
 @pytest.mark.parametrize("signal", [False, True], ids=["undeclared", "declared"])
 def test_ranks_may_run_different_units_in_another_order_than_the_modules(
     ranks: RankPool, preset: str, signal: bool

@@ -24,53 +24,53 @@ class OnGpu(torch.Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-def a_way(groups: Any) -> tuple[DesyncCheck, torch.Tensor]:
+def make_check(groups: Any) -> tuple[DesyncCheck, torch.Tensor]:
     counts = torch.zeros(3, dtype=torch.int32)
-    way = DesyncCheck(counts, groups, ReplicaCheck([], groups, -1))
-    way._digest = counts[-1:].as_subclass(OnGpu)
-    return way, counts
+    check = DesyncCheck(counts, groups, ReplicaCheck([], groups, -1))
+    check._digest = counts[-1:].as_subclass(OnGpu)
+    return check, counts
 
 
 def test_a_gpu_is_waited_for_in_the_first_steps_only() -> None:
-    way, _ = a_way(SimpleNamespace())
+    check, _ = make_check(SimpleNamespace())
     event, waits = mock.Mock(), []
     with mock.patch.object(torch.cuda, "Event", return_value=event):
         for _ in range(READ_AT_ONCE + 2):
-            way.record()
+            check.record()
             waits.append(event.synchronize.call_count)
     assert waits == [*range(1, READ_AT_ONCE + 1), READ_AT_ONCE, READ_AT_ONCE]
 
 
 @pytest.mark.parametrize("step", [0, READ_AT_ONCE])
 def test_diverged_ranks_raise_at_once_in_the_first_steps_and_one_step_later_afterwards(step: int) -> None:
-    way, counts = a_way(SimpleNamespace(first_mismatch=lambda: "they differ", is_in_sync=lambda: False))
+    check, counts = make_check(SimpleNamespace(first_mismatch=lambda: "they differ", is_in_sync=lambda: False))
     with mock.patch.object(torch.cuda, "Event"):
         for _ in range(step):
-            way.record()
+            check.record()
         counts[-1] = 1
         if step >= READ_AT_ONCE:
-            way.record()
+            check.record()
         with pytest.raises(LifecycleError, match="they differ"):
-            way.record() if step < READ_AT_ONCE else way.raise_if_desynced()
+            check.record() if step < READ_AT_ONCE else check.raise_if_desynced()
 
 
 def test_counts_are_copied_from_pinned_memory_without_waiting() -> None:
-    asked: list[dict[str, Any]] = []
+    options_of_calls: list[dict[str, Any]] = []
     make = torch.tensor
 
     def tensor(values: list[int], *, pin_memory: bool, **options: Any) -> torch.Tensor:
-        asked.append({"pin_memory": pin_memory})
+        options_of_calls.append({"pin_memory": pin_memory})
         return make(values, **options)
 
     class Counts(OnGpu):
         def copy_(self, source: torch.Tensor, **options: Any) -> torch.Tensor:
-            asked.append(options)
+            options_of_calls.append(options)
             return super().copy_(source, **options)
 
     counts: Any = torch.zeros(1, dtype=torch.int32).as_subclass(Counts)
     with mock.patch.object(torch, "tensor", tensor):
         UsedParamMap(counts, [], SimpleNamespace(desync_digest=5, world_group=None))
-    assert asked == [{"pin_memory": True}, {"non_blocking": True}]
+    assert options_of_calls == [{"pin_memory": True}, {"non_blocking": True}]
     assert int(counts.as_subclass(torch.Tensor)) == 5
 
 

@@ -107,7 +107,7 @@ def trained(
             patched.enter_context(mock.patch("mics_strategy.engine.grad_bucket.plan_in_place_reduce", flat_only))
         if how == "in halves":
             patched.enter_context(mock.patch.object(GradBucket, "add", collect_halves))
-        if how == "short notes":
+        if how == "short descriptors":
             patched.enter_context(mock.patch.object(zero_copy_reduce, "IOV_MAX", 1))
         if how == "late":
             patched.enter_context(mock.patch.object(readv, "read_into", late))
@@ -135,14 +135,14 @@ def _backward(ctx: RankContext, model: nn.Module, sharded: Sharded, step: int, *
 @pytest.mark.parametrize(
     ("block", "world", "preset", "how"),
     [
-        (Awkward, 2, "zero3", "loose"),
+        (Awkward, 2, "zero3", "in place"),
         (Awkward, 6, "mics", "late"),
-        (Awkward, 4, "paro-nig", "loose"),
-        (Skipping, 4, "mics", "loose"),
+        (Awkward, 4, "paro-nig", "in place"),
+        (Skipping, 4, "mics", "in place"),
         (Awkward, 4, "mics", "in halves"),
-        (Graph, 4, "mics", "loose"),
-        (Awkward, 2, "zero3", "short notes"),
-        (Awkward, 4, "mics", "loose bf16"),
+        (Graph, 4, "mics", "in place"),
+        (Awkward, 2, "zero3", "short descriptors"),
+        (Awkward, 4, "mics", "in place bf16"),
     ],
 )
 def test_zero_copy_reductions_are_bitwise_equal(
@@ -153,8 +153,8 @@ def test_zero_copy_reductions_are_bitwise_equal(
     for (found, counts), (expected, flat_counts) in zip(one, other, strict=True):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert flat_counts["kept"] == 0
-        assert (counts["kept"] > 0) == (block is not Graph and how != "short notes")
-        if how in ("loose", "late") and block is not Graph:
+        assert (counts["kept"] > 0) == (block is not Graph and how != "short descriptors")
+        if how in ("in place", "late") and block is not Graph:
             assert counts["copied"] < flat_counts["copied"] / 3
 
 
