@@ -1,4 +1,4 @@
-"""Which models carry an adapter of `peft`?
+"""Models with adapters of `peft`.
 
 Each function returns a `Case`, as those of `tests.models`: a small Llama, frozen, with a few parameters that train.
 """

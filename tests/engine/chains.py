@@ -1,4 +1,4 @@
-"""Every way in which model states may be sharded over the ranks of a topology."""
+"""Every chain of scopes into which a topology divides."""
 
 from collections.abc import Iterator
 from itertools import pairwise, product

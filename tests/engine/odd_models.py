@@ -1,4 +1,4 @@
-"""Which models did nobody have in mind when the engine was made?
+"""Models for which the engine was not designed.
 
 Mixtures of experts, layers that are shared, recurrent layers, parametrized weights, two models that train each other.
 Each is a `Loop` of `unusual.py`, trained in fp64 and compared with plain models.

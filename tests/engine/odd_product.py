@@ -1,4 +1,4 @@
-"""Trains every odd model under every setting, and counts what is right, refused and wrong.
+"""Training of every odd model under every setting: right, refused or wrong.
 
 ``python -m tests.engine.odd_product four six`` takes half an hour on two cores; tests take pairs of it.
 """

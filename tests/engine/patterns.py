@@ -1,7 +1,7 @@
-"""In which ways do loops come to their gradients?
+"""Ways in which training loops compute their gradients.
 
-A pattern is a function of a `Play`: it runs forwards and backwards on whatever model it gets. `play` runs it
-on a sharded model and on a plain one with every rank's batches, so both can be compared.
+A pattern is a function of a `Play`: it runs forwards and backwards on any model. `play` runs it on a sharded model and
+on a plain one with every rank's batches, to compare both.
 """
 
 from collections.abc import Callable, Iterator

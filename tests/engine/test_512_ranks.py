@@ -1,4 +1,7 @@
-"""Is what a step sends what was planned, on 512 ranks? One of them runs here; its transport sends nothing."""
+"""Issued traffic equals the plan on 512 ranks.
+
+One of the ranks runs here, on a transport that sends nothing.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Do lower precision and loss scaling work, and do all ranks agree on an overflow?"""
+"""Lower precision and loss scaling, and overflows on one rank."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Does an average of the weights, kept by hand on the shards, equal that of plain training?
+"""Averages of the weights, computed on the shards, equal those of plain training.
 
 Averaging is elementwise: every rank averages its shards, and nothing is sent.
 """

@@ -1,4 +1,7 @@
-"""Is what travels as several tensors in one launch the same as one flat tensor? On simulated ranks, real values."""
+"""Coalesced collectives equal those of flat buffers.
+
+Simulated ranks, real values.
+"""
 
 import collections
 import gc

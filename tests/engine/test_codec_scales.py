@@ -1,4 +1,4 @@
-"""Does every parameter keep its own scale under a codec, however small its numbers are beside its neighbours'?
+"""Every parameter has its own scale under a codec, however small its values are.
 
 The values of a block share a scale. With two parameters in a block the smaller one would become zero for ever: a gain
 whose gradients are a ten-thousandth of a matrix's would never be trained, a small bias never be used.
@@ -109,7 +109,7 @@ def test_no_block_holds_two_parameters_wherever_shards_begin() -> None:
 
 
 @pytest.mark.parametrize("degree", [1, 2, 6])
-def test_what_is_neither_padding_nor_a_parameter_is_nothing(degree: int) -> None:
+def test_every_element_is_padding_or_belongs_to_a_parameter(degree: int) -> None:
     shapes = [(9,), (9, 31), (), (2, 64), (0, 3), (12, 2), (1,)]
     layout = make_layout([(str(shape), torch.Size(shape)) for shape in shapes], 6, 32)
     for rows in layout.shard_slices(degree):

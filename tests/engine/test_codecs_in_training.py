@@ -1,8 +1,8 @@
-"""Does training with encoded parameters and gradients stay near plain training, and the same on all ranks?
+"""Training with quantized parameters and gradients stays near plain training.
 
-What travels is compared bit by bit in tests/comm; here it is the whole engine: every rank must end with the same
-bits, the first gradients must be off by what a codec may cost, and more than rounding where something is encoded, and
-what is sent must be what was planned.
+Payloads are compared bit by bit in tests/comm. Here it is the whole engine: every rank must end with the same bits, the
+first gradients must be off by the error bound of a codec, and by more than rounding where something is quantized, and
+issued traffic must equal the plan.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Compiled layers: hooks stay outside the graph, and nothing is compiled again in later steps."""
+"""Compiled layers: hooks stay outside the graph, later steps compile nothing."""
 
 import warnings
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Is an unsharded model torch's own data parallelism, bit for bit? And are replicas copies?"""
+"""An unsharded model equals torch's data parallelism bit for bit.
+
+Replicas are equal.
+"""
 
 import pytest
 import torch

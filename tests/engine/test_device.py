@@ -1,6 +1,6 @@
-"""Is a model on a GPU on the device of its rank, and is every use ordered on the streams of that device?
+"""Models on a GPU: the device of each rank, and the order of streams on it.
 
-CUDA is pretended: its streams, events and devices note what is asked of them.
+CUDA is simulated: its streams, events and devices record their calls.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""Ranks that run different units of equal size would be given each other's parameters: is it seen?"""
+"""Detection of ranks that run different units of equal size.
+
+They would otherwise receive each other's parameters.
+"""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""Do optimizers that are not torch's own train as on the plain model?
+"""Optimizers that are not torch's own train as on the plain model.
 
-Schedule-free ones write into the parameters between steps, too: what is evaluated is an average. Others run a closure
-in the middle of a step, wrap an optimizer, or keep their states in their own way.
+Schedule-free ones also write into the parameters between steps: an average is evaluated. Others run a closure in the
+middle of a step, wrap an optimizer, or keep their states in a format of their own.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def switched(loop: Loop, name: str) -> Seen:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd foreach", "radam", "wrapper"])
-def test_evaluation_sees_what_the_switch_has_written(ranks: RankPool, name: str) -> None:
+def test_evaluation_uses_values_written_by_the_switch(ranks: RankPool, name: str) -> None:
     runs = [Run(case=models.mlp, config=config) for config in presets(PRESETS)]
     assert_same_loop(ranks, 4, runs, switched, name)
 

@@ -1,4 +1,4 @@
-"""Does every preset, on eight real ranks, train as plain and send what was planned?"""
+"""Every preset on eight real ranks trains as plain and sends its plan."""
 
 import pytest
 

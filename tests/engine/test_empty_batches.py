@@ -1,4 +1,7 @@
-"""Is a rank that skips a backward, as of an empty batch, named soon, and does nobody's training go wrong in silence?"""
+"""A rank that skips a backward, as for an empty batch, is named soon.
+
+No training goes wrong without an error.
+"""
 
 import pytest
 import torch

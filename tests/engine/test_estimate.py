@@ -1,4 +1,4 @@
-"""Is the memory that is estimated for a job what its ranks allocate?"""
+"""Estimated memory of a job equals the memory that its ranks allocate."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def estimated(config: ShardConfig) -> MemoryEstimate:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.params}-{config.grads}-{config.optimizer}")
-def test_what_is_estimated_is_what_ranks_allocate(ranks: RankPool, config: ShardConfig) -> None:
+def test_estimated_memory_equals_allocated_memory(ranks: RankPool, config: ShardConfig) -> None:
     """But for what travels between CPUs: messages need other workspaces than a GPU's collectives, reads no stagings."""
     expected = estimated(config)
     by_purpose = expected.bytes_by_purpose
@@ -68,7 +68,7 @@ def test_a_model_of_many_ranks_needs_little_time_and_no_memory() -> None:
     assert found.scopes.world_size == 512
 
 
-def test_what_cannot_be_estimated_is_refused() -> None:
+def test_impossible_estimates_are_refused() -> None:
     with pytest.raises(ConfigError, match="without values"):
         estimate_memory(nn.Linear(2, 2), ShardConfig.preset("mics"), num_nodes=1, ranks_per_node=2)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""May a model be evaluated, interrupted and run in another order between its steps?"""
+"""Evaluation, interruptions and other orders of units between training steps."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -149,7 +149,7 @@ def evaluate(ctx: RankContext, run: Run, mode: str) -> list[Tensor]:
 
 @configs
 @pytest.mark.parametrize("mode", ["no_grad", "inference", "grad"])
-def test_evaluation_sees_the_newest_parameters(ranks: RankPool, config: ShardConfig, mode: str) -> None:
+def test_evaluation_uses_the_newest_parameters(ranks: RankPool, config: ShardConfig, mode: str) -> None:
     run = Run(case=models.mlp, config=config)
     case = models.mlp()
     for outputs in ranks(2, evaluate, run, mode):

@@ -1,4 +1,4 @@
-"""Do fingerprints tell tensors apart, in memory that does not grow with them?"""
+"""Fingerprints differ between tensors, in memory that does not grow with them."""
 
 from typing import Any
 from unittest import mock

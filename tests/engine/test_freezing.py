@@ -1,4 +1,4 @@
-"""May parameters be frozen, unfrozen and given to the optimizer while a model trains?"""
+"""Parameters that are frozen, unfrozen and given to the optimizer during training."""
 
 from collections import Counter
 
@@ -279,7 +279,7 @@ def count_while_freezing(
 @pytest.mark.parametrize(
     "frozen", [("blocks.1.", "head"), ("embedding", "blocks.0."), ("blocks.0.up", "blocks.2.norm1")]
 )
-def test_what_is_frozen_is_neither_sent_nor_planned(ranks: RankPool, frozen: tuple[str, ...]) -> None:
+def test_gradients_of_frozen_parameters_are_neither_sent_nor_planned(ranks: RankPool, frozen: tuple[str, ...]) -> None:
     names = ("ddp", "zero1", "zero2", "zero3", "mics", "paro-iig")
     runs = [Run(case=models.transformer, config=config, accumulation=2) for config in presets(names)]
     for found in ranks(4, count_while_freezing, runs, frozen, ranks_per_node=2):
@@ -302,7 +302,7 @@ def gathered_in_backward(ctx: RankContext, run: Run) -> list[set[str]]:
     return found
 
 
-def test_what_the_backward_does_not_reach_is_not_planned_for_it(ranks: RankPool) -> None:
+def test_units_outside_of_the_backward_are_not_planned_for_it(ranks: RankPool) -> None:
     for before, while_frozen in ranks(2, gathered_in_backward, Run(case=models.transformer, config=ShardConfig())):
         assert "blocks.0" in before
         assert "blocks.0" not in while_frozen

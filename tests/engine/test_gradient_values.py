@@ -1,4 +1,4 @@
-"""What can be done with the gradient of a sharded parameter beside stepping on it?"""
+"""Uses of a sharded parameter's gradient other than stepping on it."""
 
 import copy
 import pickle
@@ -81,5 +81,5 @@ def _computed_with(ctx: RankContext) -> None:
             compare(expected, parameter)
 
 
-def test_what_is_computed_from_a_gradient_is_a_plain_dtensor(ranks: RankPool) -> None:
+def test_results_computed_from_a_gradient_are_plain_dtensors(ranks: RankPool) -> None:
     ranks(4, _computed_with, ranks_per_node=2)

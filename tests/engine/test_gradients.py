@@ -1,4 +1,4 @@
-"""Is every gradient the mean over all ranks, whatever the loop does?"""
+"""Every gradient is the mean over all ranks, in any training loop."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Do gradients that travel in fp16 stay finite, and are they those of FSDP2?"""
+"""Gradients that are sent in fp16 stay finite and equal those of FSDP2."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Does every element have exactly one place, where DTensor looks for it?"""
+"""Every element has exactly one place in the layout, the one that DTensor expects."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Is everything allocated once, and is it what the layouts say?"""
+"""All memory is allocated once, with the sizes of the layouts."""
 
 import gc
 import math

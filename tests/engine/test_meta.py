@@ -1,4 +1,4 @@
-"""A model on the meta device is materialised shard by shard, with its buffers and ties."""
+"""A model on the meta device is initialized shard by shard, with buffers and ties."""
 
 import resource
 

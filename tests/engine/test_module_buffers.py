@@ -1,4 +1,4 @@
-"""Are buffers that a training forward reads and writes those that plain data parallel training has?"""
+"""Buffers in training are those of plain data parallel training."""
 
 import contextlib
 import copy

@@ -1,6 +1,6 @@
-"""Is every model right that the engine's authors did not have in mind?
+"""Models for which the engine was not designed train as plain.
 
-Pairs of what `python -m tests.engine.odd_product` multiplies out; docs/design/odd-models.md has its counts.
+Pairs of the product of `python -m tests.engine.odd_product`; docs/design/odd-models.md has its counts.
 """
 
 import re
@@ -78,6 +78,6 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", UNSHARDED_ONLY)
-def test_what_sharded_parameters_forbid_is_refused_on_every_rank(ranks: RankPool, name: str) -> None:
+def test_unsupported_uses_of_sharded_parameters_raise_on_every_rank(ranks: RankPool, name: str) -> None:
     for (result,) in ranks(4, odd_models.train, [(name, PRESETS["mics"])], ranks_per_node=2):
         assert re.search(REFUSALS[name], result.error)

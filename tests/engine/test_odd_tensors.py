@@ -1,4 +1,7 @@
-"""Do frozen parameters and buffers of any dtype and any strides become rank 0's, and whole where they are needed?"""
+"""Frozen parameters and buffers of any dtype and any strides become rank 0's.
+
+Parameters are unsharded where they are needed.
+"""
 
 from typing import Any
 from unittest import mock

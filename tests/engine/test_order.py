@@ -1,4 +1,4 @@
-"""Is the order of units kept as it was, and followed as it is?"""
+"""The order of units is recorded correctly and followed."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,7 @@
-"""Communication runs under compute: shown by the order of events, never by time."""
+"""Communication overlaps compute.
+
+Shown by the order of events, never by time.
+"""
 
 import time
 from collections.abc import Iterator

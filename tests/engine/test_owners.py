@@ -1,4 +1,4 @@
-"""Is every whole tensor given to one rank, and no rank given too much?"""
+"""Every whole tensor has one owner, and owned bytes are balanced."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Does an adapter of `peft` train on a sharded model as on a plain one?
+"""Adapters of `peft` train on a sharded model as on a plain one.
 
 Most of such a model is frozen, perhaps in a lower precision, and a layer mixes both kinds. `lora_B` is zero at first,
 so `lora_A` learns from the second step on.
@@ -161,7 +161,7 @@ def _bytes(case: Make, *, trainable: bool, ranks: int) -> int:
 
 
 @pytest.mark.parametrize("case", [lora_and_a_trained_head, lora_on_bfloat16], ids=_name)
-def test_only_what_is_trained_has_gradient_memory(ranks: RankPool, case: Make) -> None:
+def test_only_trained_parameters_have_gradient_memory(ranks: RankPool, case: Make) -> None:
     for preset, grads, optimizer in (("mics", 2, 2), ("paro-iig", 2, 4), ("paro-ini", 1, 2)):
         purposes = ranks(4, memory_of, _run(case, preset), ranks_per_node=2)[0]
         trained = _bytes(case, trainable=True, ranks=optimizer)

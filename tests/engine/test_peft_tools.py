@@ -1,4 +1,7 @@
-"""Do `peft`'s own tools work on a sharded model: switching adapters off, merging, saving, loading, counting?"""
+"""Tools of `peft` on a sharded model.
+
+Switching adapters off, merging, saving, loading, counting.
+"""
 
 import contextlib
 import io

@@ -1,4 +1,7 @@
-"""Is what a step sends what was planned? Counted below the engine, at torch's dispatcher."""
+"""Issued traffic of a step equals the plan.
+
+Counted below the engine, at torch's dispatcher.
+"""
 
 from collections import Counter
 

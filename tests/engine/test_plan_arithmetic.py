@@ -1,8 +1,8 @@
-"""Does the plan say what the formulas of the papers say?
+"""The plan equals the formulas of the papers.
 
-What is still in a slot is not gathered again: with more units than slots, the last ones of a forward are
-still there when the backward begins, and the first ones when the next micro-step begins. `DISTINCT` units of
-one depth never meet in a slot, so they show the formulas; `SHARED` ones show the rule.
+A unit that is still in its slot is not gathered again: with more units than slots, the last ones of a forward are still
+there when the backward begins, and the first ones when the next micro-step begins. `DISTINCT` units of one depth never
+share a slot, so they show the formulas; `SHARED` ones show the rule.
 """
 
 import pytest
@@ -54,7 +54,7 @@ MODEL = 2 * NUMEL * 4  # bytes of the two units
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("world", [4, 8])
-def test_zero3_gathers_for_forward_and_backward_and_reduces_once(world: int, micro_steps: int) -> None:
+def test_zero3_all_gathers_for_forward_and_backward_and_reduces_once(world: int, micro_steps: int) -> None:
     """Formula M1, 3 (n-1) M / n, less the unit that the backward, and the next forward, still find in the slot."""
     plan = _plan(_scopes("zero3", world), SINGLE, micro_steps)
     share = (world - 1) * MODEL // world
@@ -64,7 +64,7 @@ def test_zero3_gathers_for_forward_and_backward_and_reduces_once(world: int, mic
     assert _sent(plan, ALL_REDUCE) == 0
 
 
-def test_zero3_with_a_slot_for_every_unit_gathers_once_per_step() -> None:
+def test_zero3_with_a_slot_for_every_unit_all_gathers_once_per_step() -> None:
     plan = _plan(_scopes("zero3"), OWN_SLOTS, 3)
     assert _sent(plan, ALL_GATHER) == 7 * MODEL // 8
 
@@ -178,7 +178,7 @@ def test_totals_and_table_show_every_byte() -> None:
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("secondary", [1, 2, 4])
-def test_zeropp_gathers_for_the_backward_from_nearby(secondary: int, micro_steps: int) -> None:
+def test_zeropp_all_gathers_for_the_backward_inside_the_secondary_scope(secondary: int, micro_steps: int) -> None:
     """PaRO's table 3, row ZeRO++: forward (N-1) M / N, backward (S-1) M / S. All units share a slot."""
     units = 0, 0, 0
     plan = _plan(_scopes("zeropp", secondary_params=secondary), units, micro_steps)
@@ -221,7 +221,7 @@ def _formula(scopes: Scopes, num_units: int, micro_steps: int) -> dict[str, floa
 
 @pytest.mark.parametrize("topology", [(1, 4), (2, 2), (4, 1), (2, 4), (4, 4), (2, 8), (8, 8)], ids=str)
 @pytest.mark.parametrize("micro_steps", [1, 2, 4])
-def test_every_chain_sends_what_the_formulas_say(topology: tuple[int, int], micro_steps: int) -> None:
+def test_every_chain_sends_the_bytes_of_the_formulas(topology: tuple[int, int], micro_steps: int) -> None:
     nodes, per_node = topology
     for config in chains(nodes, per_node):
         scopes = resolve_scopes(config.replace(hierarchical=False), config.topology, nodes * per_node)

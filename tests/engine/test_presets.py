@@ -1,4 +1,4 @@
-"""Is the choice of scopes the one that the rules, memory and traffic ask for, and is it said?"""
+"""The choice of scopes follows the rules, memory and traffic, and is printed."""
 
 import contextlib
 import io
@@ -73,7 +73,7 @@ def _planned_traffic(scopes: Scopes, num_micro_steps: int, numel: int) -> StepTr
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [*REAL, *SIMULATED, (8, 8)])
-def test_closed_formulas_of_traffic_are_what_is_planned(nodes: int, per_node: int) -> None:
+def test_plan_equals_the_closed_formulas_of_traffic(nodes: int, per_node: int) -> None:
     world, numel = nodes * per_node, 64 * 64
     kind = ParameterKind(numel=3 * numel, master_bytes=4, param_bytes=2, wire_bytes=4, is_trained=True)
     for config, num_micro_steps in itertools.product(chains(nodes, per_node), (1, 3)):

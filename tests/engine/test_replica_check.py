@@ -1,4 +1,4 @@
-"""Do replicas of a shard stay equal, whatever draws random numbers, and is it found where they do not?"""
+"""Replicas of a shard stay equal under random numbers; differences are detected."""
 
 from collections.abc import Callable
 
@@ -148,7 +148,7 @@ def test_other_checks_are_refused(value: object) -> None:
         ShardConfig(replica_check=value)
 
 
-def test_replicas_stay_equal_in_whole_numbers_of_bytes(ranks: RankPool) -> None:
+def test_replica_check_supports_narrow_dtypes(ranks: RankPool) -> None:
     for parameters in ranks(4, trained_in_bf16, ranks_per_node=2):
         assert parameters.isfinite().all()
 

@@ -1,4 +1,4 @@
-"""Does a backward that gathers from a second copy train the same, and send what the copy is for?"""
+"""Secondary parameters: same training, and the traffic for which they exist."""
 
 import pytest
 

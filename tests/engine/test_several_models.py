@@ -1,4 +1,4 @@
-"""May one process train several sharded models, each with its own scopes, in any order?"""
+"""Several sharded models in one process, each with its own scopes, in any order."""
 
 from collections.abc import Callable
 

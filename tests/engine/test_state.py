@@ -1,4 +1,4 @@
-"""Does a state dict go from sharded to plain and back, at any size?"""
+"""State dicts go from sharded to plain and back, at any world size."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Is a rank that does not answer named by the others, within the timeout that the user gave?"""
+"""All other ranks name a rank that does not answer, within the user's timeout."""
 
 import os
 import re

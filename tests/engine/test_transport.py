@@ -1,4 +1,4 @@
-"""Do the bytes that leave a rank, counted by the kernel, and those that it reads, equal what `traffic()` says?"""
+"""Bytes counted by the kernel, and bytes read from peers, equal `traffic()`."""
 
 import os
 import socket
@@ -65,7 +65,7 @@ def count_third_step(ctx: RankContext, preset: str, options: dict[str, str]) -> 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "mics", "hsdp", "paro-iig", "paro-nig"])
 @pytest.mark.parametrize("options", [{}, {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}], ids=["fp32", "bf16"])
-def test_kernel_counts_what_traffic_says(ranks: RankPool, preset: str, options: dict[str, str]) -> None:
+def test_bytes_counted_by_the_kernel_equal_traffic(ranks: RankPool, preset: str, options: dict[str, str]) -> None:
     for counted, read, said, between in ranks(4, count_third_step, preset, options):
         assert said > 4_000_000
         assert counted >= between

@@ -1,4 +1,4 @@
-"""Does training stay right, and planned, where large tensors go in two stages and small ones directly?"""
+"""Large tensors in two stages and small ones in one: same training, as planned."""
 
 from collections import Counter
 
@@ -59,7 +59,7 @@ def count(ctx: RankContext, run: Run) -> Counts:
 
 @pytest.mark.parametrize("from_bytes", [1, FROM_BYTES, 1 << 40])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_is_sent_was_planned(ranks: RankPool, preset: str, from_bytes: int) -> None:
+def test_issued_traffic_equals_the_plan_with_any_threshold(ranks: RankPool, preset: str, from_bytes: int) -> None:
     for issued, planned, rows, _ in ranks(4, count, run_of(preset, from_bytes), ranks_per_node=2):
         assert issued == planned
         assert planned
@@ -68,7 +68,7 @@ def test_what_is_sent_was_planned(ranks: RankPool, preset: str, from_bytes: int)
 
 @pytest.mark.parametrize("narrow", ["param_dtype", "reduce_dtype"])
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
-def test_what_is_sent_in_narrow_dtypes_was_planned(ranks: RankPool, preset: str, narrow: str) -> None:
+def test_issued_traffic_in_narrow_dtypes_equals_the_plan(ranks: RankPool, preset: str, narrow: str) -> None:
     for issued, planned, _, _ in ranks(4, count, run_of(preset, **{narrow: "bfloat16"}), ranks_per_node=2):
         assert issued == planned
 
@@ -118,7 +118,7 @@ def test_rank_0_prints_measurements_once(ranks: RankPool, tmp_path: object) -> N
     assert "measured now" in text
 
 
-def test_training_with_what_was_measured_is_planned_and_right(ranks: RankPool, tmp_path: object) -> None:
+def test_training_with_measured_thresholds_is_planned_and_right(ranks: RankPool, tmp_path: object) -> None:
     run = run_of("zero3").replace(config=ShardConfig.preset("zero3"))
     env = {"XDG_CACHE_HOME": str(tmp_path)}
     assert_same_training(ranks(4, train, run, ranks_per_node=2, env=env, calibrates=True), plain(run, 4))

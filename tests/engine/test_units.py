@@ -1,4 +1,4 @@
-"""Which modules become units, and who owns a parameter that several share?"""
+"""Choice of units, and the unit of a parameter that several units share."""
 
 from collections.abc import Iterable
 
@@ -171,7 +171,7 @@ def test_parameters_of_a_module_shared_by_units_belong_around_them() -> None:
     assert _owners(units)["layers.0.norm.weight"] == ""
 
 
-def test_class_that_the_model_lacks_is_refused_with_what_it_has() -> None:
+def test_missing_class_is_refused_with_the_present_ones() -> None:
     with pytest.raises(ConfigError, match=r"no module of class Conv2d\. It has .*LayerNorm"):
         find_units(Transformer(), nn.Conv2d)
 
@@ -183,7 +183,7 @@ def test_a_class_may_be_given_by_its_name(rule: object) -> None:
 
 
 @pytest.mark.parametrize("rule", ["Blok", [Block, "Blok"]], ids=repr)
-def test_name_of_no_class_is_refused_even_beside_others(rule: object) -> None:
+def test_unknown_class_name_is_refused_next_to_known_ones(rule: object) -> None:
     with pytest.raises(ConfigError, match=r"no module of class Blok\. It has Block"):
         find_units(Transformer(), rule)
 

@@ -1,4 +1,4 @@
-"""May ranks, and micro-steps, use different parameters?"""
+"""Ranks and micro-steps that use different parameters."""
 
 from unittest import mock
 
@@ -163,7 +163,7 @@ def unseen_on_some_ranks() -> Case:
 
 
 @pytest.mark.parametrize("overlap", ["all", "none"])
-def test_ranks_whose_losses_see_different_units_gather_and_reduce_in_one_order(ranks: RankPool, overlap: str) -> None:
+def test_ranks_whose_losses_use_different_units_communicate_in_one_order(ranks: RankPool, overlap: str) -> None:
     configs = presets(("zero3", "zeropp", "mics", "paro-iig"), overlap=overlap)
     runs = [Run(case=unseen_on_some_ranks, config=each, accumulation=2, steps=3, signal=True) for each in configs]
     for outcomes in zip(*ranks(4, train_each, runs, ranks_per_node=2, timeout_s=25.0), strict=True):

@@ -1,6 +1,6 @@
-"""When is what ranks have counted read, and does the host wait for a GPU to know it?
+"""Reading of used-parameter counts, without waiting for a GPU.
 
-A GPU is pretended by tensors that say they are on one.
+A GPU is simulated by tensors that claim to be on one.
 """
 
 from types import SimpleNamespace

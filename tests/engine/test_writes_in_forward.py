@@ -1,4 +1,4 @@
-"""Is what a forward writes into a parameter kept, exactly, or refused?"""
+"""Writes of a forward into a parameter are kept exactly, or refused."""
 
 from typing import Any
 

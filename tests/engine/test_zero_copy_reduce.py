@@ -1,4 +1,4 @@
-"""Do gradients that stay where autograd has put them make the same sums, bit for bit, as those in the flat form?"""
+"""Gradients reduced in place are bitwise equal to those of the flat buffer."""
 
 import gc
 import os

@@ -1,7 +1,7 @@
-"""How does a test train a sharded model, and what does it compare with?
+"""Jobs that train a sharded model, and the references to compare with.
 
-`train` is the job that most tests send to ranks: it trains one case and tells what plain training tells,
-so that `assert_same_training` can hold it against `train_reference`.
+`train` is the job that most tests send to ranks: it trains one case and returns what plain training returns, so that
+`assert_same_training` can compare it with `train_reference`.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Which little optimizers look further than at one element?"""
+"""Small optimizers whose updates are not elementwise."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

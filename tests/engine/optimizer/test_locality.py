@@ -1,4 +1,4 @@
-"""Is it found out how far an optimizer looks?"""
+"""Dry runs determine the update locality of an optimizer."""
 
 import copy
 import logging

@@ -1,4 +1,4 @@
-"""Do optimizers that treat their tensors oddly, or whose step raises, leave what they leave on the plain model?"""
+"""Optimizers with odd tensor handling, or whose step raises, behave as on plain."""
 
 from collections.abc import Callable
 from functools import partial
@@ -115,7 +115,7 @@ BODIES: dict[str, Body] = {
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("case", [models.mlp, models.scalar], ids=lambda case: case.__name__)
-def test_odd_optimizer_leaves_what_it_leaves_on_the_plain_model(
+def test_odd_optimizer_behaves_as_on_the_plain_model(
     ranks: RankPool, case: Callable[[], models.Case], body: str
 ) -> None:
     runs = [Run(case=case, config=config, accumulation=2) for config in presets(NAMES)]

@@ -1,4 +1,4 @@
-"""Do optimizers keep their states when they are reloaded, rolled back, or run in their other implementations?"""
+"""Optimizers keep their states when reloaded or rolled back, in any variant."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""Does any torch optimizer, used in any of its ways, step as on the plain model?"""
+"""Any torch optimizer, used in any way, steps as on the plain model."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Do optimizers that need whole tensors step as on the plain model, when tensors are dealt to ranks?"""
+"""Optimizers that need whole tensors step on their owners as on the plain model."""
 
 from collections.abc import Callable
 from functools import partial
@@ -240,7 +240,7 @@ def write_between_steps(ctx: RankContext, run: Run, make: Make) -> dict[str, Ten
     return training.parameters()
 
 
-def test_what_a_user_writes_between_steps_counts(ranks: RankPool) -> None:
+def test_writes_between_steps_are_used(ranks: RankPool) -> None:
     run = Run(case=exact, config=layout("zero3"))
     case, make = exact(), partial(Muon, lr=0.05)
     model = case.build()
@@ -303,7 +303,7 @@ def fail_once(ctx: RankContext, run: Run) -> dict[str, Tensor]:
     return training.parameters()
 
 
-def test_what_a_step_did_before_it_raised_counts_as_in_torch(ranks: RankPool) -> None:
+def test_updates_before_an_error_in_a_step_count_as_in_torch(ranks: RankPool) -> None:
     run = Run(case=exact, config=layout())
     case = exact()
     model = case.build()

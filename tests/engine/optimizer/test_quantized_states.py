@@ -1,8 +1,8 @@
-"""Do optimizers with quantized states (torchao) train as on the plain model?
+"""Optimizers with quantized states (torchao) train as on the plain model.
 
 Such states are tensor subclasses with one scale for each block of flattened elements. Where the blocks of a rank's rows
-are blocks of the whole tensor, steps on shards are the steps on whole tensors, bit by bit; where they are not, the two
-differ by rounding. torch.compile, which these optimizers call, is left out but in one test.
+are blocks of the whole tensor, steps on shards equal the steps on whole tensors, bit by bit. Elsewhere the two differ
+by rounding. torch.compile, which these optimizers call, is left out in all but one test.
 """
 
 import io
@@ -315,4 +315,8 @@ def adopt_quantized(ctx: RankContext) -> None:
 
 
 def test_quantized_states_that_cannot_be_adopted_are_left_as_they_are(ranks: RankPool) -> None:
-    raises_on_every_rank(lambda: ranks(2, adopt_quantized), ConfigError, "Adopt the optimizer before its first step")
+    raises_on_every_rank(
+        lambda: ranks(2, adopt_quantized),
+        ConfigError,
+        "cannot be sharded. Call `adopt` before the optimizer.s first step",
+    )

@@ -1,4 +1,4 @@
-"""Where are the states of an optimizer that updates whole tensors, and can they be saved, loaded and adopted?"""
+"""States of tensors with an owner: memory, saving, loading and adopting."""
 
 from itertools import pairwise
 from typing import Any
@@ -18,8 +18,8 @@ def states(ctx: RankContext) -> tuple[int, dict[str, int], int]:
     """Bytes of optimizer states on this rank, the engine's account, and bytes of the parameters it owns."""
     training = begin(ctx, Run(case=models.transformer, config=layout("zero3")), adafactor)
     training.step(0)
-    step = training.sharded._step_hooks.step_of(training.optimizer)
-    owned = sum(4 * p.numel() for p in training.model.parameters() if step.owner_of(p) == ctx.rank)
+    swap = training.sharded._step_hooks.swap_of(training.optimizer)
+    owned = sum(4 * p.numel() for p in training.model.parameters() if swap.owner_of(p) == ctx.rank)
     tensors = [v for state in training.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     return sum(4 * tensor.numel() for tensor in tensors), dict(training.sharded.memory.bytes_by_purpose), owned
 
