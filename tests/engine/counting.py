@@ -24,7 +24,9 @@ Kind = tuple[torch.dtype, int]  # dtype, ranks of the group
 
 
 class CountC10d(TorchDispatchMode):
-    """Counts what is handed to torch.distributed, and read, inside: bytes of this rank, and operators by name.
+    """Counts calls of torch.distributed and reads of peer memory in its context.
+
+    Counts are bytes of this rank, and operators by name.
 
     Attributes:
         kinds: Bytes by dtype and ranks of the group.

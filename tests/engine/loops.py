@@ -24,7 +24,10 @@ Body = Callable[..., Seen]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """A model, sharded or plain, and the ranks whose batches it is given; the mean of their losses is trained."""
+    """A model, sharded or plain, and the ranks whose batches it is given.
+
+    The mean of their losses is trained.
+    """
 
     run: Run
     case: Case

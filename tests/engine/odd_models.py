@@ -97,7 +97,10 @@ def words(x: Tensor) -> Tensor:
 
 
 def one_word(model: nn.Module, x: Tensor, step: int) -> None:
-    """All positions hold the same word, so that a rank uses two experts of the four of a layer."""
+    """Batches of one repeated word.
+
+    A rank then uses two of the four experts of a layer.
+    """
     model(input_ids=words(x)[:1, :1].expand(x.shape), labels=words(x)).loss.backward()
 
 
@@ -188,7 +191,10 @@ def generator_and_critic() -> nn.Module:
 
 
 def adversaries(model: Any, x: Tensor, step: int) -> None:
-    """The critic and the generator, by turns; what the other has gathered meanwhile is dropped."""
+    """The critic and the generator, by turns.
+
+    What the other has gathered meanwhile is dropped.
+    """
     fake = model["generator"](x)
     if step % 2 == 0:
         (F.softplus(model["critic"](fake.detach())).mean() + F.softplus(-model["critic"](x[:, :2])).mean()).backward()

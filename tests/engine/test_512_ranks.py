@@ -18,7 +18,10 @@ WORLD_SIZE, PER_NODE = 512, 8
 
 
 def _equal_on_all_ranks(value: object) -> list[object]:
-    """What 512 ranks with the same script and configuration say; the fake transport cannot bring it."""
+    """What 512 ranks with the same script and configuration say.
+
+    The fake transport cannot bring it.
+    """
     return [value] * WORLD_SIZE
 
 

@@ -42,7 +42,7 @@ class Stack(nn.Module):
 
 
 class InsideForward(Stack):
-    """The form of transformers: what is recomputed is a layer's `forward`, under its `__call__`."""
+    """The form of transformers: `forward` is recomputed inside of `__call__`."""
 
     def __init__(self) -> None:
         super().__init__(span=0, use_reentrant=False)

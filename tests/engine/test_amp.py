@@ -92,7 +92,10 @@ def test_bfloat16_model_trains_as_the_plain_one_up_to_rounding(ranks: RankPool, 
 
 
 def scaled(ctx: RankContext, run: Run, poison: int | None) -> tuple[dict[str, Tensor], list[float]]:
-    """Steps with a scaler; in step 1 the loss of rank `poison` is infinite. The scale after every step."""
+    """Steps with a scaler; in step 1 the loss of rank `poison` is infinite.
+
+    The scale after every step.
+    """
     training, scales = start(ctx, run), []
     scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=100)
     for step in range(run.steps):
@@ -143,7 +146,7 @@ class ScalarFirst(nn.Module):
 
 
 def overflow_in_one_row(ctx: RankContext, preset: str) -> tuple[float, float, float]:
-    """The scale, the scalar, and the first row after a step in which the last row's gradient was infinite."""
+    """The scale, the scalar and the first row after an overflow in the last row."""
     torch.manual_seed(0)
     model = ScalarFirst()
     shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2)), units="auto")
@@ -166,7 +169,7 @@ def test_all_ranks_find_an_overflow_of_one_rank_if_the_first_parameter_is_a_scal
 
 
 def torch_norms(ctx: RankContext, run: Run, max_norm: float, norm_type: float) -> list[tuple[float, float, dict]]:
-    """Norm and gradients after clipping, by torch's function and by ours, and the plain ones."""
+    """Norm and gradients after clipping: torch's function, ours, and plain."""
     found = []
     for is_ours in (False, True):
         training = start(ctx, run)

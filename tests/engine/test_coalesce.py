@@ -70,7 +70,10 @@ def run_of(preset: str, case: Case = models.transformer, **options: Any) -> Run:
 
 
 class Even(nn.Module):
-    """First dimensions that 4 and 8 divide. One layer is used by some ranks only, one twice."""
+    """First dimensions that 4 and 8 divide.
+
+    One layer is used by some ranks only, one twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()

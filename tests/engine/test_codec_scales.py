@@ -58,7 +58,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def distances(ctx: RankContext, config: ShardConfig) -> dict[str, float]:
-    """How far each gradient is from plain training's, and each parameter, as the forward has it, from its value."""
+    """Distances of gradients and of unsharded parameters from plain training."""
     plain, model = build(), build()
     sum(loss_of(plain, rank) / ctx.world_size for rank in range(ctx.world_size)).backward()
     sharded = shard(model, config, units=[Beside])

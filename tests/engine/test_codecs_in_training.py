@@ -97,7 +97,7 @@ def test_an_unused_codec_is_refused_with_remedies(preset: str, options: dict[str
 
 
 def train_quantized(ctx: RankContext, run: Run) -> Found:
-    """Losses, the gradients of the first step, the parameters at the end, and what was sent and planned."""
+    """Losses, first gradients, final parameters, and issued and planned traffic."""
     training = start(ctx, run)
     losses, first, sent = [], {}, []
     for step in range(run.steps):
@@ -137,7 +137,7 @@ def test_replicas_stay_equal_and_near_plain_training_and_send_what_was_planned(
 
 
 def test_transports_without_queues_train_equally(ranks: RankPool) -> None:
-    """On streams, and where torch's collectives do the work, the same programs give the same bits."""
+    """Streams and torch's own collectives give the same bits."""
     config = config_of("zero3", "everything")
     assert config is not None
     run = Run(case=models.mlp, config=config, accumulation=2, steps=2)
@@ -147,7 +147,7 @@ def test_transports_without_queues_train_equally(ranks: RankPool) -> None:
 
 
 class Recorded(torch.autograd.Function):
-    """A matrix product that keeps the weights it saw: those of the forward, then those of the backward."""
+    """A matrix product that records its weights in forward and backward."""
 
     seen: ClassVar[list[Tensor]] = []
 
@@ -171,7 +171,10 @@ class RecordedLinear(nn.Linear):
 
 
 def record_weights(ctx: RankContext, config: ShardConfig) -> list[Tensor]:
-    """What six layers compute with: in the forward, first to last; in the backward, last to first."""
+    """What six layers compute with: in the forward, first to last.
+
+    In the backward, last to first.
+    """
     Recorded.seen = []
     torch.manual_seed(0)
     model = nn.Sequential(*(RecordedLinear(24, 24) for _ in range(6)))
@@ -183,7 +186,10 @@ def record_weights(ctx: RankContext, config: ShardConfig) -> list[Tensor]:
 @pytest.mark.parametrize("links", ["slow", "all"])
 @pytest.mark.parametrize("preset", ["zero3", "zeropp", "paro-nig"])
 def test_backward_uses_the_parameters_of_the_forward(ranks: RankPool, preset: str, links: str) -> None:
-    """Blocks of primary and secondary shards do not coincide: encoded twice, parameters would change twice."""
+    """Parameters quantized twice would change twice.
+
+    Blocks of primary and secondary shards do not coincide.
+    """
     options = dict(weight_codec=Codec(bits=4, block_size=32), codec_links=links, topology=Topology(ranks_per_node=2))
     for seen in ranks(4, record_weights, ShardConfig.preset(preset, **options)):
         assert len(seen) == 12
@@ -228,7 +234,10 @@ def _between_nodes(plan: Plan) -> int:
 
 
 def test_zeropp_sends_a_quarter_of_zero3_between_nodes(ranks: RankPool) -> None:
-    """ZeRO++ against ZeRO-3 in 16 bits: (0.5 + 0 + 0.25) M instead of 3 M; scales and padding beside."""
+    """ZeRO++ against ZeRO-3 in 16 bits: (0.5 + 0 + 0.25) M instead of 3 M.
+
+    Scales and padding beside.
+    """
     half = dict(param_dtype="bfloat16", reduce_dtype="bfloat16", topology=Topology(ranks_per_node=2))
     codecs = dict(weight_codec="int8", grad_codec="int4", codec_links="all")
     runs = [

@@ -54,7 +54,7 @@ def test_sharded_training_on_two_ranks_is_torchs_bit_for_bit(ranks: RankPool, pr
 
 
 def local_shards(ctx: RankContext, run: Run) -> tuple[list[int], list[Tensor], list[Tensor]]:
-    """Ranks with the same shard, that shard of every parameter, and the whole parameters as used."""
+    """Ranks with the same shard, the shards, and the unsharded parameters."""
     training = start(ctx, run)
     for step in range(run.steps):
         training.step(step)

@@ -94,7 +94,7 @@ def test_all_gathers_and_both_hops_have_their_own_streams() -> None:
 
 
 def use_a_gathered_unit_twice(ctx: RankContext) -> list[int]:
-    """How often chains of one unit were waited for at each of two uses of the same gathered parameters."""
+    """Waits for op chains of one unit at each of two uses of its parameters."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     sharded = shard(model, "zero3", units=[nn.Linear])
     with torch.no_grad():

@@ -27,7 +27,10 @@ class Layers(nn.Module):
 
 
 def _train(ctx: RankContext, preset: str, order: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """In the second step rank 2 runs the layers in the order `other`. Returns the number of the last step."""
+    """In the second step rank 2 runs the layers in the order `other`.
+
+    Returns the number of the last step.
+    """
     model = Layers()
     config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), overlap={"reduce"})
     shard(model, config, units=[nn.Linear])

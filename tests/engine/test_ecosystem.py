@@ -41,7 +41,10 @@ SCHEDULE_FREE: dict[str, MakeOptimizer] = {
 
 
 def switched(loop: Loop, name: str) -> Seen:
-    """Evaluated after every second step, once twice, and once without a switch in between."""
+    """Evaluation after every second step.
+
+    Once twice, and once without a switch in between.
+    """
     made, seen = SCHEDULE_FREE[name](loop.parameters()), []
     for step in range(4):
         made.train()
@@ -70,7 +73,7 @@ def test_scalars_and_tiny_parameters_are_averaged_equally(ranks: RankPool, name:
 
 
 def with_a_closure(loop: Loop, make: MakeOptimizer) -> Seen:
-    """These extrapolate before the closure, outside of what the engine shows of a step."""
+    """Optimizers that extrapolate before the closure, outside of the swap."""
     made = make(loop.parameters(), lr=0.02)
 
     def closure() -> None:
@@ -200,7 +203,7 @@ class _NestsItsStates(Optimizer):
 
 
 class _TwoSteps(SGD):
-    """Sharpness-aware: up along the gradient, and after another backward down from where it was."""
+    """Sharpness-aware: up along the gradient, then down after another backward."""
 
     @torch.no_grad()
     def climb(self) -> None:

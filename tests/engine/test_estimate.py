@@ -49,7 +49,10 @@ def estimated(config: ShardConfig) -> MemoryEstimate:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.params}-{config.grads}-{config.optimizer}")
 def test_estimated_memory_equals_allocated_memory(ranks: RankPool, config: ShardConfig) -> None:
-    """But for what travels between CPUs: messages need other workspaces than a GPU's collectives, reads no stagings."""
+    """All purposes except those in which gloo differs from a GPU.
+
+    Messages need other workspaces than a GPU's collectives, and reads of peer memory need no staging buffers.
+    """
     expected = estimated(config)
     by_purpose = expected.bytes_by_purpose
     for found, bytes_of_states in ranks(4, allocated, config, ranks_per_node=2):

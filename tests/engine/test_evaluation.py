@@ -161,7 +161,10 @@ def test_evaluation_uses_the_newest_parameters(ranks: RankPool, config: ShardCon
 
 
 def drop_layers(ctx: RankContext, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """LayerDrop, the same on all ranks, and layers in reverse order every third step; and the plain twin."""
+    """LayerDrop, the same on all ranks, and layers in reverse order every third step.
+
+    And the plain twin.
+    """
     training, case = start(ctx, run), run.case()
     twin = case.build()
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)

@@ -15,7 +15,10 @@ from tests.torch_versions import kinds_of_dtensors
 
 
 def _trained() -> tuple[nn.Module, nn.Module]:
-    """A plain model with its gradients, and the same sharded; all ranks see the same batch."""
+    """A plain model with its gradients, and the same sharded.
+
+    All ranks see the same batch.
+    """
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     sharded = copy.deepcopy(plain)

@@ -29,7 +29,10 @@ configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def _live_bytes() -> int:
-    """Bytes of memory that some Python object can reach; a shard's storage is a part of its arena's."""
+    """Bytes of memory that some Python object can reach.
+
+    A shard's storage is a part of its arena's.
+    """
     gc.collect()
     ranges = set()
     alive = (each for each in gc.get_objects() if isinstance(each, torch.Tensor))
@@ -57,7 +60,7 @@ def _gradient_addresses(model: nn.Module) -> list[int]:
 
 
 def measure_by_step(ctx: RankContext, run: Run) -> tuple[list[int], list[list[int]], list[list[int]], list[int]]:
-    """After every step: the engine's account, addresses, addresses of gradients, and all bytes of the process."""
+    """After every step: engine bytes, addresses, gradient addresses, process bytes."""
     training = start(ctx, run)
     accounts, addresses, gradients, bytes_ = [], [], [], []
     for step in range(run.steps):

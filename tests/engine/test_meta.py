@@ -44,7 +44,7 @@ FAMILIES = {"llama": lambda: llama(tie=False), "llama_tied": lambda: llama(tie=T
 
 
 def materialised(ctx: RankContext, family: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], bool]:
-    """Parameters, buffers, the buffers of a real model, and whether the embeddings are one parameter."""
+    """Parameters, buffers, buffers of a real model, and whether embeddings are tied."""
     torch.manual_seed(ctx.rank)  # ranks need not agree on a seed
     with torch.device("meta"):
         model = FAMILIES[family]()
@@ -90,7 +90,7 @@ class Deep(nn.Module):
 
 
 def growth_of_memory(ctx: RankContext) -> tuple[int, int, int]:
-    """Bytes by which the process's peak grew while sharding, bytes of the engine, bytes of the whole model."""
+    """Growth of the peak memory while sharding, engine bytes, bytes of the model."""
     with torch.device("meta"):
         model = Deep()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -139,7 +139,7 @@ class Scaled(nn.Module):
 
 
 class AroundTransformers(nn.Module):
-    """A model of transformers beside modules that transformers does not know, as in a LightningModule."""
+    """A model of transformers next to other modules, as in a LightningModule."""
 
     def __init__(self, *others: nn.Module) -> None:
         super().__init__()
@@ -182,7 +182,10 @@ def test_uninitialized_tensors_are_refused_next_to_transformers(ranks: RankPool)
 
 
 class Author(nn.Module):
-    """A model with a method `_init_weights` that building it does not call, as those of litgpt and timm."""
+    """A model whose constructor does not call its `_init_weights`.
+
+    Those of litgpt and timm are such models.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ CONFIGS = {
 
 
 class Coded(nn.Module):
-    """Adds the nearest row of a codebook that follows the data, and rows of a table that nobody changes."""
+    """Adds the nearest row of a trained codebook, and rows of a constant table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_ranks_that_run_different_forwards_do_not_wait(ranks: RankPool, preset: 
 
 
 class Caching(nn.Module):
-    """Keeps what the first forward computes, in whatever mode that is, and uses it in later ones."""
+    """Caches a result of the first forward, in any mode, for later ones."""
 
     def __init__(self) -> None:
         super().__init__()

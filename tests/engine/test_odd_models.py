@@ -61,7 +61,10 @@ def test_odd_models_train_as_plain(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("ranks_per_node", [2, 3], ids=["3 nodes", "2 nodes"])
 def test_six_ranks_train_as_plain(ranks: RankPool, ranks_per_node: int) -> None:
-    """Every preset, with partitions of a node or of all ranks, in two stages or directly."""
+    """Every preset, with partitions of a node or of all ranks.
+
+    In two stages or in one.
+    """
     settings = list(odd_product.on_six_ranks(ranks_per_node).items())
     assert_right(
         ranks,

@@ -18,7 +18,10 @@ def _call(unit: SimpleNamespace, enter: int, leave: int) -> ForwardCall:
 def _forward(
     live: PendingBackwards, root: SimpleNamespace, layers: list[SimpleNamespace], clock: int = 0
 ) -> list[ForwardCall]:
-    """A forward of a root around its layers; the calls in the order in which they ended."""
+    """A forward of a root around its layers.
+
+    The calls in the order in which they ended.
+    """
     calls = []
     enter_root = clock
     for layer in layers:

@@ -99,7 +99,7 @@ def test_the_second_hop_starts_before_the_last_backward_has_ended(ranks: RankPoo
 
 
 def events_where_first_hops_are_fast(ctx: RankContext) -> tuple[list[str], list[str]]:
-    """As above, and every first hop has ended when the next gradient of the last backward arrives."""
+    """Events of a step in which first hops end before the next gradient arrives."""
     land_arrived = Reducer._complete_arrived
 
     def land_all_that_will_arrive(reducer: Reducer) -> Iterator[GradBucket]:

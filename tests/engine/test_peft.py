@@ -114,7 +114,10 @@ def test_adapters_that_are_switched_train_as_plain(ranks: RankPool, case: Make) 
 
 
 def train_all_parameters(ctx: RankContext, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str], set[str]]:
-    """With an optimizer over frozen parameters too: those before and after; names with a gradient; with a state."""
+    """With an optimizer over frozen parameters too: those before and after.
+
+    Names with a gradient; with a state.
+    """
     training = start(ctx, run)
     optimizer = AdamW(training.model.parameters(), lr=0.1, weight_decay=0.1)
     frozen = {name for name, p in training.model.named_parameters() if not p.requires_grad}
@@ -149,7 +152,7 @@ def memory_of(ctx: RankContext, run: Run) -> Counter[str]:
 
 
 def _bytes(case: Make, *, trainable: bool, ranks: int) -> int:
-    """Bytes of the buckets of trained or of frozen parameters, sharded over so many ranks, on all of them together."""
+    """Bytes of the buckets of trained or of frozen parameters on all `ranks` ranks."""
     total = 0
     for unit in find_units(case().build(), case().units):
         by_dtype: dict[torch.dtype, list[Any]] = {}

@@ -117,7 +117,7 @@ def test_evaluation_without_the_adapter_is_plain_and_changes_nothing(ranks: Rank
 
 
 def merge_and_unmerge(ctx: RankContext, run: Run) -> tuple[float, dict[str, Tensor]]:
-    """The loss with the adapter merged into its base, and the parameters one step after it was taken out again."""
+    """The loss with the merged adapter, and parameters one step after unmerging."""
     training = _trained(ctx, run)
     model: Any = training.model
     model.merge_adapter()
@@ -211,7 +211,7 @@ def test_count_of_trainable_parameters_is_the_plain_one(ranks: RankPool, preset:
 
 
 def train_from_meta(ctx: RankContext, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Base and adapter are built on the meta device and get their values from a plain state."""
+    """Base and adapter on the meta device, with values from a plain state dict."""
     forget_meshes()
     case = run.case()
     with torch.device("meta"):
@@ -271,7 +271,7 @@ def _generated(model: Any) -> Tensor:
 @pytest.mark.parametrize("units", [(LlamaDecoderLayer,), (LlamaForCausalLM, LlamaDecoderLayer)])
 @pytest.mark.parametrize("preset", ["ddp", "mics"])
 def test_text_is_generated_as_plain_by_the_model_inside(ranks: RankPool, preset: str, units: Any) -> None:
-    """`generate` runs the model inside of the adapter's wrapper, past the wrapper's forward."""
+    """`generate` runs the inner model without the forward of the adapter's wrapper."""
     run = _run(lora_and_a_trained_head, preset).replace(units=units)
     expected = _generated(_plain(run, 2))
     assert expected.numel() > 4

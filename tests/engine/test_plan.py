@@ -118,7 +118,10 @@ def test_plan_is_known_before_the_first_step(ranks: RankPool, case: object, pres
 
 
 def count_second_hop(ctx: RankContext, run: Run) -> dict[str, int]:
-    """All-reduces after each event of a step; a flat model of one unit, so nothing else is one."""
+    """All-reduces after each event of a step.
+
+    A flat model of one unit, so nothing else is one.
+    """
     training, counts = start(ctx, run), {}
     training.step(0)
     events = {

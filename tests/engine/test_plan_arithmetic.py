@@ -55,7 +55,10 @@ MODEL = 2 * NUMEL * 4  # bytes of the two units
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("world", [4, 8])
 def test_zero3_all_gathers_for_forward_and_backward_and_reduces_once(world: int, micro_steps: int) -> None:
-    """Formula M1, 3 (n-1) M / n, less the unit that the backward, and the next forward, still find in the slot."""
+    """3 (n-1) M / n, less the all-gathers of the unit that is still in the slot.
+
+    Source: MiCS (arXiv:2205.00119) section 2.3.
+    """
     plan = _plan(_scopes("zero3", world), SINGLE, micro_steps)
     share = (world - 1) * MODEL // world
     assert _sent(plan, REDUCE_SCATTER) == micro_steps * share
@@ -71,7 +74,10 @@ def test_zero3_with_a_slot_for_every_unit_all_gathers_once_per_step() -> None:
 
 @pytest.mark.parametrize("micro_steps", [1, 4])
 def test_mics_second_hop_sends_an_all_reduce_of_the_shard(micro_steps: int) -> None:
-    """2 M (n-p) / n over all p replication groups together: 2 (M/p) (n-p) / n for each of them."""
+    """A replication group sends 2 (M/p) (n-p) / n.
+
+    All p groups together send 2 M (n-p) / n. Source: MiCS (arXiv:2205.00119) section 3.4.
+    """
     plan = _plan(_scopes("mics"), SINGLE, micro_steps)
     assert _sent(plan, ALL_REDUCE, "inter_node") == 2 * (MODEL // 4) * (8 - 4) // 8
 
@@ -86,7 +92,10 @@ def test_mics_reduces_inside_the_partition_in_every_micro_step(micro_steps: int)
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("preset", [p for p in ShardConfig.PRESETS if p.startswith("paro-")])
 def test_paro_volumes_per_rank(preset: str, micro_steps: int) -> None:
-    """Table 3 as corrected: M = 4 ranks a node, N = 8, g = 2; gathers of one unit, which is always in its slot."""
+    """Table 3 as corrected: M = 4 ranks a node, N = 8, g = 2.
+
+    Gathers of one unit, which is always in its slot.
+    """
     scopes = _scopes(preset)
     plan = _plan(scopes, (0,), micro_steps)
     model, world = NUMEL * 4, 8
@@ -179,7 +188,10 @@ def test_totals_and_table_show_every_byte() -> None:
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("secondary", [1, 2, 4])
 def test_zeropp_all_gathers_for_the_backward_inside_the_secondary_scope(secondary: int, micro_steps: int) -> None:
-    """PaRO's table 3, row ZeRO++: forward (N-1) M / N, backward (S-1) M / S. All units share a slot."""
+    """PaRO's table 3, row ZeRO++: forward (N-1) M / N, backward (S-1) M / S.
+
+    All units share a slot.
+    """
     units = 0, 0, 0
     plan = _plan(_scopes("zeropp", secondary_params=secondary), units, micro_steps)
     forward = [p for p in plan.collectives if p.collective == ALL_GATHER and p.phase == "forward"]
@@ -197,7 +209,9 @@ def test_zeropp_needs_no_link_between_nodes_in_the_backward() -> None:
 
 
 def _formula(scopes: Scopes, num_units: int, micro_steps: int) -> dict[str, float]:
-    """Elements that one rank sends per step, in sizes of a unit; all units share a slot.
+    """Elements that one rank sends per step, in sizes of a unit.
+
+    All units share a slot.
 
     They are the all-gathers of forward and backward, less those of units still in the slot, the first hop, the second
     hop and the parameter synchronization.

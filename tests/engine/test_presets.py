@@ -30,7 +30,10 @@ PRINTED = {
 
 
 def test_the_printed_table_is_corrected_by_its_own_principles() -> None:
-    """ING, GNG and GIG shard parameters finer than gradients; III does not; with few, whole gradients decide."""
+    """ING, GNG and GIG shard parameters finer than gradients; III does not.
+
+    With few, whole gradients decide.
+    """
     many, _ = candidate_presets(1.0)
     assert set(PRINTED["many"].split()) - set(many) == {"ing", "gng", "gig"}
     assert set(many) - set(PRINTED["many"].split()) == {"iii"}
@@ -109,7 +112,10 @@ def test_a_few_trained_parameters_do_not_shard_their_gradients(memory: float, ex
 
 
 def test_one_node_has_nothing_to_save_between_nodes() -> None:
-    """I and G are the same scopes there; each pair of equal scopes stands in the table once."""
+    """I and G are the same scopes there.
+
+    Each pair of equal scopes stands in the table once.
+    """
     workload = Workload(kinds=_kinds(1e9, 0), slots_bytes=0, memory_bytes=80 * 10**9)
     advice = choose_preset(AUTO, workload, Topology(ranks_per_node=8), 8)
     assert advice.preset == "paro-nni"

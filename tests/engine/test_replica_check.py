@@ -55,7 +55,7 @@ def one_rank_writes(model: nn.Module, rank: int) -> None:
 def trained(
     ctx: RankContext, preset: str, change: Change, steps: int, **options: object
 ) -> tuple[list[Tensor], Tensor]:
-    """Job: this rank's shards after some steps, and what the rank's own generator gives then."""
+    """Job: this rank's shards after some steps, and a number of its own generator."""
     forget_meshes()
     model = Stack()
     shard(model, ShardConfig.preset(preset, **options), units=[Block])

@@ -175,7 +175,10 @@ def test_torchs_own_state_dicts_round_trip(ranks: RankPool, optimizer: str) -> N
 
 
 def compare(ctx: RankContext, run: Run) -> list[bool]:
-    """A parameter with itself, a copy, a copy of which one element of rank 1 is another, and one of another shape."""
+    """Comparisons of a parameter with itself, with copies and with another shape.
+
+    In one copy, one element of rank 1 differs.
+    """
     model = start(ctx, run).model
     weight, *others = model.parameters()
     same, changed = weight.detach().clone(), weight.detach().clone()

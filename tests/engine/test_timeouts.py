@@ -60,7 +60,7 @@ def sharded_layers(ctx: RankContext, preset: str, options: dict[str, object]) ->
 def train_until_a_rank_stops(
     ctx: RankContext, preset: str, options: dict[str, object], silent: int, where: str
 ) -> None:
-    """In the second step rank `silent` stands still in its backward, or before it clips."""
+    """In the second step rank `silent` stalls in its backward or before clipping."""
     model, sharded = sharded_layers(ctx, preset, options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     is_second = False

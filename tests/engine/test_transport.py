@@ -21,7 +21,7 @@ BYTES_ACKED = 120  # offset in Linux's struct tcp_info, a u64
 
 
 def bytes_sent() -> int:
-    """Bytes that peers have acknowledged on all TCP connections that this process has now."""
+    """Bytes that peers have acknowledged on all TCP connections of this process."""
     total = 0
     for path in Path("/proc/self/fd").iterdir():
         if path.is_symlink() and os.readlink(path).startswith("socket:"):
@@ -33,7 +33,10 @@ def bytes_sent() -> int:
 
 
 def count_third_step(ctx: RankContext, preset: str, options: dict[str, str]) -> tuple[int, int, int, int]:
-    """Bytes by the kernel, those that were read, and those by `traffic()`: all, and between nodes."""
+    """Bytes by the kernel, bytes read, and bytes by `traffic()`.
+
+    The latter in all, and between nodes.
+    """
     read: list[int] = []
     read_into = readv.read_into
 

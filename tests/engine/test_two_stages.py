@@ -47,7 +47,7 @@ Counts = tuple[Counter[Kind], Counter[Kind], tuple[TrafficRow, ...], set[tuple[s
 
 
 def count(ctx: RankContext, run: Run) -> Counts:
-    """What the second step issued, what was planned, what was reported, and over which axes."""
+    """Issued, planned and reported traffic of the second step, and its axes."""
     training = start(ctx, run)
     for step in range(NUM_STEPS):
         with CountC10d() as counted:
@@ -81,7 +81,7 @@ def test_a_threshold_between_the_unit_sizes_uses_both_algorithms(ranks: RankPool
 
 
 def test_all_gathers_are_bitwise_equal_with_either_algorithm(ranks: RankPool) -> None:
-    """The losses of the first step are computed from what was gathered, and from nothing that was summed."""
+    """Losses of the first step depend on all-gathers only, not on reductions."""
     losses = {
         n: [outcome.losses[0] for outcome in ranks(4, train, run_of("zero3", n), ranks_per_node=2)]
         for n in (1, FROM_BYTES, 1 << 40)

@@ -13,7 +13,10 @@ from tests.models import Block, Residual, Transformer
 
 
 class EncoderDecoder(nn.Module):
-    """Two layer classes, each repeated; the decoder's layers hold an inner layer of the encoder's kind."""
+    """Two layer classes, each repeated.
+
+    The decoder's layers hold an inner layer of the encoder's kind.
+    """
 
     def __init__(self) -> None:
         super().__init__()

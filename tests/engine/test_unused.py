@@ -116,7 +116,10 @@ def test_ranks_may_use_units_whose_output_misses_the_loss(ranks: RankPool, prese
 
 
 def detached_on_some_ranks() -> Case:
-    """Every rank runs the model with and without the branch; the loss looks at one of the outputs."""
+    """Every rank runs the model with and without the branch.
+
+    The loss looks at one of the outputs.
+    """
     case = models.unused()
 
     def batch(step: int, micro: int, rank: int) -> Batch:
@@ -234,7 +237,10 @@ def test_wrong_boundary_costs_no_correctness(ranks: RankPool, preset: str, case:
 
 
 def grads_of_unused(ctx: RankContext, run: Run) -> list[bool]:
-    """Whether the branch has a gradient, in a step that uses it on rank 0 only, and in one that does not."""
+    """Whether the branch has a gradient, in two steps.
+
+    Rank 0 uses it in the first one, and no rank in the second.
+    """
     training = start(ctx, run)
     found = []
     for step, use_branch in ((0, ctx.rank == 0), (1, False)):
@@ -273,7 +279,10 @@ class Chained(nn.Module):
 
 
 def hops_of_a_step(ctx: RankContext) -> list[str]:
-    """What this rank starts, in the order of the host, where nothing has ended before it is waited for, as on CUDA."""
+    """Collectives that this rank starts, in order.
+
+    Nothing ends before it is waited for, as on CUDA.
+    """
     torch.manual_seed(5)
     model = Chained()
     config = ShardConfig.preset("paro-nii", topology=Topology(ranks_per_node=2))

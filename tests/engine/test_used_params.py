@@ -81,7 +81,7 @@ def reads_of_a_step(ctx: RankContext, preset: str) -> int:
     launch = second_hop.launch
 
     def final_at_once(*args: Any) -> OpChain:
-        """As on a GPU, where the state of a gradient is final when its second hop has been launched."""
+        """Make gradients final when their second hop is launched, as on a GPU."""
         chain = launch(*args)
         chain.wait()
         return chain

@@ -32,7 +32,10 @@ WIDTH = 12
 
 
 class Awkward(nn.Module):
-    """Rows that leave no rest, and some that do; fewer rows than ranks; columns that are cut; a number."""
+    """Rows that leave no rest, and some that do; fewer rows than ranks.
+
+    Columns that are cut; a number.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +81,7 @@ def collect_halves(self: GradBucket, position: int, grad: Tensor) -> None:
 def trained(
     ctx: RankContext, block: type[nn.Module], preset: str, per_node: int, how: str
 ) -> tuple[dict[str, Tensor], Counter[str]]:
-    """Parameters after some steps of two micro-steps, and how many gradients were kept and copied."""
+    """Parameters after some steps, and numbers of kept and of copied gradients."""
     forget_meshes()
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block(), block())

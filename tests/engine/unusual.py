@@ -114,7 +114,10 @@ class ObjectStack(Stack):
 
 
 class Forces(Stack):
-    """An energy and its negative gradient by the positions, as models of molecules return them."""
+    """An energy and its negative gradient by the positions.
+
+    Models of molecules return them.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()

@@ -76,7 +76,10 @@ def stepping(loop: Loop, make: Callable[..., Optimizer], zeroes: bool) -> Seen:
 
 
 def after_raising(loop: Loop, zeroes_first: bool) -> Seen:
-    """The loop goes on when a step has raised; its gradients must be gone, or still there, as in torch."""
+    """The loop goes on when a step has raised.
+
+    Its gradients must be gone, or still there, as in torch.
+    """
     optimizer, seen = Raising(loop.parameters(), lr=0.1, momentum=0.9), []
     for step in range(4):
         if zeroes_first:
@@ -123,7 +126,10 @@ def test_odd_optimizer_behaves_as_on_the_plain_model(
 
 
 def unfreeze_and_go_on(ctx: RankContext, run: Run, frozen: str) -> dict[str, Tensor]:
-    """A forward is refused because a parameter has no memory for gradients; frozen again, training goes on."""
+    """A forward is refused because a parameter has no memory for gradients.
+
+    Frozen again, training goes on.
+    """
     training = start(ctx, run)
     training.step(0)
     unfrozen = [p for name, p in training.model.named_parameters() if name.startswith(frozen)]

@@ -30,7 +30,10 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def zeroed_in_place(loop: Loop) -> Seen:
-    """What no batch of a step has used keeps a gradient of zeros, and moves by momentum and decay."""
+    """Gradients are zeroed, not cleared.
+
+    Unused parameters then move by momentum and decay.
+    """
     made = loop.optimizer()
     for step in range(4):
         loop.backward(step)
@@ -62,7 +65,10 @@ def test_an_optimizer_may_step_twice_on_the_same_gradients(ranks: RankPool, runs
 
 
 def reloaded(loop: Loop) -> Seen:
-    """An optimizer is given its own states, after a step and between a backward and its step."""
+    """An optimizer loads its own states.
+
+    Once after a step, and once between a backward and its step.
+    """
     made = loop.optimizer()
     for step in range(3):
         loop.backward(step)
@@ -142,7 +148,10 @@ def test_full_optimizer_states_may_be_of_some_parameters_only(ranks: RankPool) -
 
 
 def two_schedules(loop: Loop) -> Seen:
-    """Two optimizers at their own pace, each with a schedule, of which one changes the betas, too."""
+    """Two optimizers with different numbers of steps, each with a schedule.
+
+    One schedule also changes the betas.
+    """
     often, rarely = SGD(loop.parameters("0.", "2."), lr=0.1), AdamW(loop.parameters("3.", "4."), lr=0.01, eps=1e-3)
     cosine, cycle = CosineAnnealingLR(often, 4), OneCycleLR(rarely, max_lr=0.05, total_steps=4)
     for step in range(5):
@@ -190,7 +199,7 @@ IMPLEMENTATIONS: dict[str, MakeOptimizer] = {
 
 
 def implemented(loop: Loop) -> Seen:
-    """Every implementation in turn, each with a new optimizer, on a model that goes on from the last one's result."""
+    """Every implementation in turn, each with a new optimizer on the same model."""
     seen = []
     for make in IMPLEMENTATIONS.values():
         made = make(loop.parameters())
@@ -221,7 +230,10 @@ REFUSED_BY_TORCH: dict[str, tuple[MakeOptimizer, type[Exception], str]] = {
 
 
 def refused_then_another(loop: Loop, option: str) -> Seen:
-    """A step that torch refuses moves nothing, and leaves the gradients for another optimizer."""
+    """A step that torch refuses changes no parameter and no gradient.
+
+    Another optimizer then uses the gradients.
+    """
     make, error, message = REFUSED_BY_TORCH[option]
     loop.backward(0)
     with pytest.raises(error, match=message):

@@ -34,7 +34,7 @@ PRESETS = [p for p in ShardConfig.PRESETS if p.startswith("paro-") and p != "par
 
 
 class MuonAndAdam(Muon):
-    """Both in one object, as several implementations have it: matrices by Muon, the rest by AdamW."""
+    """Muon for matrices and AdamW for the rest, in one optimizer."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__([p for p in params if p.dim() == 2], lr=0.05)
@@ -188,7 +188,10 @@ def _dtypes(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def count(ctx: RankContext, runs: list[Run], make: Make) -> list[tuple[Any, ...]]:
-    """Issued, planned and reported collectives of the third step, and the bytes exchanged as the deal has it."""
+    """Issued, planned and reported collectives of the third step.
+
+    Also the exchanged bytes by the owner assignment.
+    """
     found = []
     for run in runs:
         training = begin(ctx, run, make)
@@ -219,14 +222,20 @@ def exchanged_bytes(ctx: RankContext) -> tuple[int, int]:
 
 
 def test_three_model_sizes_are_exchanged_less_the_local_rows(ranks: RankPool) -> None:
-    """By all ranks together: values and gradients one way, values the other; a rank keeps its rows of its tensors."""
+    """By all ranks together: values and gradients one way, values the other.
+
+    A rank keeps its rows of its tensors.
+    """
     found = ranks(4, exchanged_bytes)
     model_bytes = found[0][1]
     assert 3 * model_bytes * 0.6 < sum(sent for sent, _ in found) < 3 * model_bytes
 
 
 def write_between_steps(ctx: RankContext, run: Run, make: Make) -> dict[str, Tensor]:
-    """Rank 1 alone writes into its rows; all ranks write whole parameters; gradients are set by hand."""
+    """Rank 1 alone writes into its rows; all ranks write whole parameters.
+
+    Gradients are set by hand.
+    """
     training = begin(ctx, run, make)
     training.step(0)
     weight = training.model.layers[0].weight
@@ -318,7 +327,10 @@ def test_updates_before_an_error_in_a_step_count_as_in_torch(ranks: RankPool) ->
 
 
 class Decaying(Lamb):
-    """Does something to its tensors before and after what its parent does, whose steps have hooks of their own."""
+    """Decays its tensors before and after the step of its parent.
+
+    The parent's step has its own hooks.
+    """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -377,7 +389,7 @@ def test_parameters_added_later_get_owners(ranks: RankPool) -> None:
 
 
 def exchange_parameters(ctx: RankContext, run: Run, make: Make) -> dict[str, Tensor]:
-    """Another parameter takes the place of the first in its group, which is as long as before."""
+    """Another parameter replaces the first of its group."""
     training = start(ctx, run)
     first, second, *_ = training.model.parameters()
     optimizer = training.optimizer = make([first])

@@ -15,7 +15,7 @@ from tests.ranks import RankContext, RankPool
 
 
 def states(ctx: RankContext) -> tuple[int, dict[str, int], int]:
-    """Bytes of optimizer states on this rank, the engine's account, and bytes of the parameters it owns."""
+    """Bytes of optimizer states, of the engine by purpose, and of owned parameters."""
     training = begin(ctx, Run(case=models.transformer, config=layout("zero3")), adafactor)
     training.step(0)
     swap = training.sharded._step_hooks.swap_of(training.optimizer)
@@ -39,7 +39,10 @@ def test_states_are_on_the_owners_only(ranks: RankPool) -> None:
 
 
 def save_and_go_on(ctx: RankContext, run: Run, later: Run, make: Make) -> tuple[Any, dict[str, Tensor]]:
-    """Two steps, then the states go into another model, sharded another way, which takes the rest."""
+    """Two steps, then the rest on another model with other sharding.
+
+    The states are saved and loaded in between.
+    """
     first = begin(ctx, run, make)
     for step in range(2):
         first.step(step)
