@@ -107,8 +107,8 @@ class PendingBackwards:
         """Units by first pending call, latest first: the order of complete gradients."""
         first: dict[int, ForwardCall] = {}
         for call in self.calls:
-            known = first.get(call.unit.index)
-            if known is None or call.enter < known.enter:
+            earliest = first.get(call.unit.index)
+            if earliest is None or call.enter < earliest.enter:
                 first[call.unit.index] = call
         for call in first.values():
             call.unit.earliest_enter = call.enter
