@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from mics_strategy import errors
-from mics_strategy.comm.bounded_store import BoundedStore
+from mics_strategy.comm.desync import BoundedStore
 from mics_strategy.comm.transport import backend_of
 
 T = TypeVar("T")

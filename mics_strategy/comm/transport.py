@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from mics_strategy.comm.desync import CollectiveFingerprint
 from mics_strategy.comm.peer_memory import connection
+from mics_strategy.comm.workspace import as_one_view
 
 if TYPE_CHECKING:
     from mics_strategy.comm.peer_memory.connection import PeerConnection
@@ -412,17 +413,3 @@ def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta:
         return default_pg_timeout
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout
-
-
-def as_one_view(rows: list[torch.Tensor]) -> torch.Tensor | None:
-    """The rows as one tensor, without a copy.
-
-    It is None where they are not consecutive in memory.
-    """
-    first = rows[0]
-    storage = first.untyped_storage().data_ptr()
-    for position, row in enumerate(rows):
-        offset = first.storage_offset() + position * first.numel()
-        if row.storage_offset() != offset or row.untyped_storage().data_ptr() != storage:
-            return None
-    return first.as_strided((len(rows) * first.numel(),), (1,))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mics_strategy.engine.plan import BucketPlan, Plan, UnitPlan
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.traffic_log import IssuedCollective
+    from mics_strategy.comm.traffic import IssuedCollective
     from mics_strategy.engine.grad_bucket import GradBucket
     from mics_strategy.engine.unit import Unit
 
