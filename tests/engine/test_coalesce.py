@@ -25,7 +25,6 @@ from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.layout import make_layout
 from mics_strategy.engine.streams import OpChain
 from mics_strategy.tuning import coalesce as coalescing
-from mics_strategy.tuning import coalesce_benchmark
 from tests import models
 from tests.engine.training import Outcome, Run, assert_same, forget_meshes, plain, start, train
 from tests.models import Case
@@ -227,14 +226,14 @@ def test_the_faster_way_is_chosen_printed_and_cached(
     monkeypatch.setattr(coalescing, "backend_key", lambda group, device: "threads")
     measured: list[str] = []
 
-    def measure(question: coalesce_benchmark.Candidate, *arguments: Any) -> coalesce_benchmark.Measurement:
+    def measure(question: coalescing.Candidate, *arguments: Any) -> coalescing.Measurement:
         answer = real(question, *arguments)
         assert min(answer.flat_s, answer.coalesced_s) > 0
         measured.append(question.role)
-        return coalesce_benchmark.Measurement(flat_s=2.0, coalesced_s=1.0 if is_faster else 3.0)
+        return coalescing.Measurement(flat_s=2.0, coalesced_s=1.0 if is_faster else 3.0)
 
-    real = coalesce_benchmark.benchmark
-    monkeypatch.setattr(coalesce_benchmark, "benchmark", measure)
+    real = coalescing.benchmark
+    monkeypatch.setattr(coalescing, "benchmark", measure)
     run = run_of("mics", even)
     expected = [(False, False), (is_faster, is_faster), (is_faster, is_faster)]
     assert simulate(2, _choose, run, ranks_per_node=2) == [expected] * 2
@@ -251,13 +250,13 @@ def test_the_faster_way_is_chosen_printed_and_cached(
 def test_one_and_two_stages_are_measured_separately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(coalescing, "backend_key", lambda group, device: "threads")
-    real, measured = coalesce_benchmark.benchmark, []
+    real, measured = coalescing.benchmark, []
 
-    def watched(question: coalesce_benchmark.Candidate, *arguments: Any) -> coalesce_benchmark.Measurement:
+    def watched(question: coalescing.Candidate, *arguments: Any) -> coalescing.Measurement:
         measured.append((question.role, question.num_stages))
         return real(question, *arguments)
 
-    monkeypatch.setattr(coalesce_benchmark, "benchmark", watched)
+    monkeypatch.setattr(coalescing, "benchmark", watched)
     for hierarchical in (True, False, True):
         simulate(4, _choose, run_of("zero3", even, hierarchical=hierarchical), ranks_per_node=2)
     assert sorted(set(measured)) == [
@@ -267,7 +266,7 @@ def test_one_and_two_stages_are_measured_separately(tmp_path: Path, monkeypatch:
 
 
 def test_nothing_is_measured_where_times_are_meaningless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coalesce_benchmark, "benchmark", None)
+    monkeypatch.setattr(coalescing, "benchmark", None)
     assert simulate(2, _choose, run_of("mics", even), ranks_per_node=2) == [[(False, False)] * 3] * 2
 
 
