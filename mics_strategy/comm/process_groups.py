@@ -97,7 +97,6 @@ class ProcessGroups:
         self.scopes = scopes = scopes.with_tuning(
             {(result.collective, result.span): result.from_bytes for result in self.tuning_results}
         )
-        self.has_secondary = scopes.secondary < scopes.params
         self.secondary_span = scopes.span_of("secondary_all_gather")
         self.param_comm = self._communicator("param_all_gather", scopes)
         self.secondary_comm = self._communicator("secondary_all_gather", scopes)

@@ -16,12 +16,19 @@ import torch.distributed as dist
 from torch import nn
 
 from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.engine.build import BuildContext, add_sharded_parameters, build_engine, build_units
+from mics_strategy.engine.build import (
+    BuildContext,
+    add_sharded_parameters,
+    build_engine,
+    build_units,
+    make_bucket_specs,
+)
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.units import UnitRule, find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Topology
+from mics_strategy.tuning.coalesce import choose_coalescing
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
@@ -77,7 +84,9 @@ def estimate_memory(
     modules, memory = find_units(model, units), MemoryTracker()
     with _fake_process_group(world_size), torch.no_grad():
         context = BuildContext(config=config, groups=ProcessGroups(scopes, "cpu"), device=_META, memory=memory)
-        built = build_units(modules, context)
+        specs = [make_bucket_specs(module, context) for module in modules]
+        specs = choose_coalescing(specs, config, context.groups, context.device)
+        built = build_units(modules, specs, context)
         add_sharded_parameters(built, modules, context)
         build_engine(built, modules, context)
         trained = [bucket for unit in built for bucket in unit.trainable]

@@ -224,7 +224,7 @@ class Sharded:
             forward=tuple(recorded.forward) if recorded.is_frozen else in_order,
             backward=tuple(recorded.backward) if recorded.is_complete else (0, *reversed(in_order[1:])),
             num_micro_steps=self._target.last_step[0],
-            second_hop_every_backward=self.config.second_hop == "micro_step",
+            second_hop_every_backward=self._engine.overlap.second_hop_every_backward,
         )
         dealt = [bucket for wholes in self._target.stepped_whole for bucket in wholes.buckets]
         whole = tuple(
@@ -287,11 +287,11 @@ class Sharded:
     @property
     def pending_micro_steps(self) -> int:
         """Micro-steps since the last optimizer step whose gradients are still here. Not in any checkpoint."""
-        return self._engine.num_pending
+        return self._engine.backwards.num_pending
 
     def warn_pending_gradients(self) -> None:
         """Say once, on rank 0, that the checkpoint which is being made will not hold gradients that are here."""
-        self._engine.warn_pending_gradients()
+        self._engine.backwards.warn_pending_gradients()
 
     @property
     def generators(self) -> list[torch.Generator]:
