@@ -55,7 +55,6 @@ MAY_NAME_PRIMITIVES: dict[str, tuple[str, ...]] = {
     "comm/transport.py": ("*",),
     "comm/full_tensor.py": ("all_gather",),
     "comm/consensus.py": OBJECTS,
-    "comm/process_groups.py": OBJECTS,
     "topology.py": OBJECTS,
     "checkpoint/*": OBJECTS,
     "lightning/*": OBJECTS,
@@ -68,7 +67,7 @@ PRIMITIVES = (
 )
 PRIMITIVE_MODULES = ("torch.distributed._functional_collectives", "torch.distributed.nn")
 GROUP_MAKERS = ("new_group", "new_subgroups*", "split_group", "init_device_mesh")
-GROUPS_MADE_IN = "comm/process_groups.py"
+GROUPS_MADE_IN = "comm/resources.py"
 ONE_DOCSTRING = (  # in __init__.py
     *("comm", "comm.codecs", "comm.peer_memory", "tuning", "planner"),
     *("engine", "engine.setup", "engine.optimizer", "checkpoint"),

@@ -11,6 +11,8 @@ from tests.engine.counting import CountC10d, Kind, planned_kinds
 from tests.engine.training import Run, root_only, start
 from tests.ranks import RankContext, RankPool
 
+pytestmark = [pytest.mark.wide, pytest.mark.one_job]
+
 Counts = tuple[Counter[Kind], Counter[Kind], tuple[TrafficRow, ...]]
 
 
