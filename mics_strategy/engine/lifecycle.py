@@ -128,10 +128,12 @@ class GradFlags:
         return self._positions(self._everywhere & ~self._bits[flag])
 
     def _apply(self, event: str, parameters: int) -> None:
-        sets, clears = GRAD_FLAG_EVENTS[event]
-        for flag in sets:
+        changes = GRAD_FLAG_EVENTS.get(event)
+        if changes is None:
+            raise LifecycleError(f"`{event}` is no event of a gradient. Known events: {', '.join(GRAD_FLAG_EVENTS)}.")
+        for flag in changes[0]:
             self._bits[flag] |= parameters
-        for flag in clears:
+        for flag in changes[1]:
             self._bits[flag] &= ~parameters
 
     def _positions(self, bits: int) -> list[int]:

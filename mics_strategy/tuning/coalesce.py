@@ -23,6 +23,8 @@ import torch.distributed as dist
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.config import sum_dtype_of
+from mics_strategy.engine.bucket import param_comms
+from mics_strategy.engine.schedule import unshard_role
 from mics_strategy.engine.zero_copy import CoalescedGrads, coalesced_comm_for, coalesced_gather
 from mics_strategy.errors import ConfigError, LifecycleError
 from mics_strategy.tuning import cache
@@ -149,13 +151,8 @@ def _candidates(spec: BucketSpec, config: ShardConfig, groups: ProcessGroups) ->
 
 def _all_gather_candidate(spec: BucketSpec, groups: ProcessGroups) -> tuple[AnyCommunicator | None, str]:
     """The communicator that gathers straight into the parameters, and its role."""
-    if groups.scopes.params == 1:
-        return (groups.trainable_placement if spec.trainable else groups.frozen_placement).sync_comm, "param_sync"
-    return (
-        (groups.secondary_comm, "secondary_all_gather")
-        if groups.has_secondary
-        else (groups.param_comm, "param_all_gather")
-    )
+    role = unshard_role(groups.scopes)
+    return param_comms(groups, trainable=spec.trainable)[role], role
 
 
 def _benchmarked(candidates: dict[str, Candidate], groups: ProcessGroups, device: torch.device) -> set[str]:

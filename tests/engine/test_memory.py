@@ -51,7 +51,7 @@ def _addresses(sharded: Sharded) -> Iterator[int]:
         yield unit.slot.buffer.data_ptr()
         for bucket in unit.buckets:
             yield bucket.master_shard.data_ptr()
-            yield from (parameter.data_ptr() for parameter in bucket.unsharded_params)
+            yield from (parameter.data_ptr() for parameter in bucket.unsharded.params)
             yield from (parameter.to_local().data_ptr() for parameter in bucket.sharded_params)
 
 

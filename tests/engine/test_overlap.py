@@ -103,7 +103,7 @@ def events_where_first_hops_are_fast(ctx: RankContext) -> tuple[list[str], list[
     land_arrived = Reducer._complete_arrived
 
     def land_all_that_will_arrive(reducer: Reducer) -> Iterator[GradBucket]:
-        for hop in reducer._in_flight:
+        for hop in reducer._first_hops:
             while hop.starts_second_hop and not hop.has_completed:
                 time.sleep(0.001)
         return land_arrived(reducer)

@@ -19,7 +19,7 @@ from mics_strategy import ShardConfig, Sharded, Topology, shard
 from mics_strategy.comm.full_tensor import full_tensor
 from mics_strategy.comm.peer_memory import readv
 from mics_strategy.engine import zero_copy
-from mics_strategy.engine.grad_bucket import GradBucket
+from mics_strategy.engine.grad_bucket import BackwardGrads, GradBucket
 from mics_strategy.engine.zero_copy import PeerReadGrads
 from mics_strategy.errors import CommunicationError
 from tests.engine.training import forget_meshes
@@ -88,14 +88,14 @@ def trained(
     dtypes = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"} if how.endswith("bf16") else {}
     config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=per_node), **dtypes)
     counts: Counter[str] = Counter()
-    keep, write = PeerReadGrads.keep, GradBucket._copy_in
+    keep, write = PeerReadGrads.keep, BackwardGrads.copy_in
 
     def counted_keep(self: PeerReadGrads, position: int, grad: Tensor) -> bool:
         kept = keep(self, position, grad)
         counts["kept"] += kept
         return kept
 
-    def counted_write(self: GradBucket, *args: object, **options: object) -> None:
+    def counted_write(self: BackwardGrads, *args: object, **options: object) -> None:
         counts["copied"] += 1
         write(self, *args, **options)
 
@@ -105,7 +105,7 @@ def trained(
 
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(PeerReadGrads, "keep", counted_keep))
-        patched.enter_context(mock.patch.object(GradBucket, "_copy_in", counted_write))
+        patched.enter_context(mock.patch.object(BackwardGrads, "copy_in", counted_write))
         if how.startswith("flat"):
             patched.enter_context(mock.patch("mics_strategy.engine.grad_bucket.plan_in_place_reduce", flat_only))
         if how == "in halves":
