@@ -17,7 +17,7 @@ def second_hop_bytes(gradient_bytes: float, nodes: int) -> float:
         nodes: That hold a copy.
 
     Source:
-        AMSP (arXiv:2311.00257) equation A2, ``2 (p - 1) v / p``, for nodes in the place of ranks.
+        AMSP (arXiv:2311.00257), cost of a ring all-reduce, ``2 (p - 1) v / p``, for nodes instead of ranks.
     """
     return 2 * (nodes - 1) / nodes * gradient_bytes
 

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from mics_strategy.comm import process_groups
 from tests.rank_report import Failure, LeakError, RankContext
 from tests.seeds import seed_generators
 
@@ -93,7 +92,7 @@ def _run(job: Job) -> Reply:
             fn, args = pickle.loads(job.call)
             if job.default_group:
                 _init_group(job)
-            with nullcontext() if job.calibrates else mock.patch.object(process_groups, "autotune", _undecided):
+            with nullcontext() if job.calibrates else mock.patch("mics_strategy.engine.api.autotune", _undecided):
                 value = fn(job.ctx, *args)
         except BaseException as error:  # reported to the test, SystemExit too
             return Reply(failure=Failure.of(error).portable())

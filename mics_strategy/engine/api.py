@@ -1,4 +1,4 @@
-"""How is a model sharded?"""
+"""The function `shard`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import nn
 from mics_strategy.comm.codecs.format import LARGEST_BOUND_BLOCK
 from mics_strategy.comm.consensus import check_equal_across_ranks, gather_objects, run_on_all_ranks
 from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.comm.resources import CommResources
 from mics_strategy.config import ShardConfig
-from mics_strategy.engine.autograd_entry import wrap_autograd
+from mics_strategy.engine.autograd import wrap_autograd
 from mics_strategy.engine.build import BuildContext, add_sharded_parameters, build_engine, build_units
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.hooks import install
@@ -26,7 +27,7 @@ from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.presets import choose_preset, with_scopes_of
 from mics_strategy.scopes import Scopes, resolve_scopes, unused_codecs
-from mics_strategy.tuning.autotune import report
+from mics_strategy.tuning.autotune import autotune, report
 
 if TYPE_CHECKING:
     from mics_strategy.engine.setup.initialize import Initializer
@@ -41,79 +42,79 @@ def shard(
     device: torch.device | str = "auto",
     initializer: Initializer | str = "auto",
 ) -> Sharded:
-    """Shard the model states of `model` in place.
+    """Shard the model states of `model` in place. Collective.
 
-    Afterwards `model.parameters()` are DTensors with the same names and shapes, and forward, backward,
-    clipping, stepping and evaluation work as before. Every rank must be given different data.
+    Afterwards `model.parameters()` are DTensors with the same names and shapes. Forward, backward, clipping, stepping
+    and evaluation work as before. Every rank must train on different data.
 
     Args:
-        model: With values, equal or not (rank 0's are taken), or on the meta device.
-        config: Which state is sharded over which ranks; a preset's name for short.
-        units: Modules whose parameters travel together: ``"auto"`` (the layer classes that the model
-            repeats), module classes or their names, a predicate of a module, or the least number of parameters of a
+        model: Model with values, or on the meta device. Where values differ between ranks, rank 0's are used.
+        config: Configuration, or the name of a preset.
+        units: Modules that form units, whose parameters share collectives: ``"auto"`` (the layer classes that the model
+            repeats), module classes or their names, a predicate of a module, or the smallest number of parameters of a
             unit.
-        device: Where to train; ``"auto"`` is this rank's GPU when the process group is NCCL's (the `device_id` of
+        device: Device to train on. ``"auto"`` is this rank's GPU if the process group is NCCL's (the `device_id` of
             `init_process_group`, else the device of `torch.cuda.set_device`, else number ``LOCAL_RANK``), else the
             CPU. A GPU becomes the current device of the process.
-        initializer: For a meta model, called with each module that owns parameters or buffers, inner ones
-            first; ``"auto"`` uses `_init_weights` inside of models of transformers and each module's
-            `reset_parameters` elsewhere, and rank 0 prints which.
+        initializer: Function that initializes one module on the meta device. It is called with each module that owns
+            parameters or buffers, inner ones first. ``"auto"`` uses `_init_weights` inside of models of transformers
+            and each module's `reset_parameters` elsewhere, and rank 0 prints which.
 
     Returns:
         The handle of the sharded model.
 
     Raises:
-        ConfigError: On every rank, before anything is sent but the question whether all ranks agree: an
-            option that does not fit the job, a model that cannot be sharded, ranks that disagree.
+        ConfigError: An option does not fit the job, the model cannot be sharded, or ranks passed different arguments.
+            Raised on every rank, before any collective except those that compare ranks.
 
     Cost:
-        All memory that the engine will ever use (`Sharded.memory`); a broadcast of parameters that differ
-        between ranks; where `hierarchical="auto"` has to be measured, up to about a second; on NCCL, where
-        `coalesce="auto"` has to be, twelve gathers and sums of every shape of unit.
+        All memory that the engine will ever use (`Sharded.memory`), and a broadcast of the parameters that differ
+        between ranks. To measure `hierarchical="auto"`: up to about a second. To measure `coalesce="auto"` on NCCL:
+        twelve all-gathers and reduce-scatters of every shape of unit.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
             "`shard()` was called before the process group exists. Call `torch.distributed.init_process_group()` first."
         )
-    chosen = run_on_all_ranks(lambda: ShardConfig.preset(config) if isinstance(config, str) else config)
-    run_on_all_ranks(lambda: chosen.grad_codec_steps)
+    resolved = run_on_all_ranks(lambda: ShardConfig.preset(config) if isinstance(config, str) else config)
+    run_on_all_ranks(lambda: resolved.grad_codec_steps)
     run_on_all_ranks(lambda: validate.check_initializer(initializer))
     target = run_on_all_ranks(lambda: validate.target_device(device))
     if target.type == "cuda":
         torch.cuda.set_device(target)  # streams, contexts and new tensors of the process belong there
     run_on_all_ranks(lambda: validate.check_model(model, target))
     facts = {"model": validate.model_fingerprint(model), "meta tensors": validate.count_meta_tensors(model)}
-    check_equal_across_ranks({**chosen.describe(), **facts})
-    topology = run_on_all_ranks(lambda: discover_topology(chosen))
+    check_equal_across_ranks({**resolved.describe(), **facts})
+    topology = run_on_all_ranks(lambda: discover_topology(resolved))
     modules = run_on_all_ranks(lambda: find_units(model, units))
     check_equal_across_ranks({"units": ", ".join(module.name for module in modules)})
-    scopes = run_on_all_ranks(lambda: _scopes(chosen, modules, topology, target))
-    _log_codecs(chosen, scopes)
-    context = BuildContext(config=chosen, groups=_make_groups(scopes, target), device=target, memory=MemoryTracker())
+    scopes = run_on_all_ranks(lambda: _scopes(resolved, modules, topology, target))
+    _log_codecs(resolved, scopes)
+    context = BuildContext(config=resolved, groups=_make_groups(scopes, target), device=target, memory=MemoryTracker())
     with torch.inference_mode(False), torch.no_grad():
         return _build(model, modules, context, initializer)
 
 
 def _scopes(config: ShardConfig, modules: list[UnitSpec], topology: Topology, device: torch.device) -> Scopes:
-    """The scopes of this job; chosen, and the choice printed by rank 0, where the configuration leaves them open."""
+    """The scopes of this job; rank 0 prints the choice for ``"auto"``."""
     world_size = dist.get_world_size()
     if not config.is_auto:
         return resolve_scopes(config, topology, world_size)
     topology.check_world(world_size)
     memory_bytes = min(gather_objects(device_memory_bytes(device, topology.ranks_per_node)))
-    advice = choose_preset(config, workload_from_units(modules, config, memory_bytes), topology, world_size)
+    choice = choose_preset(config, workload_from_units(modules, config, memory_bytes), topology, world_size)
     if dist.get_rank() == 0:
-        print(advice.reasons, flush=True)
-    return resolve_scopes(with_scopes_of(advice.preset, config), topology, world_size)
+        print(choice.reasons, flush=True)
+    return resolve_scopes(with_scopes_of(choice.preset, config), topology, world_size)
 
 
 def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
-    """What may surprise: that nothing is encoded, or that parameters share scales."""
+    """Print codecs that quantize nothing here or whose blocks span parameters."""
     for name in ("weight_codec", "grad_codec") if dist.get_rank() == 0 else ():
         codec = config.codec_of(name)
         if codec is not None and codec.bound_numel == 1:
             print(
-                f"`{name}={codec}`: several parameters share a scale, and those with small numbers may become 0. Use "
+                f"`{name}={codec}`: several parameters share a scale, and those with small values may become 0. Use "
                 f"blocks of {LARGEST_BOUND_BLOCK} values or fewer, which never hold two parameters.",
                 flush=True,
             )
@@ -123,39 +124,43 @@ def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
 
 
 def _make_groups(scopes: Scopes, device: torch.device) -> ProcessGroups:
-    """The groups of this job; what was measured for them, printed by rank 0."""
-    groups = ProcessGroups(scopes, device)
-    news = report(groups.tuning_results)
-    if groups.rank == 0 and news:
-        print(news, flush=True)
-    return groups
+    """Make the process groups of this job, after tuning. Rank 0 prints what was measured."""
+    resources = CommResources(scopes.world_size, device)
+    results = autotune(scopes, resources)
+    tuning_report = report(results)
+    if resources.rank == 0 and tuning_report:
+        print(tuning_report, flush=True)
+    thresholds = {(result.collective, result.span): result.from_bytes for result in results}
+    return ProcessGroups(scopes.with_tuning(thresholds), resources, seed=gather_objects(torch.initial_seed())[0])
 
 
 def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, initializer: Initializer | str) -> Sharded:
-    """Allocate, fill, and put the engine's hooks in place."""
-    built = build_units(modules, context)
-    materialize.materialize(model, list(zip(modules, built, strict=True)), context.groups, initializer, context.device)
-    add_sharded_parameters(built, modules, context)
-    engine = build_engine(built, modules, context)
+    """Allocate memory, load first values, and install the engine's hooks and guards."""
+    built_units = build_units(modules, context)
+    materialize.materialize(
+        model, list(zip(modules, built_units, strict=True)), context.groups, initializer, context.device
+    )
+    add_sharded_parameters(built_units, modules, context)
+    engine = build_engine(built_units, modules, context)
     sharded = Sharded(model, context, engine, modules)
     weak = weakref.ref(sharded)
 
     def before_root_forward() -> None:
-        alive = weak()
-        if alive is not None:
-            alive.pre_forward()
+        handle = weak()
+        if handle is not None:
+            handle.pre_forward()
 
     def recover() -> None:
-        alive = weak()
-        if alive is not None:
-            alive.reset_after_error()
+        handle = weak()
+        if handle is not None:
+            handle.reset_after_error()
 
     if context.config.broadcast_buffers:
         sharded.synchronize_buffers()
     install(engine, before_root_forward)
     wrap_autograd()
-    guards.block_conversions(unit.module for unit in built)
-    guards.block_copies({unit.module for unit in built} | {model})
+    guards.block_conversions(unit.module for unit in built_units)
+    guards.block_copies({unit.module for unit in built_units} | {model})
     guards.block_saving_shards(model.modules())
     guards.reset_before_access(model, recover)
     validate.mark_sharded(model, sharded)

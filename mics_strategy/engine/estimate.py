@@ -1,7 +1,7 @@
-"""How much memory would a rank need, in a job that does not exist yet?
+"""Memory of a rank in a job that does not run.
 
-The engine allocates everything before training and accounts for it, so it is built as it would be, for the first of so
-many ranks, on a device that holds nothing; no weights, ranks or GPUs are needed.
+The engine allocates everything before training and tracks the bytes. So the estimate builds the real engine for the
+first rank of the job on the meta device. It needs no weights, ranks or GPUs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.comm.resources import CommResources
 from mics_strategy.engine.build import BuildContext, add_sharded_parameters, build_engine, build_units
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.units import UnitRule, find_units
@@ -31,13 +32,13 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """What every rank holds from the first step on.
+    """Memory of every rank from the first step on.
 
     Attributes:
-        bytes_by_purpose: Allocated by the engine, as `Sharded.memory` tells it of a real job, on GPUs.
-        num_trained: Numbers that this rank's optimizer updates.
-        scopes: Ranks and axes of each model state.
-        num_units: How many units the model has; the parameters of a few are whole at a time.
+        bytes_by_purpose: Bytes that the engine allocates, as in `Sharded.memory` of a real job on GPUs.
+        num_trained: Elements that this rank's optimizer updates.
+        scopes: Degrees and mesh axes of each model state.
+        num_units: Number of units in the model. The parameters of a few are unsharded at a time.
     """
 
     bytes_by_purpose: Mapping[str, int]
@@ -46,41 +47,54 @@ class MemoryEstimate:
     num_units: int
 
     def total_bytes(self, state_bytes_per_number: int = 8) -> int:
-        """The engine's, and the optimizer's states: of Adam 8 bytes for each number. Activations come on top."""
+        """Bytes of the engine and of the optimizer states, without activations.
+
+        Args:
+            state_bytes_per_number: Bytes of optimizer states for each element; 8 for Adam in fp32.
+        """
         return sum(self.bytes_by_purpose.values()) + self.num_trained * state_bytes_per_number
 
 
 def estimate_memory(
     model: nn.Module, config: ShardConfig, *, num_nodes: int, ranks_per_node: int, units: UnitRule = "auto"
 ) -> MemoryEstimate:
-    """Build the engine over a model on the meta device, as the first rank of a job would. Not while a job runs.
+    """Estimate the memory of each rank of a job: build its engine on the meta device.
 
     Args:
-        model: On the meta device; of no use afterwards.
-        config: With scopes; "auto" chooses by the memory of a real device.
-        num_nodes: Of the job.
-        ranks_per_node: Of the job.
-        units: As `shard` takes it.
+        model: Model on the meta device. It cannot be used afterwards.
+        config: Configuration with explicit scopes, not ``"auto"``.
+        num_nodes: Nodes of the job.
+        ranks_per_node: Ranks of each node.
+        units: Modules that form units, as for `shard`.
 
     Raises:
-        ConfigError: What `shard` would refuse; a process group is there already; parameters with values.
+        ConfigError: The process has a process group, the model has values, scopes are ``"auto"``, or `shard` would
+            raise for this configuration.
     """
     if dist.is_initialized():
-        raise ConfigError("Memory is estimated in a process of its own: this one has a process group. Use another one.")
+        raise ConfigError(
+            "`estimate_memory()` was called in a process with a process group. Call it in a separate process."
+        )
     if any(not parameter.is_meta for parameter in model.parameters()):
-        raise ConfigError("Memory is estimated of a model without values. Build it under `torch.device('meta')`.")
+        raise ConfigError(
+            "`estimate_memory()` needs a model without values, but this one has parameters on a real device. Build it "
+            "under `torch.device('meta')`."
+        )
     if config.is_auto:
-        raise ConfigError("Scopes that are 'auto' are chosen by the memory of a device that is there. Give a preset.")
+        raise ConfigError(
+            "The scopes are 'auto', which depends on the memory of a real device. Give a preset, or name the scopes."
+        )
     world_size = num_nodes * ranks_per_node
     topology = Topology(ranks_per_node=ranks_per_node)
     scopes = resolve_scopes(config.replace(topology=topology), topology, world_size)
     modules, memory = find_units(model, units), MemoryTracker()
     with _fake_process_group(world_size), torch.no_grad():
-        context = BuildContext(config=config, groups=ProcessGroups(scopes, "cpu"), device=_META, memory=memory)
-        built = build_units(modules, context)
-        add_sharded_parameters(built, modules, context)
-        build_engine(built, modules, context)
-        trained = [bucket for unit in built for bucket in unit.trainable]
+        groups = ProcessGroups(scopes, CommResources(world_size, "cpu"), seed=0)
+        context = BuildContext(config=config, groups=groups, device=_META, memory=memory)
+        built_units = build_units(modules, context)
+        add_sharded_parameters(built_units, modules, context)
+        build_engine(built_units, modules, context)
+        trained = [bucket for unit in built_units for bucket in unit.trainable]
         num_trained = sum(bucket.layout.shard_numel for bucket in trained)
     return MemoryEstimate(
         bytes_by_purpose=memory.bytes_by_purpose, num_trained=num_trained, scopes=scopes, num_units=len(modules)
@@ -89,7 +103,7 @@ def estimate_memory(
 
 @contextmanager
 def _fake_process_group(world_size: int) -> Iterator[None]:
-    """A process group of which this is rank 0, and in which nobody answers."""
+    """Open a fake process group of `world_size` ranks with this process as rank 0."""
     dist.init_process_group("fake", rank=0, world_size=world_size)
     try:
         yield

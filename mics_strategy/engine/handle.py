@@ -1,4 +1,4 @@
-"""What can be done with a sharded model?"""
+"""The user's handle of a sharded model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mics_strategy.comm.consensus import run_on_all_ranks
 from mics_strategy.engine import state_dict as state
-from mics_strategy.engine.engine_link import EngineLink
+from mics_strategy.engine.hooks import EngineLink
 from mics_strategy.engine.module_buffers import ModuleBuffers
 from mics_strategy.engine.optimizer import norm
 from mics_strategy.engine.optimizer.step import StepHooks, adopt
 from mics_strategy.engine.optimizer.target import OptimizerTarget
-from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, plan_step
-from mics_strategy.engine.plan_report import TrafficRow, compare, unit_plan_of
+from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, TrafficRow, compare, plan_step
 from mics_strategy.engine.setup import guards
+from mics_strategy.engine.unit import unit_plan_of
 from mics_strategy.errors import ConfigError, LifecycleError
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class Sharded:
-    """A sharded model. Made by `shard`.
+    """Handle of a sharded model, created by `shard`.
 
     Attributes:
-        model: The model, sharded in place.
-        config: As given.
-        buffers: Those of the model, which are not sharded.
-        memory: Bytes that the engine has allocated, by purpose.
-        grad_codec_steps: The step from which gradients travel as they are; None for never.
+        model: Model, sharded in place.
+        config: Configuration as passed to `shard`.
+        buffers: Module buffers of the model, which are not sharded.
+        memory: Bytes that the engine allocated, by purpose.
+        grad_codec_steps: Optimizer step from which gradients are sent unquantized; None for never.
     """
 
     def __init__(self, model: nn.Module, context: BuildContext, engine: Engine, modules: list[UnitSpec]) -> None:
@@ -56,7 +56,7 @@ class Sharded:
         self.buffers = ModuleBuffers(model, context, engine)
 
     def _link(self, modules: list[UnitSpec]) -> WeakIdKeyDictionary:
-        """Connect the sharded parameters with the engine. Returns them by the plain ones that they replaced."""
+        """Connect sharded parameters with the engine; returns them by their plain ones."""
         sharded_params = WeakIdKeyDictionary()
         for unit, module in zip(self._units, modules, strict=True):
             plain = {entry.name: entry.parameter for entry in module.parameters}
@@ -64,14 +64,16 @@ class Sharded:
             for bucket in unit.buckets:
                 link = EngineLink(self._engine, bucket, next(gradients) if bucket.spec.trainable else None)
                 for position, sharded in enumerate(bucket.sharded_params):
-                    sharded.__dict__.update(plain[sharded.mics_name].__dict__)  # marks that users put on parameters
+                    sharded.__dict__.update(
+                        plain[sharded.mics_name].__dict__
+                    )  # attributes that users set on parameters
                     sharded.mics_owner, sharded.mics_position = link, position
                     sharded_params[plain[sharded.mics_name]] = sharded
         return sharded_params
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps so far; set it when a training is resumed."""
+        """Optimizer steps so far. Set it when a training is resumed."""
         return self._target.steps_done
 
     @steps_done.setter
@@ -90,11 +92,15 @@ class Sharded:
 
     @property
     def units(self) -> list[Unit]:
-        """The units, in module order; the root is the first."""
+        """Units in module order, the root first."""
         return self._units
 
     def pre_forward(self) -> None:
-        """The model is about to run: see once per step that it is still the model that was sharded."""
+        """Prepare a root forward: check the model once per step, synchronize buffers.
+
+        Raises:
+            LifecycleError: Parameters were added, replaced or removed since `shard`.
+        """
         self._step_hooks.recover()
         target = self._target
         if target.is_check_due:
@@ -111,7 +117,7 @@ class Sharded:
         self.buffers.pre_forward()
 
     def _begin_step(self) -> None:
-        self._groups.traffic_log.drain()  # what evaluation has sent belongs to no step
+        self._groups.traffic_log.drain()  # traffic of an evaluation belongs to no step
         self._target.is_step_over = False
         if self.grad_codec_steps is not None and self.steps_done >= self.grad_codec_steps:
             self.grad_codec_steps = None
@@ -119,44 +125,52 @@ class Sharded:
 
     @property
     def scopes(self) -> Scopes:
-        """Ranks and axes of every model state in this job, and what is encoded between them."""
+        """Degrees, mesh axes and codecs of all model states in this job."""
         return self._groups.scopes
 
     def mark_modified(self) -> None:
-        """Say that parameters were written behind torch's back: by a kernel of your own, or through `to_local().data`.
+        """Declare that parameters were written in a way that torch does not count.
 
-        Every other way of writing into a parameter is noticed, but for ``torch._foreach_*`` on torch 2.11.
+        Such writes are those of your own kernels and through `to_local().data`, and ``torch._foreach_*`` on torch 2.11.
+        The engine detects all others.
         """
         for parameter in self.parameters:
             parameter.mics_write_count += 1
 
     def reset_after_error(self) -> None:
-        """Clean up after a backward that raised, before anything looks at the model's parameters."""
+        """Clean up after a backward that raised, before the model's parameters are read."""
         self._engine.reset_after_error()
 
     def adopt(self, optimizer: Optimizer) -> Optimizer:
-        """Point an optimizer that was built on the plain parameters at the sharded ones; groups and states are kept.
+        """Replace plain parameters in an optimizer by the sharded ones. Collective.
+
+        Parameter groups and states are kept.
 
         Args:
-            optimizer: Built before `shard`, on parameters of this model only. Changed in place.
+            optimizer: Optimizer that was built before `shard`, on parameters of this model only. Changed in place.
 
         Returns:
             The same optimizer.
 
         Raises:
-            ConfigError: On every rank, for an optimizer over other parameters, or one that needs whole
-                tensors.
+            ConfigError: The optimizer holds other parameters, or needs whole tensors where ranks hold rows. Raised on
+                every rank.
         """
         run_on_all_ranks(lambda: adopt(optimizer, self._target, self._step_hooks))
         return optimizer
 
     @contextmanager
     def micro_step(self, index: int, *, of: int) -> Iterator[None]:
-        """Say which micro-step of a step runs inside; the last one sends its second hop under the backward.
+        """Declare which micro-step of an optimizer step runs in this context.
+
+        It is a hint: in the last micro-step the second hop overlaps the backward.
 
         Args:
-            index: From 0.
+            index: Number of the micro-step, from 0.
             of: Micro-steps per optimizer step.
+
+        Raises:
+            ConfigError: `index` is not in 0 to `of` - 1.
         """
         if not 0 <= index < of:
             raise ConfigError(f"`micro_step({index}, of={of})` is not one of {of} micro-steps. Use 0 to {of - 1}.")
@@ -175,86 +189,103 @@ class Sharded:
         error_if_nonfinite: bool = False,
         only: Iterable[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Scale the gradients so that their norm over all ranks is at most `max_norm`.
+        """Scale gradients so that their norm over all ranks is at most `max_norm`.
+
+        Collective.
 
         Args:
-            max_norm: The largest norm to leave.
-            norm_type: Of the p-norm; `math.inf` for the largest element.
-            error_if_nonfinite: Raise when the norm is NaN or infinite.
-            only: The parameters whose gradients count and are scaled, the same on all ranks; None means all.
+            max_norm: Largest norm after scaling.
+            norm_type: Order of the p-norm; `math.inf` for the largest element.
+            error_if_nonfinite: Whether a norm of NaN or infinity raises.
+            only: Parameters whose gradients count and are scaled, the same on all ranks; None for all.
 
         Returns:
-            The norm before, a plain scalar tensor, the same on all ranks.
+            The norm before scaling, a plain scalar tensor, the same on all ranks.
 
         Raises:
             LifecycleError: The norm is not finite and `error_if_nonfinite` is set.
-            ConfigError: `only` holds what is no parameter of this sharded model.
+            ConfigError: `only` holds a tensor that is no parameter of this sharded model, or `norm_type` is not
+                positive.
         """
         parameters = self.parameters if only is None else self._select(only)
         self._engine.finish_gradients()
         total = norm.total_norm(parameters, self._groups, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise LifecycleError(
-                f"The gradient norm is {total.item()}. Lower the learning rate or the loss scale, or look for the "
-                "first NaN."
+                f"The gradient norm is {total.item()}, and `error_if_nonfinite` is set. Lower the learning rate or the "
+                "loss scale, or find the first NaN."
             )
         norm.clip(parameters, total, max_norm)
         return total
 
     def _select(self, only: Iterable[torch.Tensor]) -> list[ShardedParameter]:
-        chosen = {id(parameter): parameter for parameter in only}
-        foreign = [parameter for parameter in chosen.values() if not self._target.owns(parameter)]
+        selected = {id(parameter): parameter for parameter in only}
+        foreign = [parameter for parameter in selected.values() if not self._target.owns(parameter)]
         if foreign:
             raise ConfigError(
                 f"`only` holds a tensor {list(foreign[0].shape)} that is no parameter of this sharded model. Pass "
-                "those that `model.parameters()` gives after sharding."
+                "parameters from `model.parameters()` of after `shard()`."
             )
-        return [each for each in self.parameters if id(each) in chosen]
+        return [parameter for parameter in self.parameters if id(parameter) in selected]
 
     def finish_gradients(self) -> None:
-        """Make every gradient the mean over all ranks now, as stepping, clipping and reading `grad` do. Collective."""
+        """Finish pending reductions; every gradient is then the mean over all ranks.
+
+        Collective.
+
+        Stepping, clipping and reading `grad` call this themselves.
+        """
         self._engine.finish_gradients()
 
     @property
     def plan(self) -> Plan:
-        """Every collective of an optimizer step with as many micro-steps as the last one had (before it, one)."""
-        recorded = self._engine.order
+        """Every collective of an optimizer step with as many micro-steps as the last one.
+
+        Before the first step it is a plan for one micro-step.
+        """
+        order = self._engine.order
         in_order = tuple(range(len(self._units)))
-        shape = StepOrder(
-            forward=tuple(recorded.forward) if recorded.is_frozen else in_order,
-            backward=tuple(recorded.backward) if recorded.is_complete else (0, *reversed(in_order[1:])),
+        step_order = StepOrder(
+            forward=tuple(order.forward) if order.is_frozen else in_order,
+            backward=tuple(order.backward) if order.is_complete else (0, *reversed(in_order[1:])),
             num_micro_steps=self._target.last_step[0],
             second_hop_every_backward=self.config.second_hop == "micro_step",
         )
-        dealt = [bucket for wholes in self._target.stepped_whole for bucket in wholes.buckets]
-        whole = tuple(
+        owned_buckets = [bucket for exchange in self._target.last_exchanges for bucket in exchange.buckets]
+        owned = tuple(
             OwnedPlan(
                 name=bucket.name,
                 assignment=bucket.assignment,
                 index=self._groups.trainable_placement.index,
                 dtype=bucket.dtype,
             )
-            for bucket in dealt
+            for bucket in owned_buckets
         )
         slots = {id(unit.slot): unit.index for unit in reversed(self._units)}
         gradients = self._engine.reducer.gradients
         units = (unit_plan_of(unit, gradients.get(unit.index, []), slots[id(unit.slot)]) for unit in self._units)
-        return plan_step(tuple(units), self.scopes, shape, whole)
+        return plan_step(tuple(units), self.scopes, step_order, owned)
 
     def traffic(self) -> tuple[TrafficRow, ...]:
-        """What the last optimizer step sent beside what was planned for it, by axis and collective, for this rank."""
+        """Issued and planned traffic of this rank in the last step, by collective."""
         return compare(self.plan, self._target.last_step[1])
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The plain model's state dict, whole tensors on rank 0's CPU; empty on other ranks. Collective.
+        """The plain model's state dict on rank 0's CPU; empty on other ranks. Collective.
 
-        Cost: one whole parameter at a time on every rank, all of them on rank 0's CPU.
+        Cost:
+            An all-gather of every sharded parameter. Memory: one whole parameter at a time on every rank, all of them
+            on rank 0's CPU.
         """
         self.buffers.synchronize()
         return state.full_state_dict(self.model)
 
     def load_full_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> Any:
-        """Load a plain state dict; every rank passes the whole one (memory-mapped, if it is large).
+        """Load a plain state dict that every rank passes as a whole.
+
+        Args:
+            state_dict: State dict of the plain model, memory-mapped if it is large.
+            strict: Whether missing and unexpected keys raise.
 
         Returns:
             Missing and unexpected keys, as `torch.nn.Module.load_state_dict` does.
@@ -262,48 +293,62 @@ class Sharded:
         return state.load_full_state_dict(self.model, state_dict, strict=strict)
 
     def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The plain optimizer's state dict on rank 0's CPU; empty on other ranks. Collective."""
-        return state.full_optimizer_state_dict(optimizer, self._step_hooks.step_of(optimizer).owner_of, self._groups)
+        """The plain optimizer's state dict on rank 0's CPU; empty on others. Collective.
+
+        Raises:
+            CheckpointError: A state cannot be reassembled from shards.
+        """
+        return state.full_optimizer_state_dict(optimizer, self._step_hooks.swap_of(optimizer).owner_of, self._groups)
 
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Load a plain optimizer's state dict; every rank passes the whole one."""
-        state.load_full_optimizer_state_dict(optimizer, state_dict, self._step_hooks.step_of(optimizer).owner_of)
+        """Load a plain optimizer's state dict that every rank passes as a whole.
+
+        Raises:
+            CheckpointError: The state dict holds another number of parameters.
+        """
+        state.load_full_optimizer_state_dict(optimizer, state_dict, self._step_hooks.swap_of(optimizer).owner_of)
 
     def owner_of(self, optimizer: Optimizer, parameter: torch.Tensor) -> int | None:
-        """The shard index of the ranks that alone have the states of `parameter`; None where each has its rows."""
-        return self._step_hooks.step_of(optimizer).owner_of(parameter)
+        """The shard index of the owner of `parameter`; None without an owner.
+
+        Only ranks with the owner's shard index hold the optimizer states of an owned parameter.
+        """
+        return self._step_hooks.swap_of(optimizer).owner_of(parameter)
 
     @property
     def index(self) -> int:
-        """Which shard of the optimizer scope this rank holds."""
+        """Index of this rank's shard in the optimizer scope."""
         return self._groups.trainable_placement.index
 
     @property
     def replica(self) -> tuple[int, int]:
-        """This rank's number among those that hold the same shards, and their count."""
+        """Index of this rank among the ranks that hold the same shards, and their number."""
         span = self.scopes.span(self.scopes.optimizer, self.scopes.world_size)
         return span.index(self._groups.rank), span.size
 
     @property
     def pending_micro_steps(self) -> int:
-        """Micro-steps since the last optimizer step whose gradients are still here. Not in any checkpoint."""
+        """Micro-steps since the last optimizer step whose gradients are still pending.
+
+        Checkpoints do not hold pending gradients.
+        """
         return self._engine.num_pending
 
     def warn_pending_gradients(self) -> None:
-        """Say once, on rank 0, that the checkpoint which is being made will not hold gradients that are here."""
+        """Warn once, on rank 0, that a checkpoint does not hold the pending gradients."""
         self._engine.warn_pending_gradients()
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """What stochastic rounding of codecs draws from, on this rank."""
+        """Random generators of this rank for stochastic rounding in codecs."""
         return self._groups.generators
 
     def synchronize_buffers(self) -> None:
-        """Give every rank rank 0's buffers. Collective."""
+        """Broadcast rank 0's module buffers to all ranks. Collective."""
         self.buffers.synchronize()
 
     def sharded_param_for(self, parameter: torch.Tensor) -> ShardedParameter | None:
-        """The model's sharded parameter: `parameter` itself, or the one that replaced it; None for any other tensor."""
+        """The sharded parameter for one of this model, sharded or plain; otherwise None."""
         if self._target.owns(parameter):
             return cast("ShardedParameter", parameter)
         return self._target.sharded_param_for(parameter)

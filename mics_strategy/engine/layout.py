@@ -1,14 +1,14 @@
-"""Where does each parameter sit in its unit's buffer?
+"""Layout of parameters in the flat buffer of a bucket.
 
-A *bucket* is the part of a unit that travels together: its parameters of one dtype, trainable or frozen. Its
-flat form is ``[ranks, shard_numel]``: for every rank of the optimizer scope the chunk which that rank owns of
-each parameter, one after the other. A shard at any smaller scope is a contiguous run of those rows, so every
-gather and reduction between scopes is one contiguous collective; only the step between the flat form and the
-parameters themselves copies.
+A *bucket* holds the parameters of a unit with one dtype, trainable or frozen. They share one collective. Its flat
+buffer is ``[ranks, shard_numel]``: each row holds, one after the other, the pieces of all parameters that one rank of
+the optimizer scope owns. A shard at any smaller scope is a contiguous run of rows. So every all-gather and
+reduce-scatter between scopes is one contiguous collective, and only the conversion between the flat buffer and the
+parameters copies.
 
-A parameter is cut along one dimension into ``ceil(length / ranks)`` pieces (the last ones may be shorter or
-empty), exactly as DTensor's ``Shard(dim)`` does: along dimension 0 unless that would pad more than an eighth
-and another dimension pads less. A scalar is repeated for every rank.
+A parameter is cut along one dimension into `ranks` pieces of ``ceil(length / ranks)`` positions, exactly as DTensor's
+``Shard(dim)`` does. The last pieces may be shorter or empty. The dimension is 0, unless that would pad by more than an
+eighth and another dimension pads less. A scalar is repeated in every row.
 
 Pure: shapes and numbers only, plus views of tensors that a caller passes.
 """
@@ -21,14 +21,22 @@ from dataclasses import dataclass
 
 import torch
 
-ALIGN_NUMEL = 8  # regions start at multiples of 16 bytes in bf16; whole blocks for vectorised kernels
-_ALIGN_BYTES = 16  # what matrix products of fp8, and compiled kernels, want of an address
-_MAX_PADDING = 1 / 8
+ALIGN_NUMEL = 8  # pieces start at multiples of 16 bytes in bf16; whole blocks for vectorized kernels
+_ALIGN_BYTES = 16  # alignment that fp8 matrix products and compiled kernels require
+_MAX_PADDING = 1 / 8  # share of the parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSlice:
-    """One parameter inside its bucket's shard."""
+    """Slice of one parameter in every row of its bucket's flat buffer.
+
+    Attributes:
+        name: Name of the parameter in the model.
+        shape: Shape of the whole parameter.
+        dim: Dimension of the cut; None for a scalar.
+        chunk: Positions along `dim` in a full piece.
+        offset: First element of the slice in a row.
+    """
 
     name: str
     shape: torch.Size
@@ -43,7 +51,7 @@ class ParamSlice:
 
     @property
     def chunk_numel(self) -> int:
-        """Elements that one rank's full chunk takes in the shard."""
+        """Elements of a full piece."""
         return self.numel if self.dim is None else self.numel // self._length * self.chunk
 
     @property
@@ -51,14 +59,14 @@ class ParamSlice:
         return max(1, self.shape[self.dim]) if self.dim is not None else 1
 
     def shard_range(self, index: int) -> tuple[int, int]:
-        """Start and number of positions along `dim` that shard `index` owns."""
+        """First position along `dim` in shard `index`, and the number of positions."""
         if self.dim is None:
             return 0, 1
         start = min(index * self.chunk, self.shape[self.dim])
         return start, min(self.chunk, self.shape[self.dim] - start)
 
     def local_shape(self, index: int) -> torch.Size:
-        """Shape of the piece that shard `index` owns."""
+        """Shape of the piece in shard `index`."""
         if self.dim is None:
             return self.shape
         shape = list(self.shape)
@@ -66,12 +74,12 @@ class ParamSlice:
         return torch.Size(shape)
 
     def view_in(self, shard: torch.Tensor, index: int) -> torch.Tensor:
-        """The piece that shard `index` owns, as a contiguous view of the flat `shard` [shard_numel]."""
+        """The piece in shard `index`, as a view of the flat `shard` [shard_numel]."""
         shape = self.local_shape(index)
         return shard[self.offset : self.offset + shape.numel()].view(shape)
 
     def narrow(self, full: torch.Tensor, index: int) -> torch.Tensor:
-        """The piece that shard `index` owns, as a view of the whole parameter `full`."""
+        """The piece in shard `index`, as a view of the whole parameter `full`."""
         if self.dim is None:
             return full
         start, length = self.shard_range(index)
@@ -80,14 +88,14 @@ class ParamSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """Elements of one parameter that are side by side in the flat form.
+    """A contiguous run of one parameter's elements in the flat buffer.
 
     Attributes:
-        position: Which region.
-        row: Of the flat form.
-        numel: How many.
-        offset: Where they begin, counted from the first of the rows that were asked for.
-        start: Where they begin in the parameter; None where they are not side by side there.
+        position: Position of the parameter in the bucket.
+        row: Row of the flat buffer.
+        numel: Elements of the run.
+        offset: First element, counted from the first of the requested rows.
+        start: First element in the parameter; None if the run is not contiguous there.
     """
 
     position: int
@@ -99,9 +107,13 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLayout:
-    """Where the parameters of one bucket sit, for `ranks` ranks of the optimizer scope.
+    """Layout of the parameters of one bucket.
 
-    Each begins at a multiple of `align` elements.
+    Attributes:
+        param_slices: Slice of each parameter.
+        ranks: Ranks of the optimizer scope, which are the rows of the flat buffer.
+        shard_numel: Elements of a row.
+        align: Elements to a multiple of which every slice begins.
     """
 
     param_slices: tuple[ParamSlice, ...]
@@ -111,12 +123,12 @@ class BucketLayout:
 
     @property
     def full_numel(self) -> int:
-        """Elements of the flat form, padding included."""
+        """Elements of the flat buffer, including padding."""
         return self.shard_numel * self.ranks
 
     @property
     def padding_numel(self) -> int:
-        """Elements of the flat form that belong to no parameter."""
+        """Elements of the flat buffer that belong to no parameter."""
         return self.full_numel - sum(region.numel for region in self.param_slices)
 
     def numel_at(self, degree: int) -> int:
@@ -125,13 +137,16 @@ class BucketLayout:
 
     @property
     def unpadded_numel(self) -> int:
-        """Elements of the parameters side by side, each whole, every one aligned; on one rank the shard itself."""
+        """Elements of a buffer with all whole parameters in turn, each aligned.
+
+        On one rank these are the elements of the shard itself.
+        """
         if self.ranks == 1:
             return self.shard_numel
         return sum(_aligned(region.numel, self.align) for region in self.param_slices)
 
     def unpadded_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The whole parameters side by side, as contiguous views of `buffer` [unpadded_numel]."""
+        """The whole parameters in turn, as contiguous views of `buffer` [unpadded_numel]."""
         views, offset = [], 0
         for region in self.param_slices:
             start = region.offset if self.ranks == 1 else offset
@@ -140,40 +155,40 @@ class BucketLayout:
         return views
 
     def padding_views(self, slice_: torch.Tensor, rows: range) -> list[torch.Tensor]:
-        """What belongs to no parameter in a slice of the flat form, as few views.
+        """Views of the padding in some rows of the flat buffer, as few as possible.
 
         Args:
-            slice_: [len(rows) * shard_numel].
-            rows: Of the flat form, which the slice holds.
+            slice_: [len(rows) * shard_numel], the rows.
+            rows: Numbers of these rows in the flat buffer.
         """
-        table, found = slice_.view(len(rows), self.shard_numel), []
+        table, views = slice_.view(len(rows), self.shard_numel), []
         starts = [region.offset for region in self.param_slices]
         for region, end in zip(self.param_slices, [*starts[1:], self.shard_numel], strict=True):
-            rest = region.offset + region.chunk_numel
-            found.append(table[:, rest:end])
+            end_of_piece = region.offset + region.chunk_numel
+            views.append(table[:, end_of_piece:end])
             if region.dim is None or not region.chunk:
                 continue
-            shorter = region.shape[region.dim] // region.chunk  # has less than a chunk; rows behind it have nothing
-            if shorter in rows:
-                numel = region.local_shape(shorter).numel()
-                found.append(table[shorter - rows.start, region.offset + numel : rest])
-            found.append(table[max(0, shorter + 1 - rows.start) :, region.offset : rest])
-        return [view for view in found if view.numel()]
+            short_row = region.shape[region.dim] // region.chunk  # row of the shorter piece; later rows have none
+            if short_row in rows:
+                numel = region.local_shape(short_row).numel()
+                views.append(table[short_row - rows.start, region.offset + numel : end_of_piece])
+            views.append(table[max(0, short_row + 1 - rows.start) :, region.offset : end_of_piece])
+        return [view for view in views if view.numel()]
 
     @property
     def is_evenly_divisible(self) -> bool:
-        """Whether every parameter is its chunks in the order of the ranks, so that none is padded."""
+        """Whether every parameter has a full piece along dimension 0 for each rank."""
         return all(region.dim == 0 and 0 < region.chunk * self.ranks == region.shape[0] for region in self.param_slices)
 
     def strided_view(self, flat: torch.Tensor, position: int) -> torch.Tensor | None:
-        """Where one parameter is in the flat form, as one view, [chunks, elements of each]; None where it takes more.
+        """One parameter in the flat buffer as a view [pieces, piece elements], or None.
 
-        One is enough where all chunks along dimension 0 are whole; the parameter itself, if it is contiguous, is in the
-        same order then.
+        One view suffices if all pieces are full and cut along dimension 0. A contiguous parameter has the same order of
+        elements then.
 
         Args:
-            flat: [full_numel], the flat form.
-            position: Which region.
+            flat: [full_numel], the flat buffer.
+            position: Position of the parameter in the bucket.
         """
         region = self.param_slices[position]
         if region.dim != 0 or not region.chunk or region.shape[0] % region.chunk:
@@ -182,56 +197,60 @@ class BucketLayout:
         return table[:, region.offset : region.offset + region.chunk_numel]
 
     def shard_slices(self, count: int) -> list[range]:
-        """The rows of the flat form that each of `count` ranks has as its slice; `count` divides `ranks`."""
-        each = self.ranks // count
-        return [range(index * each, (index + 1) * each) for index in range(count)]
+        """Rows of the flat buffer in each of `count` shards; `count` divides `ranks`."""
+        rows_per_shard = self.ranks // count
+        return [range(index * rows_per_shard, (index + 1) * rows_per_shard) for index in range(count)]
 
     def extents(self, rows: range) -> list[Extent]:
-        """What lies side by side in some rows of the flat form, one row after the other; padding is in none."""
-        found = []
-        for place, row in enumerate(rows):
+        """Contiguous runs of elements in some rows, in order, without padding."""
+        runs = []
+        for index, row in enumerate(rows):
             for position, region in enumerate(self.param_slices):
-                numel, offset = region.local_shape(row).numel(), self.shard_numel * place + region.offset
+                numel, offset = region.local_shape(row).numel(), self.shard_numel * index + region.offset
                 if numel:
                     start = None if region.dim else region.shard_range(row)[0] * (region.chunk_numel // region.chunk)
-                    found.append(Extent(position=position, row=row, numel=numel, offset=offset, start=start))
-        return found
+                    runs.append(Extent(position=position, row=row, numel=numel, offset=offset, start=start))
+        return runs
 
     def copy_pairs(
         self, flat: torch.Tensor, full: torch.Tensor, position: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of equal-shaped views (in the flat form, in the whole parameter) that cover one parameter.
+        """Pairs of equal-shaped views, of the flat buffer and of the parameter.
 
-        One pair where all chunks are whole, which is the rule along dimension 0: the copy between the two
-        forms is then a single strided copy. Empty pairs are left out.
+        The pairs cover the parameter.
+
+        If all pieces are full, which is usual along dimension 0, there is one pair, and the conversion is a single
+        strided copy. Empty pairs are left out.
 
         Args:
-            flat: [full_numel], the flat form.
-            full: The whole parameter, or a tensor of its shape.
-            position: Which region.
+            flat: [full_numel], the flat buffer.
+            full: Whole parameter, or a tensor of its shape.
+            position: Position of the parameter in the bucket.
         """
         region = self.param_slices[position]
         table = flat.view(self.ranks, self.shard_numel)[:, region.offset : region.offset + region.chunk_numel]
         if region.dim is None:
             yield table.view(self.ranks, *region.shape), full.expand(self.ranks, *region.shape)
             return
-        whole = region.shape[region.dim] // region.chunk if region.chunk else 0
-        if region.dim == 0 and whole and full.is_contiguous():  # the common case, without views of views
-            yield table[:whole], full.narrow(0, 0, whole * region.chunk).view(whole, -1)
-            yield from self._rest(table, full, region, whole)
+        num_full = region.shape[region.dim] // region.chunk if region.chunk else 0
+        if region.dim == 0 and num_full and full.is_contiguous():  # the usual case, with fewer views
+            yield table[:num_full], full.narrow(0, 0, num_full * region.chunk).view(num_full, -1)
+            yield from self._rest(table, full, region, num_full)
             return
         outer, inner = region.shape[: region.dim], region.shape[region.dim + 1 :]
-        if whole:
-            cut = full.narrow(region.dim, 0, whole * region.chunk).unflatten(region.dim, (whole, region.chunk))
-            yield table[:whole].unflatten(1, (*outer, region.chunk, *inner)), cut.movedim(region.dim, 0)
-        yield from self._rest(table, full, region, whole)
+        if num_full:
+            full_pieces = full.narrow(region.dim, 0, num_full * region.chunk).unflatten(
+                region.dim, (num_full, region.chunk)
+            )
+            yield table[:num_full].unflatten(1, (*outer, region.chunk, *inner)), full_pieces.movedim(region.dim, 0)
+        yield from self._rest(table, full, region, num_full)
 
     def _rest(
-        self, table: torch.Tensor, full: torch.Tensor, region: ParamSlice, whole: int
+        self, table: torch.Tensor, full: torch.Tensor, region: ParamSlice, num_full: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The chunk that is shorter than the others, when there is one."""
-        if whole < self.ranks and (rest := region.local_shape(whole)).numel():
-            yield table[whole, : rest.numel()].view(rest), region.narrow(full, whole)
+        """The pair of the piece that is shorter than the others, if there is one."""
+        if num_full < self.ranks and (shape := region.local_shape(num_full)).numel():
+            yield table[num_full, : shape.numel()].view(shape), region.narrow(full, num_full)
 
 
 def make_layout(
@@ -240,13 +259,13 @@ def make_layout(
     """Lay out the parameters of one bucket, in their order.
 
     Args:
-        parameters: Name and shape of each.
+        parameters: Name and shape of each parameter.
         ranks: Ranks of the optimizer scope.
-        block_numel: Elements of a block that is never to hold two parameters, nor parts of two shards.
-        itemsize: Bytes of the narrowest dtype in which they are kept.
+        block_numel: Elements of a codec block, which never holds parts of two parameters or of two shards.
+        itemsize: Bytes per element of the narrowest dtype in which the parameters are stored.
 
     Cost:
-        Padding: less than one block, or `ALIGN_NUMEL` elements, for each parameter and rank.
+        Memory: padding of less than one block, or `ALIGN_NUMEL` elements, for each parameter and rank.
     """
     align = max(ALIGN_NUMEL, _ALIGN_BYTES // itemsize)
     block_numel = math.lcm(align, block_numel)

@@ -1,16 +1,16 @@
 """State tables of units and gradients.
 
-Four small machines, each one table from (state, event) to the next state. An event that a table does not list is
-illegal and raises; no code infers a state from whether some attribute is None.
+There are four small state machines. Each is one table from (state, event) to the next state. An event that a table does
+not list is illegal and raises. No code infers a state from whether some attribute is None.
 
-- `UnshardState`: what a unit's slot holds for it.
-- `UnitPhase`: who is using the unit's parameters. A forward inside the backward is a recomputation and changes
+- `UnshardState`: content of a unit's slot.
+- `UnitPhase`: pass that uses the unit's parameters. A forward inside of the backward is a recomputation and changes
   nothing.
-- `GradBufferState`: the buffer in which one backward's gradients wait for their reduction.
-- `AccumulatorState`: the accumulated gradient. PARTIAL still lacks other ranks' parts; SHARDED is the mean over all
-  ranks.
+- `GradBufferState`: buffer of one backward's gradients until their reduction.
+- `AccumulatorState`: accumulated gradient. PARTIAL lacks the parts of other ranks. SHARDED is the mean over all ranks.
 
-Inside a bucket every parameter has flags of its own, `GradFlag`, and a table of what each event sets and clears.
+In addition, every parameter of a bucket has flags, `GradFlag`, with a table of the flags that each event sets and
+clears.
 
 Pure.
 """
@@ -24,7 +24,7 @@ from mics_strategy.errors import LifecycleError
 
 
 class UnshardState(Enum):
-    """What the slot holds for its unit."""
+    """State of a unit's unsharded parameters in its slot."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
@@ -32,7 +32,7 @@ class UnshardState(Enum):
 
 
 class UnitPhase(Enum):
-    """Who uses the unit's unsharded parameters."""
+    """Pass that uses the unit's unsharded parameters."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -40,7 +40,7 @@ class UnitPhase(Enum):
 
 
 class GradBufferState(Enum):
-    """Where one backward's gradients of a bucket are."""
+    """State of the buffer of one backward's gradients of a bucket."""
 
     EMPTY = "empty"
     FILLING = "filling"
@@ -48,7 +48,7 @@ class GradBufferState(Enum):
 
 
 class AccumulatorState(Enum):
-    """What the gradient accumulator of a bucket holds."""
+    """Content of a bucket's gradient accumulator."""
 
     NONE = "none"
     PARTIAL = "partial"
@@ -56,14 +56,15 @@ class AccumulatorState(Enum):
 
 
 class GradFlag(IntEnum):
-    """Facts about one parameter's gradient on this rank.
+    """Flags of one parameter's gradient on this rank.
 
     Attributes:
-        USED: This rank has contributed to it since gradients were cleared.
-        MAYBE_USED: Some rank may have contributed to it in this accumulation window, or it is exposed.
-        ARRIVED: It has arrived in the present backward and no first hop has taken it.
-        ACCUMULATED: The accumulator holds a sum of it; where not set, its bytes there are undefined.
-        HAS_PRIOR_MEAN: The result holds an earlier mean of it; where not set, its bytes there are undefined.
+        USED: This rank has contributed to the gradient since gradients were cleared.
+        MAYBE_USED: Some rank may have contributed to the gradient in this accumulation window, or it is exposed.
+        ARRIVED: The gradient has arrived in the present backward and no first hop has taken it.
+        ACCUMULATED: The accumulator holds a sum of the gradient. Without this flag its bytes there are undefined.
+        HAS_PRIOR_MEAN: The result holds an earlier mean of the gradient. Without this flag its bytes there are
+            undefined.
     """
 
     USED = 0
@@ -73,7 +74,9 @@ class GradFlag(IntEnum):
     HAS_PRIOR_MEAN = 4
 
 
-GRAD_FLAG_EVENTS: dict[str, tuple[tuple[GradFlag, ...], tuple[GradFlag, ...]]] = {  # what an event sets and clears
+GRAD_FLAG_EVENTS: dict[
+    str, tuple[tuple[GradFlag, ...], tuple[GradFlag, ...]]
+] = {  # flags that an event sets, and flags that it clears
     "arrive": ((GradFlag.USED, GradFlag.ARRIVED), ()),
     "accumulate": ((GradFlag.ACCUMULATED,), ()),
     "reduce": ((GradFlag.ACCUMULATED,), (GradFlag.ARRIVED,)),
@@ -87,7 +90,9 @@ GRAD_FLAG_EVENTS: dict[str, tuple[tuple[GradFlag, ...], tuple[GradFlag, ...]]] =
 
 
 class GradFlags:
-    """The flags of all parameters of one bucket: for each flag an integer whose bit `i` is parameter `i`'s.
+    """Flags of all parameters of one bucket.
+
+    Each flag is stored as an integer. Its bit `i` belongs to the parameter at position `i`.
 
     Args:
         count: Number of parameters.
@@ -176,20 +181,20 @@ def transition(table: dict[tuple[S, str], S], state: S, event: str, subject: str
     """The state after `event`.
 
     Args:
-        table: One of the tables above.
-        state: Where the machine is.
-        event: What happens.
-        subject: Names the unit in the error.
+        table: Transition table of the machine.
+        state: Present state.
+        event: Name of the event.
+        subject: Name of the unit, for the error.
 
     Raises:
         LifecycleError: The table does not allow `event` in `state`.
     """
-    following = table.get((state, event))
-    if following is None:
+    next_state = table.get((state, event))
+    if next_state is None:
         allowed = sorted(name for known, name in table if known is state)
         raise LifecycleError(
-            f"{subject}: `{event}` came while its {type(state).__name__.lower()} was {state.value}; allowed then: "
-            f"{', '.join(allowed)}. "
-            "Was its forward or backward entered from two threads, or interrupted by an exception that was swallowed?"
+            f"{subject}: `{event}` came while its {type(state).__name__} was {state.value}. Allowed in this state: "
+            f"{', '.join(allowed)}. Check whether its forward or backward ran in two threads, or was interrupted by an "
+            "exception that the program caught."
         )
-    return following
+    return next_state

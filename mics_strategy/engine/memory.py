@@ -1,10 +1,10 @@
-"""Who owns each buffer, and until when?
+"""Memory of the engine: arenas, slots and staging buffers.
 
-Everything is allocated once, when the model is sharded, and lives as long as the sharded model:
+All memory is allocated once, when the model is sharded, and lives as long as the sharded model:
 
-- *arenas* hold model states: one tensor per dtype and purpose, of which every bucket has a piece;
-- *slots* hold unsharded parameters: a unit is bound to one slot for good, so its parameters keep one address;
-- *stagings* hold what is travelling; whoever took one last is landed before the next may have it.
+- *Arenas* hold model states: one tensor per dtype and purpose, with a piece for every bucket.
+- *Slots* hold unsharded parameters. A unit is bound to one slot for good, so its parameters keep one address.
+- *Staging buffers* hold payloads of collectives. The last borrower finishes its collective before the next one borrows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from mics_strategy.engine.saved_versions import UnshardedParameter
+from mics_strategy.engine.autograd import UnshardedParameter
 from mics_strategy.errors import LifecycleError
 
 _ALIGN_BYTES = 64
@@ -27,12 +27,16 @@ _unwrapped = torch._C._functorch.get_unwrapped
 
 @dataclass(slots=True)
 class MemoryTracker:
-    """Bytes that the engine allocated, by purpose."""
+    """Tracker of the bytes that the engine allocates.
+
+    Attributes:
+        bytes_by_purpose: Allocated bytes, by purpose.
+    """
 
     bytes_by_purpose: dict[str, int] = field(default_factory=dict)
 
     def zeros(self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A zeroed flat tensor, accounted under `purpose`."""
+        """Allocate a flat tensor of zeros, counted under `purpose`."""
         with torch.inference_mode(False):
             tensor = torch.zeros(numel, dtype=dtype, device=device)
         self.bytes_by_purpose[purpose] = self.bytes_by_purpose.get(purpose, 0) + numel * dtype.itemsize
@@ -40,43 +44,43 @@ class MemoryTracker:
 
     @property
     def total_bytes(self) -> int:
-        """All purposes together."""
+        """Bytes of all purposes together."""
         return sum(self.bytes_by_purpose.values())
 
 
 def arena(
     memory: MemoryTracker, purpose: str, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device
 ) -> list[torch.Tensor]:
-    """One allocation per dtype, cut into consecutive pieces.
+    """Allocate one tensor per dtype, and cut it into consecutive pieces.
 
     Args:
-        memory: Accounts for the bytes.
-        purpose: What the arena holds.
+        memory: Tracker of the allocated bytes.
+        purpose: Purpose under which the bytes are counted.
         sizes: Elements and dtype of each piece.
-        device: Where.
+        device: Device of the tensors.
     """
-    whole = {
+    buffers = {
         dtype: memory.zeros(purpose, sum(n for n, other in sizes if other is dtype), dtype, device)
         for dtype in dict.fromkeys(d for _, d in sizes)
     }
-    used = dict.fromkeys(whole, 0)
+    offsets = dict.fromkeys(buffers, 0)
     pieces = []
     for numel, dtype in sizes:
-        pieces.append(whole[dtype][used[dtype] : used[dtype] + numel])
-        used[dtype] += numel
+        pieces.append(buffers[dtype][offsets[dtype] : offsets[dtype] + numel])
+        offsets[dtype] += numel
     return pieces
 
 
 def packed_bytes(sizes: Sequence[tuple[int, torch.dtype]]) -> int:
-    """Bytes of a buffer that holds all of `sizes` side by side, each aligned."""
+    """Bytes of a buffer that holds all of `sizes` one after the other, each aligned."""
     return sum(math.ceil(numel * dtype.itemsize / _ALIGN_BYTES) * _ALIGN_BYTES for numel, dtype in sizes)
 
 
 def carve_views(buffer: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-    """Typed views of a byte buffer, side by side, each aligned.
+    """Typed views of a byte buffer, one after the other, each aligned.
 
-    The views have a version counter of their own: autograd saves parameters that live here, and a later
-    gather into the same bytes is no modification that it should refuse.
+    Each view has its own version counter. Autograd saves parameters that are stored here, and must not take a later
+    all-gather into the same bytes for a modification.
     """
     views, start = [], 0
     for numel, dtype in sizes:
@@ -87,29 +91,32 @@ def carve_views(buffer: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) 
 
 
 class CachedViews:
-    """The views that `cut` gives of buffers which are lent again and again: made once of each.
+    """Cache of the views that `carve_views` makes of reused buffers.
 
     Args:
-        sizes: As for `cut`.
+        sizes: Elements and dtype of each view.
     """
 
     def __init__(self, sizes: Sequence[tuple[int, torch.dtype]]) -> None:
         self._sizes = sizes
         self._num_bytes = packed_bytes(sizes)
-        self._of: dict[int, list[torch.Tensor]] = {}
+        self._views: dict[int, list[torch.Tensor]] = {}
 
     def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a lent buffer; the empty one, which is lent where nothing travels, as it is for every size."""
+        """Views of a buffer.
+
+        For the empty buffer, which stands for no payload, each view is the buffer itself.
+        """
         if buffer.numel() < self._num_bytes:
             return [buffer] * len(self._sizes)
         address = buffer.data_ptr()
-        if address not in self._of:
-            self._of[address] = carve_views(buffer, self._sizes)
-        return self._of[address]
+        if address not in self._views:
+            self._views[address] = carve_views(buffer, self._sizes)
+        return self._views[address]
 
 
 def levels_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor and, where `torch.func` has wrapped it, what is inside, down to the one that has memory."""
+    """A tensor and those inside its `torch.func` wrappers, down to one with memory."""
     levels = [tensor]
     while _is_wrapped(levels[-1]):
         levels.append(_unwrapped(levels[-1]))
@@ -117,22 +124,28 @@ def levels_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Resident(Protocol):
-    """A unit that lives in a slot."""
+    """A unit whose unsharded parameters are in a slot."""
 
     def evict(self) -> None:
-        """The slot's content is about to be overwritten."""
+        """Reshard, because the slot's content is about to be overwritten."""
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """Bytes in which the units bound to it are unsharded, one at a time. `is_shared` where they are more than one."""
+    """Memory in which the units bound to it are unsharded, one at a time.
+
+    Attributes:
+        buffer: Bytes of the slot.
+        is_shared: Whether more than one unit is bound to the slot.
+        resident: Unit whose parameters are in the slot; None before the first.
+    """
 
     buffer: torch.Tensor
     is_shared: bool = False
     resident: Resident | None = None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is stored here."""
+        """Whether a tensor is stored in this slot."""
         *_, tensor = levels_of(tensor)
         return (
             type(tensor) in (torch.Tensor, nn.Parameter, UnshardedParameter)
@@ -147,12 +160,13 @@ def _always() -> bool:
 
 @dataclass(slots=True, eq=False)
 class StagingBuffer:
-    """A buffer that one transfer after another borrows.
+    """A buffer that one collective after another borrows.
 
     Attributes:
-        on_reuse: Called when the next borrower comes.
+        buffer: Bytes of the buffer.
+        on_reuse: Callback of the present borrower; it finishes the collective when the next borrower comes.
         is_busy: Whether the borrower still fills the buffer.
-        may_reuse: Whether the borrower may be asked to land what it has filled so far.
+        may_reuse: Whether `on_reuse` may send a buffer that is only partly filled.
     """
 
     buffer: torch.Tensor
@@ -161,33 +175,37 @@ class StagingBuffer:
     may_reuse: Callable[[], bool] = _always
 
     def acquire(
-        self, land: Callable[[], None], is_needed: Callable[[], bool], may_land: Callable[[], bool]
+        self, on_reuse: Callable[[], None], is_busy: Callable[[], bool], may_reuse: Callable[[], bool]
     ) -> torch.Tensor:
-        """Borrow the buffer from whoever had it."""
-        before, self.on_reuse = self.on_reuse, None
-        if before is not None:
-            before()
+        """Finish the previous borrower's collective, and lend the buffer to the next one.
+
+        Raises:
+            LifecycleError: The previous borrower still fills the buffer.
+        """
+        previous, self.on_reuse = self.on_reuse, None
+        if previous is not None:
+            previous()
         if self.is_busy():
             raise LifecycleError(
-                "A buffer is asked for while its borrower still fills it: gradients would be lost. This is a defect of "
-                "the schedule; please report it."
+                "A staging buffer was requested while its borrower still fills it. Gradients would be lost. This is a "
+                "defect of the engine. Please report it."
             )
-        self.on_reuse, self.is_busy, self.may_reuse = land, is_needed, may_land
+        self.on_reuse, self.is_busy, self.may_reuse = on_reuse, is_busy, may_reuse
         return self.buffer
 
 
 class StagingPool:
-    """Stagings handed out in turn.
+    """Staging buffers that are lent in turn.
 
-    One more is allocated, for good, when each is still being filled and none may be sent before another: where
-    gradients come in another order than the one in which ranks have agreed to send them.
+    When all are still being filled and none may be sent yet, the pool allocates one more, for good. This happens when
+    gradients arrive in another order than the one in which all ranks send them.
 
     Args:
-        memory: Accounts for the bytes.
-        purpose: What travels.
-        count: How many transfers may be under way.
-        num_bytes: Size of each.
-        device: Where.
+        memory: Tracker of the allocated bytes.
+        purpose: Purpose under which the bytes are counted.
+        count: Number of collectives that may be in flight.
+        num_bytes: Bytes of each buffer; 0 for a pool that lends empty buffers.
+        device: Device of the buffers.
     """
 
     def __init__(self, memory: MemoryTracker, purpose: str, count: int, num_bytes: int, device: torch.device) -> None:
@@ -203,18 +221,21 @@ class StagingPool:
         is_busy: Callable[[], bool] = bool,
         may_reuse: Callable[[], bool] = _always,
     ) -> torch.Tensor:
-        """The next buffer in turn, after whoever had it has landed. Empty when nothing of this kind travels.
+        """Borrow the next buffer in turn, after its previous borrower has finished.
 
         Args:
-            on_reuse: Called when the next borrower comes.
-            is_busy: Whether the borrower still fills the buffer, so that another one is to be lent, if there is one.
-            may_reuse: Whether the borrower may be asked to land although it still fills the buffer.
+            on_reuse: Callback that finishes the borrower's collective when the next borrower comes.
+            is_busy: Whether the borrower still fills the buffer. The pool then lends another one if possible.
+            may_reuse: Whether `on_reuse` may send a buffer that is only partly filled.
+
+        Returns:
+            [num_bytes] of uint8; empty for a pool without buffers.
         """
         if not self._buffers:
             return torch.empty(0, dtype=torch.uint8)
         in_turn = self._buffers[self._next :] + self._buffers[: self._next]
-        free = (each for each in in_turn if not each.is_busy())
-        staging = next(free, None) or next((each for each in in_turn if each.may_reuse()), None)
+        free = (candidate for candidate in in_turn if not candidate.is_busy())
+        staging = next(free, None) or next((candidate for candidate in in_turn if candidate.may_reuse()), None)
         if staging is None:
             staging = self._allocate()
             self._buffers.append(staging)

@@ -1,10 +1,12 @@
-"""Which unit comes next?
+"""Order of units: recorded, pending and global.
 
-Three kinds of knowledge. The *recorded* order of a first training forward says what to gather ahead in later
-ones; it is a hint, and a forward that goes another way only loses the head start. The *live calls* are the
-forwards whose backward is still to come: they say exactly in what order the backward will need units, and
-while parameters are sharded every rank has the same ones, so what one rank's backward skips it can still
-follow. Where parameters are whole, ranks may run different units, and what travels follows the *common* order.
+- `ExecutionOrder` records the first training forward, to prefetch units in later ones. It is a hint: a forward in
+  another order only loses the prefetch.
+- `PendingBackwards` holds the forwards whose backward is still to come. It gives the exact order in which the backward
+  needs units. While parameters are sharded, it is the same on every rank, so a rank whose backward skips a unit can
+  still take part in its collectives.
+- `GlobalOrder` is one order of all units on all ranks. Where parameters are not sharded, ranks may run different units,
+  and collectives follow this order.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ if TYPE_CHECKING:
 class ForwardCall:
     """One forward of a unit.
 
-    A recomputed one belongs to a backward of its own, inside the backward that asked for it (reentrant checkpoints).
+    A recomputed one belongs to a nested backward, inside the backward that started it (reentrant checkpoints).
 
     Attributes:
-        unit: Whose forward.
-        enter: When it began; counts events of all units, as `leave` does.
-        leave: When it ended; -1 before.
+        unit: Unit of the forward.
+        enter: Number of the event at which it began, counted over all units.
         first_node: Sequence number of the first node that it added to autograd's graph.
-        versions: Of the unit's buckets when it ended.
-        backward: Number of autograd's graph task that has entered it last; -1 for none.
+        is_recomputed: Whether it recomputes activations in a backward.
+        is_evaluation: Whether the model was in evaluation mode.
+        leave: Number of the event at which it ended; -1 before.
+        versions: Versions of the unit's buckets when it ended.
+        backward: Id of the last autograd graph task that entered its backward; -1 for none.
     """
 
     unit: Unit
@@ -45,29 +49,30 @@ class ForwardCall:
     backward: int = -1
 
     def has_made(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is of this forward, or of a later one, and not just passed through it."""
+        """Whether this or a later forward computed a tensor, not just passed it through."""
         return tensor.grad_fn is None or self.has_added(tensor.grad_fn)
 
     def has_added(self, node: Node) -> bool:
-        """Whether a node of autograd's graph is of this forward, or of a later one."""
+        """Whether this forward, or a later one, added a node to autograd's graph."""
         return node._sequence_nr() >= self.first_node
 
 
 @dataclass(slots=True)
 class PendingBackwards:
-    """Forwards whose backward has not happened, in the order in which they ended."""
+    """Forwards whose backward is still to come, in the order in which they ended."""
 
     calls: list[ForwardCall] = field(default_factory=list)
 
     def push(self, call: ForwardCall) -> None:
-        """A forward has ended."""
+        """Add a forward that has ended."""
         self.calls.append(call)
         call.unit.num_live_calls += 1
 
     def pop_until(self, call: ForwardCall) -> Iterator[ForwardCall]:
-        """Remove `call`, and remove and give, latest first, the calls that ended after it: the backward skips them.
+        """Remove `call` and the calls that ended after it; yield the latter, latest first.
 
-        Gives nothing for a call that is not live any more: a second backward through one graph.
+        The backward skips the yielded calls. Yields nothing if `call` was removed before, as in a second backward
+        through one graph.
         """
         if call not in self.calls:
             return
@@ -78,13 +83,13 @@ class PendingBackwards:
             yield last
 
     def drop_evaluations(self) -> None:
-        """The model trains again: what it was evaluated on, with gradients but without a backward, is over."""
+        """Remove evaluation forwards without a backward, when the model trains again."""
         for call in [call for call in self.calls if call.is_evaluation]:
             self.calls.remove(call)
             call.unit.num_live_calls -= 1
 
     def drain(self) -> Iterator[ForwardCall]:
-        """Remove and give all, latest first."""
+        """Remove and yield all calls, latest first."""
         while self.calls:
             yield self._pop()
 
@@ -95,11 +100,11 @@ class PendingBackwards:
 
     @property
     def next(self) -> list[Unit]:
-        """The unit that the backward needs next, if any."""
+        """The unit that the backward needs next, in a list of at most one."""
         return [call.unit for call in self.calls[-1:]]
 
     def reduction_order(self) -> list[Unit]:
-        """Units by the time of their first live call, latest first: the order in which they can be complete."""
+        """Units by first pending call, latest first: the order of complete gradients."""
         first: dict[int, ForwardCall] = {}
         for call in self.calls:
             known = first.get(call.unit.index)
@@ -111,53 +116,66 @@ class PendingBackwards:
 
 
 class GlobalOrder:
-    """All units in an order that does not depend on what this rank runs.
+    """One order of all units, the same on all ranks, whichever units this rank runs.
 
     Args:
-        units: By index.
+        units: Units by index.
+
+    Attributes:
+        units: Units in the order.
+        is_agreed: Whether the order follows recorded forwards.
     """
 
     def __init__(self, units: list[Unit]) -> None:
         self.units = list(units)
         self.is_agreed = False
-        self._positions = {unit.index: place for place, unit in enumerate(units)}
-        self._num_given = 0
+        self._positions = {unit.index: position for position, unit in enumerate(units)}
+        self._num_taken = 0
 
-    def agree(self, entered: list[list[int]]) -> None:
-        """Follow the orders in which the ranks have entered units; a unit that none has entered stays at its neighbour.
+    def agree(self, forward_orders: list[list[int]]) -> None:
+        """Merge the forward orders of all ranks.
+
+        A unit that no rank ran stays next to its neighbor.
 
         Args:
-            entered: Of every rank, the same on all of them.
+            forward_orders: Indices of units in the forward order of every rank, the same on all ranks.
         """
         merged: list[int] = []
-        for order in (*entered, sorted(self._positions)):
-            place = 0
+        for order in (*forward_orders, sorted(self._positions)):
+            position = 0
             for index in order:
                 if index not in merged:
-                    merged.insert(place, index)
-                place = merged.index(index) + 1
+                    merged.insert(position, index)
+                position = merged.index(index) + 1
         by_index = {unit.index: unit for unit in self.units}
         self.units = [by_index[index] for index in merged]
-        self._positions = {index: place for place, index in enumerate(merged)}
+        self._positions = {index: position for position, index in enumerate(merged)}
         self.is_agreed = True
 
     def restart(self) -> None:
-        """Parameters have changed: every unit is due again."""
-        self._num_given = 0
+        """Make every unit due again, after parameters have changed."""
+        self._num_taken = 0
 
     def take_until(self, unit: Unit) -> list[Unit]:
-        """The units that are due before `unit` or with it, and were not given since `restart`."""
-        start, self._num_given = self._num_given, max(self._num_given, self._positions[unit.index] + 1)
-        return self.units[start : self._num_given]
+        """Take the units up to and including `unit` that were not taken since `restart`."""
+        start, self._num_taken = self._num_taken, max(self._num_taken, self._positions[unit.index] + 1)
+        return self.units[start : self._num_taken]
 
     def take_rest(self) -> list[Unit]:
-        """All that is still due."""
+        """Take all units that were not taken since `restart`."""
         return self.take_until(self.units[-1])
 
 
 @dataclass(slots=True)
 class ExecutionOrder:
-    """What the first training pass did: the units that its forward entered and that its backward needed, in order."""
+    """Order of units in the first training pass.
+
+    Attributes:
+        forward: Indices of the units that the forward ran.
+        backward: Indices of the units that the backward needed.
+        is_frozen: Whether the forward order is final.
+        is_complete: Whether the backward order is final.
+    """
 
     forward: list[int] = field(default_factory=list)
     backward: list[int] = field(default_factory=list)
@@ -167,7 +185,7 @@ class ExecutionOrder:
     _is_retry: bool = False
 
     def record_forward(self, index: int) -> None:
-        """A unit's forward begins."""
+        """Record the beginning of a unit's forward, or follow it in the recorded order."""
         if not self.is_frozen:
             self.forward.append(index)
             self._cursor = len(self.forward) - 1
@@ -179,20 +197,25 @@ class ExecutionOrder:
             self._cursor = self.forward.index(index)
 
     def record_backward(self, index: int) -> None:
-        """The backward needs a unit's parameters."""
+        """Record that the backward needs a unit's parameters."""
         if not self.is_complete:
             self.backward.append(index)
 
     def forget_backward(self) -> None:
-        """Other parameters than before get gradients, so the backward may need other units: record it again."""
+        """Record the backward again, after other parameters require gradients."""
         self.backward, self.is_complete = [], False
 
     def freeze(self) -> None:
-        """The first forward is over."""
+        """Make the forward order final, at the end of the first forward."""
         self.is_frozen = self.is_frozen or bool(self.forward)
 
     def complete(self, *, followed_all: bool = True) -> None:
-        """The first backward is over. One that left a forward behind (a sanity check) says little: record again."""
+        """Make the backward order final, at the end of the first backward.
+
+        Args:
+            followed_all: Whether the backward went through every forward. If not, as after a sanity check, both orders
+                are recorded once more.
+        """
         if self.is_complete:
             return
         if not followed_all and not self._is_retry:
@@ -201,5 +224,5 @@ class ExecutionOrder:
             self.is_complete = bool(self.backward)
 
     def upcoming(self, count: int) -> list[int]:
-        """Indices of the next units, nearest first; none while the order is being recorded."""
+        """Indices of the next `count` units, nearest first; empty while recording."""
         return self.forward[self._cursor + 1 : self._cursor + 1 + count] if self.is_frozen else []

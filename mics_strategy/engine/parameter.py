@@ -1,8 +1,8 @@
-"""What does a user see of a sharded parameter?
+"""Sharded parameters and gradients as users see them.
 
-A DTensor with the name and the global shape of the plain parameter, whose local part is a view of the
-optimizer arena. Reading `grad` finishes a reduction that is still due, so clipping, logging and stepping see
-the mean over all ranks whatever the training loop looks like; setting it to None empties the accumulators.
+A sharded parameter is a DTensor with the name and the global shape of the plain parameter. Its local part is a view of
+the optimizer arena. Reading `grad` finishes pending reductions, so clipping, logging and stepping use the mean over all
+ranks in any training loop. Setting `grad` to None clears the accumulators.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ _MIXED = "got mixed torch.Tensor and DTensor"  # in an error of torch
 
 
 class GradientOwner(Protocol):
-    """Who keeps the gradient of a parameter."""
+    """The engine's interface to the gradients of one bucket's parameters."""
 
     def finish_gradients(self) -> None:
-        """Make every gradient final. Collective: all ranks call it."""
+        """Finish pending reductions of all gradients. Collective."""
 
     def clear_gradient(self, position: int) -> None:
-        """Forget the gradient of the parameter at `position`, pending parts included."""
+        """Clear the gradient of the parameter at `position`, including pending parts."""
 
     def unsharded(self, position: int) -> nn.Parameter | None:
-        """The parameter at `position` as a forward uses it; None when the model is gone."""
+        """The unsharded parameter at `position`; None when the model was deleted."""
 
 
 class _FullTensorDTensor(DTensor):
-    """A DTensor that our own gather puts together, and that is compared with any tensor as a whole; both collective.
+    """A DTensor with our own `full_tensor`, comparisons and random numbers.
 
-    Random numbers that are drawn into it, or like it, are the same on all replicas.
+    `full_tensor`, `torch.equal` and `torch.allclose` are collective. Random numbers drawn into it, or like it, are the
+    same on all replicas of a shard.
     """
 
     mics_random: ReplicaRandom
 
     @override
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor on every rank. Collective: all ranks of its mesh call it."""
+        """The whole tensor on every rank. Collective over the ranks of its mesh."""
         if torch.is_grad_enabled() and self.requires_grad:
             return super().full_tensor(grad_placements=grad_placements)
         return full_tensor(self)
@@ -59,7 +60,7 @@ class _FullTensorDTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation as any DTensor does, but for those that DTensor offers for some tensors only."""
+        """Run the operation as a DTensor, except where DTensor's support is partial."""
         if func is torch.ops.aten.equal.default:
             return _are_equal(*args)
         if func is torch.ops.aten.allclose.default:
@@ -67,13 +68,13 @@ class _FullTensorDTensor(DTensor):
         if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
             return _unscale(*args)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            return _drawn(func, args, kwargs or {})
+            return _run_random_op(func, args, kwargs or {})
         try:
             return super().__torch_dispatch__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             if _MIXED not in str(error):
                 raise
-            raise LifecycleError(_explained(error, args)) from error
+            raise LifecycleError(_mixed_operands_message(error, args)) from error
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -86,14 +87,25 @@ class _FullTensorDTensor(DTensor):
 
 
 class ShardedGradient(_FullTensorDTensor):
-    """The gradient of a `ShardedParameter`. What is computed from it, a copy too, is a plain DTensor."""
+    """The gradient of a `ShardedParameter`.
+
+    Results computed from it, including copies, are plain DTensors.
+    """
 
 
 class ShardedParameter(_FullTensorDTensor):
     """A parameter of which this rank holds one shard.
 
-    Reading `grad` is collective while reductions are due (after a backward, before the first read), as every
-    DTensor operation that communicates is: do it on all ranks or on none.
+    Reading `grad` is collective while reductions are pending, which is after a backward and before the first read. Like
+    every DTensor operation that communicates, it must run on all ranks or on none.
+
+    Attributes:
+        mics_name: Name of the parameter in the model.
+        mics_owner: Engine's interface to the gradient.
+        mics_position: Position of the parameter in its bucket.
+        mics_write_count: Number of detected writes, counted in addition to torch's version counter.
+        mics_slice: Slice of the parameter in its bucket.
+        mics_index: Index of this rank's shard.
     """
 
     mics_name: str
@@ -122,7 +134,7 @@ class ShardedParameter(_FullTensorDTensor):
 
     @property
     def raw_grad(self) -> torch.Tensor | None:
-        """What autograd's own slot holds; finishes nothing."""
+        """The content of autograd's own gradient slot. Reading it finishes no reduction."""
         return cast("torch.Tensor | None", _raw_grad.__get__(self))
 
     @raw_grad.setter
@@ -131,7 +143,7 @@ class ShardedParameter(_FullTensorDTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """An alias that shares the version counter, so that writing through it is noticed."""
+        """An alias that shares the version counter, so the engine detects writes to it."""
         alias = self.detach()
         alias.__class__ = _FullTensorDTensor
         cast("_FullTensorDTensor", alias).mics_random = self.mics_random
@@ -153,7 +165,7 @@ class ShardedParameter(_FullTensorDTensor):
         return self._local_tensor
 
     def like_self(self, local: torch.Tensor) -> DTensor:
-        """Something of this parameter's shape, cut as it is, of which `local` is this rank's piece."""
+        """A DTensor of this parameter's shape and placements, with local part `local`."""
         return DTensor.from_local(
             local, self.device_mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride()
         )
@@ -162,7 +174,7 @@ class ShardedParameter(_FullTensorDTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """As above, and count the operation as a change where it writes: torch misses lists."""
+        """Run the operation, and count its writes, as torch misses those into lists."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -174,13 +186,13 @@ class ShardedParameter(_FullTensorDTensor):
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Save a plain DTensor, with this rank's part."""
+        """Pickle as a plain DTensor with this rank's part."""
         return self.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
         raise LifecycleError(
-            f"A gradient hook on the sharded parameter `{self.mics_name}` would never run: autograd sees the gathered "
-            "parameter. Read `grad` after the backward, or hook the module's outputs."
+            f"A gradient hook on the sharded parameter `{self.mics_name}` would never run, because autograd sees the "
+            "unsharded parameter. Read `grad` after the backward, or register a hook on the module's outputs."
         )
 
     register_hook = _refuse_hook
@@ -190,20 +202,23 @@ class ShardedParameter(_FullTensorDTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise LifecycleError(
             f"`{self.mics_name}` is sharded and cannot be deep-copied with its model. "
-            "Copy the plain model before `shard()`, or build it anew and load `full_state_dict()`."
+            "Copy the plain model before `shard()`, or build a new model and load `full_state_dict()`."
         )
 
 
-def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw into shards, or like them: the same numbers on all replicas, others on every shard."""
+def _run_random_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a random operation on shards.
+
+    Replicas of a shard draw equal numbers, and different shards different ones.
+    """
     like = next(arg for arg in args if isinstance(arg, _FullTensorDTensor))
-    local_args, local_kwargs = tree_map_only(DTensor, lambda each: each._local_tensor, (args, kwargs))
+    local_args, local_kwargs = tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs))
     with like.mics_random.drawing():
         drawn = func(*local_args, **local_kwargs)
     if func._schema.is_mutable:
         return args[0]
 
-    def labelled(local: torch.Tensor) -> torch.Tensor:
+    def as_like(local: torch.Tensor) -> torch.Tensor:
         if local.shape != like._local_tensor.shape:
             return local
         stride = like.stride()
@@ -211,11 +226,14 @@ def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=stride
         )
 
-    return tree_map_only(torch.Tensor, labelled, drawn)
+    return tree_map_only(torch.Tensor, as_like, drawn)
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """`torch.equal`, which DTensor does not offer for every pair. Collective where the shapes agree."""
+    """`torch.equal` for pairs that DTensor does not support.
+
+    Collective if the shapes are equal.
+    """
     if one is other or one.shape != other.shape:
         return one is other
     with torch.no_grad():
@@ -223,36 +241,37 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
             differs = torch.tensor(float(not torch.equal(one._local_tensor, other._local_tensor)), device=one.device)
             counted = DTensor.from_local(differs, one.device_mesh, [Partial()] * one.device_mesh.ndim, run_check=False)
             return not counted.full_tensor().item()
-        return torch.equal(*(full_tensor(each) if isinstance(each, DTensor) else each for each in (one, other)))
+        return torch.equal(*(full_tensor(tensor) if isinstance(tensor, DTensor) else tensor for tensor in (one, other)))
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    """`torch.allclose`, which DTensor does not offer: it is of the whole tensors. Collective."""
+    """`torch.allclose` of whole tensors, which DTensor does not support. Collective."""
     with torch.no_grad():
-        a, b = (full_tensor(each) if isinstance(each, DTensor) else each for each in (one, other))
+        a, b = (full_tensor(tensor) if isinstance(tensor, DTensor) else tensor for tensor in (one, other))
         return torch.allclose(a, b, *args, **kwargs)
 
 
 def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Unscale gradients for a `GradScaler`; all ranks find the overflow of one. Collective.
+    """Unscale gradients for a `GradScaler`, with overflows of all ranks. Collective.
 
-    DTensor asks the ranks that hold different parts of the first gradient, which are none where it is a scalar's.
+    DTensor's own implementation shares them along the placements of the first gradient only, and not at all if that is
+    a scalar's.
     """
     unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    unscale([each._local_tensor if isinstance(each, DTensor) else each for each in grads], found_inf, inv_scale)
-    mesh = next(each.device_mesh for each in grads if isinstance(each, DTensor))
+    unscale([grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads], found_inf, inv_scale)
+    mesh = next(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
     names = mesh.mesh_dim_names or ()
     placements = [Partial("max") if name == "shard" else Replicate() for name in names]
     found_inf.copy_(DTensor.from_local(found_inf, mesh, placements, run_check=False).full_tensor())
 
 
-def _explained(error: RuntimeError, args: tuple[Any, ...]) -> str:
-    """What an operation on a sharded tensor and a plain one means here."""
+def _mixed_operands_message(error: RuntimeError, args: tuple[Any, ...]) -> str:
+    """Error text for an operation on a sharded and a plain tensor."""
     name = next((f"`{arg.mics_name}`" for arg in args if isinstance(arg, ShardedParameter)), "A gradient")
     return (
-        f"{name} is sharded, and was used with a plain tensor (torch: {error}). To compare or compute with the whole "
+        f"{name} is sharded, but was used with a plain tensor (torch: {error}). To compare or compute with the whole "
         "tensor, call `full_tensor()` of it on every rank. In a forward, use a parameter inside of the module that "
-        "owns it, where it is whole."
+        "owns it, where it is unsharded."
     )
 
 
@@ -264,13 +283,13 @@ def is_sharded(parameter: torch.Tensor) -> bool:
 def make_sharded_parameter(
     master: torch.Tensor, slice_: ParamSlice, placement: ShardPlacement, requires_grad: bool
 ) -> ShardedParameter:
-    """Label this rank's piece of a parameter as a DTensor of the whole one.
+    """Wrap this rank's part of a parameter in a sharded parameter.
 
     Args:
-        master: [shard_numel], a piece of the optimizer arena; stays the storage.
-        slice_: Where the parameter is in it, the shape of the whole, and the dimension that is cut.
-        placement: Which one this rank holds, and the label of all.
-        requires_grad: Of the plain parameter.
+        master: [shard_numel], the bucket's piece of the optimizer arena. It stays the storage.
+        slice_: Slice of the parameter in the bucket.
+        placement: Index of this rank's shard, and device mesh of all shards.
+        requires_grad: Whether the plain parameter requires gradients.
     """
     tensor = as_dtensor(slice_.view_in(master, placement.index), slice_, placement)
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
@@ -287,36 +306,42 @@ def make_sharded_parameter(
     return sharded
 
 
-def grad_as_dtensor(local: torch.Tensor, region: ParamSlice, shards: ShardPlacement) -> ShardedGradient:
-    """See `label`; what a parameter shows as its gradient."""
-    labelled = as_dtensor(local, region, shards)
-    labelled.__class__ = ShardedGradient
-    gradient = cast("ShardedGradient", labelled)
-    gradient.mics_random = shards.random
+def grad_as_dtensor(local: torch.Tensor, region: ParamSlice, placement: ShardPlacement) -> ShardedGradient:
+    """Wrap this rank's part of a gradient in a `ShardedGradient`; see `as_dtensor`."""
+    dtensor = as_dtensor(local, region, placement)
+    dtensor.__class__ = ShardedGradient
+    gradient = cast("ShardedGradient", dtensor)
+    gradient.mics_random = placement.random
     return gradient
 
 
 def _like_parameter(grad: torch.Tensor, placements: tuple[Placement, ...]) -> torch.Tensor:
-    """The gradient of something computed from the sharded parameter itself (a penalty), cut as the parameter is."""
+    """Redistribute the gradient of a penalty on the parameter to its placements."""
     return grad.redistribute(placements=placements) if isinstance(grad, DTensor) else grad
 
 
-def as_dtensor(local: torch.Tensor, region: ParamSlice, shards: ShardPlacement) -> DTensor:
-    """A DTensor whose local part is `local` and whose global shape is the region's."""
-    mesh = shards.device_mesh
+def as_dtensor(local: torch.Tensor, region: ParamSlice, placement: ShardPlacement) -> DTensor:
+    """A DTensor with the local part `local` and the global shape of a parameter slice.
+
+    Args:
+        local: Part of this rank, a view of a flat shard.
+        region: Slice of the parameter in its bucket.
+        placement: Index of this rank's shard, and device mesh of all shards.
+    """
+    mesh = placement.device_mesh
     names = mesh.mesh_dim_names or ()
-    cut: Placement = Replicate() if region.dim is None or shards.degree == 1 else Shard(region.dim)
-    placements = [Replicate() if name == "replicate" else cut for name in names]
+    shard_placement: Placement = Replicate() if region.dim is None or placement.degree == 1 else Shard(region.dim)
+    placements = [Replicate() if name == "replicate" else shard_placement for name in names]
     stride = torch.empty(region.shape, device="meta").stride()
-    own = _with_storage_of_its_own(local)
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=region.shape, stride=stride)
+    local_part = _with_own_storage(local)
+    return DTensor.from_local(local_part, mesh, placements, run_check=False, shape=region.shape, stride=stride)
 
 
-def _with_storage_of_its_own(view: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor whose storage ends where it does.
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same memory whose storage holds nothing else.
 
-    torch saves and deep-copies whole storages, so that a piece of an arena would bring all of it along; and a DTensor
-    takes over the offset of its local part, although it has no storage in which that would mean anything.
+    torch saves and deep-copies whole storages, so a view of an arena would bring the whole arena along. A DTensor also
+    takes over the storage offset of its local part, which is meaningless for it.
     """
     if view.is_meta:
         return view

@@ -1,8 +1,8 @@
-"""How does a sharded model become one plain state dict, and back?
+"""Conversion of sharded models and optimizers to plain state dicts and back.
 
-Tensor by tensor: a rank never holds more than one whole parameter beside its shards, and only rank 0 collects
-them, on the CPU. Loading takes this rank's piece out of a (memory-mapped) whole tensor and copies nothing
-else.
+The conversion goes tensor by tensor: a rank never holds more than one whole parameter in addition to its shards, and
+only rank 0 collects the whole tensors, on the CPU. Loading copies only this rank's part of a (memory-mapped) whole
+tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ OwnerOf = Callable[[torch.Tensor], int | None]
 
 
 def full_state_dict(model: nn.Module) -> StateDict:
-    """The plain model's state dict on rank 0's CPU, names, order and ties kept; empty on other ranks."""
+    """The plain model's state dict on rank 0's CPU; empty on other ranks. Collective.
+
+    It keeps the names, the order and the ties of the plain model.
+    """
     whole: dict[int, torch.Tensor] = {}
     result: StateDict = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -44,28 +47,39 @@ def full_state_dict(model: nn.Module) -> StateDict:
 
 
 def load_full_state_dict(model: nn.Module, state: StateDict, *, strict: bool) -> Any:
-    """Load a plain state dict that every rank passes whole; see `torch.nn.Module.load_state_dict`.
+    """Load a plain state dict that every rank passes as a whole.
+
+    Args:
+        model: Sharded model.
+        state: State dict of the plain model.
+        strict: Whether missing and unexpected keys raise.
+
+    Returns:
+        Missing and unexpected keys, as `torch.nn.Module.load_state_dict` does.
 
     Raises:
-        RuntimeError: As torch raises it, for missing, unexpected or wrongly shaped entries.
+        RuntimeError: An entry is missing, unexpected or has another shape; raised by torch.
     """
-    own = model.state_dict(keep_vars=True)
-    pieces = {name: _piece(value, own.get(name)) for name, value in state.items()}
+    own_state = model.state_dict(keep_vars=True)
+    pieces = {name: _piece(value, own_state.get(name)) for name, value in state.items()}
     return model.load_state_dict(pieces, strict=strict)
 
 
 def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, groups: ProcessGroups) -> StateDict:
-    """The plain optimizer's state dict on rank 0's CPU, integer ids kept; empty on other ranks. Collective.
+    """The plain optimizer's state dict on rank 0's CPU; empty on others. Collective.
+
+    It keeps the integer ids of the parameters.
 
     Args:
-        optimizer: Of the sharded model.
-        owner_of: The rank of the optimizer scope that alone has the states of a parameter; None where each has rows.
-        groups: For the ranks of that scope.
+        optimizer: Optimizer of the sharded model.
+        owner_of: Function from a parameter to the rank of the optimizer scope that alone has its states, or None if
+            every rank has its rows.
+        groups: Process groups of the model.
 
     Raises:
-        CheckpointError: States of a kind that cannot be put together.
+        CheckpointError: A state cannot be reassembled from shards.
     """
-    run_on_all_ranks(lambda: _refuse_special(optimizer, owner_of))
+    run_on_all_ranks(lambda: _check_reassemblable(optimizer, owner_of))
     state = optimizer.state_dict()
     quantized = _quantized_rows(state["state"])
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -87,27 +101,27 @@ def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, groups: P
     return {**state, "state": states} if dist.get_rank() == 0 else {}
 
 
-def _refuse_special(optimizer: Optimizer, owner_of: OwnerOf) -> None:
-    """Refuse states that cannot be put together from shards.
+def _check_reassemblable(optimizer: Optimizer, owner_of: OwnerOf) -> None:
+    """Raise for states that cannot be reassembled from shards.
 
     Raises:
-        CheckpointError: Naming the kind.
+        CheckpointError: A state is of an unknown kind. The error names the first one and its kind.
     """
     for parameter, states in optimizer.state.items():
-        are_rows = is_sharded(parameter) and owner_of(parameter) is None
+        is_row_sharded = is_sharded(parameter) and owner_of(parameter) is None
         for key, value in states.items():
             if isinstance(value, torch.Tensor):
-                is_strange = not is_quantized(value) and type(to_local(value)) not in (torch.Tensor, nn.Parameter)
-                is_strange |= are_rows and value.numel() > 1 and not isinstance(value, DTensor)
-                what = f"is a {type(to_local(value)).__name__} {list(value.shape)}"
+                is_unsupported = not is_quantized(value) and type(to_local(value)) not in (torch.Tensor, nn.Parameter)
+                is_unsupported |= is_row_sharded and value.numel() > 1 and not isinstance(value, DTensor)
+                description = f"is a {type(to_local(value)).__name__} {list(value.shape)}"
             else:
-                is_strange = isinstance(value, (dict, list, tuple)) and _holds_tensor(value)
-                what = f"holds tensors inside a {type(value).__name__}"
-            if is_strange:
+                is_unsupported = isinstance(value, (dict, list, tuple)) and _holds_tensor(value)
+                description = f"holds tensors inside a {type(value).__name__}"
+            if is_unsupported:
                 raise CheckpointError(
-                    f"`{key}` of {type(optimizer).__name__} {what}, of which it is not known how it is put together "
-                    "from shards. Use a sharded checkpoint (`save_checkpoint`, or `state_dict_type='sharded'`), which "
-                    "loads on the same ranks and scopes, or save the weights only."
+                    f"`{key}` of {type(optimizer).__name__} {description}, which cannot be reassembled from shards. "
+                    "Use a sharded checkpoint (`save_checkpoint`, or `state_dict_type='sharded'`), which loads on the "
+                    "same ranks and scopes, or save the weights only."
                 )
 
 
@@ -116,18 +130,21 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _quantized_rows(states: dict[int, StateDict]) -> set[tuple[int, str]]:
-    """Which states are quantized on some rank, each its rows; of shorter rows they may not be."""
-    own = {
+    """Index and key of row-sharded states that are quantized on any rank. Collective.
+
+    A rank whose rows are too short for a block has a plain state.
+    """
+    local_keys = {
         (index, key)
         for index, entry in states.items()
         for key, value in entry.items()
         if isinstance(value, DTensor) and is_quantized(value)
     }
-    return set().union(*gather_objects(own))
+    return set().union(*gather_objects(local_keys))
 
 
 def _quantized_on_rank_zero(value: torch.Tensor, parameter: ShardedParameter, groups: ProcessGroups) -> torch.Tensor:
-    """The whole state as the plain optimizer keeps it; an empty tensor on other ranks."""
+    """The whole quantized state on rank 0; an empty tensor on other ranks. Collective."""
     local, dim = to_local(value).detach().cpu(), parameter.mics_slice.dim
     if groups.shard_group is None or dim is None or not is_sharded(parameter):
         return _to_rank_zero(local)
@@ -142,11 +159,11 @@ def _quantized_on_rank_zero(value: torch.Tensor, parameter: ShardedParameter, gr
 
 
 def _from_owner(entry: StateDict | None, owner: int, groups: ProcessGroups) -> StateDict | None:
-    """The states of a parameter that one rank of the optimizer scope has, on all of them, on the CPU."""
+    """States of an owned parameter, broadcast from its owner, on the CPU. Collective."""
     if groups.shard_group is None:
         return entry
-    sent = None if entry is None else {key: _on_cpu(value) for key, value in entry.items()}
-    return groups.shard_group.broadcast_object(sent, owner)
+    payload = None if entry is None else {key: _on_cpu(value) for key, value in entry.items()}
+    return groups.shard_group.broadcast_object(payload, owner)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -154,22 +171,22 @@ def _on_cpu(value: Any) -> Any:
 
 
 def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict, owner_of: OwnerOf) -> None:
-    """Load a plain optimizer's state dict that every rank passes whole.
+    """Load a plain optimizer's state dict that every rank passes as a whole.
 
     Args:
-        optimizer: Of the sharded model.
-        state: As the plain optimizer gives it.
-        owner_of: As for `full_optimizer_state_dict`.
+        optimizer: Optimizer of the sharded model.
+        state: State dict of the plain optimizer.
+        owner_of: Function from a parameter to its owner; see `full_optimizer_state_dict`.
 
     Raises:
-        CheckpointError: It holds another number of parameters.
+        CheckpointError: The state dict holds another number of parameters.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    saved = sum(len(group["params"]) for group in state["param_groups"])
-    if saved != len(parameters):
+    num_saved = sum(len(group["params"]) for group in state["param_groups"])
+    if num_saved != len(parameters):
         raise CheckpointError(
-            f"The checkpoint's optimizer has {saved} parameters, this {type(optimizer).__name__} has "
-            f"{len(parameters)}. Build the optimizer over the parameters that it was saved with."
+            f"The checkpoint's optimizer has {num_saved} parameters, but this {type(optimizer).__name__} has "
+            f"{len(parameters)}. Build the optimizer with the same parameters as when it was saved."
         )
     pieces = {}
     for index, entry in state["state"].items():
@@ -183,7 +200,10 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict, owner
 
 
 def _to_rank_zero(value: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, on the CPU; an empty one on ranks that do not keep it."""
+    """The whole tensor on rank 0's CPU; an empty tensor on others.
+
+    Collective for DTensors.
+    """
     whole = value.detach()
     if is_quantized(whole):
         return slice_quantized(whole.cpu(), None, 0, 0)
@@ -194,16 +214,21 @@ def _to_rank_zero(value: torch.Tensor) -> torch.Tensor:
     return whole.cpu() if whole.is_cuda else whole.clone()
 
 
-def _piece(value: Any, own: object) -> Any:
-    """This rank's shard of a whole tensor, labelled like the parameter `own`; anything else as it is."""
-    if not isinstance(own, ShardedParameter) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+def _piece(value: Any, parameter: object) -> Any:
+    """This rank's shard of a whole tensor, as a DTensor like `parameter`.
+
+    Values that are not plain tensors, and values for anything but a sharded parameter, are returned unchanged.
+    """
+    if not isinstance(parameter, ShardedParameter) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return value
-    if value.shape != own.shape:
-        return value.clone()  # a state of another shape; of parameters, torch names the two when they are loaded
+    if value.shape != parameter.shape:
+        return value.clone()  # a state of another shape; for a parameter, torch raises and names both shapes
     if not value.dim():
-        return DTensor.from_local(value.clone(), own.device_mesh, own.placements, run_check=False)
+        return DTensor.from_local(value.clone(), parameter.device_mesh, parameter.placements, run_check=False)
     if is_quantized(value):
-        region = own.mics_slice
-        return own.like_self(slice_quantized(value, region.dim, *region.shard_range(own.mics_index)).to(own.device))
-    local = own.mics_slice.narrow(value, own.mics_index).to(own.device, copy=True)
-    return own.like_self(local)
+        region = parameter.mics_slice
+        return parameter.like_self(
+            slice_quantized(value, region.dim, *region.shard_range(parameter.mics_index)).to(parameter.device)
+        )
+    local = parameter.mics_slice.narrow(value, parameter.mics_index).to(parameter.device, copy=True)
+    return parameter.like_self(local)

@@ -1,9 +1,9 @@
-"""Which modules form a unit?
+"""Choice of the modules that form units.
 
-A unit should be large enough to fill a link and small enough that a few fit beside the shards: one layer of a
-transformer. Left alone, we take the classes that the model repeats inside its containers, outermost first.
-What belongs to no unit belongs to the root. A parameter that several units share belongs to the innermost
-unit around all of them.
+A unit should be large enough to fill a link, and small enough that a few unsharded units fit into memory alongside the
+shards: one layer of a transformer. The rule ``"auto"`` takes the classes that the model repeats inside its containers,
+outermost first. Parameters outside of these belong to the root unit. A parameter that several units share belongs to
+the innermost unit around all of them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from mics_strategy.errors import ConfigError
 UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_LEAST_SHARE = 0.05
+_MIN_SHARE = 0.05
 
 
 @dataclass(slots=True)
 class ParamRef:
-    """One parameter of a unit: its first name, the tensor, and every (module, attribute) that refers to it."""
+    """One parameter of a unit.
+
+    Attributes:
+        name: First name of the parameter in the model.
+        parameter: Plain parameter.
+        locations: Every (module, attribute) that refers to it.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -34,7 +40,15 @@ class ParamRef:
 
 @dataclass(slots=True)
 class UnitSpec:
-    """A module chosen as unit, the number of units around it, those just inside it, and its own parameters."""
+    """A module that forms a unit.
+
+    Attributes:
+        name: Name of the module in the model; empty for the root.
+        module: Module of the unit.
+        depth: Number of units around it.
+        parameters: Parameters that belong to this unit.
+        inner: Modules of the units directly inside it.
+    """
 
     name: str
     module: nn.Module
@@ -47,24 +61,24 @@ def find_units(model: nn.Module, rule: UnitRule) -> list[UnitSpec]:
     """The units of `model` in module order, root first, with their parameters.
 
     Args:
-        model: The whole model; always the first unit.
-        rule: ``"auto"``; a module class or several, by itself or by name; a predicate of a module; or an int, the
-            least number of parameters of a unit.
+        model: Whole model. It is always the first unit.
+        rule: ``"auto"``, one or several module classes or their names, a predicate of a module, or an int, the
+            smallest number of parameters of a unit.
 
     Raises:
-        ConfigError: The rule matches nothing, or is of another type.
+        ConfigError: The model has no module of a class in the rule, or the rule is of another type.
     """
     chosen = _choose(model, rule) | {model}
     units: dict[nn.Module, UnitSpec] = {}
-    around: dict[str, tuple[UnitSpec, ...]] = {}  # outermost first; a module in two places has two paths
+    enclosing: dict[str, tuple[UnitSpec, ...]] = {}  # outermost first; a module in two places has two paths
     for name, module in model.named_modules(remove_duplicate=False):
-        outer = around[name.rpartition(".")[0]] if name else ()
+        outer = enclosing[name.rpartition(".")[0]] if name else ()
         if module in chosen and module not in units:
             units[module] = UnitSpec(name=name, module=module, depth=len(outer))
             if outer:
                 outer[-1].inner.append(module)
-        around[name] = (*outer, units[module]) if module in chosen else outer
-    _assign_parameters(model, around)
+        enclosing[name] = (*outer, units[module]) if module in chosen else outer
+    _assign_parameters(model, enclosing)
     return list(units.values())
 
 
@@ -73,54 +87,55 @@ def _choose(model: nn.Module, rule: UnitRule) -> set[nn.Module]:
         return _repeated_layers(model)
     if isinstance(rule, bool) or not (isinstance(rule, (int, type, Iterable)) or callable(rule)):
         raise ConfigError(
-            f"`units={rule!r}` is not a rule. Use 'auto', module classes, a predicate, or a number of parameters."
+            f"`units={rule!r}` is not a rule. Use 'auto', module classes or their names, a predicate of a module, or a "
+            "number of parameters."
         )
     if isinstance(rule, int):
         return _large_modules(model, rule)
     if isinstance(rule, type | Iterable):
-        return _of_classes(model, (rule,) if isinstance(rule, type | str) else tuple(rule))
+        return _modules_of_classes(model, (rule,) if isinstance(rule, type | str) else tuple(rule))
     return {module for module in model.modules() if rule(module)}
 
 
-def _of_classes(model: nn.Module, wanted: tuple[type[nn.Module] | str, ...]) -> set[nn.Module]:
-    """Modules of some of the classes; a name means the class itself, not those derived from it."""
-    if not wanted or not all(isinstance(entry, type | str) for entry in wanted):
+def _modules_of_classes(model: nn.Module, classes_or_names: tuple[type[nn.Module] | str, ...]) -> set[nn.Module]:
+    """Modules of any of the classes; a name does not stand for derived classes."""
+    if not classes_or_names or not all(isinstance(entry, type | str) for entry in classes_or_names):
         raise ConfigError(
-            f"`units={wanted!r}` is not a rule: these are not module classes. Pass classes, for example "
-            "[LlamaDecoderLayer], or their names."
+            f"`units={classes_or_names!r}` is not a rule, because not all entries are module classes or names. Use "
+            "classes, for example [LlamaDecoderLayer], or their names."
         )
-    classes = tuple(entry for entry in wanted if isinstance(entry, type))
-    names = {entry.rpartition(".")[2] for entry in wanted if isinstance(entry, str)}
+    classes = tuple(entry for entry in classes_or_names if isinstance(entry, type))
+    names = {entry.rpartition(".")[2] for entry in classes_or_names if isinstance(entry, str)}
     present = {type(module).__name__ for module in model.modules()}
     chosen = {module for module in model.modules() if isinstance(module, classes) or type(module).__name__ in names}
-    lacking = names - present or ({cls.__name__ for cls in classes} if not chosen else set())
-    if lacking:
+    missing = names - present or ({cls.__name__ for cls in classes} if not chosen else set())
+    if missing:
         raise ConfigError(
-            f"`units`: the model has no module of class {', '.join(sorted(lacking))}. It has "
-            f"{', '.join(sorted(present))}."
+            f"`units`: the model has no module of class {', '.join(sorted(missing))}. It has "
+            f"{', '.join(sorted(present))}. Use some of these."
         )
     return chosen
 
 
-def _large_modules(model: nn.Module, least: int) -> set[nn.Module]:
-    """Innermost modules with at least `least` parameters of their own, counting what no inner unit has taken."""
+def _large_modules(model: nn.Module, min_numel: int) -> set[nn.Module]:
+    """Innermost modules with at least `min_numel` parameters outside of inner units."""
     chosen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> int:
-        rest = sum(parameter.numel() for parameter in module.parameters(recurse=False)) + sum(
+        num_left = sum(parameter.numel() for parameter in module.parameters(recurse=False)) + sum(
             visit(child) for child in module.children()
         )
-        if rest >= least and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if num_left >= min_numel and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             chosen.add(module)
             return 0
-        return rest
+        return num_left
 
     visit(model)
     return chosen
 
 
 def _repeated_layers(model: nn.Module) -> set[nn.Module]:
-    """Children of containers whose class is repeated and holds a fair share of the parameters, outermost first."""
+    """Outermost children of containers whose class repeats, with enough parameters."""
     siblings: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
 
     def visit(module: nn.Module) -> None:
@@ -135,7 +150,7 @@ def _repeated_layers(model: nn.Module) -> set[nn.Module]:
     inside: set[nn.Module] = set()
     for _, modules in sorted(siblings.items(), key=lambda item: -sum(map(_count, item[1]))):
         outer = [module for module in dict.fromkeys(modules) if module not in inside]
-        if len(outer) >= 2 and sum(map(_count, outer)) >= _LEAST_SHARE * total:
+        if len(outer) >= 2 and sum(map(_count, outer)) >= _MIN_SHARE * total:
             chosen.update(outer)
             inside.update(inner for module in outer for inner in module.modules())
     return chosen
@@ -145,10 +160,10 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _assign_parameters(model: nn.Module, around: dict[str, tuple[UnitSpec, ...]]) -> None:
-    """Give every parameter to the innermost unit that contains all places where modules refer to it."""
+def _assign_parameters(model: nn.Module, enclosing: dict[str, tuple[UnitSpec, ...]]) -> None:
+    """Assign each parameter to the innermost unit around all modules with it."""
     owned: dict[torch.Tensor, ParamRef] = {}
-    places: dict[torch.Tensor, list[tuple[UnitSpec, ...]]] = defaultdict(list)
+    chains_of: dict[torch.Tensor, list[tuple[UnitSpec, ...]]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
             if parameter is None:
@@ -157,8 +172,8 @@ def _assign_parameters(model: nn.Module, around: dict[str, tuple[UnitSpec, ...]]
             entry = owned.setdefault(parameter, ParamRef(name=name, parameter=parameter))
             if (module, attribute) not in entry.locations:
                 entry.locations.append((module, attribute))
-            places[parameter].append(around[path])
+            chains_of[parameter].append(enclosing[path])
     for parameter, entry in owned.items():
-        chains = places[parameter]
+        chains = chains_of[parameter]
         shared = [levels[0] for levels in zip(*chains, strict=False) if all(unit is levels[0] for unit in levels)]
         shared[-1].parameters.append(entry)

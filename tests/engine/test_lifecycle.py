@@ -39,7 +39,7 @@ tables = pytest.mark.parametrize("states", TABLES, ids=lambda states: states.__n
     ("states", "state", "event"), ILLEGAL, ids=[f"{t.__name__}-{s.value}-{e}" for t, s, e in ILLEGAL]
 )
 def test_what_is_not_listed_raises(states: type[Enum], state: Enum, event: str) -> None:
-    with pytest.raises(LifecycleError, match=f"layer: `{event}` came while its {states.__name__.lower()}"):
+    with pytest.raises(LifecycleError, match=f"layer: `{event}` came while its {states.__name__} was"):
         transition(TABLES[states], state, event, "layer")
 
 

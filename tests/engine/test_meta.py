@@ -175,7 +175,9 @@ def shard_unknown_around_transformers(ctx: RankContext) -> None:
 
 def test_what_nobody_initialises_is_refused_beside_transformers_too(ranks: RankPool) -> None:
     raises_on_every_rank(
-        lambda: ranks(2, shard_unknown_around_transformers), ConfigError, "Unknown.*_init_weights.*leaves it out"
+        lambda: ranks(2, shard_unknown_around_transformers),
+        ConfigError,
+        "Unknown.*neither its own.*_init_weights.*initializes",
     )
 
 
@@ -209,9 +211,9 @@ def test_a_method_that_building_does_not_call_fills_only_what_nothing_else_does(
 
 def test_what_gives_the_first_values_is_said() -> None:
     assert describe_initializer(Author()).endswith(
-        "each module's `reset_parameters()`. `Author._init_weights()` is called only for modules that have no "
-        "`reset_parameters()`, as Author is not a model of transformers. For all modules: "
-        "`initializer=model._init_weights` (of `shard()`, the strategy or the plugin)."
+        "each module's `reset_parameters()`. Author is not a model of transformers, so `Author._init_weights()` is "
+        "called only for modules that have no `reset_parameters()`. To call it for all modules, pass "
+        "`initializer=model._init_weights` to `shard()`, the strategy or the plugin."
     )
     assert describe_initializer(bert()).endswith("on the meta device: `_init_weights()` of transformers.")
     assert describe_initializer(AroundTransformers()).endswith(

@@ -252,7 +252,9 @@ def test_an_adapter_on_meta_begins_with_changing_nothing(ranks: RankPool, beginn
 
 
 def test_an_adapter_that_begins_from_the_base_is_refused_on_meta(ranks: RankPool) -> None:
-    raises_on_every_rank(lambda: ranks(2, begin_on_meta, "olora"), ConfigError, "begins from the base weights.*'olora'")
+    raises_on_every_rank(
+        lambda: ranks(2, begin_on_meta, "olora"), ConfigError, "initialized from the base weights.*'olora'"
+    )
 
 
 def generate(ctx: RankContext, run: Run) -> Tensor:

@@ -199,8 +199,13 @@ def test_zeropp_needs_no_link_between_nodes_in_the_backward() -> None:
 def _formula(scopes: Scopes, num_units: int, micro_steps: int) -> dict[str, float]:
     """Elements that one rank sends per step, in sizes of a unit; all units share a slot.
 
-    Forward and backward gathers (MiCS M4, PaRO's table 3), less the units still in the slot; first hop; second hop
-    (PaRO's update columns as corrected, MiCS M9, AMSP A8) and the gather of updates (AMSP A9).
+    They are the all-gathers of forward and backward, less those of units still in the slot, the first hop, the second
+    hop and the parameter synchronization.
+
+    Source:
+        MiCS (arXiv:2205.00119) section 3.2, all-gather in a partition group, and section 3.4, 2-hop gradient
+        synchronization; PaRO (arXiv:2310.06003) table 3, corrected; AMSP (arXiv:2311.00257), communication cost of the
+        optimizer step by sharding factors.
     """
     p, g, os, n, copy = scopes.params, scopes.grads, scopes.optimizer, scopes.world_size, scopes.secondary
     forward = num_units * micro_steps - (micro_steps - 1)

@@ -328,7 +328,7 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (sparse_bag_on_one_rank, ConfigError, r"sparse.*found on rank 1"),
     (complex_parameter, ConfigError, r"`0` is complex"),
     (dtensor_parameter, ConfigError, r"`0` is a DTensor.*Shard the plain model"),
-    (lazy_parameter, ConfigError, r"`0.weight` is a UninitializedParameter.*Initialise"),
+    (lazy_parameter, ConfigError, r"`0.weight` is a UninitializedParameter.*Initialize"),
     (gradient_hook_before, ConfigError, r"`0.weight` has gradient hooks"),
     (accumulated_hook_before, ConfigError, r"`0.weight` has gradient hooks"),
     (gradient_hook_after, LifecycleError, r"hook on the sharded parameter `0.weight` would never run"),

@@ -111,7 +111,7 @@ def _refused(ctx: RankContext, what: str) -> None:
     ("what", "match"),
     [
         ("pruning", r"`ModelPruning` adds masks.*torch.nn.utils.prune"),
-        ("optimizer", r"ZeroRedundancyOptimizer deals whole parameters.*Use Adam itself"),
+        ("optimizer", r"ZeroRedundancyOptimizer assigns whole parameters.*Use Adam itself"),
     ],
 )
 def test_what_works_on_whole_parameters_is_refused(ranks: RankPool, what: str, match: str) -> None:

@@ -1,1 +1,1 @@
-"""How torch optimizers step on sharded parameters."""
+"""Steps of torch optimizers on sharded parameters."""

@@ -1,7 +1,8 @@
-"""What does an optimizer see of sharded parameters in a step?
+"""Local tensors in place of sharded parameters while an optimizer steps.
 
-Plain local tensors, because dispatching a fused update through DTensor costs several times the update: this rank's
-rows, or, of tensors that are updated whole, those that this rank owns.
+A step runs on plain local tensors, because dispatching a fused update through DTensor costs several times the update.
+A local tensor holds this rank's rows of a parameter. For a parameter that is updated as a whole tensor, it holds all of
+it on the owner and nothing on other ranks.
 """
 
 from __future__ import annotations
@@ -27,30 +28,34 @@ T = TypeVar("T")
 
 
 class LocalParamSwap:
-    """One optimizer and one model, seen from the optimizer's step hooks.
+    """Swap of an optimizer's sharded parameters for local tensors, for one model.
 
     Args:
-        optimizer: Steps on sharded parameters.
-        target: What the optimizer steps on.
+        optimizer: Optimizer with sharded parameters, referenced weakly.
+        target: Engine's side of the optimizer's steps, referenced weakly.
+
+    Attributes:
+        exchanges: Exchanges of the tensors that this optimizer updates on their owners.
+        is_local: Whether the optimizer holds local tensors now.
     """
 
     def __init__(self, optimizer: Optimizer, target: OptimizerTarget) -> None:
-        self._optimizer_ref = weakref.ref(optimizer)  # whoever keeps this object by its optimizer must not keep both
+        self._optimizer_ref = weakref.ref(optimizer)  # weak: the optimizer is the key of the cache that holds this
         self._target_ref = weakref.ref(target)
-        self._groups: list[list[int]] = []  # the parameters in each, when it was last looked at
+        self._groups: list[list[int]] = []  # parameters of each group by id, at the last `prepare`
         self._locals: dict[ShardedParameter, nn.Parameter] = {}
-        self._wrapped: dict[int, tuple[torch.Tensor, DTensor]] = {}  # by id, which is free again when a tensor is
-        self._storage: dict[ShardedParameter, torch.Tensor] = {}  # the memory of each local tensor
-        self._visible: list[ShardedParameter] = []  # whose gradient the optimizer sees
-        self._stepped: list[ShardedParameter] = []
-        self.wholes: list[OwnerExchange] = []
-        self._whole: dict[ShardedParameter, int] = {}  # those updated whole, and their owners
+        self._wrapped: dict[int, tuple[torch.Tensor, DTensor]] = {}  # by id; the tensor keeps its id from reuse
+        self._storage: dict[ShardedParameter, torch.Tensor] = {}  # memory of each local tensor
+        self._visible: list[ShardedParameter] = []  # parameters whose gradient is set on the local tensor
+        self._stepped: list[ShardedParameter] = []  # parameters with a gradient in this step
+        self.exchanges: list[OwnerExchange] = []
+        self._owners: dict[ShardedParameter, int] = {}  # owners of the tensors that are updated as a whole
         self.is_local = False
-        self._is_spread_due = False
-        self._generators: list[torch.Tensor] = []  # their states of before the step
+        self._is_sync_due = False
+        self._random_states: list[torch.Tensor] = []  # states of the random generators before the step
         weak = weakref.ref(self)
-        optimizer.register_state_dict_pre_hook(lambda _: _leave(weak))  # after a step that raised
-        optimizer.register_load_state_dict_pre_hook(lambda *_: _leave(weak))
+        optimizer.register_state_dict_pre_hook(lambda _: _swap_out(weak))  # after a step that raised
+        optimizer.register_load_state_dict_pre_hook(lambda *_: _swap_out(weak))
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -58,105 +63,113 @@ class LocalParamSwap:
 
     @property
     def target(self) -> OptimizerTarget:
-        """What the optimizer steps on."""
+        """Engine's side of the optimizer's steps."""
         return deref(self._target_ref)
 
     def prepare(self) -> None:
-        """See which tensors must be whole, and deal those; again when groups have other parameters than before.
+        """Find the tensors that must be updated as a whole, and assign their owners.
+
+        Runs again when the groups hold other parameters than at the last call.
 
         Raises:
-            ConfigError: The optimizer looks further than the tensors that a rank can be given.
+            ConfigError: An update depends on more than the tensors that one rank can hold.
         """
         optimizer, target = self._optimizer, self.target
         if self.is_local:
-            return  # a step that raised left it so, and it was prepared for that
+            return  # a step raised; it was prepared before
         groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         if groups == self._groups:
             return
         check_param_groups_only(optimizer)
         if not target.has_whole_states:
-            untried = UpdateLocality.PER_TENSOR if target.optimizer_layout == "tensors" else UpdateLocality.ELEMENTWISE
-            reaches = locality_by_group(optimizer, target.device, untried)
-            check_locality(optimizer, reaches, target.optimizer_layout)
-            grouped = zip(optimizer.param_groups, reaches, strict=True)
-            needed = [
+            fallback = UpdateLocality.PER_TENSOR if target.optimizer_layout == "tensors" else UpdateLocality.ELEMENTWISE
+            localities = locality_by_group(optimizer, target.device, fallback)
+            check_locality(optimizer, localities, target.optimizer_layout)
+            grouped = zip(optimizer.param_groups, localities, strict=True)
+            whole_params = [
                 p
-                for group, reach in grouped
-                if reach is UpdateLocality.PER_TENSOR
+                for group, locality in grouped
+                if locality is UpdateLocality.PER_TENSOR
                 for p in group["params"]
                 if target.owns(p)
             ]
-            self._assign_owners([p for p in needed if p not in self._whole])
+            self._assign_owners([p for p in whole_params if p not in self._owners])
         self._groups = groups
 
     def _assign_owners(self, parameters: list[ShardedParameter]) -> None:
         if not parameters:
             return
-        wholes = self.target.assign_owners(parameters)
-        self.wholes.append(wholes)
-        self._whole.update(wholes.owners())
-        self._locals.update(wholes.step_views())
+        exchange = self.target.assign_owners(parameters)
+        self.exchanges.append(exchange)
+        self._owners.update(exchange.owners())
+        self._locals.update(exchange.step_views())
         self._storage.update({parameter: local.detach() for parameter, local in self._locals.items()})
 
     def owner_of(self, parameter: torch.Tensor) -> int | None:
-        """The rank of the optimizer scope that updates `parameter` whole, if one does."""
-        return self._whole.get(cast("ShardedParameter", parameter))
+        """The rank of the optimizer scope that owns `parameter`; None without an owner."""
+        return self._owners.get(cast("ShardedParameter", parameter))
 
     def swap_in(self) -> None:
-        """Show the optimizer local tensors."""
+        """Replace sharded parameters in the optimizer by local tensors.
+
+        Collective where tensors are updated on their owners.
+        """
         for group in self._optimizer.param_groups:
             group["params"] = [self._local_of(p) if self.target.owns(p) else p for p in group["params"]]
-        for wholes in self.wholes:
-            wholes.to_owners()
+        for exchange in self.exchanges:
+            exchange.to_owners()
         self._wrapped.clear()
         self._stepped.clear()
         for sharded, local in self._locals.items():
             grad = sharded.raw_grad
             if grad is not None:
                 self._stepped.append(sharded)
-            if sharded not in self._whole:
+            if sharded not in self._owners:
                 local.grad = grad._local_tensor if isinstance(grad, DTensor) else grad  # `to_local` costs more
             if sharded in self._optimizer.state:
                 state = self._optimizer.state.pop(sharded)
                 self._optimizer.state[local] = {key: self._unwrap(value) for key, value in state.items()}
-        # An owner alone sees what becomes of a whole tensor's gradient, so that stays as it is.
-        self._visible = [p for p, local in self._locals.items() if local.grad is not None and p not in self._whole]
+        # Only the owner sees whether a step clears a whole tensor's gradient, so every rank keeps it.
+        self._visible = [p for p, local in self._locals.items() if local.grad is not None and p not in self._owners]
         self.is_local = True
-        self._generators = self.target.random.begin()
+        self._random_states = self.target.random.begin()
 
     def swap_out(self) -> None:
-        """Show the optimizer sharded parameters again, its new states as DTensors like them. Sends nothing."""
+        """Put sharded parameters back into the optimizer, with new states as DTensors.
+
+        Sends nothing.
+        """
         if not self.is_local:
             return
         self.is_local = False
-        self.target.random.end(self._generators)
-        back = {local: sharded for sharded, local in self._locals.items()}
+        self.target.random.end(self._random_states)
+        sharded_by_local = {local: sharded for sharded, local in self._locals.items()}
         for group in self._optimizer.param_groups:
-            group["params"] = [back.get(p, p) for p in group["params"]]
+            group["params"] = [sharded_by_local.get(p, p) for p in group["params"]]
         for sharded in self._visible:
-            if self._locals[sharded].grad is None:  # cleared by the step, or by `zero_grad` after one that raised
+            if self._locals[sharded].grad is None:  # cleared by the step, or by `zero_grad` after a step that raised
                 sharded.grad = None
         for sharded, local in self._locals.items():
             local.grad = None
-            home = self._storage[sharded]
-            if local.data_ptr() != home.data_ptr():  # `parameter.data = ...` has given it other memory
-                home.copy_(local.detach())
-                local.data = home
+            storage = self._storage[sharded]
+            if local.data_ptr() != storage.data_ptr():  # `parameter.data = ...` replaced its memory
+                storage.copy_(local.detach())
+                local.data = storage
             if local in self._optimizer.state:
                 state = self._optimizer.state.pop(local)
                 self._optimizer.state[sharded] = {key: self._wrap(value, sharded) for key, value in state.items()}
         self._wrapped.clear()
-        self._is_spread_due = bool(self.wholes)
+        self._is_sync_due = bool(self.exchanges)
         for sharded in self._stepped:
             sharded.mics_write_count += 1
 
     def sync_owned(self) -> None:
-        """Leave, and bring the new values of whole tensors to every rank. Collective."""
+        """Swap out, and send new values of owned tensors to all shards. Collective."""
         self.swap_out()
-        if self._is_spread_due:
-            self._is_spread_due = False
-            for wholes in self.wholes:
-                wholes.to_shards()
+        if self._is_sync_due:
+            self._is_sync_due = False
+            for exchange in self.exchanges:
+                exchange.to_shards()
 
     def _local_of(self, parameter: torch.Tensor) -> nn.Parameter:
         sharded = cast("ShardedParameter", parameter)
@@ -174,37 +187,40 @@ class LocalParamSwap:
         return value
 
     def _wrap(self, value: Any, sharded: ShardedParameter) -> Any:
-        """A state of the parameter's own shape becomes a DTensor like it; counters and the like stay as they are.
+        """Wrap a state of the parameter's shape in a DTensor like the parameter.
 
-        So do states of tensors that are updated whole: they are on the owner only.
+        Other states, such as counters, are returned unchanged, and so are states of whole tensors, which only the
+        owner has.
         """
         if (
-            sharded in self._whole
+            sharded in self._owners
             or not isinstance(value, torch.Tensor)
             or value.shape != sharded.local.shape
             or value.dim() != sharded.dim()
             or not value.dim()
         ):
             return value
-        known = self._wrapped.get(id(value))
-        if known is not None:
-            return known[1]
+        pair = self._wrapped.get(id(value))
+        if pair is not None:
+            return pair[1]
         return sharded.like_self(value)
 
 
-def _leave(weak: weakref.ref[LocalParamSwap]) -> None:
-    step = weak()
-    if step is not None:
-        step.swap_out()
+def _swap_out(weak: weakref.ref[LocalParamSwap]) -> None:
+    swap = weak()
+    if swap is not None:
+        swap.swap_out()
 
 
 def deref(reference: weakref.ref[T]) -> T:
-    """What `reference` refers to.
+    """The object that `reference` refers to.
 
     Raises:
-        LifecycleError: It is gone.
+        LifecycleError: The object was deleted.
     """
-    found = reference()
-    if found is None:
-        raise LifecycleError("The optimizer or the model of a step is gone. Keep both as long as the model trains.")
-    return found
+    referent = reference()
+    if referent is None:
+        raise LifecycleError(
+            "The optimizer or the model of this step was deleted. Keep references to both as long as the model trains."
+        )
+    return referent

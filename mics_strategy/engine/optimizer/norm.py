@@ -1,7 +1,7 @@
-"""How long is the whole gradient?
+"""Norm of the whole gradient, and clipping.
 
-One pass over this rank's shards and one all-reduce over the ranks that hold different shards (never over
-replicas, which would count everything twice).
+The norm takes one pass over this rank's shards and one all-reduce over the ranks with different shards. Replicas are
+left out, because they would count every shard again.
 """
 
 from __future__ import annotations
@@ -19,23 +19,29 @@ if TYPE_CHECKING:
 
 
 def total_norm(parameters: list[ShardedParameter], groups: ProcessGroups, norm_type: float) -> torch.Tensor:
-    """The norm of all gradients together, a scalar equal on all ranks.
+    """Norm of all gradients together, a scalar equal on all ranks. Collective.
 
     Args:
-        parameters: Their `grad` is final; those without one count as nothing.
-        groups: For the ranks that hold the other shards.
-        norm_type: A positive number, or infinity.
+        parameters: Parameters whose gradients are final. One without a gradient counts as 0.
+        groups: Process groups of the model.
+        norm_type: Order of the p-norm, a positive number or infinity.
+
+    Raises:
+        ConfigError: `norm_type` is not positive.
+
+    Cost:
+        One all-reduce of one number over the ranks with different shards.
     """
     if not norm_type > 0:
         raise ConfigError(f"`norm_type={norm_type}` is not a norm. Use a positive number or `math.inf`.")
-    held = []
+    grads = []
     for parameter in parameters:
         grad = parameter.raw_grad
-        repeated = parameter.mics_slice.dim is None and parameter.mics_index > 0
-        if grad is not None and not repeated:
-            held.append(getattr(grad, "_local_tensor", grad))
-    held = [grad for grad in held if grad.numel()]
-    norms = torch._foreach_norm(held, norm_type) if held else []
+        is_repeated = parameter.mics_slice.dim is None and parameter.mics_index > 0
+        if grad is not None and not is_repeated:
+            grads.append(getattr(grad, "_local_tensor", grad))
+    grads = [grad for grad in grads if grad.numel()]
+    norms = torch._foreach_norm(grads, norm_type) if grads else []
     stacked = torch.stack([norm.float() for norm in norms]) if norms else torch.zeros(1, device=groups.device)
     if math.isinf(norm_type):
         total = stacked.max()
@@ -44,7 +50,15 @@ def total_norm(parameters: list[ShardedParameter], groups: ProcessGroups, norm_t
 
 
 def clip(parameters: list[ShardedParameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale all gradients so that their norm, which is `norm` now, is at most `max_norm`; as torch does it."""
+    """Scale all gradients so that their norm is at most `max_norm`.
+
+    The factor is that of torch's `clip_grad_norm_`.
+
+    Args:
+        parameters: Parameters whose gradients are scaled in place.
+        norm: Present norm of the gradients, a scalar tensor.
+        max_norm: Largest norm after scaling.
+    """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     grads = [grad for p in parameters if (grad := p.raw_grad) is not None]
     locals_ = [getattr(grad, "_local_tensor", grad) for grad in grads]

@@ -1,8 +1,8 @@
-"""How does an optimizer get whole tensors, when every rank holds rows?
+"""Exchange of row-sharded tensors with the ranks that own them as a whole.
 
-One all-to-all for each bucket brings the rows of every tensor, and of its gradient, to the rank that owns the tensor,
-which updates it whole; another one brings the rows of the new values back. Everything else (gathers, reductions,
-clipping, checkpoints of the parameters) goes on with rows, which stay the only truth between steps.
+Before a step, one all-to-all for each bucket sends the rows of every tensor and of its gradient to the tensor's owner,
+which updates the whole tensor. After the step, another all-to-all sends the rows of the new values back. All-gathers,
+reductions, clipping and checkpoints use rows only; between steps the values on owners are not valid.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedBucket:
-    """The parameters of one bucket that are updated whole.
+    """Parameters of one bucket that are updated as whole tensors.
 
     Attributes:
-        name: Of the bucket.
-        parameters: In the order of the deal's regions, all of one dtype.
-        assignment: Who owns each.
+        name: Name of the bucket.
+        parameters: Parameters of one dtype, in the order of `assignment.regions`.
+        assignment: Owner of each parameter.
     """
 
     name: str
@@ -43,61 +43,71 @@ class OwnedBucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values and of their gradients."""
+        """Dtype of the values and of their gradients."""
         return self.parameters[0].dtype
 
 
 def assign_owners_by_bucket(
-    buckets: list[Bucket], asked: set[ShardedParameter], owner_bytes: list[int]
+    buckets: list[Bucket], selected: set[ShardedParameter], owner_bytes: list[int]
 ) -> list[OwnedBucket]:
-    """Give the parameters of `buckets` that are in `asked` their owners.
+    """Assign owners to the selected parameters of `buckets`.
 
     Args:
-        buckets: In their order on every rank.
-        asked: To be updated whole.
-        owner_bytes: What each rank of the optimizer scope owns already; grows.
+        buckets: Buckets in the order that all ranks share.
+        selected: Parameters to update as whole tensors.
+        owner_bytes: Bytes that each rank of the optimizer scope owns already. Updated in place.
+
+    Returns:
+        The buckets that hold a selected parameter, with those parameters only.
     """
-    buckets = [bucket for bucket in buckets if asked.intersection(bucket.sharded_params)]
-    chosen = [[parameter for parameter in bucket.sharded_params if parameter in asked] for bucket in buckets]
-    owners = iter(assign_owners([p.numel() * p.element_size() for of_bucket in chosen for p in of_bucket], owner_bytes))
+    buckets = [bucket for bucket in buckets if selected.intersection(bucket.sharded_params)]
+    members_by_bucket = [
+        [parameter for parameter in bucket.sharded_params if parameter in selected] for bucket in buckets
+    ]
+    owners = iter(
+        assign_owners([p.numel() * p.element_size() for members in members_by_bucket for p in members], owner_bytes)
+    )
     return [
         OwnedBucket(
             name=bucket.spec.name,
-            parameters=tuple(of_bucket),
+            parameters=tuple(members),
             assignment=OwnerAssignment(
-                regions=tuple(parameter.mics_slice for parameter in of_bucket),
-                owners=tuple(next(owners) for _ in of_bucket),
+                regions=tuple(parameter.mics_slice for parameter in members),
+                owners=tuple(next(owners) for _ in members),
                 ranks=len(owner_bytes),
             ),
         )
-        for bucket, of_bucket in zip(buckets, chosen, strict=True)
+        for bucket, members in zip(buckets, members_by_bucket, strict=True)
     ]
 
 
 class OwnerExchange:
-    """What one optimizer updates whole.
+    """Exchange of the tensors that one optimizer updates on their owners.
 
     Args:
-        buckets: Whose parameters.
-        across: Over the ranks of the optimizer scope.
-        index: Of this rank among them.
-        memory: Accounts for the bytes.
-        device: Of the model.
+        buckets: Parameters to exchange, and their owners.
+        comm: Control group of the optimizer scope.
+        index: Index of this rank in that group.
+        memory: Tracker of the allocated bytes.
+        device: Device of the model.
+
+    Attributes:
+        buckets: Parameters to exchange, and their owners.
 
     Cost:
-        On the owner, values and gradient of each of its tensors; stagings for two buckets.
+        Memory: values and gradient of every owned tensor, and staging buffers for two buckets.
     """
 
     def __init__(
         self,
         buckets: Sequence[OwnedBucket],
-        across: ControlGroup,
+        comm: ControlGroup,
         index: int,
         memory: MemoryTracker,
         device: torch.device,
     ) -> None:
         self.buckets = tuple(buckets)
-        self._across = across
+        self._comm = comm
         self._index = index
         owned = [(bucket, region) for bucket in buckets for region, _ in self._owned(bucket)]
         sizes = [(region.numel, bucket.dtype) for bucket, region in owned]
@@ -109,8 +119,8 @@ class OwnerExchange:
             self._values[parameter] = nn.Parameter(value.view(parameter.shape), requires_grad=True)
             self._grads[parameter] = grad.view(parameter.shape)
         staging = max((packed_bytes(self._staging_sizes(bucket, 2)) for bucket in buckets), default=0)
-        self._ring = StagingPool(memory, "whole tensor stagings", min(2, len(buckets)), staging, device)
-        self._nothing = torch.empty(0, device=device)
+        self._staging = StagingPool(memory, "whole tensor stagings", min(2, len(buckets)), staging, device)
+        self._empty = torch.empty(0, device=device)
 
     def _owned(self, bucket: OwnedBucket) -> Iterator[tuple[ParamSlice, ShardedParameter]]:
         for region, owner, parameter in zip(
@@ -120,108 +130,137 @@ class OwnerExchange:
                 yield region, parameter
 
     def _staging_sizes(self, bucket: OwnedBucket, sides: int) -> list[tuple[int, torch.dtype]]:
-        deal = bucket.assignment
-        numels = (sum(deal.rows_numels(self._index)), sum(deal.whole_numels(self._index)))
+        assignment = bucket.assignment
+        numels = (sum(assignment.rows_numels(self._index)), sum(assignment.whole_numels(self._index)))
         return [(sides * numel, bucket.dtype) for numel in numels]
 
     def step_views(self) -> Iterator[tuple[ShardedParameter, nn.Parameter]]:
-        """What stands for each parameter in a step: the whole one on its owner, an empty one elsewhere."""
+        """Each parameter and its tensor for a step.
+
+        It is the whole tensor on the owner and an empty one elsewhere.
+        """
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                whole = self._values.get(parameter)
-                yield parameter, nn.Parameter(self._nothing.to(parameter.dtype)) if whole is None else whole
+                value = self._values.get(parameter)
+                yield parameter, nn.Parameter(self._empty.to(parameter.dtype)) if value is None else value
 
     def owners(self) -> dict[ShardedParameter, int]:
         """The rank of the optimizer scope that updates each parameter."""
         return {p: owner for b in self.buckets for p, owner in zip(b.parameters, b.assignment.owners, strict=True)}
 
     def to_owners(self) -> None:
-        """Bring values and gradients to the owners. Collective; every rank always sends the same."""
+        """Send the rows of values and gradients to the owners. Collective.
+
+        A rank without a gradient sends zeros, so sizes do not depend on the gradients.
+
+        Cost:
+            One all-to-all for each bucket: twice the elements of this rank's rows of tensors owned by others.
+        """
         with torch.no_grad():
-            for trip in [self._send_to_owners(bucket) for bucket in self.buckets]:
-                trip.wait()
+            for transfer in [self._send_to_owners(bucket) for bucket in self.buckets]:
+                transfer.wait()
         for parameter, value in self._values.items():
             value.grad = None if parameter.raw_grad is None else self._grads[parameter]
 
     def to_shards(self) -> None:
-        """Bring new values from their owners into every rank's rows. Collective."""
+        """Send the rows of new values from the owners to all shards. Collective.
+
+        Cost:
+            One all-to-all for each bucket: the elements of the owned tensors in other ranks' rows.
+        """
         with torch.no_grad():
-            for trip in [self._send_to_shards(bucket) for bucket in self.buckets]:
-                trip.wait()
+            for transfer in [self._send_to_shards(bucket) for bucket in self.buckets]:
+                transfer.wait()
 
     def _send_to_owners(self, bucket: OwnedBucket) -> _InFlight:
-        trip = _InFlight()
-        sent, received = self._borrow(bucket, trip, 2)
+        transfer = _InFlight()
+        sent, received = self._acquire_staging(bucket, transfer, 2)
         rows = ([parameter.local for parameter in bucket.parameters], [*map(_local_grad, bucket.parameters)])
-        for piece, side, position in self._in_rows(bucket, sent, 2):
+        for piece, side, position in self._row_views(bucket, sent, 2):
             piece.copy_(rows[side][position])
 
         def unpack() -> None:
-            for piece, part in self._in_wholes(bucket, received, (self._values, self._grads)):
+            for piece, part in self._full_views(bucket, received, (self._values, self._grads)):
                 part.copy_(piece)
 
-        deal, index = bucket.assignment, self._index
-        out, full = [2 * n for n in deal.whole_numels(index)], [2 * n for n in deal.rows_numels(index)]
-        what = f"values and gradients of {bucket.name}"
-        trip.handle = self._across.all_to_all(received, out, sent, full, what).then(unpack)
-        return trip
+        assignment, index = bucket.assignment, self._index
+        recv_numels, send_numels = (
+            [2 * n for n in assignment.whole_numels(index)],
+            [2 * n for n in assignment.rows_numels(index)],
+        )
+        label = f"values and gradients of {bucket.name}"
+        transfer.work = self._comm.all_to_all(received, recv_numels, sent, send_numels, label).then(unpack)
+        return transfer
 
     def _send_to_shards(self, bucket: OwnedBucket) -> _InFlight:
-        trip = _InFlight()
-        received, sent = self._borrow(bucket, trip, 1)
-        for piece, part in self._in_wholes(bucket, sent, (self._values,)):
+        transfer = _InFlight()
+        received, sent = self._acquire_staging(bucket, transfer, 1)
+        for piece, part in self._full_views(bucket, sent, (self._values,)):
             piece.copy_(part)
 
         def unpack() -> None:
-            for piece, _, position in self._in_rows(bucket, received, 1):
+            for piece, _, position in self._row_views(bucket, received, 1):
                 bucket.parameters[position].local.copy_(piece)
 
-        deal, index = bucket.assignment, self._index
-        what = f"new values of {bucket.name}"
-        trip.handle = self._across.all_to_all(
-            received, deal.rows_numels(index), sent, deal.whole_numels(index), what
+        assignment, index = bucket.assignment, self._index
+        label = f"new values of {bucket.name}"
+        transfer.work = self._comm.all_to_all(
+            received, assignment.rows_numels(index), sent, assignment.whole_numels(index), label
         ).then(unpack)
-        return trip
+        return transfer
 
-    def _borrow(self, bucket: OwnedBucket, trip: _InFlight, sides: int) -> list[torch.Tensor]:
-        """Room for this rank's rows, and for the tensors that it owns, until the buffer is needed again."""
-        return carve_views(self._ring.acquire(trip.wait), self._staging_sizes(bucket, sides))
+    def _acquire_staging(self, bucket: OwnedBucket, transfer: _InFlight, sides: int) -> list[torch.Tensor]:
+        """Staging views for this rank's rows and for its owned tensors.
 
-    def _in_rows(self, bucket: OwnedBucket, flat: torch.Tensor, sides: int) -> Iterator[tuple[torch.Tensor, int, int]]:
-        """Views of what travels, for this rank's rows: by owner, side (values, gradients) and position."""
+        They are valid until the buffer is reused.
+        """
+        return carve_views(self._staging.acquire(transfer.wait), self._staging_sizes(bucket, sides))
+
+    def _row_views(
+        self, bucket: OwnedBucket, flat: torch.Tensor, sides: int
+    ) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Views of `flat` for this rank's rows, with side (0 value, 1 grad) and position.
+
+        The order is by owner, then side, then position in the bucket.
+        """
         start = 0
         for owner, side in product(range(bucket.assignment.ranks), range(sides)):
-            for position, (parameter, by) in enumerate(zip(bucket.parameters, bucket.assignment.owners, strict=True)):
-                if by == owner:
+            for position, (parameter, param_owner) in enumerate(
+                zip(bucket.parameters, bucket.assignment.owners, strict=True)
+            ):
+                if param_owner == owner:
                     rows = parameter.local
                     yield flat[start : start + rows.numel()].view(rows.shape), side, position
                     start += rows.numel()
 
-    def _in_wholes(
-        self, bucket: OwnedBucket, flat: torch.Tensor, wholes: Sequence[Mapping[ShardedParameter, torch.Tensor]]
+    def _full_views(
+        self,
+        bucket: OwnedBucket,
+        flat: torch.Tensor,
+        tensors_by_side: Sequence[Mapping[ShardedParameter, torch.Tensor]],
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of what travels, by the rank whose rows they are, and of their places in the whole tensors."""
+        """Views of `flat` by source rank, paired with the same rows of the whole tensors."""
         start = 0
-        for index, of_side in product(range(bucket.assignment.ranks), wholes):
+        for index, tensors in product(range(bucket.assignment.ranks), tensors_by_side):
             for region, parameter in self._owned(bucket):
-                part = region.narrow(of_side[parameter].detach(), index)
+                part = region.narrow(tensors[parameter].detach(), index)
                 yield flat[start : start + part.numel()].view(part.shape), part
                 start += part.numel()
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """One exchange under way; its buffer is free when it has been waited for."""
+    """One all-to-all in flight. Its staging buffer is free after `wait`."""
 
-    handle: Work | None = None
+    work: Work | None = None
 
     def wait(self) -> None:
-        if self.handle is not None:
-            self.handle.wait()
+        if self.work is not None:
+            self.work.wait()
 
 
 def _local_grad(parameter: ShardedParameter) -> torch.Tensor:
-    """This rank's rows of the gradient; zeros where there is none."""
+    """This rank's rows of the gradient, or zeros without a gradient."""
     grad = parameter.raw_grad
     if grad is None:
         return torch.zeros_like(parameter.local)

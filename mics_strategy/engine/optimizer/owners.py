@@ -1,7 +1,7 @@
-"""Which rank updates which tensor, when an optimizer needs tensors whole?
+"""Owners of the tensors that an optimizer updates as a whole.
 
-Every whole tensor goes to one rank of the optimizer scope: the largest first, each to the rank that has the fewest
-bytes so far. No rank then has more than the mean and one tensor beyond it.
+Every such tensor is assigned to one rank of the optimizer scope: the largest first, each to the rank with the fewest
+bytes so far. No rank then owns more than the mean plus one tensor.
 
 Pure.
 
@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 
 
 def assign_owners(sizes_bytes: list[int], owner_bytes: list[int]) -> list[int]:
-    """The owner of each tensor.
+    """Assign each tensor to the rank with the fewest bytes, largest tensor first.
 
     Args:
-        sizes_bytes: Of the tensors.
-        owner_bytes: What each rank owns already; grows by what it is given.
+        sizes_bytes: Bytes of each tensor.
+        owner_bytes: Bytes that each rank owns already. Updated in place.
+
+    Returns:
+        The owner of each tensor.
     """
     owners = [0] * len(sizes_bytes)
     for position in sorted(range(len(sizes_bytes)), key=lambda position: (-sizes_bytes[position], position)):
@@ -35,21 +38,29 @@ def assign_owners(sizes_bytes: list[int], owner_bytes: list[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerAssignment:
-    """Tensors of one bucket that are updated whole, and the rank of the optimizer scope that updates each."""
+    """Owners of the tensors of one bucket that are updated as a whole.
+
+    Attributes:
+        regions: Slice of each tensor in the bucket.
+        owners: Rank of the optimizer scope that updates each tensor.
+        ranks: Number of ranks of the optimizer scope.
+    """
 
     regions: tuple[ParamSlice, ...]
     owners: tuple[int, ...]
     ranks: int
 
     def numel(self, owner: int, index: int) -> int:
-        """Elements that shard `index` holds of the tensors of `owner`; a scalar is in every shard."""
-        mine = (region for region, by in zip(self.regions, self.owners, strict=True) if by == owner)
-        return sum(region.local_shape(index).numel() for region in mine)
+        """Elements in shard `index` of the tensors of `owner`. A scalar is in every shard."""
+        regions = (
+            region for region, region_owner in zip(self.regions, self.owners, strict=True) if region_owner == owner
+        )
+        return sum(region.local_shape(index).numel() for region in regions)
 
     def rows_numels(self, index: int) -> list[int]:
-        """Elements in shard `index`, by owner."""
+        """Elements in shard `index`, by the owner of their tensor."""
         return [self.numel(owner, index) for owner in range(self.ranks)]
 
     def whole_numels(self, owner: int) -> list[int]:
-        """Elements of the tensors of `owner`, by the shard that holds them."""
+        """Elements of the tensors of `owner`, by shard."""
         return [self.numel(owner, index) for index in range(self.ranks)]

@@ -1,9 +1,9 @@
-"""What do optimizers with quantized states keep, and how is it cut and put together?
+"""Slicing and concatenation of quantized optimizer states.
 
-A *quantized* state is a tensor subclass with one scale for each block of its flattened elements, as torchao's: it has
-a `block_size`, gives its values by `dequantize()`, makes an empty one of its kind by `zeros(shape, ...)`, and is filled
-by `copy_`. On rows, its blocks are those of a rank's rows. Where they are blocks of the whole, too, codes and scales
-are copied as they are; where they are not, values are rounded once more.
+A *quantized* state is a tensor subclass with one scale for each block of its flattened elements, such as torchao's. It
+has a `block_size` and the methods `dequantize()`, `zeros(shape, ...)` (a new tensor of the same kind) and `copy_`. The
+blocks of a sharded state are blocks of a rank's rows. Where these are also blocks of the whole tensor, codes and scales
+are copied unchanged. Elsewhere values are quantized again, which may round them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_PLACE = ("shape", "device", "dtype")  # what `zeros` takes beside what tells one kind from another
+_FACTORY_ARGS = ("shape", "device", "dtype")  # arguments of `zeros` that do not belong to the quantized format
 
 
 def to_local(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
+    """The local part of a DTensor, or the tensor itself."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def is_quantized(value: Any) -> bool:
-    """Whether a state, or this rank's part of it, is quantized."""
+    """Whether a state or its local part is quantized."""
     if not isinstance(value, torch.Tensor):
         return False
     local: Any = to_local(value)
@@ -34,33 +34,38 @@ def is_quantized(value: Any) -> bool:
 
 
 def dequantize(value: torch.Tensor) -> torch.Tensor:
-    """The values of this rank's part, in the dtype that it shows."""
+    """Values of the local part in its nominal dtype; plain tensors unchanged."""
     local = to_local(value)
     return local.dequantize().to(local.dtype) if is_quantized(local) else local
 
 
-def requantize_like(values: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
-    """Plain values quantized as `kind` is, which may round them; as they are, where they are not whole blocks.
+def requantize_like(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Quantize plain values in the format of `like`, which may round them.
 
     Args:
-        values: Of this rank's part, or of the whole.
-        kind: A quantized tensor of any shape.
+        values: Plain values of any shape.
+        like: Quantized tensor of any shape.
+
+    Returns:
+        The quantized values, or `values` itself if their number is not a multiple of the block size.
     """
-    if not _is_whole_blocks(values.numel(), kind):
+    if not _is_whole_blocks(values.numel(), like):
         return values
-    found = _empty(values.shape, kind, values.device)
-    found.copy_(values)
-    return found
+    quantized = _empty(values.shape, like, values.device)
+    quantized.copy_(values)
+    return quantized
 
 
 def slice_quantized(whole: torch.Tensor, dim: int | None, start: int, length: int) -> torch.Tensor:
-    """A part of a quantized tensor in memory of its own: its very codes where they are whole blocks, else rounded.
+    """A copy of a part of a quantized tensor.
+
+    Codes and scales are copied if the part is whole blocks; otherwise values are quantized again.
 
     Args:
-        whole: The quantized tensor.
-        dim: Along which it is cut; None takes all of it.
-        start: Of the part.
-        length: Of the part.
+        whole: Quantized tensor.
+        dim: Dimension of the cut; None copies the whole tensor.
+        start: First position of the part along `dim`.
+        length: Positions of the part along `dim`.
     """
     if dim is None:
         dim, start, length = 0, 0, whole.shape[0]
@@ -68,40 +73,45 @@ def slice_quantized(whole: torch.Tensor, dim: int | None, start: int, length: in
     shape = torch.Size([*whole.shape[:dim], length, *whole.shape[dim + 1 :]])
     if dim or not _is_whole_blocks(length * stride, whole) or start * stride % _block_size(whole):
         return requantize_like(dequantize(whole).narrow(dim, start, length).contiguous(), whole)
-    found = _empty(shape, whole, whole.device)
-    found.copy_(whole[start : start + length])
-    return found
+    part = _empty(shape, whole, whole.device)
+    part.copy_(whole[start : start + length])
+    return part
 
 
 def concat_quantized(pieces: Sequence[torch.Tensor], dim: int, shape: torch.Size) -> torch.Tensor:
-    """The whole of parts of which at least one is quantized: their very codes where all are, else rounded.
+    """Concatenate parts of which at least one is quantized.
+
+    Codes and scales are copied if all parts are quantized and cut along dimension 0; otherwise values are quantized
+    again.
 
     Args:
-        pieces: In order; empty ones may be left out.
-        dim: Along which they were cut.
-        shape: Of the whole.
+        pieces: Parts in order. Empty ones may be left out.
+        dim: Dimension of the cut.
+        shape: Shape of the whole tensor.
     """
     pieces = [piece for piece in pieces if piece.numel()]
-    kind = next(piece for piece in pieces if is_quantized(piece))
+    like = next(piece for piece in pieces if is_quantized(piece))
     if dim or not all(map(is_quantized, pieces)):
-        return requantize_like(torch.cat([dequantize(piece) for piece in pieces], dim), kind)
-    whole, start = _empty(shape, kind, kind.device), 0
+        return requantize_like(torch.cat([dequantize(piece) for piece in pieces], dim), like)
+    whole, start = _empty(shape, like, like.device), 0
     for piece in pieces:
         whole[start : start + piece.shape[0]].copy_(piece)
         start += piece.shape[0]
     return whole
 
 
-def _is_whole_blocks(numel: int, kind: torch.Tensor) -> bool:
-    return numel > 0 and numel % _block_size(kind) == 0
+def _is_whole_blocks(numel: int, like: torch.Tensor) -> bool:
+    return numel > 0 and numel % _block_size(like) == 0
 
 
-def _block_size(kind: Any) -> int:
-    return int(kind.block_size)
+def _block_size(quantized: Any) -> int:
+    return int(quantized.block_size)
 
 
-def _empty(shape: torch.Size, kind: Any, device: torch.device) -> torch.Tensor:
-    """All zeros, of the kind of `kind`."""
-    options = {name: getattr(kind, name) for name in inspect.signature(kind.zeros).parameters if name not in _PLACE}
-    found: torch.Tensor = kind.zeros(shape, **options, device=device, dtype=kind.dtype)
-    return found
+def _empty(shape: torch.Size, like: Any, device: torch.device) -> torch.Tensor:
+    """Zeros of `shape` in the quantized format of `like`."""
+    options = {
+        name: getattr(like, name) for name in inspect.signature(like.zeros).parameters if name not in _FACTORY_ARGS
+    }
+    empty: torch.Tensor = like.zeros(shape, **options, device=device, dtype=like.dtype)
+    return empty

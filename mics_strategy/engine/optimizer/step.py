@@ -1,9 +1,9 @@
-"""How does any torch optimizer step on shards?
+"""Step hooks with which any torch optimizer steps on shards.
 
-Outside a step an optimizer sees sharded parameters: clipping, gradient scalers, state dicts and schedulers
-work on DTensors. Inside a step it sees plain local tensors (see `local_step`). The exchange happens in torch's own step
-hooks, after a closure if there is one, so every way of calling ``step`` is covered, for optimizers built after
-`shard()` and for adopted ones.
+Outside of a step an optimizer holds sharded parameters: clipping, gradient scalers, state dicts and schedulers work on
+DTensors. Inside of a step it holds plain local tensors (see `local_swap`). The swap happens in torch's global step
+hooks, or after the closure if there is one. So every call of ``step`` is covered, for optimizers built after `shard()`
+and for adopted ones.
 """
 
 from __future__ import annotations
@@ -28,74 +28,82 @@ if TYPE_CHECKING:
 
 
 class StepHooks:
-    """What happens around the steps of one sharded model's optimizers, while this object lives.
+    """Hooks around the optimizer steps of one sharded model, while this object lives.
 
     Args:
-        target: The sharded model, held weakly.
+        target: Engine's side of the steps, referenced weakly.
     """
 
     def __init__(self, target: OptimizerTarget) -> None:
         self._target = weakref.ref(target)
-        self._steps: weakref.WeakKeyDictionary[Optimizer, LocalParamSwap] = weakref.WeakKeyDictionary()
+        self._swaps: weakref.WeakKeyDictionary[Optimizer, LocalParamSwap] = weakref.WeakKeyDictionary()
         _all_models[self] = None
 
-    def step_of(self, optimizer: Optimizer) -> LocalParamSwap:
-        """How `optimizer` steps on this model, its whole tensors dealt."""
-        step = self._steps.get(optimizer)
-        if step is None:
-            step = self._steps[optimizer] = LocalParamSwap(optimizer, deref(self._target))
-        step.prepare()
-        return step
+    def swap_of(self, optimizer: Optimizer) -> LocalParamSwap:
+        """The swap of `optimizer` on this model, with owners assigned to whole tensors."""
+        swap = self._swaps.get(optimizer)
+        if swap is None:
+            swap = self._swaps[optimizer] = LocalParamSwap(optimizer, deref(self._target))
+        swap.prepare()
+        return swap
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that still holds plain parameters of before `shard()`."""
-        observer, known = self._target(), self._steps.get(optimizer)
-        if known is not None:
-            known.sync_owned()  # a step that raised has left it local; as in torch, what it did until then counts
-        if observer is not None:
-            check_not_stale(optimizer, observer.sharded_param_for)
+        """Raise for an optimizer that still holds plain parameters from before `shard()`."""
+        target, swap = self._target(), self._swaps.get(optimizer)
+        if swap is not None:
+            swap.sync_owned()  # after a step that raised; as in torch, updates made before the error count
+        if target is not None:
+            check_not_stale(optimizer, target.sharded_param_for)
 
     def recover(self) -> None:
-        """Take optimizers whose step has raised back to sharded parameters, before gradients are added to."""
-        for step in list(self._steps.values()):
-            step.sync_owned()
+        """Swap out of optimizers whose step raised. Collective.
+
+        Called before new gradients are accumulated.
+        """
+        for swap in list(self._swaps.values()):
+            swap.sync_owned()
 
     def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], LocalParamSwap | None]:
         """Prepare a step of `optimizer`.
 
+        Args:
+            optimizer: Optimizer that is about to step.
+            args: Positional arguments of its `step`, the optimizer first.
+            kwargs: Keyword arguments of its `step`.
+
         Returns:
-            The arguments of its step, and the swap to be made now; None where this model has no part in the step, or
-            where a closure, wrapped in the arguments, makes the swap.
+            The arguments for `step`, and the swap to make now. The swap is None if the optimizer has no parameter of
+            this model, or if a closure in the arguments, wrapped here, makes it.
         """
         target = self._target()
         if target is None or not any(target.owns(p) for group in optimizer.param_groups for p in group["params"]):
             return args, kwargs, None
-        swap = self.step_of(optimizer)
+        swap = self.swap_of(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer itself
         if closure is None:
             return args, kwargs, swap
-        wrapped = _around_closure(swap, target, closure)
+        wrapped = _wrap_closure(swap, target, closure)
         if len(args) > 1:
             return (args[0], wrapped, *args[2:]), kwargs, None
         return args, {**kwargs, "closure": wrapped}, None
 
     def after(self, optimizer: Optimizer) -> None:
-        """Let the optimizer see sharded parameters again, and tell the model."""
-        observer, step = self._target(), self._steps.get(optimizer)
-        if observer is None or step is None:
+        """Swap out of the optimizer, and record the step in the engine. Collective."""
+        target, swap = self._target(), self._swaps.get(optimizer)
+        if target is None or swap is None:
             return
-        step.sync_owned()
-        observer.post_step(step.wholes)
+        swap.sync_owned()
+        target.post_step(swap.exchanges)
 
 
-def _around_closure(step: LocalParamSwap, target: OptimizerTarget, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _wrap_closure(swap: LocalParamSwap, target: OptimizerTarget, closure: Callable[[], Any]) -> Callable[[], Any]:
     def closure_on_sharded() -> Any:
-        step.sync_owned()
+        swap.sync_owned()
         result = closure()
         target.engine.finish_gradients()
-        step.swap_in()
+        swap.swap_in()
         return result
 
     return closure_on_sharded
@@ -123,58 +131,66 @@ def _before_step(
 
 def _after_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
     if not _is_nested(optimizer):
-        for model in reversed(list(_all_models)):  # generators go back in the reverse order
+        for model in reversed(list(_all_models)):  # random generators are restored in reverse order
             model.after(optimizer)
 
 
 def _is_nested(optimizer: Optimizer) -> bool:
-    """Whether this step was called by the same optimizer's step: a subclass calls its parent's, which has hooks too."""
-    running = sys._getframe(2)  # torch's wrapper of `step`, which calls the hooks
-    outer = running.f_back
-    while outer is not None:
-        if outer.f_code is running.f_code and outer.f_locals.get("self") is optimizer:
+    """Whether the same optimizer's step called this one.
+
+    A subclass may call the step of its parent, which also has hooks.
+    """
+    step_frame = sys._getframe(2)  # torch's wrapper of `step`, which calls the hooks
+    caller_frame = step_frame.f_back
+    while caller_frame is not None:
+        if caller_frame.f_code is step_frame.f_code and caller_frame.f_locals.get("self") is optimizer:
             return True
-        outer = outer.f_back
+        caller_frame = caller_frame.f_back
     return False
 
 
-# Once for all models: torch goes through its table while a hook runs, so nothing may be added or removed later.
+# Registered once for all models: torch iterates over its hooks while one runs, so none may be added or removed later.
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
 
 
 def adopt(optimizer: Optimizer, target: OptimizerTarget, hooks: StepHooks) -> None:
-    """Point an optimizer that was built on the plain parameters at the sharded ones, its states included.
+    """Replace plain parameters of an optimizer by sharded ones, and shard its states.
+
+    Args:
+        optimizer: Optimizer built before `shard()`. Changed in place, or not at all if this raises.
+        target: Engine's side of the optimizer's steps.
+        hooks: Step hooks of the model.
 
     Raises:
-        ConfigError: The optimizer holds a parameter that is not of this model, or looks too far.
+        ConfigError: The optimizer holds a parameter of another model, or needs more than the tensors on a rank.
     """
-    swaps: dict[torch.Tensor, ShardedParameter] = {}
+    sharded_by_plain: dict[torch.Tensor, ShardedParameter] = {}
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             sharded = target.sharded_param_for(parameter)
             if sharded is not None:
-                swaps[parameter] = sharded
+                sharded_by_plain[parameter] = sharded
             elif not target.owns(parameter):
                 raise ConfigError(
                     f"Parameter {position} of group {index} of {type(optimizer).__name__}, shape "
-                    f"{tuple(parameter.shape)}, is not a parameter of the "
-                    "sharded model. Give the optimizer this model's parameters only, one optimizer per sharded model."
+                    f"{tuple(parameter.shape)}, is not a parameter of the sharded model. Build one optimizer per "
+                    "sharded model, with parameters of that model only."
                 )
     states: dict[torch.Tensor, Any] = {}
-    with ExitStack() as undo:  # nothing is changed unless all of it can be
+    with ExitStack() as undo:  # restores the groups if anything below raises
         for group in optimizer.param_groups:
             undo.callback(group.__setitem__, "params", group["params"])
-            group["params"] = [swaps.get(parameter, parameter) for parameter in group["params"]]
-        step = hooks.step_of(optimizer)
-        for plain, sharded in swaps.items():
-            state, owner = optimizer.state.get(plain), step.owner_of(sharded)
+            group["params"] = [sharded_by_plain.get(parameter, parameter) for parameter in group["params"]]
+        swap = hooks.swap_of(optimizer)
+        for plain, sharded in sharded_by_plain.items():
+            state, owner = optimizer.state.get(plain), swap.owner_of(sharded)
             if state is not None and owner is None:
                 states[sharded] = {key: _shard_like(value, sharded) for key, value in state.items()}
             elif state is not None and owner == sharded.mics_index:
                 states[sharded] = {key: _to_device_of(value, sharded) for key, value in state.items()}
         undo.pop_all()
-    for plain in swaps:
+    for plain in sharded_by_plain:
         optimizer.state.pop(plain, None)
     optimizer.state.update(states)
 
@@ -184,8 +200,8 @@ def _shard_like(value: Any, sharded: ShardedParameter) -> Any:
         return value
     if type(value) is not torch.Tensor:
         raise ConfigError(
-            f"A state of `{sharded.mics_name}` is a {type(value).__name__}, which cannot be cut into shards. Adopt the "
-            "optimizer before its first step."
+            f"A state of `{sharded.mics_name}` is a {type(value).__name__}, which cannot be sharded. Call `adopt` "
+            "before the optimizer's first step."
         )
     piece = sharded.mics_slice.narrow(value.detach(), sharded.mics_index).to(sharded.device, copy=True)
     return sharded.like_self(piece)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mics_strategy.engine.engine_link import EngineLink
+from mics_strategy.engine.hooks import EngineLink
 from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange, assign_owners_by_bucket
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import LifecycleError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OptimizerTarget:
-    """What an optimizer steps on, and what its steps change.
+    """Engine's side of the optimizer steps on one sharded model.
 
     Args:
         engine: Engine of the model.
@@ -35,8 +35,8 @@ class OptimizerTarget:
         has_whole_states: Whether every rank holds complete optimizer states.
         steps_done: Optimizer steps so far.
         last_step: Number of backwards of the last step, and its collectives.
-        stepped_whole: Exchanges of the tensors that the last step updated on their owners.
-        is_check_due: Whether the parameters are to be compared with the sharded ones before the next forward.
+        last_exchanges: Exchanges of the tensors that the last step updated on their owners.
+        is_check_due: Whether the next forward first checks that the model still has its sharded parameters.
         is_step_over: Whether no forward has started the next step yet.
     """
 
@@ -53,12 +53,12 @@ class OptimizerTarget:
         self.has_whole_states = context.groups.scopes.optimizer == 1
         self.steps_done = 0
         self.last_step: tuple[int, Counter[IssuedCollective]] = (1, Counter())
-        self.stepped_whole: list[OwnerExchange] = []
+        self.last_exchanges: list[OwnerExchange] = []
         self.is_check_due = self.is_step_over = True
         self._groups = context.groups
         self._memory = context.memory
         self._sharded_params = sharded_params
-        self._owner_bytes = [0] * context.groups.scopes.optimizer  # of whole tensors, by their owner
+        self._owner_bytes = [0] * context.groups.scopes.optimizer  # bytes of whole tensors, by owner
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether `parameter` is one of the model's sharded parameters."""
@@ -69,18 +69,21 @@ class OptimizerTarget:
         )
 
     def sharded_param_for(self, parameter: torch.Tensor) -> ShardedParameter | None:
-        """The sharded parameter that replaced the plain `parameter`; None for any other tensor."""
+        """The sharded parameter that replaced a plain one; None for any other tensor."""
         return cast("ShardedParameter | None", self._sharded_params.get(parameter))
 
     def assign_owners(self, parameters: list[ShardedParameter]) -> OwnerExchange:
-        """Give each trained one of `parameters` an owner among the ranks of the optimizer scope, and memory there.
+        """Assign trainable parameters to owners in the optimizer scope; allocate memory.
 
         Raises:
             LifecycleError: Every rank holds whole tensors already.
         """
         comm = self._groups.shard_group
         if comm is None:
-            raise LifecycleError("Every rank holds whole tensors. This is a defect of the engine; please report it.")
+            raise LifecycleError(
+                "Owners were requested, but every rank holds whole tensors. This is a defect of the engine. Please "
+                "report it."
+            )
         buckets = [bucket for unit in self.engine.units for bucket in unit.trainable]
         owned = assign_owners_by_bucket(buckets, set(parameters), self._owner_bytes)
         return OwnerExchange(owned, comm, self._groups.trainable_placement.index, self._memory, self.device)
@@ -89,15 +92,15 @@ class OptimizerTarget:
         """Record that an optimizer has changed its parameters.
 
         Args:
-            exchanges: Exchanges of the tensors that it updated on their owners.
+            exchanges: Exchanges of the tensors that the optimizer updated on their owners.
         """
         self.engine.post_step()
         self.is_check_due = self.is_step_over = True
         if self.engine.num_backwards:
             self.last_step = (self.engine.num_backwards, self._groups.traffic_log.drain())
             self.engine.num_backwards = 0
-            self.stepped_whole = [*exchanges]
+            self.last_exchanges = [*exchanges]
             self.steps_done += 1
         else:  # another optimizer of the same step
             self.last_step[1].update(self._groups.traffic_log.drain())
-            self.stepped_whole += exchanges
+            self.last_exchanges += exchanges

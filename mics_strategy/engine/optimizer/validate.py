@@ -1,4 +1,4 @@
-"""Which optimizers cannot step on this model, and what should be done instead?"""
+"""Checks of an optimizer before it steps on a sharded model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from mics_strategy.engine.optimizer.locality import UpdateLocality
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError
 
-_KEEPS_PARAMETERS = ("LBFGS",)  # a list of its own, from which shards cannot be hidden in a step
+_KEEPS_PARAMETERS = ("LBFGS",)  # keep a second list of the parameters, which a step hook cannot swap
 _SHARDS_BY_ITSELF = "ZeroRedundancyOptimizer"
-_ELEMENTWISE = "an optimizer that updates each element by itself (AdamW, SGD, ...)"
+_ELEMENTWISE = "an elementwise optimizer (AdamW, SGD, ...)"
 
 
 def check_no_foreign_params(optimizer: Optimizer) -> None:
-    """Refuse sharded parameters beside others, whose gradients no rank would share: replicas would drift apart.
+    """Raise for an optimizer with both sharded and plain parameters.
+
+    Gradients of plain parameters are not synchronized, so the plain parameters would diverge between ranks.
+
+    Args:
+        optimizer: Optimizer that is about to step.
 
     Raises:
-        ConfigError: Naming the first parameter that no sharded model has.
+        ConfigError: A trainable parameter belongs to no sharded model. The error names the first one.
     """
     groups = [group["params"] for group in optimizer.param_groups]
     if not any(isinstance(parameter, ShardedParameter) for group in groups for parameter in group):
@@ -30,70 +35,77 @@ def check_no_foreign_params(optimizer: Optimizer) -> None:
             if parameter.requires_grad and not isinstance(parameter, ShardedParameter):
                 raise ConfigError(
                     f"Parameter {position} of group {index} of {type(optimizer).__name__}, shape "
-                    f"{tuple(parameter.shape)}, belongs to no sharded model, so each rank would train its own. Make "
-                    "it a parameter of the model before `shard()`, or give it an optimizer of its own."
+                    f"{tuple(parameter.shape)}, belongs to no sharded model. Its gradient would not be synchronized. "
+                    "Make it a parameter of the model before `shard()`, or give it its own optimizer."
                 )
 
 
 def check_not_stale(optimizer: Optimizer, sharded_param_for: Callable[[torch.Tensor], ShardedParameter | None]) -> None:
-    """An optimizer built before `shard()` holds parameters that no model uses: it would train nothing, in silence.
+    """Raise for an optimizer that holds plain parameters from before `shard()`.
+
+    The model no longer uses them, so steps on them would train nothing and raise no error.
 
     Args:
-        optimizer: About to step.
-        sharded_param_for: Gives the sharded parameter that took the place of a plain one.
+        optimizer: Optimizer that is about to step.
+        sharded_param_for: Function from a plain parameter to the sharded one that replaced it, or None.
 
     Raises:
-        ConfigError: Naming the first such parameter.
+        ConfigError: A parameter was replaced. The error names the first one.
     """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         sharded = sharded_param_for(parameter)
         if sharded is not None:
             raise ConfigError(
                 f"{type(optimizer).__name__} was built before `shard()` and still holds the plain "
-                f"`{sharded.mics_name}`, which the model no "
-                "longer uses. Call `optimizer = sharded.adopt(optimizer)`, or build the optimizer after `shard()`."
+                f"`{sharded.mics_name}`. The model no longer uses that parameter. Call `optimizer = "
+                "sharded.adopt(optimizer)`, or build the optimizer after `shard()`."
             )
 
 
 def check_param_groups_only(optimizer: Optimizer) -> None:
-    """Refuse optimizers that keep their parameters in more places than their groups.
+    """Raise for optimizers with references to parameters outside of `param_groups`.
+
+    Args:
+        optimizer: Optimizer that is about to step.
 
     Raises:
-        ConfigError: For the ones known to.
+        ConfigError: The optimizer is one of those known to do so.
     """
     if any(cls.__name__ == _SHARDS_BY_ITSELF for cls in type(optimizer).__mro__):
         inner = getattr(optimizer, "_optim_constructor", None)
         name = getattr(inner, "__name__", "its `optimizer_class`")
         raise ConfigError(
-            f"{_SHARDS_BY_ITSELF} deals whole parameters to ranks, which hold shards of them already. Use {name} "
-            "itself: its states are sharded as `optimizer` of the configuration says."
+            f"{_SHARDS_BY_ITSELF} assigns whole parameters to ranks, but these parameters are sharded already. Use "
+            f"{name} itself. `ShardConfig.optimizer` shards its states."
         )
     if any(cls.__name__ in _KEEPS_PARAMETERS for cls in type(optimizer).__mro__):
         raise ConfigError(
-            f"{type(optimizer).__name__} needs whole tensors of all parameters together, which no scope offers. Use "
+            f"{type(optimizer).__name__} needs whole tensors of all parameters together. No scope provides them. Use "
             f"{_ELEMENTWISE}."
         )
 
 
 def check_locality(optimizer: Optimizer, localities: list[UpdateLocality], optimizer_layout: str) -> None:
-    """Refuse an optimizer that looks further than the tensors that a rank holds.
+    """Raise for an optimizer whose update depends on more than the tensors on a rank.
 
     Args:
-        optimizer: About to step.
-        localities: Of its groups.
-        optimizer_layout: Of the configuration.
+        optimizer: Optimizer that is about to step.
+        localities: Update locality of each parameter group.
+        optimizer_layout: `ShardConfig.optimizer_layout`, `"rows"` or `"tensors"`.
 
     Raises:
-        ConfigError: It needs whole tensors where there are rows, or all tensors together.
+        ConfigError: A group needs whole tensors and the layout is `"rows"`, or needs all tensors together.
     """
     name = type(optimizer).__name__
     if UpdateLocality.GLOBAL in localities:
         raise ConfigError(
-            f"{name} updates a tensor by what other tensors hold, as a trial on small tensors shows, and each rank "
-            f"updates a part of them. Use {_ELEMENTWISE}, or keep optimizer states whole with `optimizer='none'`."
+            f"{name} couples parameters: in a dry run on small tensors, the update of one tensor depended on other "
+            f"tensors. Each rank steps on its own shards only. Use {_ELEMENTWISE}, or replicate the optimizer states "
+            "with `optimizer='none'`."
         )
     if UpdateLocality.PER_TENSOR in localities and optimizer_layout == "rows":
         raise ConfigError(
-            f"{name} needs whole tensors, and each rank holds rows of them. Deal whole tensors to ranks with "
-            f"`optimizer_layout='tensors'`, keep optimizer states whole with `optimizer='none'`, or use {_ELEMENTWISE}."
+            f"{name} needs whole tensors, but each rank holds rows of them. Assign whole tensors to ranks with "
+            "`optimizer_layout='tensors'`, replicate the optimizer states with `optimizer='none'`, or use "
+            f"{_ELEMENTWISE}."
         )

@@ -1,1 +1,1 @@
-"""What happens once, when a model is sharded: checks, first values, guards."""
+"""Steps of `shard()`: validation, first values of parameters, guards."""

@@ -1,4 +1,4 @@
-"""Where does each rank of this job run?"""
+"""Discovery of the node on which each rank runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")
 
 
 def discover_topology(config: ShardConfig) -> Topology:
-    """The explicit topology of `config`, or the one that the ranks' environment describes.
+    """The topology of `config`, or the one of the ranks' environments. Collective.
 
-    Cost: one object gather over the world when the topology is not explicit.
+    Cost:
+        One gather of a small object over the world, unless `config.topology` is a `Topology`.
 
     Raises:
-        ConfigError: Uneven or cyclic placement of ranks on nodes.
+        ConfigError: Nodes hold different numbers of ranks, or the ranks of a node are not consecutive.
     """
     if isinstance(config.topology, Topology):
         return config.topology
@@ -31,11 +32,11 @@ def discover_topology(config: ShardConfig) -> Topology:
 
 
 def node_name() -> str:
-    """A text that is equal on, and only on, the ranks of one node.
+    """A text that is equal on the ranks of one node and differs between nodes.
 
-    The host and the boot of its kernel, because hosts in containers may share a name; and the launcher's number of the
-    node, because a launcher may put several "nodes" on one host.
+    It holds the host name, the boot id of the kernel, because containers may share a host name, and the launcher's node
+    number, because a launcher may simulate several nodes on one host.
     """
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
-    number = next((f" {name}={os.environ[name]}" for name in _NODE_VARIABLES if name in os.environ), "")
-    return f"{socket.gethostname()} {boot[:8]}{number}"
+    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
+    node_number = next((f" {name}={os.environ[name]}" for name in _NODE_VARIABLES if name in os.environ), "")
+    return f"{socket.gethostname()} {boot_id[:8]}{node_number}"

@@ -1,9 +1,9 @@
-"""How does a sharded model of transformers generate text?
+"""Text generation with a sharded model of transformers.
 
-Ranks that hold shards need each other in every forward, so that all must go on until the last one is done: transformers
-does so for models that say that they are sharded. And `generate` runs parts of a model past its forward, such as the
-encoder of an encoder-decoder or the model inside of an adapter; so it counts as a forward, in which the root unit is
-gathered.
+Forwards of sharded parameters are collective, so every rank runs forwards until the last one has finished its text.
+transformers does so (`synced_gpus`) for models that it takes for sharded. `generate` also runs parts of a model without
+the model's own forward, such as the encoder of an encoder-decoder or the model inside of an adapter. So it runs inside
+of a forward of the root, in which the root unit is unsharded.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import nn
 
 from mics_strategy.errors import LifecycleError
 
-_SYNCED_FLAG = "_is_fsdp_managed_module"  # transformers asks for it: must ranks run the module together?
+_SYNCED_FLAG = "_is_fsdp_managed_module"  # transformers reads it to decide on `synced_gpus`
 _PER_RANK_METHODS = (
     "generate_batch",
     "init_continuous_batching",
-)  # each rank runs its own number of forwards, in a thread
+)  # these run forwards in a thread, a different number on each rank
 
 
 def prepare_generation(model: nn.Module, *, ranks_need_each_other: bool) -> None:
-    """Let `model.generate` work on shards, where it is that of transformers, which takes no gradients.
+    """Wrap `model.generate` of transformers so that it works on shards.
 
     Args:
-        model: Sharded.
-        ranks_need_each_other: Whether every forward gathers parameters: then all ranks take as many.
+        model: Sharded model. Models without transformers' `generate` are not changed.
+        ranks_need_each_other: Whether forwards are collective, so that all ranks must run the same number.
     """
     if hasattr(model, "generation_config") and callable(getattr(model, "generate", None)):
         _count_as_forward(model, model.generate, ranks_need_each_other)
@@ -42,33 +42,36 @@ def prepare_generation(model: nn.Module, *, ranks_need_each_other: bool) -> None
 
 def _block_on_one_rank(*_: Any, **__: Any) -> NoReturn:
     raise LifecycleError(
-        "Continuous batching (`generate_batch`) lets every rank run as many forwards as its own texts take, and ranks "
-        "that hold parts of the parameters must run all of them together. Use `generate`, or `params='none'`."
+        "Continuous batching (`generate_batch`) runs a different number of forwards on each rank, but ranks with "
+        "sharded parameters must run every forward together. Use `generate`, or set `params='none'`."
     )
 
 
 def _count_as_forward(model: nn.Module, generate: Any, ranks_need_each_other: bool) -> None:
     @functools.wraps(generate)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
+    def generate_in_forward(*args: Any, **kwargs: Any) -> Any:
         forward = model.forward
 
-        def entered(*args: Any, **kwargs: Any) -> Any:
-            model.forward = forward  # which `generate` calls
+        def run_generate(*args: Any, **kwargs: Any) -> Any:
+            model.forward = forward  # `generate` calls it
             return generate(*args, **kwargs)
 
-        model.forward = entered
+        model.forward = run_generate
         try:
             with torch.no_grad(), _synced_generation(model) if ranks_need_each_other else nullcontext():
                 return model(*args, **kwargs)
         finally:
             model.forward = forward
 
-    model.generate = gathered  # type: ignore[assignment]
+    model.generate = generate_in_forward  # type: ignore[assignment]
 
 
 @contextmanager
 def _synced_generation(model: nn.Module) -> Iterator[None]:
-    """Have transformers keep ranks together, meanwhile: the compiler asks for the same name, to trace differently."""
+    """Turn on transformers' `synced_gpus` while this context is open.
+
+    The flag is removed afterwards, because torch.compile also reads it and would trace differently.
+    """
     modules = [module for module in model.modules() if _SYNCED_FLAG not in module.__dict__]
     with ExitStack() as stack:
         for module in modules:
@@ -80,9 +83,12 @@ def _synced_generation(model: nn.Module) -> Iterator[None]:
 
 
 def _trim_attention_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Cut the mask of a rank that goes on for the others: without a cache its text has ended and its mask grows."""
-    text, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+    """Trim the mask to the length of the text.
+
+    On a rank that has finished and runs on for the others, the mask grows and, without a cache, the text does not.
+    """
+    input_ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
     has_cache = kwargs.get("use_cache") or kwargs.get("past_key_values") is not None
-    if text is None or mask is None or mask.ndim != 2 or has_cache:
+    if input_ids is None or mask is None or mask.ndim != 2 or has_cache:
         return None
-    return args, {**kwargs, "attention_mask": mask[:, : text.shape[1]]}
+    return args, {**kwargs, "attention_mask": mask[:, : input_ids.shape[1]]}

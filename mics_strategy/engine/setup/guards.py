@@ -1,7 +1,7 @@
-"""What may still be done to a model that is sharded?
+"""Guards against changes that a sharded model does not support.
 
-Its values may change in any way that writes into the existing parameters. Its parameters may not: one that is added,
-replaced or converted would be trained by this rank alone, or not at all, without an error.
+Values may change by any write into the existing parameters. The parameters themselves must stay: this rank alone, or no
+rank, would train one that was added, replaced or converted, without an error.
 """
 
 from __future__ import annotations
@@ -20,34 +20,38 @@ from mics_strategy.errors import LifecycleError
 
 
 def block_conversions(modules: Iterable[nn.Module]) -> None:
-    """Make ``to()``, ``half()``, ``cuda()`` and the like of `modules` refuse to convert sharded parameters.
+    """Make ``to()``, ``half()`` and similar methods raise for sharded parameters.
 
-    A conversion that changes no parameter (to the device and dtype that they have) still reaches the buffers.
+    A conversion that changes no parameter (to their own device and dtype) still converts the buffers.
     """
     for module in modules:
         object.__setattr__(module, "_apply", _BlockedApply(module))
 
 
 class _BlockedApply:
-    """Stands in for ``nn.Module._apply`` of one sharded module."""
+    """Replacement of ``nn.Module._apply`` in one sharded module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def __call__(self, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """Apply `convert` to the buffers, if it leaves parameters as they are.
+        """Apply `convert` to the buffers if it does not change parameters.
+
+        Args:
+            convert: Function from a tensor to the converted one.
+            recurse: Whether buffers of inner modules are converted.
 
         Raises:
-            LifecycleError: It would change a parameter's dtype or device.
+            LifecycleError: `convert` would change a parameter's dtype or device.
         """
         for name, parameter in self._module.named_parameters():
             probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            found = convert(probe)
-            if found.dtype != probe.dtype or found.device != probe.device:
+            converted = convert(probe)
+            if converted.dtype != probe.dtype or converted.device != probe.device:
                 raise LifecycleError(
-                    f"`{name}` is sharded as {probe.dtype} on {probe.device} and cannot become {found.dtype} on "
-                    f"{found.device}. Convert the model before `shard()`, or set `param_dtype` to compute in another "
-                    "dtype."
+                    f"`{name}` is sharded as {probe.dtype} on {probe.device} and cannot become {converted.dtype} on "
+                    f"{converted.device}. Convert the model before `shard()`. To compute in another dtype, set "
+                    "`param_dtype`."
                 )
         for module in self._module.modules() if recurse else [self._module]:
             for name, buffer in module._buffers.items():
@@ -57,22 +61,23 @@ class _BlockedApply:
 
 
 def block_copies(modules: Iterable[nn.Module]) -> None:
-    """Make pickling and deep-copying `modules` fail with a reason."""
+    """Make pickling and deep-copying of `modules` raise `LifecycleError`."""
     for module in modules:
-        object.__setattr__(module, "__reduce_ex__", _raise_on_copy)  # pickle and copy look at the object first
+        object.__setattr__(module, "__reduce_ex__", _raise_on_copy)  # pickle and copy read the object first
 
 
 def _raise_on_copy(_: Any) -> NoReturn:
     raise LifecycleError(
-        "A sharded model cannot be pickled or copied: each rank has only its shards. Use `full_state_dict()`, or "
-        "copy the plain model before `shard()`."
+        "A sharded model cannot be pickled or copied, because each rank has only its shards. Save "
+        "`full_state_dict()`, or copy the plain model before `shard()`."
     )
 
 
 def block_saving_shards(modules: Iterable[nn.Module]) -> None:
-    """Make `save_pretrained` of transformers, peft and diffusers refuse to write shards.
+    """Make `save_pretrained` of Hugging Face libraries raise instead of saving shards.
 
-    Left alone it fails over views and pointers of DTensors, on some ranks or on rank 0 only.
+    Without this guard that of transformers, peft and diffusers fails on views and pointers of DTensors, on some
+    ranks or on rank 0 only.
     """
     for module in modules:
         if hasattr(type(module), "save_pretrained"):
@@ -80,7 +85,7 @@ def block_saving_shards(modules: Iterable[nn.Module]) -> None:
 
 
 class _CheckedSave:
-    """Stands in for ``save_pretrained`` of one sharded module."""
+    """Replacement of ``save_pretrained`` in one sharded module."""
 
     def __init__(self, module: nn.Module, save: Callable[..., Any]) -> None:
         self._module = module
@@ -88,69 +93,69 @@ class _CheckedSave:
         self.__signature__ = inspect.signature(save)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Save what `state_dict=` holds.
+        """Save the tensors in `state_dict=`.
 
         Raises:
-            LifecycleError: On every rank that calls it, before anything is written or sent: it holds shards, or is not
-                given, so that the model's own would be written.
+            LifecycleError: `state_dict` holds shards, or is missing, so that the model's shards would be saved. Raised
+                on every calling rank before anything is written or sent.
         """
-        given = self.__signature__.bind_partial(*args, **kwargs).arguments
-        state = given.get("state_dict", kwargs.get("state_dict"))
+        arguments = self.__signature__.bind_partial(*args, **kwargs).arguments
+        state = arguments.get("state_dict", kwargs.get("state_dict"))
         values = self._module.parameters() if state is None else state.values()
         if any(isinstance(value, DTensor) for value in values):
             raise LifecycleError(
                 "`save_pretrained()` would write the shards of this rank, not the model. Call `state = "
-                "sharded.full_state_dict()` (with Accelerate `accelerator.get_state_dict(model)`) on every rank and "
-                "then `model.save_pretrained(folder, state_dict=state)` on rank 0; or save a sharded checkpoint and "
-                "make files of it with `mics export`, where rank 0 cannot hold the model."
+                "sharded.full_state_dict()` (with Accelerate `accelerator.get_state_dict(model)`) on every rank. Then "
+                "call `model.save_pretrained(folder, state_dict=state)` on rank 0. If rank 0 cannot hold the model, "
+                "save a sharded checkpoint and convert it with `mics export`."
             )
         return self._save(*args, **kwargs)
 
 
 def reset_before_access(model: nn.Module, reset: Callable[[], None]) -> None:
-    """Have `reset` called before the model's parameters are listed, cleared or saved.
+    """Call `reset` before the model's parameters are listed, cleared or saved.
 
-    A backward that raises leaves whole parameters in the modules, and autograd tells nobody that it has ended.
+    A backward that raises leaves unsharded parameters in the modules, and autograd has no callback for its end.
     """
-    listed = model.named_parameters
+    named_parameters_of_model = model.named_parameters
 
     def named_parameters(_: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         reset()
-        return listed(*args, **kwargs)
+        return named_parameters_of_model(*args, **kwargs)
 
     object.__setattr__(model, "named_parameters", MethodType(named_parameters, model))
     model.register_state_dict_pre_hook(lambda *_: reset())
 
 
-def check_parameters_unchanged(model: nn.Module, known: dict[int, str]) -> bool:
-    """Refuse parameters that were added, swapped or removed after `shard()`.
+def check_parameters_unchanged(model: nn.Module, names_by_id: dict[int, str]) -> bool:
+    """Raise for parameters that were added, replaced or removed after `shard()`.
 
     Args:
-        model: The sharded model, outside of any forward.
-        known: The names of its sharded parameters by their identity.
+        model: Sharded model, outside of any forward.
+        names_by_id: Names of its sharded parameters, by id.
 
     Returns:
-        Whether the model could be checked: not while `torch.func.functional_call` lends it plain tensors.
+        Whether the model could be checked. It cannot while `torch.func.functional_call` lends it plain tensors.
 
     Raises:
-        LifecycleError: Naming the first one.
+        LifecycleError: A parameter changed. The error names the first one.
     """
-    found = dict(model.named_parameters())
-    if len(found) == len(known) and all(
-        id(parameter) in known and isinstance(parameter, ShardedParameter) for parameter in found.values()
+    present = dict(model.named_parameters())
+    if len(present) == len(names_by_id) and all(
+        id(parameter) in names_by_id and isinstance(parameter, ShardedParameter) for parameter in present.values()
     ):
         return True
-    if any(not isinstance(parameter, nn.Parameter) for parameter in found.values()):
-        return False  # a module refuses to be assigned a plain tensor in the place of a parameter
-    for name, parameter in found.items():
-        if id(parameter) not in known or not isinstance(parameter, ShardedParameter):
+    if any(not isinstance(parameter, nn.Parameter) for parameter in present.values()):
+        return False  # lent tensors; a module raises when a plain tensor is assigned to a parameter
+    for name, parameter in present.items():
+        if id(parameter) not in names_by_id or not isinstance(parameter, ShardedParameter):
             raise LifecycleError(
-                f"Parameter `{name}` was added, replaced or converted after `shard()`, so no rank would share its "
-                "gradient. Change the model first, then shard it; to change values, write into the existing parameter; "
-                "to lend values to `torch.func.functional_call`, pass plain tensors (`.detach()`)."
+                f"Parameter `{name}` was added, replaced or converted after `shard()`. Its gradient would not be "
+                "synchronized. Change the model first, then shard it. To change values, write into the existing "
+                "parameter. To lend values to `torch.func.functional_call`, pass plain tensors (`.detach()`)."
             )
-    removed = set(known) - {id(parameter) for parameter in found.values()}
+    removed = set(names_by_id) - {id(parameter) for parameter in present.values()}
     if removed:
-        names = ", ".join(sorted(known[identity] for identity in removed))
+        names = ", ".join(sorted(names_by_id[identity] for identity in removed))
         raise LifecycleError(f"Parameter `{names}` was removed after `shard()`. Change the model first, then shard it.")
     return True

@@ -1,6 +1,7 @@
-"""How does a module that was built on the meta device get its first values?
+"""First values of modules that were built on the meta device.
 
-By its own methods, one module at a time. Memory without a value is NaN, so that what nobody initialises is found.
+Each module initializes itself by its own methods. Memory without a value is NaN, so tensors that no method initializes
+are found.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _NO_VALUE = {dtype: torch.iinfo(dtype).min for dtype in (torch.int16, torch.int3
 
 
 def empty_sentinel_like(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a tensor on the meta device; NaN (the least whole number) until somebody gives it a value."""
+    """Memory for a meta tensor, filled with NaN or the smallest integer."""
     empty = torch.empty_like(like, device=device)
     if empty.dtype in _NO_VALUE:
         return empty.fill_(_NO_VALUE[empty.dtype])
@@ -28,27 +29,27 @@ def empty_sentinel_like(like: torch.Tensor, device: torch.device) -> torch.Tenso
 
 
 def find_initializer(model: nn.Module) -> Initializer:
-    """How modules of `model` initialize themselves, as they do on a real device.
+    """A function that initializes one module of `model` as on a real device.
 
-    Models of transformers call ``_init_weights`` for every module inside of them. For other modules
-    ``reset_parameters`` counts, and a method ``_init_weights`` of the model, which its author may or may not call,
-    gives values only to what ``reset_parameters`` leaves without.
+    Inside of models of transformers it calls the model's ``_init_weights``. For other modules it calls
+    ``reset_parameters``. Tensors that are still without values then get them from a method ``_init_weights`` of an
+    outer module, if there is one; its author may not have called it for the others.
     """
     by_transformers = _modules_of_transformers(model)
     author = _defining_package(model)
     adapters = _adapter_initializations(model)
 
     def initialize(module: nn.Module) -> None:
-        own = getattr(module, "reset_parameters", None)
-        owner = by_transformers.get(module)
-        if owner is not None:
-            owner._init_weights(module)
-            if is_uninitialized(module) and callable(own):  # of a class that transformers does not know
-                own()
-                owner._init_weights(module)
+        reset = getattr(module, "reset_parameters", None)
+        pretrained_model = by_transformers.get(module)
+        if pretrained_model is not None:
+            pretrained_model._init_weights(module)
+            if is_uninitialized(module) and callable(reset):  # the class is unknown to transformers
+                reset()
+                pretrained_model._init_weights(module)
         else:
-            if callable(own):
-                own()
+            if callable(reset):
+                reset()
             if author is not None and is_uninitialized(module):
                 author._init_weights(module)
         _reset_adapters(module, adapters)
@@ -57,25 +58,25 @@ def find_initializer(model: nn.Module) -> Initializer:
 
 
 def describe_initializer(model: nn.Module) -> str:
-    """A line for users: what gives a model on the meta device its first values, and what does not."""
+    """A line for users on the methods that initialize a model on the meta device."""
     by_transformers, author = _modules_of_transformers(model), _defining_package(model)
-    ways = ["`_init_weights()` of transformers"] if by_transformers else []
+    sources = ["`_init_weights()` of transformers"] if by_transformers else []
     if any(module not in by_transformers for module in model.modules() if _own_tensors(module)):
-        ways.append("each module's `reset_parameters()`")
-    line = f"First values of {type(model).__name__}, which is on the meta device: {', '.join(ways)}."
+        sources.append("each module's `reset_parameters()`")
+    line = f"First values of {type(model).__name__}, which is on the meta device: {', '.join(sources)}."
     if author is None:
         return line
     name = type(author).__name__
     return (
-        f"{line} `{name}._init_weights()` is called only for modules that have no `reset_parameters()`, as {name} is "
-        "not a model of transformers. For all modules: `initializer=model._init_weights` (of `shard()`, the strategy "
-        "or the plugin)."
+        f"{line} {name} is not a model of transformers, so `{name}._init_weights()` is called only for modules that "
+        "have no `reset_parameters()`. To call it for all modules, pass `initializer=model._init_weights` to "
+        "`shard()`, the strategy or the plugin."
     )
 
 
 def _modules_of_transformers(model: nn.Module) -> dict[nn.Module, Any]:
-    """Modules inside of models of transformers, and the innermost such model around each."""
-    modeling = sys.modules.get("transformers.modeling_utils")  # there, if such a model is
+    """The innermost model of transformers around each module inside of one."""
+    modeling = sys.modules.get("transformers.modeling_utils")  # imported if such a model exists
     base: type | None = getattr(modeling, "PreTrainedModel", None)
     if base is None:
         return {}
@@ -87,7 +88,7 @@ def _modules_of_transformers(model: nn.Module) -> dict[nn.Module, Any]:
 
 
 def _defining_package(model: nn.Module) -> Any:
-    """The first module with a method ``_init_weights`` that is not of transformers; None without one."""
+    """The first module with ``_init_weights`` outside of transformers, or None."""
     by_transformers = _modules_of_transformers(model)
     others = (module for module in model.modules() if module not in by_transformers)
     return next((module for module in others if callable(getattr(module, "_init_weights", None))), None)
@@ -111,40 +112,41 @@ def _has_no_value(tensor: torch.Tensor) -> bool:
 
 
 def check_initialized(modules: list[nn.Module]) -> None:
-    """Refuse values that nobody has given.
+    """Raise for tensors without values.
 
     Raises:
-        ConfigError: Naming the class of the first module whose initialisation left one out.
+        ConfigError: A module's tensor was not initialized. The error names the class of the first one.
     """
     for module in modules:
         if is_uninitialized(module):
             raise ConfigError(
-                f"{type(module).__name__} is on the meta device and nothing gives its tensors values: it has no "
-                "`reset_parameters()` that does, and `_init_weights()` of the model leaves it out. Give it one, pass "
-                "`initializer=` to `shard()` (or to the strategy or plugin), or build the model on a real device."
+                f"{type(module).__name__} is on the meta device and nothing gives its tensors values: neither its own "
+                "`reset_parameters()` nor `_init_weights()` of the model initializes them. Define "
+                "`reset_parameters()`, pass `initializer=` to `shard()` (or to the strategy or plugin), or build the "
+                "model on a real device."
             )
 
 
 def _adapter_initializations(model: nn.Module) -> dict[str, Any]:
-    """How the adapters that `peft` has put into a model begin, by adapter."""
+    """Values of `init_lora_weights` of the model's `peft` adapters, by adapter name."""
     configs = (config for module in model.modules() for config in getattr(module, "peft_config", {}).items())
     return {name: getattr(config, "init_lora_weights", True) for name, config in configs}
 
 
 def _reset_adapters(module: nn.Module, adapters: dict[str, Any]) -> None:
-    """Let adapters of `peft` begin as `peft` lets them: a LoRA that changes nothing, not two random matrices.
+    """Initialize adapters as `peft` does: a LoRA starts without effect.
 
     Raises:
-        ConfigError: They are computed from base weights, which are not there yet.
+        ConfigError: The first values of an adapter are computed from base weights, which have no values yet.
     """
     reset = getattr(module, "reset_lora_parameters", None)
     if not callable(reset):
         return
     for name in getattr(module, "r", {}):
-        begin = adapters.get(name, True)
-        if not isinstance(begin, bool) and begin != "gaussian":
+        init_value = adapters.get(name, True)
+        if not isinstance(init_value, bool) and init_value != "gaussian":
             raise ConfigError(
-                f"The adapter {name!r} begins from the base weights (init_lora_weights={begin!r}), which are not known "
-                "on the meta device. Build the model on a real device, or use init_lora_weights=True."
+                f"The adapter {name!r} is initialized from the base weights (init_lora_weights={init_value!r}), which "
+                "have no values on the meta device. Build the model on a real device, or use init_lora_weights=True."
             )
-        reset(name, begin)
+        reset(name, init_value)

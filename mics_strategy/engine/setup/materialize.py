@@ -1,9 +1,9 @@
-"""How do the first values get into the shards?
+"""First values of the shards.
 
-A model with values: ranks compare a fingerprint of every parameter and take rank 0's where they differ, as
-plain data parallel training does. A model on the meta device: one unit at a time is given memory and
-initialised, with one random seed on all ranks, and only this rank's shards are kept, so no rank ever holds
-more than one whole unit.
+For a model with values, ranks compare a fingerprint of every parameter. Where they differ, rank 0 broadcasts its
+parameter, as in plain data parallel training. For a model on the meta device, one unit at a time is allocated and
+initialized with one random seed on all ranks. Each rank keeps its shards only, so no rank ever holds more than one
+whole unit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mics_strategy.engine.unit import Unit
     from mics_strategy.engine.units import UnitSpec
 
-_WORDS = 1 << 24  # looked at together
+_WORDS = 1 << 24  # words per pass of `fingerprint`
 
 
 def materialize(
@@ -38,14 +38,19 @@ def materialize(
     initializer: Initializer | str,
     device: torch.device,
 ) -> None:
-    """Put the first values of all units into their shards, inner units before outer ones.
+    """Load the first values of all units into their shards, inner units first.
+
+    Collective.
 
     Args:
-        model: The whole model, asked how it initialises itself when something of it is on the meta device.
-        units: Modules and what was built for them.
-        groups: For rank 0's values and random seed.
-        initializer: As given to `shard`.
-        device: Where the model trains.
+        model: Whole model. Its methods initialize tensors on the meta device if `initializer` is ``"auto"``.
+        units: Units as specified and as built.
+        groups: Process groups of the model.
+        initializer: Function that initializes one module, or ``"auto"``.
+        device: Device of the shards.
+
+    Raises:
+        ConfigError: A tensor on the meta device is not initialized and `initializer` is ``"auto"``.
     """
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     is_auto = isinstance(initializer, str)
@@ -59,7 +64,7 @@ def materialize(
         for module, unit in sorted(units, key=lambda pair: -pair[0].depth):
             values = {entry.name: entry.parameter.detach() for entry in module.parameters}
             values.update(initialized_values(module, initialize, device))
-            if is_auto:  # else whoever gave the initializer may load the rest
+            if is_auto:  # the author of an initializer may load the rest later
                 check_initialized(modules_of(module))
             _load_shards(values, unit.buckets, groups, device)
             _put_parameters(module, {entry.name: entry.parameter for entry in module.parameters})
@@ -68,16 +73,17 @@ def materialize(
 def _load_shards(
     values: dict[str, torch.Tensor], buckets: list[Bucket], groups: ProcessGroups, device: torch.device
 ) -> None:
-    """Shard whole values, rank 0's where ranks disagree.
+    """Load shards of whole values, with rank 0's where ranks differ. Collective.
 
-    Cost: one small object gather, and a broadcast of every parameter that differs.
+    Cost:
+        One gather of a small object, and a broadcast of every parameter that differs.
     """
-    everyone = gather_objects({name: fingerprint(value) for name, value in values.items()})
+    fingerprints = gather_objects({name: fingerprint(value) for name, value in values.items()})
     for bucket in buckets:
         for position, region in enumerate(bucket.layout.param_slices):
             value = values[region.name].to(device)
             if groups.world_group is not None and any(
-                other[region.name] != everyone[0][region.name] for other in everyone
+                by_name[region.name] != fingerprints[0][region.name] for by_name in fingerprints
             ):
                 value = value.clone()
                 groups.world_group.broadcast(value, region.name)
@@ -85,10 +91,12 @@ def _load_shards(
 
 
 def fingerprint(value: torch.Tensor) -> tuple[int, int]:
-    """Two numbers that differ when tensors differ, except by a rare coincidence: sums of words, modulo 2**64.
+    """A fingerprint of a tensor's bits: plain and weighted sum of its words mod 2**64.
+
+    Different tensors have equal fingerprints only by a rare coincidence.
 
     Cost:
-        Memory: 256 MiB, whatever the tensor's size. The device is waited for once.
+        Memory: 256 MiB for a tensor of any size. One synchronization with the device.
     """
     flat = value.detach().reshape(-1)
     words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
@@ -102,24 +110,37 @@ def fingerprint(value: torch.Tensor) -> tuple[int, int]:
 
 
 def initialized_values(unit: UnitSpec, initializer: Initializer, device: torch.device) -> dict[str, torch.Tensor]:
-    """Give what is on the meta device of one unit memory and values; whole parameters, by name.
+    """Allocate and initialize the tensors of one unit that are on the meta device.
 
-    The random generators must have the same state on all ranks. Modules that have values keep them.
+    Buffers stay in their modules. Modules with values keep them. The random generators must have the same state on all
+    ranks.
+
+    Args:
+        unit: Unit to initialize.
+        initializer: Function that initializes one module.
+        device: Device of the new tensors.
+
+    Returns:
+        The whole parameters that were on the meta device, by name.
     """
     modules = modules_of(unit)
-    missing = [entry for entry in unit.parameters if entry.parameter.is_meta]
-    with_values = {module for entry in unit.parameters if not entry.parameter.is_meta for module, _ in entry.locations}
-    unfilled = [module for module in modules if any(b is not None and b.is_meta for b in module._buffers.values())]
-    if not missing and not unfilled:
+    meta_params = [entry for entry in unit.parameters if entry.parameter.is_meta]
+    modules_with_values = {
+        module for entry in unit.parameters if not entry.parameter.is_meta for module, _ in entry.locations
+    }
+    modules_with_meta_buffers = [
+        module for module in modules if any(b is not None and b.is_meta for b in module._buffers.values())
+    ]
+    if not meta_params and not modules_with_meta_buffers:
         return {}
-    values = {entry.name: empty_sentinel_like(entry.parameter, device) for entry in missing}
+    values = {entry.name: empty_sentinel_like(entry.parameter, device) for entry in meta_params}
     _put_parameters(unit, {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()})
-    for module in unfilled:
+    for module in modules_with_meta_buffers:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = empty_sentinel_like(buffer, device)
     for module in reversed(modules):
-        if module not in with_values:
+        if module not in modules_with_values:
             initializer(module)
     return values
 
@@ -132,12 +153,12 @@ def _put_parameters(unit: UnitSpec, parameters: dict[str, nn.Parameter]) -> None
 
 
 def modules_of(unit: UnitSpec) -> list[nn.Module]:
-    """Modules whose parameters or buffers belong to the unit, in module order; without those of inner units."""
+    """Modules with parameters or buffers of the unit, not of inner ones, in order."""
     from_parameters = {module for entry in unit.parameters for module, _ in entry.locations}
     inner = {module for child in unit.inner for module in child.modules()}
     return [module for module in unit.module.modules() if module in from_parameters or module not in inner]
 
 
 def shared_seed() -> int:
-    """Rank 0's next random seed, on every rank."""
+    """Rank 0's next random seed, on every rank. Collective."""
     return gather_objects(int(torch.randint(0, 2**62, ()).item()))[0]

@@ -1,6 +1,6 @@
-"""Can this model be sharded at all?
+"""Validation of a model and of the arguments of `shard()`.
 
-Everything that would fail later, on one rank or in silence, is refused here, on every rank alike.
+A model that would fail later, on one rank or without an error, raises here on every rank.
 """
 
 from __future__ import annotations
@@ -21,29 +21,32 @@ _MARK = "_mics_sharded"
 def target_device(device: torch.device | str) -> torch.device:
     """The device to train on.
 
+    Args:
+        device: Argument of `shard()`; ``"auto"`` is this rank's GPU if the process group serves CUDA, else the CPU.
+
     Raises:
-        ConfigError: A device that the process group cannot serve.
+        ConfigError: The backend of the process group does not serve the device.
     """
     backend = dist.get_backend()
     serves_cuda = torch.cuda.is_available() and ("nccl" in backend or backend in ("undefined", "fake"))
     if device == "auto":
-        found = torch.device("cuda" if serves_cuda and backend != "fake" else "cpu")
+        target = torch.device("cuda" if serves_cuda and backend != "fake" else "cpu")
     else:
-        found = torch.device(device)
-    if found.type == "cuda" and serves_cuda and found.index is None:
-        found = _own_gpu()
-    if found.type != "cpu" and not (found.type == "cuda" and serves_cuda):
+        target = torch.device(device)
+    if target.type == "cuda" and serves_cuda and target.index is None:
+        target = _local_gpu()
+    if target.type != "cpu" and not (target.type == "cuda" and serves_cuda):
         raise ConfigError(
-            f"`device={found}` cannot be used with the process group backend {backend!r} on this machine. Use NCCL for "
-            "CUDA and gloo for the CPU."
+            f"`device={target}` cannot be used with the process group backend {backend!r} on this machine. Use NCCL "
+            "for CUDA, or gloo for the CPU."
         )
-    return found
+    return target
 
 
-def _own_gpu() -> torch.device:
-    """The GPU of this rank: of the process group, else what was made current, else by the number on the node.
+def _local_gpu() -> torch.device:
+    """The GPU of this rank: the process group's, the current one, or by `LOCAL_RANK`.
 
-    A current device 0 is taken for the default: `LOCAL_RANK` decides, among the devices that the process can see.
+    A current device 0 counts as the default. Then `LOCAL_RANK` decides among the devices that the process can see.
     """
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None and bound.type == "cuda":
@@ -54,21 +57,27 @@ def _own_gpu() -> torch.device:
     return torch.device("cuda", current)
 
 
-def check_initializer(given: object) -> None:
-    """Refuse words that mean nothing.
+def check_initializer(initializer: object) -> None:
+    """Raise for an `initializer` of `shard()` with no meaning.
 
     Raises:
-        ConfigError: Neither "auto" nor something to call.
+        ConfigError: It is neither ``"auto"`` nor callable.
     """
-    if given != "auto" and not callable(given):
-        raise ConfigError(f"`initializer={given!r}` is neither 'auto' nor a function of a module. Use one of them.")
+    if initializer != "auto" and not callable(initializer):
+        raise ConfigError(
+            f"`initializer={initializer!r}` is neither 'auto' nor callable. Use 'auto', or a function of a module."
+        )
 
 
 def check_model(module: nn.Module, target: torch.device) -> None:
-    """Refuse what cannot be sharded.
+    """Raise for a model that cannot be sharded.
+
+    Args:
+        module: Model to shard.
+        target: Device to train on.
 
     Raises:
-        ConfigError: Naming the first parameter or module in the way, and what to do.
+        ConfigError: A parameter or module is not supported. The error names the first one and the remedy.
     """
     for name, child in module.named_modules():
         if hasattr(child, _MARK):
@@ -77,12 +86,12 @@ def check_model(module: nn.Module, target: torch.device) -> None:
             )
         if getattr(child, "sparse", False) is True and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             raise ConfigError(
-                f"`{name}` makes sparse gradients, which cannot be reduced into shards. Build it with `sparse=False`."
+                f"`{name}` makes sparse gradients, which cannot be reduce-scattered. Build it with `sparse=False`."
             )
         if getattr(child, "max_norm", None) is not None and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             raise ConfigError(
-                f"`{name}` renormalizes the rows that a batch looks up (`max_norm={child.max_norm}`): other ones on "
-                "each rank, so that ranks would no longer have the same parameters. Build it without `max_norm` and "
+                f"`{name}` renormalizes the rows that a batch looks up (`max_norm={child.max_norm}`). Each rank has "
+                "another batch, so parameters would diverge between ranks. Build it without `max_norm` and "
                 "renormalize after `optimizer.step()`, under `torch.no_grad()`: `weight.mul_((max_norm / "
                 "weight.norm(dim=1, keepdim=True).clamp(min=1e-7)).clamp(max=1))`."
             )
@@ -92,15 +101,15 @@ def check_model(module: nn.Module, target: torch.device) -> None:
 
 def _check_parameter(name: str, parameter: nn.Parameter, target: torch.device) -> None:
     if isinstance(parameter, DTensor):
-        raise ConfigError(f"`{name}` is a DTensor: something else has sharded this model. Shard the plain model.")
+        raise ConfigError(f"`{name}` is a DTensor, so this model is sharded already. Shard the plain model.")
     if type(parameter) is not nn.Parameter:
         raise ConfigError(
-            f"`{name}` is a {type(parameter).__name__}, not a plain parameter. Initialise or unwrap the model before "
+            f"`{name}` is a {type(parameter).__name__}, not a plain parameter. Initialize or unwrap the model before "
             "`shard()`."
         )
     if parameter.requires_grad and parameter.is_complex():
         raise ConfigError(
-            f"`{name}` is complex, which reductions do not support. Keep its real and imaginary parts as two "
+            f"`{name}` is complex. Reductions do not support complex dtypes. Keep its real and imaginary parts as two "
             "parameters."
         )
     if parameter.requires_grad and not parameter.is_floating_point():
@@ -110,30 +119,30 @@ def _check_parameter(name: str, parameter: nn.Parameter, target: torch.device) -
         )
     if parameter.device.type not in ("meta", "cpu") and parameter.device != target:
         raise ConfigError(
-            f"`{name}` is on {parameter.device}, but this rank trains on {target}. Move the model there, or leave it "
-            "on the CPU or meta device."
+            f"`{name}` is on {parameter.device}, but this rank trains on {target}. Move the model to {target}, or "
+            "leave it on the CPU or meta device."
         )
     if parameter.layout is not torch.strided:
-        raise ConfigError(f"`{name}` has layout {parameter.layout}. Only dense parameters can be sharded.")
+        raise ConfigError(f"`{name}` has layout {parameter.layout}. Make it dense (`torch.strided`).")
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ConfigError(
-            f"`{name}` has gradient hooks, which would never run on its shards. Remove them, or hook the module "
-            "instead."
+            f"`{name}` has gradient hooks, which would never run on its shards. Remove them, or register a hook on the "
+            "module."
         )
 
 
 def model_fingerprint(module: nn.Module) -> str:
-    """A short text that is equal on two ranks when their models have the same parameters, in the same order."""
+    """A short text, equal on ranks with the same parameters in the same order."""
     lines = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in module.named_parameters()]
     return f"{len(lines)} parameters, digest {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
 
 
 def count_meta_tensors(module: nn.Module) -> str:
-    """How much of the model has no values yet."""
+    """The number of tensors on the meta device, as a text."""
     num = sum(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     return f"{num} parameters and buffers without values"
 
 
 def mark_sharded(module: nn.Module, handle: object) -> None:
-    """Remember on the module that it is sharded; keeps `handle` alive as long as the model."""
+    """Mark a module as sharded, and keep `handle` alive as long as the module."""
     object.__setattr__(module, _MARK, handle)

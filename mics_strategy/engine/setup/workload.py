@@ -1,4 +1,4 @@
-"""What has to be placed, and on what: a model's parameters by kind, and the memory of a rank."""
+"""Inputs for choosing a preset: parameters by kind, and the memory of a rank."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 def workload_from_units(modules: list[UnitSpec], config: ShardConfig, memory_bytes: int) -> Workload:
-    """What has to be placed.
+    """The workload of one rank: parameters by kind, slots and memory.
 
     Args:
-        modules: The units, with their parameters.
-        config: For the dtypes, and the number of units that are gathered ahead.
-        memory_bytes: Of one rank.
+        modules: Units with their parameters, the root first.
+        config: Configuration with the dtypes and the number of prefetched units.
+        memory_bytes: Memory of one rank.
     """
     numels: Counter[tuple[torch.dtype, bool]] = Counter()
     units_bytes = []
     for module in modules:
-        of_unit = [(e.parameter.numel(), e.parameter.dtype, e.parameter.requires_grad) for e in module.parameters]
-        for numel, dtype, is_trained in of_unit:
+        unit_params = [(e.parameter.numel(), e.parameter.dtype, e.parameter.requires_grad) for e in module.parameters]
+        for numel, dtype, is_trained in unit_params:
             numels[dtype, is_trained] += numel
-        units_bytes.append(sum(numel * config.param_dtype_of(dtype).itemsize for numel, dtype, _ in of_unit))
+        units_bytes.append(sum(numel * config.param_dtype_of(dtype).itemsize for numel, dtype, _ in unit_params))
     root, *layers = units_bytes
     return Workload(
         kinds=tuple(
@@ -49,7 +49,7 @@ def workload_from_units(modules: list[UnitSpec], config: ShardConfig, memory_byt
 
 
 def device_memory_bytes(device: torch.device, ranks_per_node: int) -> int:
-    """Memory of one rank: its GPU's, or its part of the machine's."""
+    """Memory of one rank: all of its GPU, or its share of the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node

@@ -96,7 +96,7 @@ def test_a_trial_does_not_reach_what_the_author_counts(caplog: pytest.LogCapture
     (kind,) = made
     assert (kind.calls(), kind.of_class, kind.seen, steps_seen, shapes_seen) == (0, 0, {}, 0, [])
     assert vars(optimizer)["of_instance"] == 0
-    assert "Counting is not known; steps on small tensors" in caplog.text
+    assert "Counting is not known. A dry run on small tensors" in caplog.text
     assert "the class itself" not in caplog.text
 
 
@@ -181,4 +181,4 @@ def test_a_trial_leaves_everything_as_it_was(make: Callable[[list[nn.Parameter]]
 def test_an_optimizer_that_cannot_be_tried_is_said_to_be_trusted(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert reach(Stubborn) == [UpdateLocality.ELEMENTWISE]
-    assert "Stubborn could not be tried" in caplog.text
+    assert "The dry run of Stubborn on small tensors failed" in caplog.text

@@ -440,8 +440,8 @@ def adopt_only(ctx: RankContext, run: Run, make: Make) -> None:
     ("make", "optimizer_layout", "message"),
     [
         (Lamb, "rows", "Lamb needs whole tensors.*optimizer_layout='tensors'.*optimizer='none'"),
-        (Clipping, "rows", "Clipping updates a tensor by what other tensors hold.*optimizer='none'"),
-        (Clipping, "tensors", "Clipping updates a tensor by what other tensors hold.*optimizer='none'"),
+        (Clipping, "rows", "Clipping couples parameters.*depended on other tensors.*optimizer='none'"),
+        (Clipping, "tensors", "Clipping couples parameters.*depended on other tensors.*optimizer='none'"),
         (torch.optim.LBFGS, "tensors", "LBFGS needs whole tensors of all parameters together"),
     ],
     ids=["whole-on-rows", "all-on-rows", "all-on-tensors", "LBFGS"],
