@@ -57,8 +57,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="layout",
         claim="padding is cleared in every row",
-        old="found.append(table[:, rest:end])",
-        new="found.append(table[:1, rest:end])",
+        old="views.append(table[:, end_of_piece:end])",
+        new="views.append(table[:1, end_of_piece:end])",
         tests=("tests/engine/test_layout.py",),
     ),
     Mutation(
@@ -74,7 +74,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="order",
         claim="a unit is gathered once between two steps",
-        old="max(self._num_given, self._positions[unit.index] + 1)",
+        old="max(self._num_taken, self._positions[unit.index] + 1)",
         new="self._positions[unit.index] + 1",
         tests=(
             "tests/engine/test_order.py",
@@ -85,7 +85,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="order",
         claim="ranks agree on the order that they have run",
-        old="merged.insert(place, index)",
+        old="merged.insert(position, index)",
         new="merged.append(index)",
         tests=(
             "tests/engine/test_order.py",
@@ -369,8 +369,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="algorithms",
         claim="a sum is added where that is asked for",
-        old="if accumulate or index:",
-        new="if index:",
+        old="pending.wait_recv(index)\n                if accumulate or index:",
+        new="pending.wait_recv(index)\n                if index:",
         tests=(
             "tests/comm/test_communicator.py",
             "tests/comm/test_route.py",
@@ -400,8 +400,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="plan",
         claim="the exchange of used parameters is planned",
-        old="num_bytes = (num_parameters + 1) * USAGE_DTYPE.itemsize",
-        new="num_bytes = num_parameters * USAGE_DTYPE.itemsize",
+        old="usage_numel(num_parameters) * USAGE_DTYPE.itemsize",
+        new="num_parameters * USAGE_DTYPE.itemsize",
         tests=(
             "tests/engine/test_plan.py",
             "tests/engine/test_plan_arithmetic.py",
@@ -410,8 +410,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="plan",
         claim="units that a rank does not run are reduced",
-        old="if self.scopes.params == 1:",
-        new="if self.scopes.params == 0:",
+        old="return scopes.params == 1 or scopes.grads == 1",
+        new="return scopes.params == 0",
         tests=(
             "tests/engine/test_plan.py",
             "tests/engine/test_unused.py",
@@ -442,8 +442,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="zero copy",
         claim="a gradient is copied out of its own place",
-        old="rows[:, region.offset : region.offset + region.chunk_numel].reshape(-1)",
-        new="rows[:, : region.chunk_numel].reshape(-1)",
+        old="table[:, param_slice.offset : param_slice.offset + param_slice.chunk_numel].reshape(-1)",
+        new="table[:, : param_slice.chunk_numel].reshape(-1)",
         tests=(
             "tests/engine/test_coalesce.py",
             "tests/engine/test_zero_copy_reduce.py",
