@@ -13,6 +13,8 @@ from mics_strategy.planner.cost import ParameterKind, state_bytes
 from mics_strategy.scopes import Scopes
 from tests.ranks import RankContext, RankPool
 
+pytestmark = pytest.mark.wide
+
 DOCS = Path(__file__).parents[1] / "docs"
 PRESETS: dict[str, Any] = runpy.run_path(str(DOCS / "presets.py"))
 STATES = ("optimizer shards", "parameter shards", "secondary parameter shards", "unsharded parameters", "gradients")
