@@ -27,6 +27,8 @@ from tests.engine.training import (
 from tests.models import Case
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
+pytestmark = pytest.mark.wide(every=2)
+
 WEIGHT = 0.1
 STEPS = 4
 EVALUATION = 50  # a step whose batches no training sees

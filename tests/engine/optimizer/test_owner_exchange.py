@@ -77,6 +77,7 @@ def plain_with(run: Run, world_size: int, make: Make) -> dict[str, Tensor]:
     return train_reference(case.build(), batches, make, loss_fn=case.loss, missing_grads_are_zero=False).parameters
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(
     "case", [*(case for case in models.ALL if case is not models.unused), unused_alike], ids=lambda case: case.__name__
 )
@@ -88,6 +89,7 @@ def test_every_model_trains_as_plain(ranks: RankPool, case: Callable[[], models.
             assert_same(found, expected, 1e-5)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_muon_steps_as_in_one_process(ranks: RankPool, accumulation: int) -> None:
     """To the tolerance of its own arithmetic, which is bf16: see the exact test below."""
@@ -98,6 +100,7 @@ def test_muon_steps_as_in_one_process(ranks: RankPool, accumulation: int) -> Non
             assert_same(found, expected, 2e-3)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", ["zero1", "zero3", "zeropp", "paro-nig"])
 def test_muon_with_codecs_stays_near_and_the_same_on_all_ranks(ranks: RankPool, preset: str) -> None:
     codec = Codec(bits=8, block_size=32)
@@ -145,6 +148,7 @@ def exact() -> models.Case:
     return models.Case(build=build, batch=batch, loss=lambda model, batch: model(batch["x"]), units=(Product,))
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("make", [partial(Muon, lr=0.05), adafactor, Lamb], ids=["Muon", "Adafactor", "Lamb"])
 def test_equal_gradients_give_bitwise_equal_training(ranks: RankPool, make: Make) -> None:
     runs = [Run(case=exact, config=layout(preset), steps=4, accumulation=2) for preset in PRESETS]
@@ -154,6 +158,7 @@ def test_equal_gradients_give_bitwise_equal_training(ranks: RankPool, make: Make
             assert_identical(found, expected)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(("nodes", "per_node"), REAL)
 def test_every_chain_trains_as_plain(ranks: RankPool, nodes: int, per_node: int) -> None:
     configs = [config.replace(optimizer_layout="tensors") for config in chains(nodes, per_node)]

@@ -28,6 +28,8 @@ from tests.engine.training import Run, forget_meshes, presets, start, whole
 from tests.models import Case
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
+pytestmark = pytest.mark.wide(every=2)
+
 PRESETS = ("ddp", "zero1", "zero2", "mics", "paro-iig")
 MakeOptimizer = Callable[..., Optimizer]
 
