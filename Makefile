@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: venv test test-engine test-rest gpu demo lint clean
+.PHONY: venv test test-engine test-rest test-slow test-slow-engine test-slow-rest test-all gpu demo lint clean
 
 venv: $(STAMP)
 
@@ -12,15 +12,34 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 # Two halves side by side, each with ranks of its own: alone, either leaves half of two cores idle.
+TEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+ENGINE = tests/engine tests/comm
+REST = tests --ignore=tests/engine --ignore=tests/comm
+
 test: venv
-	@echo "Two halves of the tests run side by side; each tells what it found when it ends."
+	@echo "Two halves of the fast tier run side by side; each tells what it found when it ends."
 	@$(MAKE) --jobs=2 --output-sync=target test-engine test-rest
 
 test-engine: venv
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/engine tests/comm
+	$(TEST) -m "not slow" $(ENGINE)
 
 test-rest: venv
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests --ignore=tests/engine --ignore=tests/comm
+	$(TEST) -m "not slow" $(REST)
+
+# Launchers, interpreters, kills, benchmarks and the wide products of parameters.
+test-slow: venv
+	@echo "Two halves of the slow tier run side by side; each tells what it found when it ends."
+	@$(MAKE) --jobs=2 --output-sync=target test-slow-engine test-slow-rest
+
+test-slow-engine: venv
+	$(TEST) -m slow $(ENGINE)
+
+test-slow-rest: venv
+	$(TEST) -m slow $(REST)
+
+test-all:
+	$(MAKE) test
+	$(MAKE) test-slow
 
 # On a machine with a GPU and a CUDA build of torch, in the Python that has it: nothing is installed.
 OUT ?= gpu-results

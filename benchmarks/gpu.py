@@ -60,11 +60,11 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
         return [value] * world_size
 
     with ExitStack() as stack:
-        for module in ("comm.process_groups", "engine.step", "engine.setup.materialize"):
+        for module in ("comm.process_groups", "engine.api", "engine.step", "engine.setup.materialize"):
             stack.enter_context(mock.patch(f"mics_strategy.{module}.gather_objects", everyone_alike))
         # Nobody sends the others', which make the sums 0.
         stack.enter_context(mock.patch.object(ProcessGroups, "desync_digest", 0))
-        stack.enter_context(mock.patch("mics_strategy.engine.replica_check.digest_weight", return_value=0))
+        stack.enter_context(mock.patch("mics_strategy.engine.rank_agreement.digest_weight", return_value=0))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         try:
             yield

@@ -118,17 +118,25 @@ class Scopes:
         routes = [self.routes(role) for role in ("param_all_gather", "param_sync")]
         return any(sized is not None and sized.hierarchical.is_quantized for sized in routes)
 
-    def span_of(self, role: str) -> Span:
-        """The span of the collectives of one of `ROLES`."""
-        inner, outer = {
+    @property
+    def has_secondary(self) -> bool:
+        """Whether a forward leaves a secondary copy of the parameters for the backward."""
+        return self.secondary < self.params
+
+    def degrees_of(self, role: str) -> tuple[int, int]:
+        """The degrees between which the collectives of one of `ROLES` work, the smaller one first."""
+        return {
             "param_all_gather": (1, self.params),
-            "secondary_all_gather": (1, self.secondary if self.secondary < self.params else 1),
+            "secondary_all_gather": (1, self.secondary if self.has_secondary else 1),
             "param_sync": (self.params, self.optimizer),
             "grad_reduce_scatter": (1, self.grads),
             "second_hop_reduce_scatter": (self.grads, self.optimizer),
             "second_hop_all_reduce": (self.optimizer, self.world_size),
         }[role]
-        return self.span(inner, outer)
+
+    def span_of(self, role: str) -> Span:
+        """The span of the collectives of one of `ROLES`."""
+        return self.span(*self.degrees_of(role))
 
     def routes(self, role: str) -> SizedRoutes | None:
         """The routes of one of `ROLES`; None where its span is one rank."""

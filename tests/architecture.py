@@ -19,15 +19,24 @@ MAX_PARAMETERS = 6
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
     (
-        *("config", "topology", "scopes", "comm.route", "comm.traffic", "tuning.threshold", "comm.codecs"),
-        *("engine.layout", "engine.lifecycle", "engine.plan", "engine.optimizer.owners"),
+        *(
+            "config",
+            "topology",
+            "scopes",
+            "comm.route",
+            "comm.traffic",
+            "comm.traffic_log",
+            "tuning.threshold",
+            "comm.codecs",
+        ),
+        *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule", "engine.optimizer.owners"),
         *("planner.cost", "checkpoint.manifest", "checkpoint.reshard"),
     ),
     ("comm", "tuning.cache", "tuning.autotune"),
     ("engine", "tuning"),
     ("checkpoint",),
     ("",),
-    ("lightning", "accelerate", "cli", "run", "launch_file", "memory_report"),
+    ("lightning", "accelerate", "cli", "run", "launch_file"),
     ("autoload",),
 )
 PURE_LAYER = 1
@@ -46,7 +55,6 @@ MAY_NAME_PRIMITIVES: dict[str, tuple[str, ...]] = {
     "comm/transport.py": ("*",),
     "comm/full_tensor.py": ("all_gather",),
     "comm/consensus.py": OBJECTS,
-    "comm/process_groups.py": OBJECTS,
     "topology.py": OBJECTS,
     "checkpoint/*": OBJECTS,
     "lightning/*": OBJECTS,
@@ -59,7 +67,7 @@ PRIMITIVES = (
 )
 PRIMITIVE_MODULES = ("torch.distributed._functional_collectives", "torch.distributed.nn")
 GROUP_MAKERS = ("new_group", "new_subgroups*", "split_group", "init_device_mesh")
-GROUPS_MADE_IN = "comm/process_groups.py"
+GROUPS_MADE_IN = "comm/resources.py"
 ONE_DOCSTRING = (  # in __init__.py
     *("comm", "comm.codecs", "comm.peer_memory", "tuning", "planner"),
     *("engine", "engine.setup", "engine.optimizer", "checkpoint"),

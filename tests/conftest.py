@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -20,11 +21,38 @@ import torch.distributed as dist
 
 from tests.ranks import RankPool
 from tests.seeds import seed_generators
+from tests.shared_jobs import Batches, SharedJobs, siblings
+from tests.tiers import is_interpreter, outside_fast_tier
 
 _pool = pytest.StashKey[RankPool]()
+_batches = pytest.StashKey[dict[tuple[str, str], Batches]]()
 
 # Set by libraries on first use, for the rest of the process, without consequence for other tests.
 ENVIRONMENT_OF_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_")
+
+
+_interpreters: list[str] = []  # started by this process since the present test began
+
+
+def _note_interpreters(event: str, args: tuple[object, ...]) -> None:
+    if event == "subprocess.Popen" and is_interpreter(args[1]):
+        _interpreters.append(str(args[1]))
+
+
+sys.addaudithook(_note_interpreters)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what a `wide` product of parameters leaves out of the fast tier."""
+    for item in outside_fast_tier(items):
+        item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures of a module or a session start interpreters
+def pytest_runtest_setup() -> None:
+    """Forget the interpreters of the test before."""
+    _interpreters.clear()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -44,9 +72,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture
-def ranks(pytestconfig: pytest.Config) -> RankPool:
-    """`ranks(4, fn, *args, ranks_per_node=2)`: see `RankPool.__call__`."""
-    return pytestconfig.stash[_pool]
+def ranks(request: pytest.FixtureRequest) -> RankPool | SharedJobs:
+    """`ranks(4, fn, *args, ranks_per_node=2)`: see `RankPool.__call__`; cases of a test marked `one_job` share jobs."""
+    item, stash = request.node, request.config.stash
+    if not (item.get_closest_marker("one_job") and hasattr(item, "callspec")):
+        return stash[_pool]
+    batches = stash.setdefault(_batches, {})
+    of_test = item.parent.nodeid, item.originalname
+    if of_test not in batches:
+        batches[of_test] = Batches(stash[_pool], siblings(item))
+    return SharedJobs(stash[_pool], batches[of_test], item)
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +113,14 @@ def _leaves_no_threads() -> Iterator[None]:
     left = [t.name for t in threading.enumerate() if t not in before and not t.daemon]
     if left:
         pytest.fail(f"the test left threads running: {left}")
+
+
+@pytest.fixture(autouse=True)
+def _starts_no_interpreter_in_the_fast_tier(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    marks = {mark.name for mark in request.node.iter_markers()}
+    if _interpreters and not marks & {"slow", "interpreter"}:
+        pytest.fail(f"the test starts interpreters, so it is slow: mark it. Started: {_interpreters}")
 
 
 @pytest.fixture(autouse=True)

@@ -92,11 +92,7 @@ def _run(job: Job) -> Reply:
             fn, args = pickle.loads(job.call)
             if job.default_group:
                 _init_group(job)
-            with (
-                nullcontext()
-                if job.calibrates
-                else mock.patch("mics_strategy.comm.process_groups.autotune", _undecided)
-            ):
+            with nullcontext() if job.calibrates else mock.patch("mics_strategy.engine.api.autotune", _undecided):
                 value = fn(job.ctx, *args)
         except BaseException as error:  # reported to the test, SystemExit too
             return Reply(failure=Failure.of(error).portable())
@@ -104,7 +100,7 @@ def _run(job: Job) -> Reply:
             if job.default_group:
                 dist.barrier()
                 dist.destroy_process_group()
-                _forget_meshes()
+                forget_meshes()
             _check_nothing_left(threads)
         except Exception as error:  # reported to the test
             return Reply(value=value, cleanup_failure=Failure.of(error).portable())
@@ -133,7 +129,7 @@ def _init_group(job: Job) -> None:
     ready.wait([str(rank) for rank in range(ctx.world_size)], timeout)
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """Empty DTensor's caches, which know meshes by their ranks and would give the next job groups that are gone."""
     _clear_sharding_prop_cache()
     _gen_transform_infos.cache_clear()

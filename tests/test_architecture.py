@@ -40,6 +40,7 @@ def test_top_level_entries_are_known() -> None:
     assert architecture.check_top_level(line.split("/")[0] for line in listed.splitlines()) == []
 
 
+@pytest.mark.interpreter
 def test_importing_the_package_loads_no_framework() -> None:
     code = (
         "import importlib.util, sys\n"
@@ -153,10 +154,10 @@ GOOD: list[tuple[Check, str, str]] = [
     (architecture.check_primitives, "comm/transport.py", "import torch.distributed as d\nd.all_reduce(x)"),
     (
         architecture.check_primitives,
-        "comm/process_groups.py",
+        "comm/consensus.py",
         "import torch.distributed as d\nd.all_gather_object(x, y)",
     ),
-    (architecture.check_primitives, "comm/process_groups.py", "import torch.distributed as d\nd.new_group([0])"),
+    (architecture.check_primitives, "comm/resources.py", "import torch.distributed as d\nd.new_group([0])"),
     (architecture.check_primitives, "engine/api.py", "comm.reduce_scatter(x)\ncomm.all_gather(x)"),
     (architecture.check_sizes, "errors.py", f"class A:\n  def f(self, {PARAMETERS}, *args): ..."),
     (architecture.check_sizes, "errors.py", f"class A:\n  @override\n  def f(self, {PARAMETERS}, g): ..."),

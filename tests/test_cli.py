@@ -59,6 +59,7 @@ def test_damage_ends_the_command(ranks: RankPool, tmp_path: Path, capsys: pytest
     assert "is not a finished checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_export_from_a_shell(ranks: RankPool, tmp_path: Path) -> None:
     expected = saved(ranks, tmp_path / "step-2")
     command = [str(Path(sys.executable).parent / "mics"), "export", str(tmp_path / "step-2"), str(tmp_path / "hf")]

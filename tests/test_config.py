@@ -118,6 +118,7 @@ def test_description_differs_where_the_configuration_does() -> None:
     assert {name for name in first if first[name] != second[name]} == {"topology", "prefetch"}
 
 
+@pytest.mark.slow
 def test_description_is_equal_in_processes_with_other_hash_seeds() -> None:
     code = "from mics_strategy import ShardConfig; print(ShardConfig().describe())"
     texts = set()

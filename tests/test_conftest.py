@@ -1,13 +1,15 @@
-"""Does the police see what a test leaves behind?"""
+"""Does the police see what a test leaves behind, and what is in the wrong tier?"""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 OFFENDERS = """
-import os, threading, time, warnings
-import torch, torch.distributed as dist
+import os, subprocess, sys, threading, time, warnings
+import pytest, torch, torch.distributed as dist
 
 def test_environment(): os.environ["LEFT_BEHIND"] = "1"
 def test_nothing_1(): assert "LEFT_BEHIND" not in os.environ
@@ -19,11 +21,21 @@ def test_num_threads(): torch.set_num_threads(3)
 def test_grad_mode(): torch.set_grad_enabled(False)
 def test_nothing_3(): assert torch.zeros((), requires_grad=True).add(1).requires_grad
 def test_warning(): warnings.warn("odd")
+def test_interpreter(): subprocess.run([sys.executable, "-c", ""])
+def test_nothing_4(): subprocess.run(["true"])
+@pytest.mark.slow
+def test_slow_interpreter(): subprocess.run([sys.executable, "-c", ""])
+@pytest.mark.wide
+@pytest.mark.parametrize("letter", "xyz")
+@pytest.mark.parametrize(("number", "word"), [(1, "odd"), (2, "even")])
+def test_diagonal_is_fast(letter, number, word, request):
+    assert (letter + word not in ("xodd", "yeven", "zodd")) == bool(request.node.get_closest_marker("slow"))
 def test_job(ranks): assert ranks(2, len_of_path) == [2, 2]
 def len_of_path(ctx): return dist.get_world_size()
 """
 
 
+@pytest.mark.slow
 def test_every_offender_is_caught_and_no_other_test(tmp_path: Path) -> None:
     file = tmp_path / "test_offenders.py"
     file.write_text(OFFENDERS)
@@ -34,5 +46,7 @@ def test_every_offender_is_caught_and_no_other_test(tmp_path: Path) -> None:
     caught = {line.split("::")[1] for line in lines if line.startswith(("ERROR ", "FAILED "))}
     assert caught == {
         *("test_environment", "test_thread", "test_group", "test_dtype", "test_num_threads"),
-        *("test_grad_mode", "test_warning"),
+        *("test_grad_mode", "test_warning", "test_interpreter"),
     }, run.stdout
+    passed = {line.split("::")[1] for line in lines if line.startswith("PASSED ")}
+    assert sum(name.startswith("test_diagonal_is_fast[") for name in passed) == 6

@@ -124,6 +124,7 @@ def _portions() -> list[tuple[int, int, list[ShardConfig]]]:
     return portions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "per_node", "configs"), _portions())
 def test_chains_of_simulated_ranks_train_as_plain(
     ranks: RankPool, nodes: int, per_node: int, configs: list[ShardConfig]

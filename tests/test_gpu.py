@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.gpu,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),

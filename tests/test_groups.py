@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.comm.process_groups import new_group
+from mics_strategy.comm.resources import new_group
 from mics_strategy.comm.transport import timeout_of
 from tests.ranks import RankContext, RankPool
 
@@ -19,7 +19,9 @@ def timeouts_of_all_groups(ctx: RankContext) -> set[float]:
     dist.init_process_group("gloo", rank=ctx.rank, world_size=ctx.world_size, timeout=timeout)
     sharded = shard(nn.Linear(4, 4), ShardConfig.preset("mics", topology=Topology(ranks_per_node=ctx.ranks_per_node)))
     ours = sharded._groups
-    groups = [transport.group for transport in ours._transports] + ours.trainable_placement.device_mesh.get_all_groups()
+    groups = [
+        transport.group for transport in ours.resources._transports
+    ] + ours.trainable_placement.device_mesh.get_all_groups()
     assert len(groups) > 5
     found = {timeout_of(group, "cpu").total_seconds() for group in groups}
     del sharded, ours, groups
@@ -37,8 +39,8 @@ def test_nccl_gives_reductions_a_stream_of_high_priority() -> None:
         mock.patch.object(dist, "new_group", lambda *_, **options: made.append(options)),
         mock.patch.object(dist, "group", SimpleNamespace(WORLD=None)),
         mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), create=True),
-        mock.patch("mics_strategy.comm.process_groups.timeout_of", return_value=timedelta(seconds=7)),
-        mock.patch("mics_strategy.comm.process_groups.backend_of", return_value="nccl"),
+        mock.patch("mics_strategy.comm.resources.timeout_of", return_value=timedelta(seconds=7)),
+        mock.patch("mics_strategy.comm.resources.backend_of", return_value="nccl"),
     ):
         for urgent in (True, False):
             new_group([0, 1], "test", "cuda", urgent=urgent)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from mics_strategy.comm.process_groups import new_group
+from mics_strategy.comm.resources import new_group
 from tests import models
 from tests.ranks import RankContext, RankError, raises_on_every_rank, simulate
 from tests.reference import train_reference

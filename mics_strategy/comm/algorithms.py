@@ -16,24 +16,23 @@ import torch
 from typing_extensions import override
 
 from mics_strategy.comm.codecs.quantizer import Quantizer
-from mics_strategy.comm.transport import Transport, as_one_view
+from mics_strategy.comm.transport import as_one_view
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
 if TYPE_CHECKING:
     from mics_strategy.comm.codecs.format import Codec
+    from mics_strategy.comm.transport import BackendTransport, GlooTransport, Transport
 
 Completion = Callable[[], None]  # waits for the stage, and puts its result in place
 SumCompletion = Callable[[torch.Tensor, bool], None]  # the same for a sum: the output, and whether to add to it
 
 
 class GroupAlgorithm(Protocol):
-    """One stage of a collective inside one group.
+    """One stage of a collective inside one group."""
 
-    Attributes:
-        transport: Transport of the group.
-    """
-
-    transport: Transport
+    @property
+    def transport(self) -> Transport:
+        """Transport of the group."""
 
     def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
         """Bytes of workspace for `start_all_gather` of `numel` elements from each rank."""
@@ -128,6 +127,11 @@ class BackendAlgorithm(PlainAlgorithm):
 
     The backend adds in the wire dtype, in an unspecified order.
     """
+
+    transport: BackendTransport
+
+    def __init__(self, transport: BackendTransport, workspace: Workspace) -> None:
+        super().__init__(transport, workspace)
 
     @override
     def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
@@ -232,14 +236,14 @@ class RingAlgorithm:
     Partial sums are sent in the wire dtype, and a narrow one rounds them at every rank.
 
     Args:
-        transport: Transport of the group; point to point.
+        transport: Transport of the group.
         workspace: Scratch memory for received pieces.
 
     Source:
         PaRO (arXiv:2310.06003) section 3.3, the ring that HO-Ring is compared with.
     """
 
-    def __init__(self, transport: Transport, workspace: Workspace) -> None:
+    def __init__(self, transport: GlooTransport, workspace: Workspace) -> None:
         self.transport = transport
         self._workspace = workspace
         ranks = transport.fingerprint.ranks

@@ -20,7 +20,7 @@ from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
 if TYPE_CHECKING:
     from mics_strategy.comm.queue import CollectiveQueue
-    from mics_strategy.comm.transport import Transport
+    from mics_strategy.comm.transport import BackendTransport
 
 
 class RowViews:
@@ -74,7 +74,7 @@ class CoalescedCommunicator:
     """
 
     def __init__(
-        self, route: routes.Route, transports: list[Transport], queue: CollectiveQueue, workspace: Workspace
+        self, route: routes.Route, transports: list[BackendTransport], queue: CollectiveQueue, workspace: Workspace
     ) -> None:
         self._route = route
         self._inter, self._intra = transports[0], transports[1] if len(transports) > 1 else None

@@ -106,7 +106,7 @@ class ControlGroup:
         return value
 
     def _as_work(self, label: str, work: BackendWork) -> Work:
-        if self.transport.is_point_to_point:
+        if self.transport.blocks_host:
             ranks = frozenset(self.transport.fingerprint.ranks)
             work = WatchedWork(work, self._watchdog, self._watchdog.record("peers", label, "", ranks))
         return Work(f"{label} over {self.transport.description}", [work], on_failure=self._watchdog.explain)

@@ -40,6 +40,11 @@ class ReplicaRandom:
         self._devices = [device] if device.type == "cuda" else []
         self.num_draws = 0
 
+    def for_shard(self, index: int) -> ReplicaRandom:
+        """Seeds of the same job for another shard."""
+        devices = self._devices or [torch.device("cpu")]
+        return ReplicaRandom(self._seed, index, devices[0])
+
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Seed the generators inside, and restore their states afterwards.

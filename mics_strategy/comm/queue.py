@@ -26,19 +26,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from mics_strategy.comm.algorithms import (
-    BackendAlgorithm,
-    GroupAlgorithm,
-    PlainAlgorithm,
-    QuantizedAlgorithm,
-    RingAlgorithm,
-)
-from mics_strategy.comm.route import Algorithm, Hop, HopTraffic, Route
 from mics_strategy.comm.work import BackendWork, Work, as_communication_error
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.comm.desync import DesyncWatchdog, OpId
+    from mics_strategy.comm.route import HopTraffic, Route
     from mics_strategy.comm.traffic_log import TrafficLog
     from mics_strategy.comm.transport import Transport
     from mics_strategy.comm.workspace import Workspace
@@ -236,15 +229,6 @@ class RouteBinding:
     transports: list[Transport]
     ranks: frozenset[int]
     watchdog: DesyncWatchdog
-
-
-def make_algorithm(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> GroupAlgorithm:
-    """The algorithm for one hop of a route."""
-    if hop.codec is not None:
-        return QuantizedAlgorithm(transport, workspace, hop.codec, device)
-    if hop.algorithm is Algorithm.RING and transport.is_point_to_point:
-        return RingAlgorithm(transport, workspace)
-    return (BackendAlgorithm if device.type == "cuda" else PlainAlgorithm)(transport, workspace)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,12 @@
-"""Transport of tensors within one process group.
+"""Transport of tensors within one process group, one class for each kind of backend.
 
 The only module that calls torch's communication primitives.
 
-On gloo, pieces are sent point to point. Every receive is posted before the first send, into its destination, so that
-nothing is copied and nothing allocated (gloo's own all-gather has a hidden copy of the full tensor; its own
-reduce-scatter is an all-reduce and sends twice as much). Other backends, such as NCCL, use torch's collectives.
+`GlooTransport` sends pieces point to point. `BackendTransport` uses torch's collectives, on NCCL and others.
+
+On gloo, every receive is posted before the first send, into its destination, so that nothing is copied and nothing
+allocated (gloo's own all-gather has a hidden copy of the full tensor; its own reduce-scatter is an all-reduce and sends
+twice as much).
 
 A piece has a tag made from its collective. So the data of one collective never arrives in the memory of another when
 ranks diverge, and gloo, which ends the process on a message of the wrong size, never receives one.
@@ -14,14 +16,16 @@ Ranks of one node that can read one another's memory do not use gloo (see `peer_
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # DTensor imports it later, and then its default arguments keep the default group alive
 from torch.distributed.constants import default_pg_timeout
+from typing_extensions import override
 
 from mics_strategy.comm.desync import CollectiveFingerprint
 from mics_strategy.comm.peer_memory import connection
@@ -72,23 +76,25 @@ class PendingExchange:
         self._sends = []
 
 
-class Transport:
-    """One process group and its communication primitives.
+class Transport(ABC):
+    """One process group and its communication primitives, over one backend.
 
     Args:
         group: Process group, its ranks in the order of their shard index.
         axis: Names of the mesh axes that the group spans.
-        device_type: Device type of the tensors.
 
     Attributes:
+        blocks_host: Whether a wait for a work blocks the CPU, so that a thread runs collectives and a watchdog
+            watches them. Otherwise the backend orders them on a stream, or has finished at once.
         size: Ranks of the group.
         index: Index of this rank in the group.
         description: Axes and ranks as text, for errors.
         fingerprint: Fingerprint of the group's collectives.
-        is_point_to_point: Whether this class sends pieces itself, which it does on gloo.
     """
 
-    def __init__(self, group: dist.ProcessGroup, axis: str, device_type: str) -> None:
+    blocks_host: ClassVar[bool]
+
+    def __init__(self, group: dist.ProcessGroup, axis: str) -> None:
         self.group = group
         self.size = group.size()
         self.index = group.rank()
@@ -96,34 +102,8 @@ class Transport:
         ranks = dist.get_process_group_ranks(group)
         self.description = f"{axis} (ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})"
         self.fingerprint = CollectiveFingerprint(ranks=tuple(ranks), index=self.index)
-        self.is_point_to_point = is_gloo(group, device_type)
-        self._others = [(self.index + step) % self.size for step in range(1, self.size)]
-        self._connections: dict[int, PeerConnection] = {}
 
-    def enable_peer_memory(self) -> None:
-        """Let the ranks, all of one node, read one another's memory if each can.
-
-        Collective; nothing is in flight.
-
-        Cost:
-            That of `peer_memory.connection.handshake`. None where gloo is not in use.
-        """
-        if self.is_point_to_point:
-            timeout = timeout_of(self.group, "cpu")
-            self._connections = connection.handshake(
-                self.fingerprint.ranks, self.index, self._gather_handshakes, timeout
-            )
-
-    @property
-    def has_peer_memory(self) -> bool:
-        """Whether the ranks read one another's memory."""
-        return bool(self._connections)
-
-    def _gather_handshakes(self, values: torch.Tensor) -> torch.Tensor:
-        rows = values.new_zeros(self.size, values.numel())
-        self.all_gather(list(rows), values, _HANDSHAKE_TAG).wait()
-        return rows
-
+    @abstractmethod
     def all_gather(self, rows: list[torch.Tensor], shard: torch.Tensor, tag: int) -> PendingExchange:
         """Put every rank's `shard` into its row, this rank's as well.
 
@@ -135,16 +115,138 @@ class Transport:
         Cost:
             (size - 1) * n sent.
         """
+
+    @abstractmethod
+    def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
+        """Send every rank its row of `outgoing`, and receive one from each.
+
+        Args:
+            incoming: [n] for each rank, contiguous; this rank's own row is undefined afterwards.
+            outgoing: [n] for each rank, contiguous, same dtype.
+            tag: Tag of the collective, the same on all ranks.
+
+        Cost:
+            (size - 1) * n sent.
+        """
+
+    @abstractmethod
+    def enable_peer_memory(self) -> None:
+        """Let the ranks, all of one node, read one another's memory if the backend has a use for it and each can.
+
+        Collective; nothing is in flight.
+        """
+
+    @abstractmethod
+    def barrier(self, tag: int) -> None:
+        """Block until all ranks have reached one collective that the backend would start without a tag.
+
+        Args:
+            tag: Tag of the collective, the same on all ranks.
+        """
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Fail the collectives for which a thread of this process may wait, on the group's other ranks as well."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> BackendWork:
+        """Sum `tensor` over the ranks in place, in its dtype.
+
+        Every rank ends with the same bits.
+        """
+        work: BackendWork = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return work
+
+    def all_to_all(
+        self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int]
+    ) -> BackendWork:
+        """Exchange pieces of any sizes, in elements."""
+        work: BackendWork = dist.all_to_all_single(out, full, out_numels, full_numels, group=self.group, async_op=True)
+        return work
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> BackendWork:
+        """Copy the contiguous tensor of rank `source` to all ranks, in place."""
+        work: BackendWork = dist.broadcast(as_wire_dtype(tensor), group=self.group, group_src=source, async_op=True)
+        return work
+
+    def broadcast_object(self, value: T, source: int) -> T:
+        """Return the object of rank `source` on all ranks."""
+        values = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=source)
+        return values[0]
+
+    def all_reduce_scalar(self, value: torch.Tensor, *, is_max: bool) -> BackendWork:
+        """The sum or the maximum of a tensor over the ranks, in place."""
+        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        work: BackendWork = dist.all_reduce(value, op=op, group=self.group, async_op=True)
+        return work
+
+    def close(self) -> None:
+        """Destroy the group. Not collective; nothing may be in flight."""
+        if dist.is_initialized():
+            with suppress(ValueError):  # of a default group that is gone
+                dist.destroy_process_group(self.group)
+        del self.group
+
+
+class GlooTransport(Transport):
+    """Messages from point to point over gloo, or reads of the peers' memory."""
+
+    blocks_host = True
+
+    def __init__(self, group: dist.ProcessGroup, axis: str) -> None:
+        super().__init__(group, axis)
+        self._others = [(self.index + step) % self.size for step in range(1, self.size)]
+        self._connections: dict[int, PeerConnection] = {}
+
+    @override
+    def enable_peer_memory(self) -> None:
+        """See `Transport.enable_peer_memory`. Cost: that of `peer_memory.connection.handshake`."""
+        timeout = timeout_of(self.group, "cpu")
+        self._connections = connection.handshake(self.fingerprint.ranks, self.index, self._gather_handshakes, timeout)
+
+    @property
+    def has_peer_memory(self) -> bool:
+        """Whether the ranks read one another's memory."""
+        return bool(self._connections)
+
+    def _gather_handshakes(self, values: torch.Tensor) -> torch.Tensor:
+        rows = values.new_zeros(self.size, values.numel())
+        self.all_gather(list(rows), values, _HANDSHAKE_TAG).wait()
+        return rows
+
+    @override
+    def all_gather(self, rows: list[torch.Tensor], shard: torch.Tensor, tag: int) -> PendingExchange:
         local_row = rows[self.index]
         if shard.data_ptr() != local_row.data_ptr():
             local_row.copy_(shard)
-        if self.is_point_to_point:
-            return self._post_p2p(rows, [local_row] * self.size, tag)
-        rows, local_row = [as_wire_dtype(row) for row in rows], as_wire_dtype(local_row)
-        out = as_one_view(rows)
-        if out is not None:
-            return self._as_pending(_all_gather(out, local_row, group=self.group, async_op=True))
-        return self._as_pending(dist.all_to_all(rows, [local_row] * self.size, group=self.group, async_op=True))
+        return self._post(rows, [local_row] * self.size, tag)
+
+    @override
+    def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
+        return self._post(incoming, outgoing, tag)
+
+    def _post(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
+        if not outgoing[self.index].numel():
+            return PendingExchange({}, [])
+        recvs: dict[int, BackendWork] = {}
+        for index in reversed(self._others):
+            recvs[index] = self.recv(incoming[index], index, tag)
+        return PendingExchange(recvs, [self.send(outgoing[index], index, tag) for index in self._others])
+
+    def send(self, tensor: torch.Tensor, dest: int, tag: int) -> BackendWork:
+        """Send to the rank of index `dest`, or let it read."""
+        if self._connections:
+            return self._connections[dest].post_send(tensor, tag)
+        return self.group.send([tensor], dest, tag)
+
+    def recv(self, tensor: torch.Tensor, source: int, tag: int) -> BackendWork:
+        """Receive from the rank of index `source`.
+
+        Messages of one tag arrive in the order of their sends.
+        """
+        if self._connections:
+            return self._connections[source].post_recv(tensor, tag)
+        return self.group.recv([tensor], source, tag)
 
     def all_gather_into(self, rows: list[ScatterTarget], shard: torch.Tensor, tag: int) -> PendingExchange:
         """Scatter every rank's `shard` into the target of its row. Needs peer memory.
@@ -187,131 +289,25 @@ class Transport:
         }
         return PendingExchange(recvs, sends)
 
-    def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
-        """Send every rank its row of `outgoing`, and receive one from each.
-
-        Args:
-            incoming: [n] for each rank, contiguous; this rank's own row is undefined afterwards.
-            outgoing: [n] for each rank, contiguous, same dtype.
-            tag: Tag of the collective, the same on all ranks.
-
-        Cost:
-            (size - 1) * n sent.
-        """
-        if self.is_point_to_point:
-            return self._post_p2p(incoming, outgoing, tag)
-        full, received = as_one_view(outgoing), as_one_view(incoming)
-        if full is not None and received is not None:
-            return self._as_pending(dist.all_to_all_single(received, full, group=self.group, async_op=True))
-        return self._as_pending(dist.all_to_all(incoming, outgoing, group=self.group, async_op=True))
-
-    def send(self, tensor: torch.Tensor, dest: int, tag: int) -> BackendWork:
-        """Send to the rank of index `dest`, or let it read. Needs point-to-point messages."""
-        if self._connections:
-            return self._connections[dest].post_send(tensor, tag)
-        return self.group.send([tensor], dest, tag)
-
-    def recv(self, tensor: torch.Tensor, source: int, tag: int) -> BackendWork:
-        """Receive from the rank of index `source`.
-
-        Messages of one tag arrive in the order of their sends.
-        """
-        if self._connections:
-            return self._connections[source].post_recv(tensor, tag)
-        return self.group.recv([tensor], source, tag)
-
-    def _post_p2p(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
-        if not outgoing[self.index].numel():
-            return PendingExchange({}, [])
-        recvs: dict[int, BackendWork] = {}
-        for index in reversed(self._others):
-            recvs[index] = self.recv(incoming[index], index, tag)
-        return PendingExchange(recvs, [self.send(outgoing[index], index, tag) for index in self._others])
-
+    @override
     def barrier(self, tag: int) -> None:
-        """Block until all ranks have reached one collective.
-
-        Used before gloo's own collectives, which have no tags.
+        """See `Transport.barrier`.
 
         Each rank receives from those 1, 2, 4, ... places before it, each of which has received from others by then.
 
-        Args:
-            tag: Tag of the collective, the same on all ranks.
-
         Cost:
-            Empty messages, one after the other: log2(size), rounded up. None where gloo is not in use.
+            Empty messages, one after the other: log2(size), rounded up.
         """
         step = 1
-        while self.is_point_to_point and step < self.size:
+        while step < self.size:
             recv = self.group.recv([torch.empty(0)], (self.index - step) % self.size, tag)
             self.group.send([torch.empty(0)], (self.index + step) % self.size, tag).wait()
             recv.wait()
             step *= 2
 
-    def _as_pending(self, work: Any) -> PendingExchange:
-        return PendingExchange(dict.fromkeys(range(self.size), work), [])
-
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> BackendWork:
-        """Sum every rank's `full` in its dtype, and keep this rank's slice.
-
-        The order of the sum is unspecified. For NCCL.
-        """
-        work: BackendWork = _reduce_scatter(out, full, group=self.group, async_op=True)
-        return work
-
-    def all_gather_coalesced(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> BackendWork:
-        """All-gather several tensors in one launch, [size * n] each.
-
-        They are in the order of the ranks. Not for gloo.
-        """
-        outs, shards = [as_wire_dtype(out) for out in outs], [as_wire_dtype(shard) for shard in shards]
-        work: BackendWork = self.group.allgather_into_tensor_coalesced(outs, shards)
-        return work
-
-    def reduce_scatter_coalesced(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> BackendWork:
-        """Reduce-scatter several tensors in one launch, see `reduce_scatter`.
-
-        Not for gloo.
-        """
-        work: BackendWork = self.group.reduce_scatter_tensor_coalesced(outs, fulls)
-        return work
-
-    def all_reduce(self, tensor: torch.Tensor) -> BackendWork:
-        """Sum `tensor` over the ranks in place, in its dtype.
-
-        Every rank ends with the same bits.
-        """
-        work: BackendWork = dist.all_reduce(tensor, group=self.group, async_op=True)
-        return work
-
-    def all_to_all(
-        self, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, full_numels: list[int]
-    ) -> BackendWork:
-        """Exchange pieces of any sizes, in elements."""
-        work: BackendWork = dist.all_to_all_single(out, full, out_numels, full_numels, group=self.group, async_op=True)
-        return work
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> BackendWork:
-        """Copy the contiguous tensor of rank `source` to all ranks, in place."""
-        work: BackendWork = dist.broadcast(as_wire_dtype(tensor), group=self.group, group_src=source, async_op=True)
-        return work
-
-    def broadcast_object(self, value: T, source: int) -> T:
-        """Return the object of rank `source` on all ranks."""
-        values = [value]
-        dist.broadcast_object_list(values, group=self.group, group_src=source)
-        return values[0]
-
-    def all_reduce_scalar(self, value: torch.Tensor, *, is_max: bool) -> BackendWork:
-        """The sum or the maximum of a tensor over the ranks, in place."""
-        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-        work: BackendWork = dist.all_reduce(value, op=op, group=self.group, async_op=True)
-        return work
-
+    @override
     def cancel(self) -> None:
-        """Fail all collectives in flight in the group, on its other ranks as well.
-
-        For gloo.
+        """See `Transport.cancel`.
 
         Nothing else wakes a thread that waits for a message which will never come. When the interpreter ends while
         such a thread waits, the process is aborted.
@@ -322,24 +318,83 @@ class Transport:
             with suppress(RuntimeError):  # intended: a receive that times out closes the connections of its group
                 self.group.recv([torch.empty(1)], other, 2**31 - 1).wait(timedelta(milliseconds=1))
 
+    @override
     def close(self) -> None:
-        """Destroy the group. Not collective; nothing may be in flight."""
         for peer in self._connections.values():
             peer.close()
-        if dist.is_initialized():
-            with suppress(ValueError):  # of a default group that is gone
-                dist.destroy_process_group(self.group)
-        del self.group
+        super().close()
+
+
+class BackendTransport(Transport):
+    """Torch's collectives, of NCCL or any other backend than gloo. They need no tags."""
+
+    blocks_host = False
+
+    @override
+    def enable_peer_memory(self) -> None:
+        """Nothing: the backend chooses its own way inside a node."""
+
+    @override
+    def barrier(self, tag: int) -> None:
+        """Nothing: the backend matches collectives by their order on its stream."""
+
+    @override
+    def cancel(self) -> None:
+        """Nothing: no thread waits."""
+
+    @override
+    def all_gather(self, rows: list[torch.Tensor], shard: torch.Tensor, tag: int) -> PendingExchange:
+        local_row = rows[self.index]
+        if shard.data_ptr() != local_row.data_ptr():
+            local_row.copy_(shard)
+        rows, local_row = [as_wire_dtype(row) for row in rows], as_wire_dtype(local_row)
+        out = as_one_view(rows)
+        if out is not None:
+            return self._as_pending(_all_gather(out, local_row, group=self.group, async_op=True))
+        return self._as_pending(dist.all_to_all(rows, [local_row] * self.size, group=self.group, async_op=True))
+
+    @override
+    def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
+        full, received = as_one_view(outgoing), as_one_view(incoming)
+        if full is not None and received is not None:
+            return self._as_pending(dist.all_to_all_single(received, full, group=self.group, async_op=True))
+        return self._as_pending(dist.all_to_all(incoming, outgoing, group=self.group, async_op=True))
+
+    def _as_pending(self, work: Any) -> PendingExchange:
+        return PendingExchange(dict.fromkeys(range(self.size), work), [])
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> BackendWork:
+        """Sum every rank's `full` in its dtype, and keep this rank's slice.
+
+        The order of the sum is unspecified.
+        """
+        work: BackendWork = _reduce_scatter(out, full, group=self.group, async_op=True)
+        return work
+
+    def all_gather_coalesced(self, outs: list[torch.Tensor], shards: list[torch.Tensor]) -> BackendWork:
+        """All-gather several tensors in one launch, [size * n] each.
+
+        They are in the order of the ranks.
+        """
+        outs, shards = [as_wire_dtype(out) for out in outs], [as_wire_dtype(shard) for shard in shards]
+        work: BackendWork = self.group.allgather_into_tensor_coalesced(outs, shards)
+        return work
+
+    def reduce_scatter_coalesced(self, outs: list[torch.Tensor], fulls: list[torch.Tensor]) -> BackendWork:
+        """Reduce-scatter several tensors in one launch, see `reduce_scatter`."""
+        work: BackendWork = self.group.reduce_scatter_tensor_coalesced(outs, fulls)
+        return work
+
+
+def make_transport(group: dist.ProcessGroup, axis: str, device_type: str) -> Transport:
+    """The transport of a group for tensors of one device type; see `Transport`."""
+    is_gloo = device_type == "cpu" and backend_of(group, device_type) == "gloo"
+    return (GlooTransport if is_gloo else BackendTransport)(group, axis)
 
 
 def as_wire_dtype(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor, only to copy it, in a dtype of every backend."""
     return tensor if tensor.dtype in _CARRIED else tensor.view(-1).view(torch.uint8)
-
-
-def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether gloo moves the tensors of this device."""
-    return device_type == "cpu" and backend_of(group, device_type) == "gloo"
 
 
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str | None:

@@ -12,8 +12,9 @@ from torch import nn
 from mics_strategy.comm.codecs.format import LARGEST_BOUND_BLOCK
 from mics_strategy.comm.consensus import check_equal_across_ranks, gather_objects, run_on_all_ranks
 from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.comm.resources import CommResources
 from mics_strategy.config import ShardConfig
-from mics_strategy.engine.autograd_entry import wrap_autograd
+from mics_strategy.engine.autograd import wrap_autograd
 from mics_strategy.engine.build import BuildContext, add_sharded_parameters, build_engine, build_units
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.hooks import install
@@ -26,7 +27,7 @@ from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.presets import choose_preset, with_scopes_of
 from mics_strategy.scopes import Scopes, resolve_scopes, unused_codecs
-from mics_strategy.tuning.autotune import report
+from mics_strategy.tuning.autotune import autotune, report
 
 if TYPE_CHECKING:
     from mics_strategy.engine.setup.initialize import Initializer
@@ -123,12 +124,14 @@ def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
 
 
 def _make_groups(scopes: Scopes, device: torch.device) -> ProcessGroups:
-    """The process groups of this job. Rank 0 prints the results of measurements."""
-    groups = ProcessGroups(scopes, device)
-    tuning_report = report(groups.tuning_results)
-    if groups.rank == 0 and tuning_report:
+    """Make the process groups of this job, after tuning. Rank 0 prints what was measured."""
+    resources = CommResources(scopes.world_size, device)
+    results = autotune(scopes, resources)
+    tuning_report = report(results)
+    if resources.rank == 0 and tuning_report:
         print(tuning_report, flush=True)
-    return groups
+    thresholds = {(result.collective, result.span): result.from_bytes for result in results}
+    return ProcessGroups(scopes.with_tuning(thresholds), resources, seed=gather_objects(torch.initial_seed())[0])
 
 
 def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, initializer: Initializer | str) -> Sharded:

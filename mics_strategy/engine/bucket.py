@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from mics_strategy.comm.placement import digest
-from mics_strategy.engine.saved_versions import SavedVersions, UnshardedParameter
-from mics_strategy.engine.zero_copy_gather import plan_in_place_gather
+from mics_strategy.engine.autograd import SavedVersions, UnshardedParameter
+from mics_strategy.engine.zero_copy import plan_in_place_gather
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:

@@ -19,13 +19,12 @@ from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.layout import make_layout
 from mics_strategy.engine.memory import MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
 from mics_strategy.engine.parameter import make_sharded_parameter
+from mics_strategy.engine.rank_agreement import DesyncCheck, ReplicaCheck, usage_numel
 from mics_strategy.engine.reducer import Reducer, ReducerBuffers, second_hop_bytes
-from mics_strategy.engine.replica_check import ReplicaCheck
 from mics_strategy.engine.step import Engine, OverlapPolicy
 from mics_strategy.engine.streams import OpStream, Streams
 from mics_strategy.engine.unit import GatherResources, Unit
-from mics_strategy.engine.used_params import DesyncCheck, usage_numel
-from mics_strategy.engine.zero_copy_gather import coalesced_comm_for
+from mics_strategy.engine.zero_copy import coalesced_comm_for
 from mics_strategy.tuning import coalesce
 
 if TYPE_CHECKING:

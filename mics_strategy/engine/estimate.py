@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.comm.resources import CommResources
 from mics_strategy.engine.build import BuildContext, add_sharded_parameters, build_engine, build_units
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.units import UnitRule, find_units
@@ -88,7 +89,8 @@ def estimate_memory(
     scopes = resolve_scopes(config.replace(topology=topology), topology, world_size)
     modules, memory = find_units(model, units), MemoryTracker()
     with _fake_process_group(world_size), torch.no_grad():
-        context = BuildContext(config=config, groups=ProcessGroups(scopes, "cpu"), device=_META, memory=memory)
+        groups = ProcessGroups(scopes, CommResources(world_size, "cpu"), seed=0)
+        context = BuildContext(config=config, groups=groups, device=_META, memory=memory)
         built_units = build_units(modules, context)
         add_sharded_parameters(built_units, modules, context)
         build_engine(built_units, modules, context)

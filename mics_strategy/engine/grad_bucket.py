@@ -29,7 +29,7 @@ from mics_strategy.engine.lifecycle import (
     transition,
 )
 from mics_strategy.engine.parameter import grad_as_dtensor
-from mics_strategy.engine.zero_copy_reduce import plan_in_place_reduce
+from mics_strategy.engine.zero_copy import plan_in_place_reduce
 
 if TYPE_CHECKING:
     from mics_strategy.comm.work import Work

@@ -13,14 +13,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mics_strategy.comm.consensus import run_on_all_ranks
 from mics_strategy.engine import state_dict as state
-from mics_strategy.engine.engine_link import EngineLink
+from mics_strategy.engine.hooks import EngineLink
 from mics_strategy.engine.module_buffers import ModuleBuffers
 from mics_strategy.engine.optimizer import norm
 from mics_strategy.engine.optimizer.step import StepHooks, adopt
 from mics_strategy.engine.optimizer.target import OptimizerTarget
-from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, plan_step
-from mics_strategy.engine.plan_report import TrafficRow, compare, unit_plan_of
+from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, TrafficRow, compare, plan_step
 from mics_strategy.engine.setup import guards
+from mics_strategy.engine.unit import unit_plan_of
 from mics_strategy.errors import ConfigError, LifecycleError
 
 if TYPE_CHECKING:

@@ -18,10 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
+    from mics_strategy.engine.bucket import Bucket
     from mics_strategy.engine.grad_bucket import GradBucket
     from mics_strategy.engine.order import ForwardCall
     from mics_strategy.engine.step import Engine
     from mics_strategy.engine.unit import Unit
+
 
 T = TypeVar("T")
 _MAX_DEPTH = 3  # of objects in attributes of objects
@@ -164,3 +166,39 @@ def _attributes(thing: object) -> list[object]:
     slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
     values = [getattr(thing, name, None) for name in slots if name not in ("__dict__", "__weakref__")]
     return [*values, *getattr(thing, "__dict__", {}).values()]
+
+
+class EngineLink:
+    """The owner of the parameters of one bucket; weakly, as `hooks` explains.
+
+    Args:
+        engine: Of the model.
+        bucket: Of the parameters.
+        gradient: Of the bucket; None where it is frozen.
+    """
+
+    def __init__(self, engine: Engine, bucket: Bucket, gradient: GradBucket | None) -> None:
+        self._engine = weakref.ref(engine)
+        self._bucket = weakref.ref(bucket)
+        self._gradient = None if gradient is None else weakref.ref(gradient)
+
+    def finish_gradients(self) -> None:
+        """See `GradientOwner`."""
+        engine = self._engine()
+        if engine is not None:
+            engine.finish_gradients()
+
+    def clear_gradient(self, position: int) -> None:
+        """See `GradientOwner`."""
+        engine, gradient = self._engine(), None if self._gradient is None else self._gradient()
+        if engine is not None and gradient is not None:
+            engine.reducer.clear(gradient, position)
+
+    def unsharded(self, position: int) -> nn.Parameter | None:
+        """See `GradientOwner`."""
+        bucket = self._bucket()
+        return None if bucket is None else bucket.unsharded_params[position]
+
+    def belongs_to(self, engine: Engine) -> bool:
+        """Whether it is that engine's."""
+        return self._engine() is engine

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from mics_strategy.engine.saved_versions import UnshardedParameter
+from mics_strategy.engine.autograd import UnshardedParameter
 from mics_strategy.errors import LifecycleError
 
 _ALIGN_BYTES = 64

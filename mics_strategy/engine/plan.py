@@ -1,9 +1,7 @@
-"""In what order do units move in one step?
+"""The plan of a training step: every collective, with its axis, dtype, bytes and phase.
 
-The plan of a training step is arithmetic: from the order of the units, the scopes and the slots follows every
-collective, with its axis, dtype, bytes and moment. The engine never reads the plan; both follow the same
-rules, and the tests compare what the engine issued with what is planned here. The simulator prices this same
-plan.
+The plan is arithmetic: it follows from the order of the units, the scopes and the slots. The engine does not read it.
+Both ask the same rules (`schedule`) which collective is due, and tests compare what the engine issued with the plan.
 
 Pure.
 """
@@ -11,7 +9,7 @@ Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,18 +17,36 @@ import torch
 
 from mics_strategy.comm.route import HopTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
 from mics_strategy.comm.traffic import ALL_REDUCE, ALL_TO_ALL, SENT_BYTES
+from mics_strategy.engine.schedule import (
+    USAGE_DTYPE,
+    ParamVersions,
+    full_numel,
+    needs_unshard,
+    reduces_every_unit,
+    reduction_order,
+    second_hop_order,
+    usage_numel,
+)
 
 if TYPE_CHECKING:
+    from mics_strategy.comm.traffic_log import IssuedCollective
     from mics_strategy.engine.layout import BucketLayout
     from mics_strategy.engine.optimizer.owners import OwnerAssignment
     from mics_strategy.scopes import Scopes
 
-USAGE_DTYPE = torch.int32
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:
-    """What of a bucket matters for its traffic. `has_gradients` is False while all its parameters are frozen."""
+    """Properties of a bucket that its traffic depends on.
+
+    Attributes:
+        layout: Layout of its parameters.
+        param_dtype: Dtype of all-gathers.
+        wire_dtype: Dtype of gradients on the wire.
+        sum_dtype: Dtype in which gradients are accumulated.
+        trainable: Whether it has gradient memory.
+        has_gradients: Whether any of its parameters requires a gradient now.
+    """
 
     layout: BucketLayout
     param_dtype: torch.dtype
@@ -42,7 +58,7 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitPlan:
-    """What of a unit matters for its traffic. Units with equal `slot` take turns in it."""
+    """Properties of a unit that its traffic depends on. Units with the same `slot` share its memory."""
 
     name: str
     slot: int
@@ -51,7 +67,7 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedPlan:
-    """What of a bucket matters that has tensors which an optimizer updates whole, on the rank of shard `index`."""
+    """Properties of a bucket with tensors that their owners update; this rank has the shard `index`."""
 
     name: str
     assignment: OwnerAssignment
@@ -61,13 +77,13 @@ class OwnedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOrder:
-    """What one optimizer step looks like.
+    """Order of units and number of micro-steps of one optimizer step.
 
     Attributes:
         forward: Units in the order in which a forward enters them.
         backward: Units in the order in which the backward needs their parameters.
         num_micro_steps: Forwards and backwards per step.
-        second_hop_every_backward: Whether the second hop is not left to the step.
+        second_hop_every_backward: Whether gradients are finished after every backward instead of before the step.
     """
 
     forward: tuple[int, ...]
@@ -122,19 +138,19 @@ class Plan:
         )
 
 
-def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepOrder, whole: tuple[OwnedPlan, ...] = ()) -> Plan:
-    """Plan one optimizer step in steady state: the step before has run the same way.
+def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepOrder, owned: tuple[OwnedPlan, ...] = ()) -> Plan:
+    """Plan one optimizer step in steady state, after a step of the same order.
 
-    What `hierarchical="auto"` has left open because no job has measured it is planned in two stages.
+    Collectives with `hierarchical="auto"` that no job has measured yet are planned in two stages.
 
     Args:
-        units: By index; the root is the first.
+        units: Units by index; the root is the first.
         scopes: Ranks and axes of every model state.
         shape: Orders and number of micro-steps.
-        whole: Tensors that optimizers update whole.
+        owned: Buckets with tensors that their owners update.
     """
-    planner = _Planner(units, scopes)
-    for _ in range(2):  # the first leaves slots as a step leaves them
+    planner = _Planner(scopes, [_UnitState(unit, [_BucketState(b, scopes) for b in unit.buckets]) for unit in units])
+    for _ in range(2):  # the first pass leaves slots and versions as a step leaves them
         planner.planned.clear()
         planner.begin_step()
         for micro_step in range(shape.num_micro_steps):
@@ -144,113 +160,186 @@ def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepOrder, who
                 planner.second_hop(shape.backward)
         if not shape.second_hop_every_backward:
             planner.second_hop(shape.backward)
-        planner.update(whole)
+        planner.update(owned)
     return Plan(collectives=tuple(planner.planned), num_micro_steps=shape.num_micro_steps)
+
+
+class _BucketState:
+    """Versions of one bucket during the planned steps."""
+
+    def __init__(self, plan: BucketPlan, scopes: Scopes) -> None:
+        self.plan = plan
+        self.version = 0
+        self.versions = ParamVersions(has_secondary=scopes.has_secondary)
+
+
+@dataclass(slots=True)
+class _UnitState:
+    """One unit during the planned steps."""
+
+    plan: UnitPlan
+    buckets: list[_BucketState]
+
+    @property
+    def trainable(self) -> list[BucketPlan]:
+        """Its buckets with gradient memory."""
+        return [bucket for bucket in self.plan.buckets if bucket.trainable]
 
 
 @dataclass(slots=True)
 class _Planner:
-    """The state that decides whether a unit has to travel: who is in which slot, and what is up to date."""
+    """The state that decides which collectives are due: the residents of slots, and versions of buckets."""
 
-    units: tuple[UnitPlan, ...]
     scopes: Scopes
+    units: list[_UnitState]
     planned: list[PlannedCollective] = field(default_factory=list)
     micro_step: int = 0
-    _tenants: dict[int, int] = field(default_factory=dict)
-    _updated: set[BucketPlan] = field(default_factory=set)
-    _secondary: set[BucketPlan] = field(default_factory=set)  # whose forward has left a copy for the backward
+    _residents: dict[int, int] = field(default_factory=dict)
 
     def begin_step(self) -> None:
         """The optimizer has changed every bucket that has gradients."""
-        self._updated = {bucket for bucket in self._updated if not (bucket.trainable and bucket.has_gradients)}
-        self._secondary &= self._updated
+        for bucket in (bucket for unit in self.units for bucket in unit.buckets):
+            bucket.version += bucket.plan.trainable and bucket.plan.has_gradients
 
     def forward_and_backward(self, shape: StepOrder) -> None:
         for index in shape.forward:
             self._unshard(index, "forward")
         for index in shape.backward:
             self._unshard(index, "backward")
-        first_entered = [index for index in dict.fromkeys(shape.forward) if index in shape.backward]
-        if self.scopes.params == 1:  # ranks may run different units, so all are reduced
-            first_entered = list(range(len(self.units)))
-        for index in reversed(first_entered):
-            self._reduce(index)
+        entered: Iterable[int] = (index for index in shape.forward if index in shape.backward)
+        if reduces_every_unit(self.scopes):
+            entered = range(len(self.units))
+        for index in reduction_order(entered):
+            for bucket in self._reduced(index):
+                messages = self._reduce_scatter("grad_reduce_scatter", bucket)
+                self._add(messages, self.units[index].plan.name, "backward")
 
-    def _unshard(self, index: int, moment: str) -> None:
-        unit, scopes = self.units[index], self.scopes
-        if self._tenants.get(unit.slot) == index and self._updated.issuperset(unit.buckets):
+    def _unshard(self, index: int, phase: str) -> None:
+        unit, slot = self.units[index], self.units[index].plan.slot
+        if not needs_unshard(unit.buckets, is_resident=self._residents.get(slot) == index):
             return
-        self._tenants[unit.slot] = index
+        self._residents[slot] = index
         for bucket in unit.buckets:
-            if bucket not in self._updated:
-                self._updated.add(bucket)
-                self._gather("param_sync", bucket, bucket.layout.numel_at(scopes.params), unit.name, moment)
-            from_secondary = moment == "backward" and bucket in self._secondary
-            if scopes.secondary < scopes.params:
-                self._secondary.add(bucket)
-            purpose = "secondary_all_gather" if from_secondary else "param_all_gather"
-            self._gather(purpose, bucket, bucket.layout.full_numel, unit.name, moment)
+            versions, roles = bucket.versions, []
+            if versions.needs_sync(bucket.version):
+                versions.param_shard = bucket.version
+                roles.append("param_sync")
+            roles.append(versions.unshard(for_backward=phase == "backward"))
+            if roles[-1] == "param_all_gather":
+                versions.keep_secondary()
+            for role in roles:
+                self._add(self._all_gather(role, bucket.plan), unit.plan.name, phase)
 
-    def _gather(self, purpose: str, bucket: BucketPlan, numel: int, unit: str, moment: str) -> None:
-        route = self.scopes.route(purpose, numel * bucket.param_dtype.itemsize)
-        if route is not None:
-            self._add(all_gather_traffic(route, numel, bucket.param_dtype), unit, moment)
+    def _all_gather(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
+        numel = full_numel(role, bucket.layout, self.scopes)
+        route = self.scopes.route(role, numel * bucket.param_dtype.itemsize)
+        return [] if route is None else all_gather_traffic(route, numel, bucket.param_dtype)
 
-    def _reduce(self, index: int) -> None:
-        for bucket in self._reduced(index):
-            messages = self._reduction("grad_reduce_scatter", bucket.layout.full_numel, bucket.wire_dtype)
-            self._add(messages, self.units[index].name, "backward")
+    def _reduce_scatter(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
+        numel = full_numel(role, bucket.layout, self.scopes)
+        route = self.scopes.route(role, numel * bucket.wire_dtype.itemsize)
+        return [] if route is None else reduce_scatter_traffic(route, numel, bucket.wire_dtype)
 
-    def _reduction(self, purpose: str, numel: int, wire: torch.dtype) -> list[HopTraffic]:
-        route = self.scopes.route(purpose, numel * wire.itemsize)
-        return reduce_scatter_traffic(route, numel, wire) if route is not None else []
+    def _all_reduce(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
+        numel = full_numel(role, bucket.layout, self.scopes)
+        route = self.scopes.route(role, numel * bucket.wire_dtype.itemsize)
+        return [] if route is None else all_reduce_traffic(route, numel, bucket.wire_dtype, bucket.sum_dtype)
 
-    def second_hop(self, needed: tuple[int, ...]) -> None:
-        scopes = self.scopes
-        world = scopes.span(1, scopes.world_size)
-        num_parameters = sum(
-            len(bucket.layout.param_slices) for index in range(len(self.units)) for bucket in self._trainable(index)
-        )
+    def second_hop(self, backward: tuple[int, ...]) -> None:
+        world = self.scopes.span(1, self.scopes.world_size)
+        num_parameters = sum(len(bucket.layout.param_slices) for unit in self.units for bucket in unit.trainable)
         if num_parameters and world.size > 1:
-            num_bytes = (num_parameters + 1) * USAGE_DTYPE.itemsize
+            num_bytes = usage_numel(num_parameters) * USAGE_DTYPE.itemsize
             usage = HopTraffic(ALL_REDUCE, world.name, world.size, USAGE_DTYPE, num_bytes)
             self._add([usage], "(usage)", "second_hop")
-        for index in sorted(set(needed), reverse=True):
+        for index in second_hop_order(set(backward)):
             for bucket in self._reduced(index):
-                layout, wire = bucket.layout, bucket.wire_dtype
-                messages = self._reduction("second_hop_reduce_scatter", layout.numel_at(scopes.grads), wire)
-                replicas = scopes.route("second_hop_all_reduce", layout.shard_numel * wire.itemsize)
-                if replicas is not None:
-                    messages += all_reduce_traffic(replicas, layout.shard_numel, wire, bucket.sum_dtype)
-                self._add(messages, self.units[index].name, "second_hop")
+                messages = self._reduce_scatter("second_hop_reduce_scatter", bucket)
+                messages += self._all_reduce("second_hop_all_reduce", bucket)
+                self._add(messages, self.units[index].plan.name, "second_hop")
 
-    def update(self, whole: tuple[OwnedPlan, ...]) -> None:
+    def update(self, owned: tuple[OwnedPlan, ...]) -> None:
         span = self.scopes.span(1, self.scopes.optimizer)
-        for bucket in whole:
-            rows, wholes = bucket.assignment.rows_numels(bucket.index), bucket.assignment.whole_numels(bucket.index)
-            for pieces, num_bytes in ((rows, 2 * bucket.dtype.itemsize), (wholes, bucket.dtype.itemsize)):
-                full = sum(pieces) * num_bytes  # values and gradients to the owners; new values back
-                sent = full - pieces[bucket.index] * num_bytes
+        for bucket in owned:
+            rows, fulls = bucket.assignment.rows_numels(bucket.index), bucket.assignment.whole_numels(bucket.index)
+            for numels, num_bytes in ((rows, 2 * bucket.dtype.itemsize), (fulls, bucket.dtype.itemsize)):
+                full_bytes = sum(numels) * num_bytes  # values and gradients to the owners; new values back
+                sent_bytes = full_bytes - numels[bucket.index] * num_bytes
                 self.planned.append(
                     PlannedCollective(
-                        *(ALL_TO_ALL, span.name, span.size, bucket.dtype, full, sent, bucket.name, "update"),
-                        self.micro_step,
+                        collective=ALL_TO_ALL,
+                        axis=span.name,
+                        size=span.size,
+                        dtype=bucket.dtype,
+                        full_bytes=full_bytes,
+                        sent_bytes=sent_bytes,
+                        unit=bucket.name,
+                        phase="update",
+                        micro_step=self.micro_step,
                     )
                 )
 
-    def _reduced(self, index: int) -> Iterator[BucketPlan]:
-        """Buckets that are reduced: where gradients are sharded, those of a unit together, with zeros where need be."""
-        is_together = self.scopes.grads > 1 and any(bucket.has_gradients for bucket in self._trainable(index))
-        return (bucket for bucket in self._trainable(index) if is_together or bucket.has_gradients)
+    def _reduced(self, index: int) -> list[BucketPlan]:
+        """Buckets that are reduced. Sharded gradients of a unit are reduced together, with zeros where none arrived."""
+        buckets = self.units[index].trainable
+        are_together = self.scopes.grads > 1 and any(bucket.has_gradients for bucket in buckets)
+        return [bucket for bucket in buckets if are_together or bucket.has_gradients]
 
-    def _trainable(self, index: int) -> Iterator[BucketPlan]:
-        return (bucket for bucket in self.units[index].buckets if bucket.trainable)
-
-    def _add(self, messages: list[HopTraffic], unit: str, moment: str) -> None:
-        for m in messages:
-            sent = SENT_BYTES[m.collective](m.full_bytes, m.size)
+    def _add(self, messages: list[HopTraffic], unit: str, phase: str) -> None:
+        for message in messages:
             self.planned.append(
                 PlannedCollective(
-                    m.collective, m.axis, m.size, m.dtype, m.full_bytes, sent, unit, moment, self.micro_step
+                    collective=message.collective,
+                    axis=message.axis,
+                    size=message.size,
+                    dtype=message.dtype,
+                    full_bytes=message.full_bytes,
+                    sent_bytes=SENT_BYTES[message.collective](message.full_bytes, message.size),
+                    unit=unit,
+                    phase=phase,
+                    micro_step=self.micro_step,
                 )
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficRow:
+    """One kind of collective over one axis in one optimizer step; bytes are those that this rank sends."""
+
+    axis: str
+    collective: str
+    planned_count: int
+    count: int
+    planned_bytes: int
+    sent_bytes: int
+
+
+def compare(plan: Plan, issued: Counter[IssuedCollective]) -> tuple[TrafficRow, ...]:
+    """The planned and the issued traffic of a step, by axis and collective.
+
+    Args:
+        plan: Plan of the step.
+        issued: Collectives that were issued in the step, with their counts.
+    """
+    planned_count: Counter[tuple[str, str]] = Counter()
+    planned_bytes: Counter[tuple[str, str]] = Counter()
+    for planned in plan.collectives:
+        planned_count[planned.axis, planned.collective] += 1
+        planned_bytes[planned.axis, planned.collective] += planned.sent_bytes
+    count: Counter[tuple[str, str]] = Counter()
+    sent_bytes: Counter[tuple[str, str]] = Counter()
+    for entry, times in issued.items():
+        count[entry.axis, entry.collective] += times
+        sent_bytes[entry.axis, entry.collective] += times * entry.sent_bytes
+    keys = dict.fromkeys([*planned_count, *count])
+    return tuple(
+        TrafficRow(
+            axis=axis,
+            collective=collective,
+            planned_count=planned_count[axis, collective],
+            count=count[axis, collective],
+            planned_bytes=planned_bytes[axis, collective],
+            sent_bytes=sent_bytes[axis, collective],
+        )
+        for axis, collective in keys
+    )

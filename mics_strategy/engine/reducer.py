@@ -21,7 +21,7 @@ from torch import nn
 
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
 from mics_strategy.engine.memory import CachedViews, StagingPool
-from mics_strategy.engine.used_params import DesyncCheck, UsedParamMap
+from mics_strategy.engine.rank_agreement import DesyncCheck, UsedParamMap
 
 if TYPE_CHECKING:
     from mics_strategy.comm.process_groups import ProcessGroups

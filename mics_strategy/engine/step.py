@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from mics_strategy.comm.consensus import gather_objects
-from mics_strategy.engine.double_backward import DoubleBackward
+from mics_strategy.engine.autograd import DoubleBackward
 from mics_strategy.engine.lifecycle import UnitPhase, UnshardState
 from mics_strategy.engine.memory import levels_of
 from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards

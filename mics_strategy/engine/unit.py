@@ -7,7 +7,7 @@ backward, the first ones at the start of the next micro-step) is not gathered ag
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -17,11 +17,13 @@ from torch import nn
 
 from mics_strategy.engine.lifecycle import PHASE_TRANSITIONS, UNSHARD_TRANSITIONS, UnitPhase, UnshardState, transition
 from mics_strategy.engine.memory import CachedViews, Slot, StagingPool
+from mics_strategy.engine.plan import BucketPlan, UnitPlan
 from mics_strategy.engine.streams import Op, OpChain, OpStream, outside_transforms
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.engine.bucket import Bucket
+    from mics_strategy.engine.grad_bucket import GradBucket
     from mics_strategy.engine.parameter import ShardedParameter
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -230,6 +232,31 @@ class Unit:
                 for module, attribute in homes
             ]
         return self._locations
+
+
+def unit_plan_of(unit: Unit, gradients: Iterable[GradBucket], slot: int) -> UnitPlan:
+    """The properties of a unit that the plan of a step depends on.
+
+    Args:
+        unit: The unit; frozen parameters have no gradients now.
+        gradients: Gradients of its trainable buckets.
+        slot: Index of the first unit that is bound to its slot.
+    """
+    gradient_of = {gradient.bucket: gradient for gradient in gradients}
+    buckets = []
+    for bucket in unit.buckets:
+        gradient = gradient_of.get(bucket)
+        buckets.append(
+            BucketPlan(
+                layout=bucket.layout,
+                param_dtype=bucket.spec.param_dtype,
+                wire_dtype=bucket.spec.param_dtype if gradient is None else gradient.wire_dtype,
+                sum_dtype=bucket.spec.param_dtype if gradient is None else gradient.accumulator.dtype,
+                trainable=bucket.spec.trainable,
+                has_gradients=any(sharded.requires_grad for sharded in bucket.sharded_params),
+            )
+        )
+    return UnitPlan(name=unit.name, slot=slot, buckets=tuple(buckets))
 
 
 def check_still_frozen(bucket: Bucket, sharded: ShardedParameter) -> None:

@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 class ShardedModule(nn.Module):
     """Wrapper of a sharded module; its forward is the module's.
 
+    Fabric runs `training_step` in place of the module's forward. With manual optimization, a step contains backwards
+    and optimizer steps and cannot be one forward, so it bypasses the root's hooks; the units inside are gathered when
+    they are called, as in the Trainer.
+
     Args:
         sharded: Handle of the module.
     """
@@ -49,9 +53,14 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.module = sharded.model
         self.sharded = sharded
+        self._own_forward = self.module.forward
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        is_redirected = self.module.forward != self._own_forward
+        if is_redirected and self.module.training and _is_manual(self.module):
+            self.sharded.buffers.pre_forward()
+            return self.module.forward(*args, **kwargs)
         return self.module(*args, **kwargs)
 
 
@@ -187,7 +196,7 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessGroupMixin):  # for a ty
                 "`fabric.setup()` was called before the ranks were started. Call `fabric.launch()` first, right after "
                 "`Fabric(...)`."
             )
-        units = unit_rule_for(module, self._units, every_child=False)
+        units = unit_rule_for(module, self._units, every_child=_is_manual(module))
         sharded = shard(module, self.config, units=units, device=self.root_device, initializer=self._initializer)
         self._handles = [*(reference for reference in self._handles if reference() is not None), weakref.ref(sharded)]
         move_unsharded(module, self.root_device)
@@ -272,6 +281,11 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessGroupMixin):  # for a ty
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over all ranks, in place; any other value is returned unchanged."""
         return self.reduce(tensor, group, reduce_op)
+
+
+def _is_manual(module: nn.Module) -> bool:
+    """Whether the module is a LightningModule with manual optimization."""
+    return getattr(module, "automatic_optimization", True) is False
 
 
 def _has_param(handle: Sharded, parameter: torch.Tensor) -> bool:

@@ -7,9 +7,13 @@ afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from mics_strategy import ConfigError, ShardConfig
 
@@ -17,11 +21,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from mics_strategy.lightning.framework import TrainerFramework
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
 
 def run_as_forward(module: nn.Module, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

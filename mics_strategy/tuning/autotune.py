@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
+from mics_strategy.comm.communicator import Communicator, SizeDispatch
+from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.comm.transport import backend_of
 from mics_strategy.comm.workspace import Workspace
@@ -35,6 +36,7 @@ from mics_strategy.tuning.threshold import (
 
 if TYPE_CHECKING:
     from mics_strategy.comm.control import ControlGroup
+    from mics_strategy.comm.resources import CommResources
     from mics_strategy.scopes import Scopes
     from mics_strategy.topology import Span
 
@@ -63,24 +65,7 @@ class TuningResult:
     was_measured: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchmarkContext:
-    """The job in which collectives are timed.
-
-    Attributes:
-        control_group: Control group of all ranks.
-        device: Device of the tensors.
-        make_communicator: Makes the communicator of a role with both algorithms and that workspace. Collective.
-        gather: Gathers the text of every rank, in rank order. Collective.
-    """
-
-    control_group: ControlGroup
-    device: torch.device
-    make_communicator: Callable[[str, Workspace], AnyCommunicator | None]
-    gather: Callable[[str], list[str]]
-
-
-def autotune(scopes: Scopes, context: BenchmarkContext) -> list[TuningResult]:
+def autotune(scopes: Scopes, resources: CommResources) -> list[TuningResult]:
     """Find the size from which collectives are hierarchical.
 
     Collective over all ranks where any is untuned.
@@ -89,6 +74,10 @@ def autotune(scopes: Scopes, context: BenchmarkContext) -> list[TuningResult]:
     2. Rank 0 loads results of earlier jobs from the cache, and broadcasts them.
     3. All ranks measure the remaining ones together, and rank 0 stores them.
 
+    Args:
+        scopes: Ranks and axes of each model state.
+        resources: Makes the communicators that are timed.
+
     Returns:
         One result for each of `Scopes.untuned`; none where the transport sends nothing and times mean nothing.
 
@@ -96,20 +85,26 @@ def autotune(scopes: Scopes, context: BenchmarkContext) -> list[TuningResult]:
         A gather and a broadcast of objects, where this process lacks a result. What is measured takes up to
         `SIZES_BYTES` twice `RUNS` times, in about 0.4 s: sizes stop growing before that.
     """
-    key = backend_key(context.control_group.transport.group, context.device)
     untuned = scopes.untuned()
-    if not untuned or key is None:
+    control = resources.control_group("control", scopes.span(1, scopes.world_size)) if untuned else None
+    key = backend_key(control.transport.group, resources.device) if control is not None else None
+    if control is None or key is None:
         return []
     in_process = _tuned_in_process.setdefault(dist.group.WORLD, {})
     missing = {tunable: role for tunable, role in untuned.items() if (key, tunable) not in in_process}
     if missing:
-        hosts = context.gather(socket.gethostname())[:: scopes.ranks_per_node]
-        tuning_keys = [TuningKey.for_this_job(*tunable, hosts, scopes.ranks_per_node, key) for tunable in missing]
-        cached = context.control_group.broadcast_object(
-            [cache.load(tuning_key) for tuning_key in tuning_keys] if context.control_group.index == 0 else [], 0
-        )
-        for (tunable, role), tuning_key, from_bytes in zip(missing.items(), tuning_keys, cached, strict=True):
-            in_process[key, tunable] = _tune(tunable, role, tuning_key, from_bytes, context)
+        hosts = gather_objects(socket.gethostname())[:: scopes.ranks_per_node]
+        tuning_keys = {
+            tunable: TuningKey.for_this_job(*tunable, hosts, scopes.ranks_per_node, key) for tunable in missing
+        }
+        loaded = [cache.load(tuning_key) for tuning_key in tuning_keys.values()] if control.index == 0 else []
+        cached = dict(zip(missing, control.broadcast_object(loaded, 0), strict=True))
+        for tunable, role in missing.items():
+            result = _tune(tunable, role, cached[tunable], resources=resources, control=control, scopes=scopes)
+            if cached[tunable] is None and control.index == 0:
+                cache.store(tuning_keys[tunable], result.from_bytes, result.timings)
+            in_process[key, tunable] = result
+        resources.traffic_log.drain()
     results = {tunable: in_process[key, tunable] for tunable in untuned}
     return [dataclasses.replace(result, was_measured=tunable in missing) for tunable, result in results.items()]
 
@@ -126,20 +121,24 @@ def backend_key(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 
 def _tune(
-    tunable: TunableCollective, role: str, key: TuningKey, cached_bytes: int | None, context: BenchmarkContext
+    tunable: TunableCollective,
+    role: str,
+    cached_bytes: int | None,
+    *,
+    resources: CommResources,
+    control: ControlGroup,
+    scopes: Scopes,
 ) -> TuningResult:
+    """The cached threshold of one collective, or else the measured one."""
     collective, span = tunable
     if cached_bytes is not None:
         return TuningResult(collective=collective, span=span, from_bytes=cached_bytes)
     timings: tuple[SizeTiming, ...] = ()
     workspace = Workspace()
-    comm = context.make_communicator(role, workspace)
+    comm = resources.communicator(role, scopes.with_both_algorithms(), workspace)
     if isinstance(comm, SizeDispatch):
-        timings = benchmark(collective, comm, workspace, context.control_group, context.device)
-    from_bytes = threshold_bytes(timings)
-    if context.control_group.index == 0:
-        cache.store(key, from_bytes, timings)
-    return TuningResult(collective=collective, span=span, from_bytes=from_bytes, timings=timings)
+        timings = benchmark(collective, comm, workspace, control, resources.device)
+    return TuningResult(collective=collective, span=span, from_bytes=threshold_bytes(timings), timings=timings)
 
 
 _tuned_in_process: weakref.WeakKeyDictionary[Any, dict[tuple[str, TunableCollective], TuningResult]] = (

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mics_strategy.comm.consensus import gather_objects
-from mics_strategy.engine.zero_copy_gather import coalesced_comm_for
+from mics_strategy.engine.zero_copy import coalesced_comm_for
 from mics_strategy.errors import ConfigError
 from mics_strategy.tuning import cache, coalesce_benchmark
 from mics_strategy.tuning.autotune import backend_key

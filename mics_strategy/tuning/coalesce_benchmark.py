@@ -17,8 +17,7 @@ import torch
 
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.config import sum_dtype_of
-from mics_strategy.engine.zero_copy_gather import coalesced_comm_for, coalesced_gather
-from mics_strategy.engine.zero_copy_reduce import CoalescedGrads
+from mics_strategy.engine.zero_copy import CoalescedGrads, coalesced_comm_for, coalesced_gather
 from mics_strategy.errors import LifecycleError
 from mics_strategy.tuning.autotune import time_slowest_rank
 from mics_strategy.tuning.threshold import RUNS

@@ -15,6 +15,8 @@ from tests.accelerate.test_checkpoints import Counter
 from tests.rank_report import RankError
 from tests.ranks import RankContext, RankPool
 
+pytestmark = pytest.mark.slow
+
 VICTIMS = {"rank 0": [0], "rank 1": [1], "all": [0, 1]}
 
 

@@ -44,6 +44,7 @@ def seen(folder: Path, world_size: int) -> list[dict[str, Any]]:
 # -- launchers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_launcher_with_our_file_trains_what_one_process_trains(tmp_path: Path) -> None:
     answers = LaunchAnswers(device="cpu", processes_per_machine=2, precision="no", preset="zero3", layer_class="Linear")
     file, train = tmp_path / "mics.yaml", train_script(tmp_path)
@@ -59,6 +60,7 @@ def test_the_launcher_with_our_file_trains_what_one_process_trains(tmp_path: Pat
     assert_same(torch.load(tmp_path / "model.pt"), script.trained_alone(4))
 
 
+@pytest.mark.slow
 def test_an_unchanged_script_runs_with_flags_that_outrank_the_file(tmp_path: Path) -> None:
     file = written(tmp_path, f"{STRATEGY}{{preset: zero3}}")
     flags = ("--fsdp_sharding_strategy", "{'preset': 'zero1', 'prefetch': 2}", "--mixed_precision", "bf16")
@@ -79,6 +81,7 @@ def test_an_unchanged_script_runs_with_flags_that_outrank_the_file(tmp_path: Pat
         assert each["arguments"] == [str(tmp_path), "--num_processes", "7", "-m", "fast"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_what_accelerate_test_runs_passes_as_it_is(tmp_path: Path) -> None:
     env = {"ACCELERATE_USE_CPU": "true", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # it looks for its launcher
@@ -90,6 +93,7 @@ def test_what_accelerate_test_runs_passes_as_it_is(tmp_path: Path) -> None:
     assert "Test is a success!" in text
 
 
+@pytest.mark.slow
 def test_two_machines_keep_a_partition_inside_each(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -113,6 +117,7 @@ def test_two_machines_keep_a_partition_inside_each(tmp_path: Path) -> None:
     assert_same(torch.load(tmp_path / "model.pt"), script.trained_alone(8))
 
 
+@pytest.mark.slow
 def test_torchrun_needs_no_file(tmp_path: Path) -> None:
     first = "from mics_strategy.accelerate import MiCSPlugin\n"
     text = SCRIPT.replace("Accelerator()\n", "Accelerator(fsdp_plugin=MiCSPlugin('mics', prefetch=2))\n", 1)
@@ -152,6 +157,7 @@ print("trained")
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_launcher_trains_whatever_it_imports_first(tmp_path: Path) -> None:
     file = train_script(tmp_path, text=ALONE)
     code, text = launched(tmp_path, "python", file)
@@ -179,6 +185,7 @@ def _from_a_notebook(ctx: RankContext, starts: str) -> list[Any]:
     return [json.loads((ctx.tmp_path / f"fn-{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("starts", ["debug", "notebook"])
 def test_a_function_starts_its_ranks(ranks: RankPool, starts: str) -> None:
     (marks,) = run(ranks, 1, _from_a_notebook, starts, default_group=False)

@@ -34,6 +34,8 @@ from tests.accelerate.runs import forget, run
 from tests.ranks import RankContext, RankPool
 from tests.torch_versions import kinds_of_dtensors
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = "accelerate.test_utils.scripts"
 
 

@@ -44,6 +44,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [["package/train.py"], ["-m", "package.module"], ["package"]], ids=str)
 def test_a_script_finds_what_it_finds_without_us(
     here: Path, capsys: pytest.CaptureFixture[str], what: list[str]

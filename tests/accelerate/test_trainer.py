@@ -104,11 +104,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_logs_predictions_and_values_equal_those_of_ddp_in_every_layout(ranks: RankPool) -> None:
     configs = ["mics", "zero3", "zero1", {"preset": "mics", "partition_size": 4}]
     run(ranks, 4, compared, configs, {}, ranks_per_node=2)
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_training_equals_ddp_with(ranks: RankPool, options: dict[str, Any]) -> None:
     run(ranks, 4, compared, ["mics"], options, ranks_per_node=2)
@@ -121,12 +123,14 @@ LOW_PRECISION: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("options", LOW_PRECISION.values(), ids=LOW_PRECISION)
 def test_bf16_equals_autocast_of_ddp_with(ranks: RankPool, options: dict[str, Any]) -> None:
     """On two ranks, whose sums have no order: bf16 makes differences of anything else."""
     run(ranks, 2, compared, ["zero3", "zero1"], {"bf16": True, **options})
 
 
+@pytest.mark.slow
 def test_a_second_training_goes_on_as_with_ddp(ranks: RankPool) -> None:
     run(ranks, 2, compared, ["zero3"], {"times": 2})
 
@@ -144,6 +148,7 @@ def evaluated_first(ctx: RankContext) -> None:
         assert_same(values(made.model), expected["values"], 1e-5)
 
 
+@pytest.mark.slow
 def test_evaluating_before_training_changes_nothing(ranks: RankPool) -> None:
     run(ranks, 4, evaluated_first, ranks_per_node=2)
 
@@ -162,6 +167,7 @@ def several_models(ctx: RankContext) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_made_for_each_training_equals_ddp(ranks: RankPool) -> None:
     for plain, own in run(ranks, 2, several_models):
         assert_same_logs(own[0], plain[0])
@@ -182,6 +188,7 @@ def another_trainer(ctx: RankContext) -> None:
     assert_same(found["zero3"][1], found[PLAIN][1], 1e-5)
 
 
+@pytest.mark.slow
 def test_another_trainer_goes_on_with_the_model_as_with_ddp(ranks: RankPool) -> None:
     run(ranks, 2, another_trainer)
 
@@ -253,6 +260,7 @@ def test_optimizers_that_are_passed_are_refused_by_transformers(ranks: RankPool)
     raises_on_every_rank(lambda: run(ranks, 2, with_own_optimizer), RuntimeError, "Passing `optimizers` is not allowed")
 
 
+@pytest.mark.slow
 def test_an_optimizer_made_by_a_subclass_trains_as_with_ddp(ranks: RankPool) -> None:
     run(ranks, 4, compared, ["mics"], {"cls": "OwnOptimizer"}, ranks_per_node=2)
 

@@ -47,6 +47,7 @@ def interrupted(ctx: RankContext, kind: str, resumed_kind: str) -> None:
     assert_same(found[1], expected[1], 0.0)
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(("kind", "resumed_kind"), [(SHARDED, SHARDED), (FULL, FULL), (SHARDED, FULL)])
 def test_resuming_gives_exactly_the_uninterrupted_training(ranks: RankPool, kind: str, resumed_kind: str) -> None:
     run(ranks, 4, interrupted, kind, resumed_kind, ranks_per_node=2)
@@ -58,6 +59,7 @@ def of_some_ranks(ctx: RankContext, config: str, kind: str, folder: str, resumed
     return trained(config, kind, Path(folder), None if resumed is None else Path(resumed), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_fewer_ranks_in_another_layout_go_on(ranks: RankPool, kind: str, tmp_path: Path) -> None:
     whole, resumed = str(tmp_path / "whole"), str(tmp_path / "resumed")
@@ -80,6 +82,7 @@ def saved(ctx: RankContext, kind: str, is_tied: bool) -> None:
     assert_same(values(LlamaForCausalLM.from_pretrained("final")), expected, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "is_tied"), [(SHARDED, True), (FULL, False)], ids=["shards, tied", "whole, untied"])
 def test_save_model_leaves_what_from_pretrained_loads(ranks: RankPool, kind: str, is_tied: bool) -> None:
     run(ranks, 4, saved, kind, is_tied, ranks_per_node=2)
@@ -96,6 +99,7 @@ def compiled(ctx: RankContext) -> None:
     assert_same(found[1], expected[1], 1e-6)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_as_with_ddp_and_is_resumed_without_compiling(ranks: RankPool) -> None:
     run(ranks, 2, compiled)
 
@@ -120,6 +124,7 @@ def best(ctx: RankContext) -> None:
         assert_same(own, plain, 1e-4)
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded_and_old_checkpoints_removed_as_with_ddp(ranks: RankPool) -> None:
     run(ranks, 4, best, ranks_per_node=2)
 
@@ -136,6 +141,7 @@ def with_weights_only(ctx: RankContext) -> None:
     assert_same(found["mics"][1], found[PLAIN][1], 1e-5)
 
 
+@pytest.mark.slow
 def test_weights_alone_are_saved_and_resumed_as_with_ddp(ranks: RankPool) -> None:
     run(ranks, 4, with_weights_only, ranks_per_node=2)
 
@@ -168,6 +174,7 @@ def after_ddp(ctx: RankContext) -> None:
         assert_same(found[1], expected[1], 1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_ddp_is_continued(ranks: RankPool) -> None:
     run(ranks, 4, after_ddp, ranks_per_node=2)
 

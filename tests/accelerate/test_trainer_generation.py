@@ -6,6 +6,7 @@ Ranks that hold shards wait for each other in every forward, and stop generating
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, Trainer
@@ -23,6 +24,8 @@ from tests.accelerate.trainer_runs import (
     values,
 )
 from tests.ranks import RankContext, RankPool
+
+pytestmark = pytest.mark.slow
 
 
 class GeneratesInEvaluation(Trainer):

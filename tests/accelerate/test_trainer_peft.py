@@ -23,6 +23,8 @@ from tests.accelerate.trainer_runs import (
 )
 from tests.ranks import RankContext, RankPool
 
+pytestmark = pytest.mark.slow
+
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 

@@ -20,6 +20,8 @@ from tests.accelerate.trainer_runs import FULL, SHARDED, assert_same_logs, launc
 from tests.accelerate.trl_runs import BASE, dpo, grpo, reward, sft, written_base
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[..., Trainer]
 Outcome = tuple[list[dict[str, float]], dict[str, Tensor]]
 

@@ -8,6 +8,7 @@ from benchmarks import calibrate
 from tests.benchmarks.needs import needs_testbed
 
 
+@pytest.mark.slow
 @needs_testbed
 def test_rank_0_says_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

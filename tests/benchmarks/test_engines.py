@@ -9,6 +9,8 @@ from benchmarks.entries import OURS, PEERS, Entry, parse_ours, peer
 from benchmarks.workload import Workload
 from tests.ranks import RankContext, RankPool
 
+pytestmark = pytest.mark.slow
+
 SMALL = Workload(width=32, layers=2, vocabulary=64, sequence=16, micro_batch=1, accumulation=2)
 IN_BF16 = Workload(width=32, layers=2, vocabulary=64, sequence=16, micro_batch=1, accumulation=2, dtype="bfloat16")
 

@@ -40,6 +40,7 @@ def columns_explained(rows: list[dict]) -> None:
     assert named - {"operation", "codec", "dtype", "engine", "phase", "preset", "ranks"} <= explained
 
 
+@pytest.mark.slow
 def test_every_operation_of_every_codec_is_measured(ranks: RankPool, tmp_path: Path) -> None:
     rows = smoke(ranks, "codecs", tmp_path)
     found = {(row["operation"], row.get("codec"), row.get("dtype")) for row in rows}
@@ -53,6 +54,7 @@ def test_every_operation_of_every_codec_is_measured(ranks: RankPool, tmp_path: P
     columns_explained(rows)
 
 
+@pytest.mark.slow
 def test_every_engine_is_measured_and_they_agree(ranks: RankPool, tmp_path: Path) -> None:
     rows = smoke(ranks, "engine", tmp_path)
     assert [row["engine"] for row in rows] == list(BUILDERS)
@@ -61,6 +63,7 @@ def test_every_engine_is_measured_and_they_agree(ranks: RankPool, tmp_path: Path
     columns_explained(rows)
 
 
+@pytest.mark.slow
 def test_gathers_are_early_with_overlap_and_only_then(ranks: RankPool, tmp_path: Path) -> None:
     rows = smoke(ranks, "overlap", tmp_path)
     found = {(row["overlap"], row["phase"]): (row["gathers"], row["issued early"]) for row in rows}
@@ -74,6 +77,7 @@ def test_gathers_are_early_with_overlap_and_only_then(ranks: RankPool, tmp_path:
     columns_explained(rows)
 
 
+@pytest.mark.slow
 def test_memory_is_accounted_for_many_ranks(ranks: RankPool, tmp_path: Path) -> None:
     rows = smoke(ranks, "memory", tmp_path)
     assert [(row["preset"], row["ranks"]) for row in rows] == [("mics", 512), ("zero3", 512), ("zero3", 8)]

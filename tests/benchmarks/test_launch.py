@@ -9,6 +9,8 @@ from benchmarks.launch import Launch, RankFailedError, launch
 from benchmarks.testbed import make_testbed
 from tests.benchmarks.needs import needs_testbed
 
+pytestmark = pytest.mark.slow
+
 SHOW = "import os; print(*(os.environ[name] for name in os.environ['SHOWN'].split()))"
 NAMES = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_PORT GLOO_SOCKET_IFNAME OMP_NUM_THREADS"
 ONE_FAILS = """

@@ -12,6 +12,8 @@ import pytest
 from benchmarks.testbed import LinkBytes, Node, Testbed, TestbedError, make_testbed, parse_link_bytes, remove_leftovers
 from tests.benchmarks.needs import needs_testbed
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 MB = 10**6
 FAST_MBIT, SLOW_MBIT = 400, 20

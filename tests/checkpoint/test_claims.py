@@ -36,6 +36,7 @@ def _quick() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_a_draft_of_a_living_process_is_left_alone_and_one_of_a_dead_process_removed(tmp_path: Path) -> None:
     path = tmp_path / "last"
     write(path, 1)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -83,6 +84,7 @@ def test_we_read_fsdp2s(ranks: RankPool, tmp_path: Path) -> None:
         assert_identical(found, saved)
 
 
+@pytest.mark.slow
 def test_lightning_makes_one_file_of_ours(ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "step-2"
     saved = ranks(4, save_after, run_of("mics"), 2, path, False)[0]

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from mics_strategy.checkpoint import atomic
 from tests.checkpoint.saver import value_after
 
+pytestmark = pytest.mark.slow
+
 _STEPS = 10**6
 _SAVES = 50
 

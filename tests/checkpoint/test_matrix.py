@@ -19,6 +19,8 @@ from tests import models
 from tests.engine.training import Run, Training, assert_identical, start, whole
 from tests.ranks import RankContext, RankPool
 
+pytestmark = pytest.mark.slow
+
 PRESETS = ("ddp", "zero1", "zero3", "zeropp", "mics", "paro-nig")
 LAYOUTS = ((1, 1), (2, 1), (4, 2))  # ranks, ranks of a node
 FORMS = ("sharded", "asynchronous", "full", "safetensors")

@@ -6,6 +6,7 @@ from torch import Tensor
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
 from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.comm.resources import CommResources
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.scopes import Codecs, Scopes
 from mics_strategy.topology import Axis
@@ -44,7 +45,7 @@ class Network:
     """
 
     def __init__(self, ctx: RankContext, codec: Codec | None = None, links: str = "slow", stages: Stages = 2) -> None:
-        self.groups = ProcessGroups(scopes_of(ctx, codec, links, stages), "cpu")
+        self.groups = ProcessGroups(scopes_of(ctx, codec, links, stages), CommResources(ctx.world_size, "cpu"), seed=0)
         self.one = _only(self.groups.param_comm)
         self.other = _only(self.groups.grad_comm)
 

@@ -90,7 +90,7 @@ class Plain:
     def of(cls, collective: Communicator) -> "Plain":
         """What `collective` must give."""
         slow, transport = collective.route.inter, collective.transports[0]
-        is_ring = slow.algorithm is Algorithm.RING and slow.codec is None and transport.is_point_to_point
+        is_ring = slow.algorithm is Algorithm.RING and slow.codec is None and transport.blocks_host
         ranks = transport.fingerprint.ranks
         ring = tuple(sorted(range(len(ranks)), key=lambda index: ranks[index])) if is_ring else ()
         return cls(collective.route, collective.index, ring)

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mics_strategy import ShardConfig, Topology
 from mics_strategy.comm.communicator import SizeDispatch
 from mics_strategy.comm.process_groups import ProcessGroups
+from mics_strategy.comm.resources import CommResources
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.tuning import autotune
 from mics_strategy.tuning import cache as decisions
@@ -63,6 +64,14 @@ def scopes_of(ctx: RankContext, preset: str = "zero3", **options: Any) -> Scopes
     return resolve_scopes(config, config.topology, ctx.world_size)
 
 
+def tuned_groups(scopes: Scopes) -> tuple[list[TuningResult], ProcessGroups]:
+    """What is found for the groups of a model on the CPU, and the groups with it."""
+    resources = CommResources(scopes.world_size, "cpu")
+    results = autotune.autotune(scopes, resources)
+    thresholds = {(result.collective, result.span): result.from_bytes for result in results}
+    return results, ProcessGroups(scopes.with_tuning(thresholds), resources, seed=0)
+
+
 def see(ctx: RankContext, cache: Path, presets: list[str], options: dict | None = None) -> list[Seen]:
     """What this rank sees of one model after another in one job."""
     seen = []
@@ -70,8 +79,8 @@ def see(ctx: RankContext, cache: Path, presets: list[str], options: dict | None 
         patch.setenv("XDG_CACHE_HOME", str(cache))
         for preset in presets:
             with watched() as (measured, warnings):
-                groups = ProcessGroups(scopes_of(ctx, preset, **(options or {})), "cpu")
-            seen.append(Seen(groups.tuning_results, groups.scopes.two_stages.measured, measured, warnings))
+                results, groups = tuned_groups(scopes_of(ctx, preset, **(options or {})))
+            seen.append(Seen(results, groups.scopes.two_stages.measured, measured, warnings))
             assert not groups.traffic_log.entries
     return seen
 
@@ -146,17 +155,17 @@ def test_what_is_not_encoded_is_still_measured() -> None:
 
 def test_simulated_ranks_measure_nothing() -> None:
     def job(ctx: RankContext) -> bool:
-        groups = ProcessGroups(scopes_of(ctx), "cpu")
-        return groups.tuning_results == [] and not isinstance(groups.param_comm, SizeDispatch)
+        results, groups = tuned_groups(scopes_of(ctx))
+        return results == [] and not isinstance(groups.param_comm, SizeDispatch)
 
     assert simulate(4, job, ranks_per_node=2) == [True] * 4
 
 
 def _fake(ctx: RankContext) -> bool:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    groups = ProcessGroups(scopes_of(replace(ctx, world_size=8, ranks_per_node=4)), "cpu")
+    results, groups = tuned_groups(scopes_of(replace(ctx, world_size=8, ranks_per_node=4)))
     dist.destroy_process_group()
-    return groups.tuning_results == [] and not isinstance(groups.param_comm, SizeDispatch)
+    return results == [] and not isinstance(groups.param_comm, SizeDispatch)
 
 
 def test_a_transport_that_moves_nothing_measures_nothing(ranks: RankPool) -> None:
@@ -166,7 +175,7 @@ def test_a_transport_that_moves_nothing_measures_nothing(ranks: RankPool) -> Non
 def _chosen(ctx: RankContext, from_bytes: int) -> list[tuple[str, bool]]:
     """Which of two transfers, of fewer bytes than `from_bytes` and of as many, goes in which way."""
     with mock.patch.object(decisions, "load", return_value=from_bytes):
-        groups = ProcessGroups(scopes_of(ctx), "cpu")
+        _, groups = tuned_groups(scopes_of(ctx))
     both, found = groups.param_comm, []
     assert isinstance(both, SizeDispatch)
     for numel in (from_bytes // 16 - 1, from_bytes // 16):

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mics_strategy.comm.transport import Transport
+from mics_strategy.comm.transport import GlooTransport
 from tests.comm.networks import Network
 from tests.ranks import RankContext, RankPool
 
@@ -23,10 +23,10 @@ class Spy:
 
     @contextmanager
     def on(self, method: str) -> Iterator[None]:
-        """Watch one method of `Transport`."""
-        original = getattr(Transport, method)
+        """Watch one method of `GlooTransport`."""
+        original = getattr(GlooTransport, method)
 
-        def begin(transport: Transport, *args: object) -> object:
+        def begin(transport: GlooTransport, *args: object) -> object:
             pieces, spy = original(transport, *args), self
             number = self._counts[transport.axis] = self._counts.get(transport.axis, -1) + 1
             self.events.append(("begin", transport.axis, number))
@@ -41,7 +41,7 @@ class Spy:
 
             return Watched()
 
-        with mock.patch.object(Transport, method, begin):
+        with mock.patch.object(GlooTransport, method, begin):
             yield
 
     def at(self, what: str, axis: str, number: int) -> int:

@@ -413,6 +413,7 @@ def test_scales_of_a_buffer_of_another_size_are_refused() -> None:
         Codec(bits=8).has_nonfinite(torch.zeros(128, dtype=torch.uint8), 100)
 
 
+@pytest.mark.slow
 def test_coding_loads_no_kernels_on_a_cpu() -> None:
     code = (
         "import sys, torch\nfrom mics_strategy import Codec\n"

@@ -78,9 +78,7 @@ def check_all_reduce(network: Network, numel: int) -> Iterator[str]:
         one.reserve_all_reduce(numel * one.size, wire, dtype)
         network.lend()
         given = [network.values(i, one.size * numel, dtype) for i in range(one.size)]
-        is_left_to_backend = (
-            one.route.inter.algorithm is Algorithm.ALL_TO_ALL and not one.transports[0].is_point_to_point
-        )
+        is_left_to_backend = one.route.inter.algorithm is Algorithm.ALL_TO_ALL and not one.transports[0].blocks_host
         if routes.is_plain_all_reduce(one.route, wire, dtype) or (is_left_to_backend and wire == dtype):
             given = [each.mul(8).round() for each in given]  # no sum rounds: its order is the transport's
         tensor = given[one.index].clone()
@@ -137,7 +135,7 @@ def test_torch_s_own_collectives_give_the_same_bits(
 
     def job(ctx: RankContext) -> list[str]:
         network = Network(ctx, codec, "slow", stages)
-        assert not any(transport.is_point_to_point for transport in network.one.transports)
+        assert not any(transport.blocks_host for transport in network.one.transports)
         return [case for numel in (5, 301) for case in CHECKS[kind](network, numel)]
 
     assert simulate(nodes * per_node, job, ranks_per_node=per_node) == [[]] * (nodes * per_node)

@@ -25,6 +25,8 @@ from tests.engine.counting import CountC10d
 from tests.engine.training import Run, start
 from tests.ranks import RankContext, RankError, RankPool
 
+pytestmark = pytest.mark.wide
+
 FP32 = torch.float32
 TIMEOUT_S = 20.0
 READ = readv.read_into

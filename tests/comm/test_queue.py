@@ -242,7 +242,7 @@ def close_what_never_ends(ctx: RankContext, lanes: int) -> tuple[bool, int]:
         return True, 0
     handles = [lane.all_gather(torch.empty(8 * lane.size), torch.ones(8), "alone") for lane in (one, other)[:lanes]]
     start_s = time.monotonic()
-    network.groups.stop()
+    network.groups.resources.stop()
     assert time.monotonic() - start_s < WITHIN_S
     for handle in handles:
         with pytest.raises(CommunicationError, match="All-gather of alone"):
@@ -273,7 +273,7 @@ def close_after_a_peer_has_died(ctx: RankContext) -> None:
             time.sleep(0.01)
         return
     try:
-        network.groups.stop()
+        network.groups.resources.stop()
         with pytest.raises(CommunicationError, match="All-gather of alone"):
             handle.wait()
         assert not any(thread.name.startswith("mics ") for thread in threading.enumerate())

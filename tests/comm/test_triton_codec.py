@@ -47,6 +47,7 @@ def interpreted() -> dict[str, list[str]]:
     return json.loads(printed)
 
 
+@pytest.mark.interpreter
 @checks
 @bits
 def test_interpreted_kernels_write_the_bits_of_the_reference(
@@ -106,6 +107,7 @@ for bits in (8, 4):
 """
 
 
+@pytest.mark.slow
 def test_compiled_kernels_fuse_no_rounding_and_move_16_bytes_at_once(tmp_path: Path) -> None:
     _python(["-c", COMPILE], TRITON_CACHE_DIR=str(tmp_path))
 

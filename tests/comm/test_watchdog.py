@@ -16,13 +16,16 @@ from mics_strategy.comm import queue
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.comm.transport import Transport
+from mics_strategy.comm.resources import CommResources
+from mics_strategy.comm.transport import GlooTransport
 from mics_strategy.comm.work import Work
 from mics_strategy.errors import CommunicationError, LifecycleError
 from mics_strategy.scopes import Scopes
 from mics_strategy.topology import Axis
 from tests.comm.networks import DIRECT, Network, Stages
 from tests.ranks import RankContext, RankError, RankPool, raises_on_every_rank
+
+pytestmark = pytest.mark.wide
 
 FP32 = torch.float32
 TIMEOUT_S = 20.0
@@ -170,7 +173,7 @@ def let_nodes_differ(ctx: RankContext) -> bool:
     scopes = Scopes(
         world_size=4, ranks_per_node=2, params=2, grads=2, optimizer=4, secondary=2, axes=axes, is_hierarchical=True
     )
-    groups = ProcessGroups(scopes, "cpu")
+    groups = ProcessGroups(scopes, CommResources(4, "cpu"), seed=0)
     assert groups.param_comm is not None
     assert groups.trainable_placement.sync_comm is not None
     with impatient(0.05):
@@ -226,8 +229,8 @@ def dying(after: int) -> Iterator[None]:
         return send
 
     with (
-        mock.patch.object(Transport, "send", or_die(Transport.send)),
-        mock.patch.object(Transport, "all_reduce", or_die(Transport.all_reduce)),
+        mock.patch.object(GlooTransport, "send", or_die(GlooTransport.send)),
+        mock.patch.object(GlooTransport, "all_reduce", or_die(GlooTransport.all_reduce)),
     ):
         yield
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mics_strategy.comm.codecs import quantizer
-from mics_strategy.engine.replica_check import ReplicaCheck
+from mics_strategy.engine.rank_agreement import ReplicaCheck
 from tests.cuda_harness import kernels
 from tests.cuda_harness.allocations import DEVICE, HOST_MEMORY, PINNED, allocation_of, kind_of, real_device
 from tests.cuda_harness.machine import Mode

@@ -16,7 +16,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no_overlap": {"overlap": "none"},
     "codecs": {"grad_codec": "int8", "codec_links": "all"},
 }
-COUNTS = "mics_strategy/engine/used_params.py"
+COUNTS = "mics_strategy/engine/rank_agreement.py"
 START_UP = 4  # steps: in the first ones the engine looks at once whether ranks agree
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from mics_strategy.comm.peer_memory import readv
 from mics_strategy.comm.peer_memory.readv import GatherTarget, ScatterTarget, Target
-from mics_strategy.comm.transport import Transport
+from mics_strategy.comm.transport import GlooTransport
 from mics_strategy.engine.plan import Plan
 
 Kind = tuple[torch.dtype, int]  # dtype, ranks of the group
@@ -55,19 +55,19 @@ class CountC10d(TorchDispatchMode):
             self._add(group, tensors[0].dtype, 2 * num_bytes * (group.size() - 1) // group.size())
             return all_reduce(group, tensors, *args)
 
-        receive, read_into = Transport.recv, readv.read_into
-        gather_apart, exchange_apart = Transport.all_gather_into, Transport.all_to_all_scattered
+        receive, read_into = GlooTransport.recv, readv.read_into
+        gather_apart, exchange_apart = GlooTransport.all_gather_into, GlooTransport.all_to_all_scattered
         groups: dict[int, Any] = {}  # by the place of what they are to receive
 
-        def noted(transport: Transport, tensor: torch.Tensor, *args: Any) -> Any:
+        def noted(transport: GlooTransport, tensor: torch.Tensor, *args: Any) -> Any:
             groups[_place(tensor)] = transport.group
             return receive(transport, tensor, *args)
 
-        def noted_apart(transport: Transport, rows: list[ScatterTarget], *args: Any) -> Any:
+        def noted_apart(transport: GlooTransport, rows: list[ScatterTarget], *args: Any) -> Any:
             groups.update(dict.fromkeys(map(_place, rows), transport.group))
             return gather_apart(transport, rows, *args)
 
-        def noted_exchange(transport: Transport, incoming: dict[int, GatherTarget], *args: Any) -> Any:
+        def noted_exchange(transport: GlooTransport, incoming: dict[int, GatherTarget], *args: Any) -> Any:
             groups.update(dict.fromkeys(map(_place, incoming.values()), transport.group))
             return exchange_apart(transport, incoming, *args)
 
@@ -78,9 +78,9 @@ class CountC10d(TorchDispatchMode):
                 self._add(groups.pop(_place(out)), out.dtype, out.numel() * out.dtype.itemsize)
 
         self._patches = [
-            mock.patch.object(Transport, "recv", noted),
-            mock.patch.object(Transport, "all_gather_into", noted_apart),
-            mock.patch.object(Transport, "all_to_all_scattered", noted_exchange),
+            mock.patch.object(GlooTransport, "recv", noted),
+            mock.patch.object(GlooTransport, "all_gather_into", noted_apart),
+            mock.patch.object(GlooTransport, "all_to_all_scattered", noted_exchange),
             mock.patch.object(readv, "read_into", counted_read),
             mock.patch.object(dist.ProcessGroup, "send", counted),
             mock.patch.object(dist.ProcessGroup, "allreduce", counted_all_reduce),

@@ -26,6 +26,8 @@ from tests.models import Batch
 from tests.ranks import RankContext, RankPool
 from tests.reference import train_reference
 
+pytestmark = [pytest.mark.wide, pytest.mark.one_job]
+
 SCALE = 2.0**10
 scalers = pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "mics", "paro-iig"])
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mics_strategy import ConfigError, ShardConfig, Topology
 from mics_strategy.comm.coalesced import CoalescedCommunicator, RowViews
-from mics_strategy.comm.transport import Transport
+from mics_strategy.comm.transport import BackendTransport
 from mics_strategy.comm.work import Work
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.layout import make_layout
@@ -48,7 +48,7 @@ def counted() -> Iterator[Counts]:
     counts: Counts = collections.Counter()
 
     def counting(name: str) -> Callable[..., Any]:
-        method = getattr(Transport, name)
+        method = getattr(BackendTransport, name)
 
         def count(*arguments: Any) -> Any:
             counts[name] += 1
@@ -56,7 +56,7 @@ def counted() -> Iterator[Counts]:
 
         return count
 
-    with mock.patch.multiple(Transport, **{name: counting(name) for name in MOVERS}):
+    with mock.patch.multiple(BackendTransport, **{name: counting(name) for name in MOVERS}):
         yield counts
 
 

@@ -24,6 +24,8 @@ from tests.engine.training import Run, assert_identical, distance, plain, start
 from tests.ranks import RankContext, RankPool
 from tests.simulated import simulate
 
+pytestmark = pytest.mark.wide
+
 INT8, INT4 = Codec(bits=8, block_size=32), Codec(bits=4, block_size=32)
 ROUNDING = 1e-5  # more than fp32 loses in any order of adding
 BOUND = {8: 0.02, 4: 0.3}  # of the norm; a uniform error of half a step in the worst place
@@ -115,6 +117,7 @@ def train_quantized(ctx: RankContext, run: Run) -> Found:
 ACCEPTED = [(preset, case) for preset in PRESETS for case in CASES if config_of(preset, case) is not None]
 
 
+@pytest.mark.wide(every=4)
 @pytest.mark.parametrize(("preset", "case"), ACCEPTED)
 def test_replicas_stay_equal_and_near_plain_training_and_send_what_was_planned(
     ranks: RankPool, preset: str, case: str

@@ -13,6 +13,8 @@ from tests import models
 from tests.engine.training import OPTIMIZERS, Run, assert_identical, start, train_without_reading
 from tests.ranks import RankContext, RankPool
 
+pytestmark = [pytest.mark.wide, pytest.mark.one_job]
+
 UNSHARDED = {"ddp": ShardConfig.preset("ddp"), "mics": ShardConfig.preset("mics", partition_size=1)}
 cases = pytest.mark.parametrize(
     "case",

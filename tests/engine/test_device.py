@@ -167,11 +167,11 @@ def shard_on_a_gpu(ctx: RankContext) -> list[int]:
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch.cuda, "set_device") as set_device,
         mock.patch.object(dist, "get_backend", return_value="nccl"),
-        mock.patch("mics_strategy.engine.api.ProcessGroups", side_effect=_Reached) as groups,
+        mock.patch("mics_strategy.engine.api.CommResources", side_effect=_Reached) as resources,
         pytest.raises(_Reached),
     ):
         shard(nn.Linear(2, 2), ShardConfig.preset("mics"))
-    return [set_device.call_args.args[0].index, groups.call_args.args[1].index]
+    return [set_device.call_args.args[0].index, resources.call_args.args[1].index]
 
 
 def test_the_gpu_of_a_rank_becomes_current_before_groups_are_made(ranks: RankPool) -> None:
@@ -192,7 +192,7 @@ def device_of_a_calibration(ctx: RankContext) -> list[torch.device]:
         return []
 
     device = torch.device("cpu", 0)
-    with mock.patch("mics_strategy.comm.process_groups.autotune", calibrate):
+    with mock.patch("mics_strategy.engine.api.autotune", calibrate):
         model = nn.Linear(2, 2)
         sharded = shard(model, "mics", device=device)
     groups: ProcessGroups = sharded._groups

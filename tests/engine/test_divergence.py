@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from mics_strategy import LifecycleError, ShardConfig, Topology, shard
 from tests.ranks import RankContext, RankError, RankPool
 
+pytestmark = pytest.mark.wide
+
 STRAIGHT, SWAPPED = (0, 1, 2, 3), (0, 2, 1, 3)
 
 

@@ -24,6 +24,8 @@ from tests.engine.loops import Loop, Seen, assert_same_loop
 from tests.engine.training import Run, forget_meshes, presets, start
 from tests.ranks import RankContext, RankPool
 
+pytestmark = pytest.mark.wide
+
 PRESETS = ("ddp", "zero1", "zero2", "mics", "paro-iig")
 MakeOptimizer = Callable[..., Optimizer]
 

@@ -24,6 +24,8 @@ from tests.engine.training import (
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.torch_versions import kinds_of_dtensors
 
+pytestmark = [pytest.mark.wide, pytest.mark.one_job]
+
 CONFIGS = {
     "ddp": ShardConfig.preset("ddp"),
     "zero1": ShardConfig.preset("zero1"),

@@ -110,6 +110,7 @@ def _flat_numel(case: models.Case, ranks: int) -> int:
     return total
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("preset", [p for p in ShardConfig.PRESETS if p.startswith("paro-")])
 def test_states_take_their_share_of_the_model(ranks: RankPool, preset: str) -> None:
     config = ShardConfig.preset(preset)

@@ -11,6 +11,7 @@ PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp", "mics", "paro-nig", "paro
 OF_8 = ("zero3", "zeropp", "mics", "paro-ngg")
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(
     ("world_size", "per_node", "preset"),
     [

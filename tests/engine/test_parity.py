@@ -18,6 +18,8 @@ from tests.engine.training import (
 )
 from tests.ranks import RankPool
 
+pytestmark = [pytest.mark.wide, pytest.mark.one_job]
+
 CASES = (models.mlp, models.transformer, models.conv_bn, models.tied, models.frozen, models.scalar, models.shared)
 PARO = tuple(name for name in ShardConfig.PRESETS if name.startswith("paro-"))
 cases = pytest.mark.parametrize("case", [*CASES, unused_alike], ids=lambda case: case.__name__)
@@ -52,6 +54,7 @@ def test_every_paro_triple_trains_as_plain(ranks: RankPool, preset: str) -> None
     _check(ranks, 4, run, ranks_per_node=2)
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("preset", PARO)
 def test_every_paro_triple_trains_tiny_parameters_as_plain(ranks: RankPool, preset: str) -> None:
     _check(ranks, 4, Run(case=models.scalar, config=ShardConfig.preset(preset), accumulation=2), ranks_per_node=2)

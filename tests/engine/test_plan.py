@@ -8,11 +8,13 @@ from collections import Counter
 import pytest
 
 from mics_strategy import ShardConfig
-from mics_strategy.engine.plan_report import TrafficRow
+from mics_strategy.engine.plan import TrafficRow
 from tests import models
 from tests.engine.counting import CountC10d, Kind, planned_kinds
 from tests.engine.training import Run, root_only, start
 from tests.ranks import RankContext, RankPool
+
+pytestmark = [pytest.mark.wide, pytest.mark.one_job]
 
 Counts = tuple[Counter[Kind], Counter[Kind], tuple[TrafficRow, ...]]
 

@@ -9,6 +9,8 @@ from tests.engine.counting import CountC10d, planned_kinds
 from tests.engine.training import Run, assert_same_training, plain, start, train, unused_alike
 from tests.ranks import RankContext, RankPool
 
+pytestmark = [pytest.mark.wide, pytest.mark.one_job]
+
 CHAINS = [  # params, secondary, grads, optimizer: of 4 ranks, 2 to a node
     (4, 2, 4, 4),
     (4, 1, 4, 4),

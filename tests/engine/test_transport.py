@@ -17,6 +17,8 @@ from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.comm.peer_memory import readv
 from tests.ranks import RankContext, RankPool
 
+pytestmark = pytest.mark.wide
+
 BYTES_ACKED = 120  # offset in Linux's struct tcp_info, a u64
 
 

@@ -5,13 +5,14 @@ from collections import Counter
 import pytest
 
 from mics_strategy import ShardConfig, shard
-from mics_strategy.engine.plan import Plan
-from mics_strategy.engine.plan_report import TrafficRow
+from mics_strategy.engine.plan import Plan, TrafficRow
 from mics_strategy.errors import ConfigError
 from tests import models
 from tests.engine.counting import CountC10d, Kind, planned_kinds
 from tests.engine.training import Run, assert_same_training, plain, start, train
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
+
+pytestmark = pytest.mark.wide
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp", "paro-nig", "paro-ngg", "paro-gng")
 BOTH_AXES, STAGES = "intra_node+inter_node", ("intra_node", "inter_node")

@@ -29,6 +29,8 @@ from tests.engine.training import (
 from tests.models import Batch, Case, Residual
 from tests.ranks import RankContext, RankPool
 
+pytestmark = [pytest.mark.wide, pytest.mark.one_job]
+
 
 def _check(ranks: RankPool, world_size: int, run: Run) -> None:
     outcomes = ranks(world_size, train, run, ranks_per_node=2, timeout_s=15.0)

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from mics_strategy import LifecycleError, ShardConfig, Topology, shard
-from mics_strategy.engine.replica_check import ReplicaCheck
+from mics_strategy.engine.rank_agreement import READ_AT_ONCE, DesyncCheck, ReplicaCheck, UsedParamMap
 from mics_strategy.engine.streams import OpChain
-from mics_strategy.engine.used_params import READ_AT_ONCE, DesyncCheck, UsedParamMap
 from tests.ranks import RankContext, RankPool
 
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from mics_strategy import ShardConfig, Sharded, Topology, shard
 from mics_strategy.comm.full_tensor import full_tensor
 from mics_strategy.comm.peer_memory import readv
-from mics_strategy.engine import zero_copy_reduce
+from mics_strategy.engine import zero_copy
 from mics_strategy.engine.grad_bucket import GradBucket
-from mics_strategy.engine.zero_copy_reduce import PeerReadGrads
+from mics_strategy.engine.zero_copy import PeerReadGrads
 from mics_strategy.errors import CommunicationError
 from tests.engine.training import forget_meshes
 from tests.ranks import RankContext, RankError, RankPool
@@ -111,7 +111,7 @@ def trained(
         if how == "in halves":
             patched.enter_context(mock.patch.object(GradBucket, "add", collect_halves))
         if how == "short descriptors":
-            patched.enter_context(mock.patch.object(zero_copy_reduce, "IOV_MAX", 1))
+            patched.enter_context(mock.patch.object(zero_copy, "IOV_MAX", 1))
         if how == "late":
             patched.enter_context(mock.patch.object(readv, "read_into", late))
         sharded = shard(model, config, units=[block])

@@ -29,6 +29,7 @@ def printed(module: str, *arguments: str) -> str:
     return done.stdout.splitlines()[-1]  # behind what `shard` prints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, marks=on_gpu) for case in CASES])
 def test_late_streams_change_no_bit(case: str) -> None:
     found = json.loads(printed("late_streams", case))
@@ -41,6 +42,7 @@ def test_late_streams_change_no_bit(case: str) -> None:
     assert "MainThread" not in found["as it is"]["threads"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "options"),
     [
@@ -56,6 +58,7 @@ def test_ranks_that_share_a_gpu_train_as_a_plain_process(preset: str, options: d
     printed("real_sums", preset, json.dumps(options))
 
 
+@pytest.mark.slow
 def test_the_comparison_of_late_streams_runs_on_a_cpu() -> None:
     """There it shows nothing but that the program is sound: all variants have the same bits."""
     found = json.loads(printed("late_streams", "paro-iig", "cpu", *VARIANTS[::3]))

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric.plugins import MixedPrecision
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from mics_strategy.errors import LifecycleError
 from tests.lightning.fabric_runs import adamw, batches, launched, train, values
-from tests.lightning.modules import Critic, Net
+from tests.lightning.modules import Critic, Net, loader
 from tests.lightning.runs import assert_same, run
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
@@ -285,3 +286,56 @@ def _communicated(ctx: RankContext) -> None:
 
 def test_ranks_talk_and_read_different_data(ranks: RankPool) -> None:
     run(ranks, 4, _communicated, ranks_per_node=2)
+
+
+class TwoStepsInOne(LightningModule):
+    """Manual optimization: a training step has two backwards and two optimizer steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for scale in (1.0, 2.0):
+            optimizer.zero_grad()
+            self.manual_backward(F.mse_loss(scale * self(batch[0]), batch[1]))
+            optimizer.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self)
+
+
+def _trained_manually(ctx: RankContext) -> tuple[dict[str, Tensor], float]:
+    """All ranks train on the same samples, so that the mean gradient is that of one process."""
+    fabric = launched(ctx)
+    module = TwoStepsInOne()
+    model, _ = fabric.setup(module, module.configure_optimizers())
+    data = list(loader(num=16))
+    for index, batch in enumerate(data):
+        model.training_step(batch, index)
+    model.eval()
+    with torch.no_grad():
+        loss = model.validation_step(data[0], 0)
+    return values(model), float(loss)
+
+
+def test_a_manual_training_step_may_hold_backwards_and_optimizer_steps(ranks: RankPool) -> None:
+    plain, data = TwoStepsInOne(), list(loader(num=16))
+    optimizer = plain.configure_optimizers()
+    for x, y in data:
+        for scale in (1.0, 2.0):
+            optimizer.zero_grad()
+            F.mse_loss(scale * plain(x), y).backward()
+            optimizer.step()
+    expected = {f"0.{name}": parameter for name, parameter in plain.named_parameters()}
+    for found, loss in run(ranks, 4, _trained_manually, ranks_per_node=2):
+        assert_same(found, expected)
+        assert loss == pytest.approx(plain.validation_step(data[0], 0).item())

@@ -146,6 +146,7 @@ def test_backend_and_timeout_reach_the_process_group(monkeypatch: pytest.MonkeyP
     assert (backend, passed["timeout"], passed["world_size"]) == ("fancy", timedelta(seconds=7), 1)
 
 
+@pytest.mark.slow
 def test_fabric_alone_is_enough() -> None:
     code = (
         "import sys, mics_strategy\n"

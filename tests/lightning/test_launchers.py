@@ -61,6 +61,7 @@ def _with_ddp(ctx: RankContext) -> dict[str, torch.Tensor]:
     return fitted(ctx, "ddp", Regression(), loader())
 
 
+@pytest.mark.slow
 def test_a_script_starts_its_ranks_by_itself(ranks: RankPool, tmp_path: Path) -> None:
     assert _run_script(tmp_path) == ""
     found = torch.load(tmp_path / "script.ckpt", weights_only=True)["state_dict"]

@@ -45,6 +45,7 @@ def resume_ours(ctx: RankContext, overrides: dict[str, Any], path: str) -> tuple
     return resume(ctx, mics("mics", **{"state_dict_type": "sharded", **overrides}), path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"save_asynchronously": True}], ids=["sync", "async"])
 def test_resumes_exactly_and_as_from_one_file(ranks: RankPool, tmp_path: Path, overrides: dict[str, Any]) -> None:
     """Lightning's tool makes one file of the folder, which DDP reads."""

@@ -11,7 +11,7 @@ import pytest
 
 from recipes.config import load_recipe
 
-pytestmark = pytest.mark.timeout(180)  # of which starting ranks takes most on a busy machine
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]  # of which starting ranks takes most on a busy machine
 STEPS = 40
 SAVED_AT = 25
 

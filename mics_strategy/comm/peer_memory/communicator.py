@@ -19,7 +19,7 @@ from mics_strategy.comm.work import Work, check_shapes
 
 if TYPE_CHECKING:
     from mics_strategy.comm.queue import CollectiveQueue
-    from mics_strategy.comm.transport import Transport
+    from mics_strategy.comm.transport import GlooTransport
     from mics_strategy.comm.workspace import Workspace
 
 
@@ -74,7 +74,9 @@ class PeerMemoryCommunicator:
         workspace: Scratch memory of the tasks.
     """
 
-    def __init__(self, route: routes.Route, transport: Transport, queue: CollectiveQueue, workspace: Workspace) -> None:
+    def __init__(
+        self, route: routes.Route, transport: GlooTransport, queue: CollectiveQueue, workspace: Workspace
+    ) -> None:
         self._route = route
         self._transport = transport
         self._queue = queue

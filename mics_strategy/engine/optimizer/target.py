@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mics_strategy.engine.engine_link import EngineLink
+from mics_strategy.engine.hooks import EngineLink
 from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange, assign_owners_by_bucket
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import LifecycleError

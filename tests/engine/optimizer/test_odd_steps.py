@@ -15,6 +15,8 @@ from tests.engine.optimizer.far_looking import Simple
 from tests.engine.training import Run, assert_same, presets, start, whole
 from tests.ranks import RankContext, RankPool
 
+pytestmark = pytest.mark.wide
+
 NAMES = ("ddp", "zero1", "mics", "paro-iig")
 
 

@@ -28,6 +28,8 @@ from tests.engine.training import (
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.reference import train_reference
 
+pytestmark = pytest.mark.wide
+
 Make = Callable[[list[nn.Parameter]], Optimizer]
 adafactor = partial(Adafactor, lr=0.1, eps=(1e-3, 1e-3))  # as for the others, an eps that drowns rounding
 PRESETS = [p for p in ShardConfig.PRESETS if p.startswith("paro-") and p != "paro-nnn"]

@@ -1,8 +1,11 @@
-"""Which parameters has any rank used, and have all ranks gone the same way?
+"""Agreement of ranks, from one small all-reduce per optimizer step.
 
-One small all-reduce per optimizer step answers both. The counts of users are read only where this rank must know. The
-answer to the second question is read at once on the CPU; on a GPU, where reading stops the host, one step later, but in
-the first steps, in which ranks that differ at all mostly begin to.
+It carries three answers: which parameters any rank has used (`UsedParamMap`), whether all ranks have submitted the same
+collectives (`DesyncCheck`), and whether replicas of a shard are equal (`ReplicaCheck`).
+
+A rank reads the counts of users only if it has not used all parameters itself. The other two answers are one number,
+0 while ranks agree. The CPU reads it at once. On a GPU reading would stop the host, so it is read one step later, but
+at once in the first steps, in which ranks that differ at all mostly begin to.
 """
 
 from __future__ import annotations
@@ -11,14 +14,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.comm.consensus import gather_objects
+from mics_strategy.comm.placement import digest, digest_weight
 from mics_strategy.engine.lifecycle import AccumulatorState, GradFlag
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.comm.work import Work
+    from mics_strategy.engine.bucket import Bucket
     from mics_strategy.engine.grad_bucket import GradBucket
-    from mics_strategy.engine.replica_check import ReplicaCheck
+
 
 READ_AT_ONCE = 3  # optimizer steps
 _DUE = 1 << 16  # above the count of users: the number of ranks on which the bucket is still to be reduced
@@ -136,3 +142,68 @@ class DesyncCheck:
             self._copied.record()
         if not self._digest.is_cuda or self._num_noted <= READ_AT_ONCE:
             self.raise_if_desynced()
+
+
+CHECKED_AT_START = 10  # optimizer steps
+
+
+class ReplicaCheck:
+    """The digests of one model's shards on one rank.
+
+    Args:
+        buckets: Of all units, in the same order on all ranks.
+        groups: Says which ranks hold the same shards.
+        every: Optimizer steps between two checks after the first steps; 0 for none; -1 for none at all.
+    """
+
+    def __init__(self, buckets: list[Bucket], groups: ProcessGroups, every: int) -> None:
+        self._buckets = buckets
+        self._groups = groups
+        self._every = every
+        self._num_steps = 0
+
+    def difference(self) -> torch.Tensor | None:
+        """A number of int32 that adds up to 0 over all ranks while they agree; None when it is not due.
+
+        Cost:
+            One read of the shards, when due; nothing waits for it.
+        """
+        self._num_steps += 1
+        written, self._groups.write_digests = self._groups.write_digests, []
+        weight = digest_weight(self._groups.rank, self._groups.scopes.world_size)
+        found = [weight * each for each in written]
+        is_periodic = self._every > 0 and self._num_steps % self._every == 0
+        if self._every >= 0 and (self._num_steps <= CHECKED_AT_START or is_periodic):
+            for place, bucket in enumerate(self._buckets):
+                found.append((2 * place + 1) * digest_weight(*self._place(bucket)) * digest(bucket.master_shard))
+        return torch.stack(found).sum().to(torch.int32) if found else None
+
+    def _place(self, bucket: Bucket) -> tuple[int, int]:
+        """Which replica of the bucket's shard this rank holds, and of how many."""
+        scopes = self._groups.scopes
+        span = scopes.span(bucket.placement.degree, scopes.world_size)
+        return span.index(self._groups.rank), span.size
+
+    def describe(self) -> str:
+        """What differs, and what to do. Collective, on the default group."""
+        own = [(bucket.placement.index, int(digest(bucket.master_shard))) for bucket in self._buckets]
+        everyone = gather_objects(own)
+        for place, bucket in enumerate(self._buckets):
+            first: dict[int, tuple[int, int]] = {}  # rank and digest, by shard
+            for rank, of_rank in enumerate(everyone):
+                index, value = of_rank[place]
+                known_rank, known = first.setdefault(index, (rank, value))
+                if value != known:
+                    return (
+                        f"Unit `{bucket.spec.name}`: ranks {known_rank} and {rank} hold the same shard with different "
+                        "values. Something has changed it on one of them alone: a write under `if rank == 0:`, or "
+                        "random numbers that each rank drew for itself. Go back to the last checkpoint, and let all "
+                        "ranks make the same change (draw through torch, into the parameter or inside of "
+                        "`optimizer.step()`). Where GPUs of different kinds round differently, use "
+                        "`replica_check='never'`."
+                    )
+        return (
+            "A forward wrote different values into a parameter on different ranks, and each has kept its own rows. Go "
+            "back to the last checkpoint, and let all ranks write the same, as of an all-reduced statistic, or keep it "
+            "as a buffer."
+        )

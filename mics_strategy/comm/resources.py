@@ -1,0 +1,255 @@
+"""Process groups, transports, threads and scratch memory of one sharded model.
+
+The only module that makes process groups.
+
+Every rank makes every group, in one order. A group lists its ranks by shard index, not by rank number
+(``sort_ranks=False``): the local-rank-major order is not ascending, and DTensor returns wrongly ordered data,
+without an error, for a mesh whose order differs from its group's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from mics_strategy import errors
+from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
+from mics_strategy.comm.control import ControlGroup
+from mics_strategy.comm.desync import DesyncWatchdog
+from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
+from mics_strategy.comm.traffic_log import TrafficLog
+from mics_strategy.comm.transport import Transport, backend_of, make_transport, timeout_of
+from mics_strategy.comm.work import has_pending_work
+from mics_strategy.comm.workspace import Workspace
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.route import Route
+    from mics_strategy.scopes import Scopes
+    from mics_strategy.topology import Span
+
+_QUEUES = {  # roles by queue
+    "gather": ("param_all_gather", "secondary_all_gather", "param_sync"),
+    "reduce": ("grad_reduce_scatter",),
+    "second_hop": ("second_hop_reduce_scatter", "second_hop_all_reduce"),
+}
+
+
+class CommResources:
+    """Makes the communicators of one sharded model, and closes what they use.
+
+    All-gathers of parameters, reduce-scatters of gradients in a backward, and the second hop of gradients have their
+    own groups and queues, so that none waits for another. The models of one process share groups of the same role over
+    the same ranks.
+
+    Args:
+        world_size: Ranks of the job.
+        device: Device of the model, with its index where there are several.
+
+    Attributes:
+        rank: Rank of this process.
+        watchdog: Finds out whether ranks have diverged.
+        traffic_log: Log of the collectives that were submitted.
+        workspaces: Scratch memory by queue.
+    """
+
+    def __init__(self, world_size: int, device: torch.device | str) -> None:
+        self.world_size = world_size
+        self.rank = dist.get_rank()
+        self.device = torch.device(device)
+        self.traffic_log = TrafficLog()
+        self._number = _count_models()
+        self.watchdog = DesyncWatchdog(str(self._number), self.rank)
+        self.workspaces = {queue: Workspace() for queue in _QUEUES}
+        self._transports: list[Transport] = []
+        self._threads: dict[str, CommThread] = {}
+        self._device_meshes: list[DeviceMesh] = []
+        if self.device.type == "cpu":
+            _on_gloo.add(self)
+
+    def communicator(self, role: str, scopes: Scopes, workspace: Workspace | None = None) -> AnyCommunicator | None:
+        """The communicator of a role; None where its span holds one rank: such an axis sends nothing. Collective.
+
+        Args:
+            role: Role of the collectives; see `Scopes.routes`.
+            scopes: Ranks, axes and codecs of the role.
+            workspace: Scratch memory; that of the role's queue by default.
+        """
+        routes, span = scopes.routes(role), scopes.span_of(role)
+        if routes is None:
+            return None
+        hierarchical = self._communicator_on(role, routes.hierarchical, span, workspace)
+        if routes.flat is None:
+            return hierarchical
+        return SizeDispatch(
+            self._communicator_on(role, routes.flat, span, workspace), hierarchical, routes.hierarchical_from_bytes
+        )
+
+    def _communicator_on(self, role: str, route: Route, span: Span, workspace: Workspace | None) -> Communicator:
+        stages = span.split_by_link()[::-1] if route.intra is not None else (span,)
+        transports = [self._transport(role, stage) for stage in stages]
+        for transport, stage in zip(transports, stages, strict=True):
+            if stage.is_inside_node:
+                transport.enable_peer_memory()
+        queue = next(queue for queue, roles in _QUEUES.items() if role in roles)
+        binding = RouteBinding(
+            route=route, transports=transports, ranks=frozenset(span.group_ranks(self.rank)), watchdog=self.watchdog
+        )
+        scratch = workspace or self.workspaces[queue]
+        return Communicator(binding, self._queue(queue, binding, scratch), scratch, self.device)
+
+    def _queue(self, name: str, binding: RouteBinding, workspace: Workspace) -> CollectiveQueue:
+        """The queue of a communicator: a thread on gloo, the current stream on any other backend."""
+        if not binding.transports[0].blocks_host:
+            return InlineQueue(name, binding, workspace, self.traffic_log)
+        if name not in self._threads:
+            self._threads[name] = CommThread(f"{name} {self._number}", self.watchdog)
+        return ThreadQueue(self._threads[name], binding, workspace, self.traffic_log)
+
+    def control_group(self, role: str, span: Span) -> ControlGroup | None:
+        """The control group of a span; None where it holds one rank. Collective."""
+        return None if span.size == 1 else ControlGroup(self._transport(role, span), self.traffic_log, self.watchdog)
+
+    def _transport(self, role: str, span: Span) -> Transport:
+        group = self._group(role, span)
+        if group is None:
+            raise errors.LifecycleError(f"No group for {role} over one rank. This is a defect; please report it.")
+        transport = make_transport(group, span.name, self.device.type)
+        self._transports.append(transport)
+        return transport
+
+    def _group(self, role: str, span: Span) -> dist.ProcessGroup | None:
+        if span.size == 1:
+            return None
+        shared = _groups.setdefault(dist.group.WORLD, {})
+        # Gloo matches its own all-reduces by their number in the group, and every model has a thread that submits them.
+        key = role if role != "second_hop_all_reduce" else f"{role} {self._number}"
+        if (key, span) not in shared:
+            for members in span.groups(self.world_size):
+                group = new_group(
+                    members, f"mics.{role}.{span.name}", self.device.type, urgent=role == "grad_reduce_scatter"
+                )
+                if self.rank in members:
+                    shared[key, span] = group
+        return shared[key, span]
+
+    def device_mesh(self, shard_span: Span, replicate_span: Span) -> DeviceMesh:
+        """The device mesh of replicas by shards, without axes of one rank. Collective."""
+        mesh = self._make_device_mesh(shard_span, replicate_span)
+        self._device_meshes.append(mesh)
+        return mesh
+
+    def _make_device_mesh(self, shard_span: Span, replicate_span: Span) -> DeviceMesh:
+        shard, replicate = self._group("shard", shard_span), self._group("replicate", replicate_span)
+        shard_ranks = shard_span.group_ranks(self.rank)
+        if shard is not None and replicate is not None:
+            ranks = torch.tensor(
+                [shard_span.group_ranks(member) for member in replicate_span.group_ranks(shard_ranks[0])]
+            )
+            return DeviceMesh.from_group(
+                [replicate, shard], self.device.type, mesh=ranks, mesh_dim_names=("replicate", "shard")
+            )
+        if replicate is not None:
+            ranks = torch.tensor(replicate_span.group_ranks(self.rank))
+            return DeviceMesh.from_group(replicate, self.device.type, mesh=ranks, mesh_dim_names=("replicate",))
+        group = shard
+        if group is None:
+            timeout = timeout_of(dist.group.WORLD, self.device.type)
+            group = dist.new_group([self.rank], timeout=timeout, use_local_synchronization=True)
+        return DeviceMesh.from_group(group, self.device.type, mesh=torch.tensor(shard_ranks), mesh_dim_names=("shard",))
+
+    def stop(self) -> None:
+        """End the communication threads. Not collective; collectives that no rank waits for may be unfinished."""
+        for thread in self._threads.values():
+            thread.close(self._transports)
+
+    def close(self) -> None:
+        """Destroy the groups, which ends the threads of gloo.
+
+        Not collective; no collective may be unfinished.
+        """
+        self.stop()
+        for transport in self._transports:
+            transport.close()
+        self._transports.clear()
+        for mesh in self._device_meshes:
+            getattr(mesh, "_pg_registry", {}).clear()  # torch 2.13; older versions know groups by name
+
+
+class _UnsortedRank(int):
+    """A rank that compares by its position.
+
+    torch 2.11 sorts the ranks of a group.
+    """
+
+    position: int
+
+    @override
+    def __lt__(self, other: int) -> bool:
+        return self.position < other.position if isinstance(other, _UnsortedRank) else int(self) < other
+
+
+def new_group(
+    members: list[int], description: str, device_type: str = "cpu", *, urgent: bool = False
+) -> dist.ProcessGroup:
+    """Make a group of `members` in their order.
+
+    Its timeout is the one that the user gave for the default group.
+
+    Args:
+        members: Ranks of the job.
+        description: Name of the group in torch's logs.
+        device_type: Device type of the tensors that the group will send.
+        urgent: Whether NCCL's own stream of the group, on which its kernels run, has a high priority.
+    """
+    timeout = timeout_of(dist.group.WORLD, device_type)
+    make: Callable[..., dist.ProcessGroup] = functools.partial(dist.new_group, timeout=timeout)
+    if urgent and backend_of(dist.group.WORLD, device_type) == "nccl":
+        options: Any = cast("Any", dist).ProcessGroupNCCL.Options()
+        options.is_high_priority_stream, options._timeout = True, timeout
+        make = functools.partial(make, pg_options=options)
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        return make(members, sort_ranks=False, group_desc=description)
+    ranks = [_UnsortedRank(member) for member in members]
+    for position, rank in enumerate(ranks):
+        rank.position = position
+    return make(ranks, group_desc=description)
+
+
+_groups: weakref.WeakKeyDictionary[Any, dict[tuple[str, Span], dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_on_gloo: weakref.WeakSet[CommResources] = weakref.WeakSet()
+_num_models: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _count_models() -> int:
+    """The number of models that this job has sharded before.
+
+    All ranks shard models in the same order.
+    """
+    number = _num_models.get(dist.group.WORLD, 0)
+    _num_models[dist.group.WORLD] = number + 1
+    return number
+
+
+@atexit.register
+def _close_gloo() -> None:
+    """End gloo's threads while the interpreter lives.
+
+    A thread that frees a tensor later aborts the process (torch 2.13).
+
+    Unfinished collectives belong to a job that has failed; closing would wait for them, up to the timeout.
+    """
+    for resources in list(_on_gloo):
+        resources.stop()
+    if not has_pending_work():
+        for resources in list(_on_gloo):
+            resources.close()
+        _groups.clear()

@@ -1,0 +1,222 @@
+"""What autograd may do after a unit was resharded, and what it must refuse.
+
+Autograd's graph saves unsharded parameters. Units share slots, so the memory of a saved parameter may hold another
+unit's values when a backward reads it. Three parts:
+
+- `SavedVersions` makes autograd refuse such a parameter. Autograd saves version counters and compares them when it
+  reads. The counter of a parameter is at a number of its own while its unit is resharded, and at the saved number while
+  the unit is unsharded with the same values.
+- `DoubleBackward` unshards units for a second backward. The first backward (`create_graph=True`) runs the nodes of the
+  forward and makes new ones; both kinds read parameters in the second backward, in autograd's own order. So each node
+  that the forward of a unit has made gets hooks when the first backward is about to run it: the unit is unsharded
+  before that node, and before each node that it makes. Sequence numbers tell which forward has made a node.
+- `wrap_autograd` translates the `inputs` of `torch.autograd.backward` and `grad` from sharded to unsharded parameters,
+  and the errors of both. Without it ``loss.backward(inputs=list(model.parameters()))`` computes nothing and raises
+  nothing. The wrappers are installed once, with the first sharded model, and do not change other calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node
+
+from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.order import ForwardCall
+
+_RESHARDED = 2**31  # above every count of writes; torch's counters have 32 bits
+_set_versions = torch._C._autograd._unsafe_set_version_counter
+_numbers = itertools.count(_RESHARDED)
+_owners: weakref.WeakValueDictionary[int, SavedVersions] = weakref.WeakValueDictionary()
+
+
+class UnshardedParameter(nn.Parameter):
+    """A parameter as a forward uses it; every way of writing into it is counted."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """An alias that shares the version counter, so that writing through it is noticed."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise LifecycleError(
+                f"A forward gave a parameter of shape {tuple(self.shape)} and {self.dtype} new `.data` of shape "
+                f"{tuple(value.shape)} and {value.dtype}, for which there is no memory. Change the model before "
+                "`shard()`; to change values, write into the parameter."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+
+class SavedVersions:
+    """The version counters of one bucket's unsharded parameters.
+
+    Args:
+        unit: Name of the unit, for errors.
+        parameters: The unsharded parameters; none shares its counter with anything but its own views.
+    """
+
+    def __init__(self, unit: str, parameters: Sequence[nn.Parameter]) -> None:
+        self.unit = unit
+        self._parameters = tuple(parameters)
+        self._valid = (0,) * len(self._parameters)
+        self._content: int | None = None
+        number = next(_numbers)
+        self._resharded = (number,) * len(self._parameters)
+        _owners[number] = self
+
+    def unshard(self, content: int) -> None:
+        """The parameters hold values again; graphs that saved other values stay invalid.
+
+        Args:
+            content: Version of the bucket whose values they are.
+        """
+        if content != self._content:
+            self._content = content
+            self._valid = (max(self._valid, default=0) + 1,) * len(self._parameters)
+        _set_versions(self._parameters, self._valid)
+
+    def reshard(self) -> None:
+        """The memory of the parameters is about to hold something else."""
+        _set_versions(self._parameters, self._resharded)
+
+    def written(self) -> list[int]:
+        """Positions of the parameters that were written to since `unshard`."""
+        return [i for i, parameter in enumerate(self._parameters) if parameter._version != self._valid[i]]
+
+    def accept_writes(self, content: int) -> None:
+        """What was written is now the value of the bucket, at its version `content`."""
+        self._valid = tuple(parameter._version for parameter in self._parameters)
+        self._content = content
+
+
+def resharded_unit(error: RuntimeError) -> str | None:
+    """Name of the unit whose resharded parameters autograd has refused in `error`; None for any other error."""
+    found = re.search(r"is at version (\d+); expected version", str(error))
+    owner = _owners.get(int(found[1])) if found else None
+    return None if owner is None else owner.unit
+
+
+class DoubleBackward:
+    """Hooks on the nodes of one backward that makes a graph.
+
+    Args:
+        before_node: Called before a node of a forward runs, in this backward and in later ones.
+        before_made_node: Called before a node runs that this backward makes.
+    """
+
+    def __init__(
+        self, before_node: Callable[[ForwardCall], None], before_made_node: Callable[[ForwardCall], None]
+    ) -> None:
+        self._before_node = before_node
+        self._before_made_node = before_made_node
+        self._hooked: set[tuple[ForwardCall, Node]] = set()
+
+    def follow(self, call: ForwardCall, entry: Node) -> None:
+        """Put hooks on the nodes that the forward `call` has made, as far as `entry` leads to them."""
+        pending = [entry]
+        while pending:
+            node = pending.pop()
+            following = [other for other, _ in node.next_functions if other is not None]
+            is_leaf = not node.next_functions
+            if is_leaf or not call.has_added(node) or (call, node) in self._hooked:
+                continue
+            self._hooked.add((call, node))
+            node.register_prehook(lambda _: self._before_node(call))
+            node.register_hook(lambda grad_inputs, _: self._follow_made(call, grad_inputs))
+            pending += following
+
+    def _follow_made(self, call: ForwardCall, grads: tuple[Any, ...]) -> None:
+        for grad in grads:
+            node = None if grad is None else grad.grad_fn
+            if node is not None and (call, node) not in self._hooked:
+                self._hooked.add((call, node))
+                node.register_prehook(lambda _: self._before_made_node(call))
+
+    def end(self) -> None:
+        """The backward is over: let go of its nodes."""
+        self._hooked.clear()
+
+
+Function = Callable[..., Any]
+
+
+def wrap_autograd() -> None:
+    """Wrap `torch.autograd.backward` and `torch.autograd.grad`, unless they are wrapped already."""
+    if not hasattr(torch.autograd.backward, "mics_wraps"):
+        torch.autograd.backward = _wrapped(torch.autograd.backward, _backward)
+        torch.autograd.grad = _wrapped(torch.autograd.grad, _grad)
+
+
+def _wrapped(original: Function, call: Callable[..., Any]) -> Function:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(original, *args, **kwargs)
+        except RuntimeError as error:
+            unit = resharded_unit(error)
+            if unit is None:
+                raise
+            raise LifecycleError(
+                f"A backward needed the parameters of unit `{unit}` when they were not unsharded: it entered the unit "
+                "other than through the tensors that its forward had returned (through one that a hook or an attribute "
+                "kept, say), or several units are recomputed together. Return that tensor from the unit's forward, "
+                "keep the model's output in the loss (`+ 0 * output.sum()`), checkpoint one unit at a time, or keep "
+                "parameters whole with `params='none'`."
+            ) from error
+
+    wrapper.mics_wraps = original  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _backward(original: Function, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
+    if inputs is not None:
+        given = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
+        kwargs["inputs"] = [*given, *_in_graph(given)]
+    original(*args, **kwargs)
+
+
+def _in_graph(inputs: Iterable[Any]) -> list[torch.Tensor]:
+    """The unsharded forms of those inputs that are sharded parameters: what a forward has used."""
+    sharded = [each for each in inputs if isinstance(each, ShardedParameter)]
+    unsharded = [each.mics_owner.unsharded(each.mics_position) for each in sharded]
+    return [each for each in unsharded if each is not None]
+
+
+def _grad(original: Function, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    given = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
+    sharded = [each for each in given if isinstance(each, ShardedParameter)]
+    if not sharded:
+        return original(outputs, inputs, *args, **kwargs)
+    if kwargs.get("materialize_grads"):
+        raise _no_local_gradient(sharded[0])
+    try:
+        found = original(outputs, inputs, *args, **kwargs)
+    except RuntimeError as error:
+        if "appears to not have been used in the graph" not in str(error):
+            raise
+        raise _no_local_gradient(sharded[0]) from error
+    missing = [each for each, gradient in zip(given, found, strict=True) if gradient is None]
+    for each in missing:
+        if isinstance(each, ShardedParameter):
+            raise _no_local_gradient(each)
+    return found
+
+
+def _no_local_gradient(parameter: ShardedParameter) -> LifecycleError:
+    return LifecycleError(
+        f"`torch.autograd.grad` was asked for the gradient of the sharded parameter `{parameter.mics_name}`, which no "
+        "rank has whole. Call `backward()`, on every rank, and read `parameter.grad`."
+    )

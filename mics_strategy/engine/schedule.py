@@ -1,0 +1,123 @@
+"""Rules of a step's schedule, which the engine and the plan of a step share.
+
+The engine asks these rules which collective is due when it runs a step; `plan` asks the same ones when it predicts the
+step. Neither has a rule of its own.
+
+- A unit is gathered unless its slot holds its current values (`needs_unshard`).
+- A bucket is synced in front of its first all-gather after a change; a backward gathers the secondary shards if a
+  forward has left current ones (`ParamVersions`).
+- The tensor of a collective is the flat buffer at the smaller of its two scopes (`full_numel`).
+- First hops follow the first forwards of units, latest first (`reduction_order`), or include every unit where ranks may
+  run different ones (`reduces_every_unit`). Second hops follow the units' index, last first (`second_hop_order`).
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.layout import BucketLayout
+    from mics_strategy.scopes import Scopes
+
+USAGE_DTYPE = torch.int32  # of the small all-reduce in front of the second hop
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class ParamVersions:
+    """Versions of one bucket's parameters in its buffers; -1 before the first.
+
+    Attributes:
+        has_secondary: Whether forwards leave a secondary shard for backwards.
+        param_shard: Version at the parameter scope, which the last param sync has brought there.
+        secondary_shard: Version of the secondary shard.
+        unsharded: Version of the unsharded parameters.
+    """
+
+    has_secondary: bool = False
+    param_shard: int = -1
+    secondary_shard: int = -1
+    unsharded: int = -1
+
+    def needs_sync(self, version: int) -> bool:
+        """Whether a param sync has to bring `version`, the present one, to the parameter scope."""
+        return self.param_shard != version
+
+    def unshard(self, *, for_backward: bool) -> str:
+        """Note that the parameters are gathered now; return the role of the all-gather.
+
+        Args:
+            for_backward: Whether a backward needs the parameters, after the forward of the same step.
+        """
+        self.unsharded = self.param_shard
+        if for_backward and self.has_secondary and self.secondary_shard == self.param_shard:
+            return "secondary_all_gather"
+        return "param_all_gather"
+
+    def keep_secondary(self) -> None:
+        """Note that an all-gather of the parameters has left this rank's secondary shard."""
+        self.secondary_shard = self.param_shard
+
+
+class VersionedBucket(Protocol):
+    """A bucket, or the plan's model of one."""
+
+    @property
+    def version(self) -> int:
+        """Version of the parameters now."""
+
+    @property
+    def versions(self) -> ParamVersions:
+        """Versions in the buffers."""
+
+
+def needs_unshard(buckets: Iterable[VersionedBucket], *, is_resident: bool) -> bool:
+    """Whether a unit has to be gathered before its next use.
+
+    Args:
+        buckets: Buckets of the unit.
+        is_resident: Whether the unit is the last one that was gathered into its slot.
+    """
+    return not is_resident or any(bucket.versions.unsharded != bucket.version for bucket in buckets)
+
+
+def full_numel(role: str, layout: BucketLayout, scopes: Scopes) -> int:
+    """Elements of the full tensor in the collective of one of `scopes.ROLES`, padding included."""
+    return layout.numel_at(scopes.degrees_of(role)[0])
+
+
+def unshard_role(scopes: Scopes) -> str:
+    """Role of the last collective before parameters are unsharded, which may write them in place."""
+    if scopes.params == 1:
+        return "param_sync"
+    return "secondary_all_gather" if scopes.has_secondary else "param_all_gather"
+
+
+def reduces_every_unit(scopes: Scopes) -> bool:
+    """Whether every unit is reduced in every backward, as ranks may run different units."""
+    return scopes.params == 1 or scopes.grads == 1
+
+
+def reduction_order(entered: Iterable[T]) -> list[T]:
+    """The order of first hops: by the first forward of each unit, latest first.
+
+    Args:
+        entered: Units in the order in which forwards entered them; a unit may occur several times.
+    """
+    return [*dict.fromkeys(entered)][::-1]
+
+
+def second_hop_order(indices: Iterable[int]) -> list[int]:
+    """The order of second hops of units, given by index: it depends on nothing that a rank has run."""
+    return sorted(indices, reverse=True)
+
+
+def usage_numel(num_parameters: int) -> int:
+    """Elements of the small all-reduce: one for each trainable parameter, one for the agreement of ranks."""
+    return num_parameters + 1
