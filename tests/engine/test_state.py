@@ -152,7 +152,7 @@ def load_other_optimizer(ctx: RankContext, run: Run) -> None:
 def test_optimizer_state_of_another_model_is_refused(ranks: RankPool) -> None:
     run = Run(case=models.mlp, config=ShardConfig())
     raises_on_every_rank(
-        lambda: ranks(2, load_other_optimizer, run), CheckpointError, "has 1 parameters, this SGD has 10"
+        lambda: ranks(2, load_other_optimizer, run), CheckpointError, "has 1 parameters, but this SGD has 10"
     )
 
 
