@@ -59,7 +59,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         claim="padding is cleared in every row",
         old="views.append(table[:, end_of_piece:end])",
         new="views.append(table[:1, end_of_piece:end])",
-        tests=("tests/engine/test_layout.py",),
+        tests=("tests/engine/test_codec_scales.py", "tests/engine/test_codecs_in_training.py"),
     ),
     Mutation(
         area="layout",
