@@ -59,7 +59,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         claim="padding is cleared in every row",
         old="views.append(table[:, end_of_piece:end])",
         new="views.append(table[:1, end_of_piece:end])",
-        tests=("tests/engine/test_layout.py",),
+        tests=("tests/engine/test_codec_scales.py", "tests/engine/test_codecs_in_training.py"),
     ),
     Mutation(
         area="layout",
@@ -216,10 +216,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         claim="ranks that diverge are found in the next step",
         old="own.append(groups.desync_digest)",
         new="own.append(0)",
-        tests=(
-            "tests/engine/test_divergence.py",
-            "tests/engine/test_fingerprint.py",
-        ),
+        tests=("tests/engine/test_used_params.py", "tests/engine/test_fingerprint.py"),
     ),
     Mutation(
         area="norm",
@@ -567,11 +564,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         claim="validation of the Trainer leaves inference mode out",
         old="disable_inference_mode(trainer)\n        if",
         new="if",
-        tests=(
-            "tests/lightning/test_setup.py",
-            "tests/lightning/test_training.py",
-            "tests/lightning/test_behaviours.py",
-        ),
+        tests=("tests/lightning/test_communication.py", "tests/lightning/test_checkpoints.py"),
     ),
     Mutation(
         area="Lightning",

@@ -2,10 +2,10 @@
 
     python -m tests.mutations                    # break it in every way, and write docs/mutations.md
     python -m tests.mutations --check            # only see that every break still finds its line
-    python -m tests.mutations --only 3,7 --tiers fast
+    python -m tests.mutations --only 3,7 --results verdicts.jsonl
 
 Every break of `tests/mutation_table.py` is made in a copy of the committed tree. The tests that are likeliest to see it
-run first in the fast tier; where none fails, the same ones in both tiers, and with `--whole` the fast tier as a whole.
+run in the fast tier; where none fails, the same ones in both tiers.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Verdict:
 
     Attributes:
         number: Number of the mutation, from 1.
-        noticed_by: First test that failed, by tier; `SURVIVED` where none did.
+        noticed_by: First test that failed, by tier; `SURVIVED` where none did. Ends with the tier that noticed.
     """
 
     number: int
@@ -108,48 +108,42 @@ def first_failure(tree: Path, options: Sequence[str]) -> str:
     return failed[1] if failed else f"pytest ended with {run.returncode}"
 
 
-def judge(number: int, mutation: Mutation, tree: Path, tiers: Sequence[str], *, whole: bool) -> Verdict:
-    """Run the tests of a mutation; tiers after the one that noticed it would notice it too."""
+def judge(number: int, mutation: Mutation, tree: Path) -> Verdict:
+    """Run the tests of a mutation in the fast tier, and in both where it survives that."""
     noticed_by: dict[str, str] = {}
     with mutated(mutation, tree):
-        for tier in tiers:
-            noticed_by[tier] = next((test for test in noticed_by.values() if test != SURVIVED), SURVIVED)
-            if noticed_by[tier] == SURVIVED:
-                noticed_by[tier] = first_failure(tree, [*TIERS[tier], *mutation.tests])
-        if whole and set(noticed_by.values()) == {SURVIVED}:
-            noticed_by[tiers[-1]] = first_failure(tree, [*TIERS["fast"], "tests"])
+        for tier, options in TIERS.items():
+            noticed_by[tier] = first_failure(tree, [*options, *mutation.tests])
+            if noticed_by[tier] != SURVIVED:
+                break
     return Verdict(number, noticed_by)
 
 
-def page_of(verdicts: Sequence[Verdict], tiers: Sequence[str]) -> str:
+def page_of(verdicts: Sequence[Verdict]) -> str:
     """The table of results as Markdown, at most 100 columns wide."""
-    counts = [sum(v.noticed_by[tier] != SURVIVED for v in verdicts) for tier in tiers]
-    names = {"fast": "the fast tier", "all": "both tiers"}
-    told = ", ".join(f"{names[tier]} {count}" for tier, count in zip(tiers, counts, strict=True))
+    fast = sum(verdict.noticed_by["fast"] != SURVIVED for verdict in verdicts)
+    both = sum(set(verdict.noticed_by.values()) != {SURVIVED} for verdict in verdicts)
     lines = [
         "# What the tests notice",
         "",
-        "The engine is broken on purpose, in one place at a time, and the tests that should see it",
-        f"run. Of {len(verdicts)} breaks they notice: {told}. The breaks are listed in",
-        "[`tests/mutation_table.py`](../tests/mutation_table.py); this page is written by",
+        "The engine is broken on purpose, in one place at a time, and the tests that are likeliest to",
+        f"see it run. Of {len(verdicts)} breaks the fast tier (`make test`) notices {fast}, both tiers together",
+        f"(`make test-all`) notice {both}. The breaks stand in",
+        "[`tests/mutation_table.py`](../tests/mutation_table.py). This page is written by",
         "",
         "```",
         "python -m tests.mutations",
         "```",
         "",
-        "For each break: the claim that it breaks, and the test that failed first.",
+        "Each entry names the claim that the break makes untrue, and the test that failed first. What",
+        "survives the fast tier is tried again with both.",
         "",
     ]
     for verdict in verdicts:
         mutation = MUTATIONS[verdict.number - 1]
         lines.append(f"{verdict.number}. **{mutation.area}**: {mutation.claim}.")
-        lines += [f"   {tier}: `{_short(verdict.noticed_by[tier])}`" for tier in _told(verdict, tiers)]
+        lines += [f"   {tier}: `{_short(test)}`" for tier, test in verdict.noticed_by.items()]
     return "\n".join(lines) + "\n"
-
-
-def _told(verdict: Verdict, tiers: Sequence[str]) -> list[str]:
-    """Tiers that say more than the one before them."""
-    return [t for i, t in enumerate(tiers) if i == 0 or verdict.noticed_by[t] != verdict.noticed_by[tiers[i - 1]]]
 
 
 def _short(test: str) -> str:
@@ -163,24 +157,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="only see that every old text occurs once")
     parser.add_argument("--only", default="", help="numbers of mutations, with commas")
-    parser.add_argument("--tiers", default="fast,all", help="tiers to run, with commas: fast, all")
-    parser.add_argument("--whole", action="store_true", help="let survivors run through the whole fast tier")
     parser.add_argument("--results", type=Path, help="file of verdicts, one a line; those in it are not run again")
     options = parser.parse_args(arguments)
     if options.check:
         print("\n".join(problems()) or f"All {len(MUTATIONS)} mutations can be made.")
         return 1 if problems() else 0
     numbers = [int(n) for n in options.only.split(",") if n] or list(range(1, len(MUTATIONS) + 1))
-    tiers = options.tiers.split(",")
     verdicts = _earlier(options.results)
     with scratch_copy() as tree:
         for number in numbers:
             if number not in verdicts:
-                verdicts[number] = judge(number, MUTATIONS[number - 1], tree, tiers, whole=options.whole)
+                verdicts[number] = judge(number, MUTATIONS[number - 1], tree)
                 _keep(options.results, verdicts[number])
             print(f"{number:3} {MUTATIONS[number - 1].claim}: {verdicts[number].noticed_by}", flush=True)
-    if not options.only:
-        PAGE.write_text(page_of([verdicts[number] for number in numbers], tiers))
+    PAGE.write_text(page_of([verdicts[number] for number in numbers]))
     return 0
 
 

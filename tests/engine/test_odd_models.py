@@ -45,6 +45,7 @@ def test_some_ranks_only_use_some_experts() -> None:
     assert (of_any & ~of_all).any(1).all()  # in every layer
 
 
+@pytest.mark.slow
 def test_mixtures_of_experts_train_as_plain_under_every_preset(ranks: RankPool) -> None:
     unsharded = {name: PRESETS[name] for name in UNSHARDED[::3]}
     assert_right(
@@ -59,6 +60,7 @@ def test_odd_models_train_as_plain(ranks: RankPool) -> None:
     assert_right(ranks, pair_names_and_settings(list(OTHERS), PRESETS), 4, 2)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("ranks_per_node", [2, 3], ids=["3 nodes", "2 nodes"])
 def test_six_ranks_train_as_plain(ranks: RankPool, ranks_per_node: int) -> None:
     """Every preset, with partitions of a node or of all ranks.
