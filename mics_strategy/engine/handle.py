@@ -110,8 +110,8 @@ class Sharded:
                 for bucket in buckets
                 for pair in zip(bucket.sharded_params, bucket.layout.param_slices, strict=True)
             ]
-            known = {id(sharded): region.name for sharded, region in pairs}
-            target.is_check_due = not guards.check_parameters_unchanged(self.model, known)
+            names_by_id = {id(sharded): region.name for sharded, region in pairs}
+            target.is_check_due = not guards.check_parameters_unchanged(self.model, names_by_id)
         if target.is_step_over and self.model.training and torch.is_grad_enabled():
             self._begin_step()
         self.buffers.pre_forward()

@@ -194,7 +194,7 @@ def transition(table: dict[tuple[S, str], S], state: S, event: str, subject: str
     """
     next_state = table.get((state, event))
     if next_state is None:
-        allowed = sorted(name for known, name in table if known is state)
+        allowed = sorted(name for source, name in table if source is state)
         raise LifecycleError(
             f"{subject}: `{event}` came while its {type(state).__name__} was {state.value}. Allowed in this state: "
             f"{', '.join(allowed)}. Check whether its forward or backward ran in two threads, or was interrupted by an "

@@ -1,4 +1,4 @@
-"""Do the tables allow what may happen, and nothing else?"""
+"""The state tables allow every legal event and no other."""
 
 import itertools
 import random
@@ -42,7 +42,7 @@ tables = pytest.mark.parametrize("states", TABLES, ids=lambda states: states.__n
 @pytest.mark.parametrize(
     ("states", "state", "event"), ILLEGAL, ids=[f"{t.__name__}-{s.value}-{e}" for t, s, e in ILLEGAL]
 )
-def test_what_is_not_listed_raises(states: type[Enum], state: Enum, event: str) -> None:
+def test_events_outside_of_the_tables_raise(states: type[Enum], state: Enum, event: str) -> None:
     with pytest.raises(LifecycleError, match=f"layer: `{event}` came while its {states.__name__} was"):
         transition(TABLES[states], state, event, "layer")
 
