@@ -41,11 +41,11 @@ _owners: weakref.WeakValueDictionary[int, SavedVersions] = weakref.WeakValueDict
 
 
 class UnshardedParameter(nn.Parameter):
-    """A parameter as a forward uses it; every way of writing into it is counted."""
+    """A parameter as a forward uses it, with a count of all writes."""
 
     @property
     def data(self) -> torch.Tensor:
-        """An alias that shares the version counter, so that writing through it is noticed."""
+        """An alias with the same version counter, which counts writes through it."""
         return self.detach()
 
     @data.setter
@@ -65,7 +65,7 @@ class SavedVersions:
 
     Args:
         unit: Name of the unit, for errors.
-        parameters: The unsharded parameters; none shares its counter with anything but its own views.
+        parameters: The unsharded parameters. Each shares its counter only with its own views.
     """
 
     def __init__(self, unit: str, parameters: Sequence[nn.Parameter]) -> None:
@@ -78,10 +78,10 @@ class SavedVersions:
         _owners[number] = self
 
     def unshard(self, content: int) -> None:
-        """The parameters hold values again; graphs that saved other values stay invalid.
+        """Set the counters for parameters that hold values again; graphs with other saved values stay invalid.
 
         Args:
-            content: Version of the bucket whose values they are.
+            content: Version of the bucket with these values.
         """
         if content != self._content:
             self._content = content
@@ -89,7 +89,7 @@ class SavedVersions:
         _set_versions(self._parameters, self._valid)
 
     def reshard(self) -> None:
-        """The memory of the parameters is about to hold something else."""
+        """Set the counters for parameters whose memory is about to be overwritten."""
         _set_versions(self._parameters, self._resharded)
 
     def written(self) -> list[int]:
@@ -97,20 +97,22 @@ class SavedVersions:
         return [i for i, parameter in enumerate(self._parameters) if parameter._version != self._valid[i]]
 
     def accept_writes(self, content: int) -> None:
-        """What was written is now the value of the bucket, at its version `content`."""
+        """Accept written values as those of the bucket at its version `content`."""
         self._valid = tuple(parameter._version for parameter in self._parameters)
         self._content = content
 
 
 def resharded_unit(error: RuntimeError) -> str | None:
     """Name of the unit whose resharded parameters autograd has refused in `error`; None for any other error."""
-    found = re.search(r"is at version (\d+); expected version", str(error))
-    owner = _owners.get(int(found[1])) if found else None
+    match = re.search(r"is at version (\d+); expected version", str(error))
+    owner = _owners.get(int(match[1])) if match else None
     return None if owner is None else owner.unit
 
 
 class DoubleBackward:
-    """Hooks on the nodes of one backward that makes a graph.
+    """Hooks on the nodes of a backward with `create_graph=True`.
+
+    Cost: A walk over the graph in Python.
 
     Args:
         before_node: Called before a node of a forward runs, in this backward and in later ones.
@@ -125,7 +127,7 @@ class DoubleBackward:
         self._hooked: set[tuple[ForwardCall, Node]] = set()
 
     def follow(self, call: ForwardCall, entry: Node) -> None:
-        """Put hooks on the nodes that the forward `call` has made, as far as `entry` leads to them."""
+        """Register hooks on the nodes that the forward `call` has made and that `entry` leads to."""
         pending = [entry]
         while pending:
             node = pending.pop()
@@ -146,7 +148,7 @@ class DoubleBackward:
                 node.register_prehook(lambda _: self._before_made_node(call))
 
     def end(self) -> None:
-        """The backward is over: let go of its nodes."""
+        """Release the nodes of a backward that has ended."""
         self._hooked.clear()
 
 
@@ -170,11 +172,11 @@ def _wrapped(original: Function, call: Callable[..., Any]) -> Function:
             if unit is None:
                 raise
             raise LifecycleError(
-                f"A backward needed the parameters of unit `{unit}` when they were not unsharded: it entered the unit "
-                "other than through the tensors that its forward had returned (through one that a hook or an attribute "
-                "kept, say), or several units are recomputed together. Return that tensor from the unit's forward, "
-                "keep the model's output in the loss (`+ 0 * output.sum()`), checkpoint one unit at a time, or keep "
-                "parameters whole with `params='none'`."
+                f"A backward needed the parameters of unit `{unit}` when they were not unsharded. Either it entered "
+                "the unit other than through the tensors that its forward had returned (through one that a hook or an "
+                "attribute kept), or several units are recomputed together. Return that tensor from the unit's "
+                "forward, keep the model's output in the loss (`+ 0 * output.sum()`), checkpoint one unit at a time, "
+                "or keep parameters unsharded with `params='none'`."
             ) from error
 
     wrapper.mics_wraps = original  # type: ignore[attr-defined]
@@ -183,36 +185,35 @@ def _wrapped(original: Function, call: Callable[..., Any]) -> Function:
 
 def _backward(original: Function, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
     if inputs is not None:
-        given = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
-        kwargs["inputs"] = [*given, *_in_graph(given)]
+        input_list = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
+        kwargs["inputs"] = [*input_list, *_in_graph(input_list)]
     original(*args, **kwargs)
 
 
 def _in_graph(inputs: Iterable[Any]) -> list[torch.Tensor]:
-    """The unsharded forms of those inputs that are sharded parameters: what a forward has used."""
-    sharded = [each for each in inputs if isinstance(each, ShardedParameter)]
-    unsharded = [each.mics_owner.unsharded(each.mics_position) for each in sharded]
-    return [each for each in unsharded if each is not None]
+    """The unsharded parameters, which forwards use, of those inputs that are sharded parameters."""
+    sharded = [tensor for tensor in inputs if isinstance(tensor, ShardedParameter)]
+    unsharded = [parameter.mics_owner.unsharded(parameter.mics_position) for parameter in sharded]
+    return [parameter for parameter in unsharded if parameter is not None]
 
 
 def _grad(original: Function, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    given = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
-    sharded = [each for each in given if isinstance(each, ShardedParameter)]
+    input_list = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
+    sharded = [tensor for tensor in input_list if isinstance(tensor, ShardedParameter)]
     if not sharded:
         return original(outputs, inputs, *args, **kwargs)
     if kwargs.get("materialize_grads"):
         raise _no_local_gradient(sharded[0])
     try:
-        found = original(outputs, inputs, *args, **kwargs)
+        grads = original(outputs, inputs, *args, **kwargs)
     except RuntimeError as error:
         if "appears to not have been used in the graph" not in str(error):
             raise
         raise _no_local_gradient(sharded[0]) from error
-    missing = [each for each, gradient in zip(given, found, strict=True) if gradient is None]
-    for each in missing:
-        if isinstance(each, ShardedParameter):
-            raise _no_local_gradient(each)
-    return found
+    for tensor, grad in zip(input_list, grads, strict=True):
+        if grad is None and isinstance(tensor, ShardedParameter):
+            raise _no_local_gradient(tensor)
+    return grads
 
 
 def _no_local_gradient(parameter: ShardedParameter) -> LifecycleError:

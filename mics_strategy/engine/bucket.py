@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _NUM_WRITES = attrgetter("_version")
 _NUM_DECLARED_WRITES = attrgetter("mics_write_count")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +180,7 @@ class Bucket:
     @property
     def num_requiring_grad(self) -> int:
         """Number of parameters that require a gradient now."""
-        return sum(sharded.requires_grad for sharded in self.sharded_params)
+        return sum(map(_REQUIRES_GRAD, self.sharded_params))
 
     @property
     def is_aliased(self) -> bool:

@@ -1,7 +1,6 @@
-"""How is everything put together, once?
+"""Construction of the engine of one model: memory, units, reducer.
 
-From the units and the scopes to arenas, slots, stagings, and the objects that use them. All memory that the
-engine will ever need is allocated here.
+All memory that the engine will ever need is allocated here, once: arenas, slots, staging buffers and workspaces.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """Where a model is built: its configuration, process groups, device and the account of its memory."""
+    """Configuration, process groups and device of a model, and the tracker of its memory."""
 
     config: ShardConfig
     groups: ProcessGroups
@@ -109,14 +108,11 @@ def build_units(modules: list[UnitSpec], specs: list[list[BucketSpec]], context:
 def _allocate_param_shards(
     specs: list[BucketSpec], masters: list[torch.Tensor], context: BuildContext
 ) -> list[torch.Tensor | None]:
-    scopes = context.groups.scopes
-    if scopes.params == 1:
+    degree = context.groups.scopes.params
+    if degree == 1:
         return [None] * len(specs)
-    own = [spec for spec in specs if spec.layout.ranks != scopes.params or spec.param_dtype != spec.master_dtype]
-    sizes = [(spec.layout.numel_at(scopes.params), spec.param_dtype) for spec in own]
-    pieces = iter(arena(context.memory, "parameter shards", sizes, context.device))
-    keep = set(map(id, own))
-    return [next(pieces) if id(spec) in keep else master for spec, master in zip(specs, masters, strict=True)]
+    numels = [spec.layout.numel_at(degree) for spec in specs]
+    return [*_masters_or_new("parameter shards", specs, masters, degree, numels, context)]
 
 
 def _allocate_secondary_shards(specs: list[BucketSpec], context: BuildContext) -> list[torch.Tensor | None]:
@@ -129,22 +125,29 @@ def _allocate_secondary_shards(specs: list[BucketSpec], context: BuildContext) -
 def _persistent_param_buffers(
     specs: list[BucketSpec], masters: list[torch.Tensor], context: BuildContext
 ) -> list[torch.Tensor]:
-    """Memory of parameters that are not sharded: the optimizer's own where nothing distinguishes the two."""
-    own = [spec for spec in specs if spec.layout.ranks > 1 or spec.param_dtype != spec.master_dtype]
-    pieces = iter(
-        arena(
-            context.memory,
-            "unsharded parameters",
-            [(spec.layout.unpadded_numel, spec.param_dtype) for spec in own],
-            context.device,
-        )
-    )
-    keep = set(map(id, own))
-    return [(next(pieces) if id(spec) in keep else master).data for spec, master in zip(specs, masters, strict=True)]
+    """Memory of parameters that are not sharded."""
+    numels = [spec.layout.unpadded_numel for spec in specs]
+    buffers = _masters_or_new("unsharded parameters", specs, masters, 1, numels, context)
+    return [buffer.data for buffer in buffers]
+
+
+def _masters_or_new(
+    purpose: str,
+    specs: list[BucketSpec],
+    masters: list[torch.Tensor],
+    degree: int,
+    numels: list[int],
+    context: BuildContext,
+) -> list[torch.Tensor]:
+    """The master shards where degree and dtype agree with theirs, and new memory for all other buckets."""
+    is_new = [spec.layout.ranks != degree or spec.param_dtype != spec.master_dtype for spec in specs]
+    sizes = [(numel, spec.param_dtype) for spec, numel, new in zip(specs, numels, is_new, strict=True) if new]
+    pieces = iter(arena(context.memory, purpose, sizes, context.device))
+    return [next(pieces) if new else master for master, new in zip(masters, is_new, strict=True)]
 
 
 def _slots(modules: list[UnitSpec], specs: list[list[BucketSpec]], context: BuildContext) -> list[Slot]:
-    """Bind every unit to a slot: units of one nesting depth take turns on one more slot than are gathered ahead."""
+    """Bind every unit to a slot: units of one nesting depth share `prefetch + 1` slots, in turn."""
     if context.groups.scopes.params == 1:
         return [Slot(_NO_BYTES) for _ in modules]
     bound: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -163,20 +166,20 @@ def _slots(modules: list[UnitSpec], specs: list[list[BucketSpec]], context: Buil
 
 
 def add_sharded_parameters(units: list[Unit], modules: list[UnitSpec], context: BuildContext) -> None:
-    """Label the optimizer shards as parameters and put them into the modules."""
+    """Make parameters of the optimizer shards, and register them in the modules."""
     for unit, module in zip(units, modules, strict=True):
         requires_grad = {entry.name: entry.parameter.requires_grad for entry in module.parameters}
         for bucket in unit.buckets:
-            for region in bucket.layout.param_slices:
+            for param_slice in bucket.layout.param_slices:
                 sharded = make_sharded_parameter(
-                    bucket.master_shard, region, bucket.placement, requires_grad[region.name]
+                    bucket.master_shard, param_slice, bucket.placement, requires_grad[param_slice.name]
                 )
                 bucket.sharded_params.append(sharded)
         unit.register_sharded()
 
 
 def build_engine(units: list[Unit], modules: list[UnitSpec], context: BuildContext) -> Engine:
-    """The engine over `units`, with every buffer that gathers and reductions need."""
+    """The engine of `units`, with all buffers of all-gathers and reductions."""
     config, overlap = context.config, context.config.overlap
     gradients = _gradients(units, context)
     streams = Streams(context.device)
@@ -215,46 +218,39 @@ def _gather_resources(units: list[Unit], stream: OpStream, context: BuildContext
     groups, memory, count = context.groups, context.memory, context.config.prefetch
     staged = [unit.buckets if unit.needs_staging else [] for unit in units]
     flat = [packed_bytes([(b.layout.full_numel, b.spec.param_dtype) for b in buckets]) for buckets in staged]
-    shard = [packed_bytes([bucket.cast_size for bucket in unit.buckets]) for unit in units]
-    update = groups.trainable_placement.sync_comm
-    casts = update is not None and any(bucket.needs_cast for unit in units for bucket in unit.buckets)
-    staging = StagingPool(memory, "gather stagings", count, max(flat), context.device)
-    cast = StagingPool(memory, "cast stagings", count, max(shard) if casts else 0, context.device)
-    return GatherResources(stream=stream, flat=staging, cast=cast)
+    cast = [packed_bytes([bucket.cast_size for bucket in unit.buckets]) for unit in units]
+    sends_syncs = groups.trainable_placement.sync_comm is not None
+    needs_cast = sends_syncs and any(bucket.needs_cast for unit in units for bucket in unit.buckets)
+    return GatherResources(
+        stream=stream,
+        flat=StagingPool(memory, "gather stagings", count, max(flat), context.device),
+        cast=StagingPool(memory, "cast stagings", count, max(cast) if needs_cast else 0, context.device),
+    )
 
 
 def _gradients(units: list[Unit], context: BuildContext) -> dict[int, list[GradBucket]]:
     scopes, memory, device = context.groups.scopes, context.memory, context.device
     buckets = [bucket for unit in units for bucket in unit.trainable]
-    wide = [sum_dtype_of(bucket.spec.master_dtype) for bucket in buckets]
-    sums = arena(
-        memory,
-        "gradients",
-        [(b.layout.numel_at(scopes.grads), w) for b, w in zip(buckets, wide, strict=True)],
-        device,
-    )
-    results = sums
+    sum_dtypes = [sum_dtype_of(bucket.spec.master_dtype) for bucket in buckets]
+    sizes = [(b.layout.numel_at(scopes.grads), dtype) for b, dtype in zip(buckets, sum_dtypes, strict=True)]
+    accumulators = results = arena(memory, "gradients", sizes, device)
     if scopes.grads != scopes.optimizer:
-        results = arena(
-            memory,
-            "reduced gradients",
-            [(b.layout.shard_numel, w) for b, w in zip(buckets, wide, strict=True)],
-            device,
-        )
-    narrow = [i for i, bucket in enumerate(buckets) if bucket.spec.master_dtype != wide[i]]
-    sizes = [(buckets[i].layout.shard_numel, buckets[i].spec.master_dtype) for i in narrow]
-    casts = dict(zip(narrow, arena(memory, "cast gradients", sizes, device), strict=True))
-    made = iter(
+        sizes = [(b.layout.shard_numel, dtype) for b, dtype in zip(buckets, sum_dtypes, strict=True)]
+        results = arena(memory, "reduced gradients", sizes, device)
+    cast_indices = [i for i, bucket in enumerate(buckets) if bucket.spec.master_dtype != sum_dtypes[i]]
+    sizes = [(buckets[i].layout.shard_numel, buckets[i].spec.master_dtype) for i in cast_indices]
+    casts = dict(zip(cast_indices, arena(memory, "cast gradients", sizes, device), strict=True))
+    grad_buckets = iter(
         GradBucket(
             bucket,
-            sums[i],
+            accumulators[i],
             results[i],
             casts.get(i, results[i]),
             context.config.wire_dtype_of(bucket.spec.master_dtype),
         )
         for i, bucket in enumerate(buckets)
     )
-    return {unit.index: [next(made) for _ in unit.trainable] for unit in units if unit.trainable}
+    return {unit.index: [next(grad_buckets) for _ in unit.trainable] for unit in units if unit.trainable}
 
 
 def _reducer_buffers(
@@ -262,32 +258,32 @@ def _reducer_buffers(
 ) -> ReducerBuffers:
     groups, memory, device = context.groups, context.memory, context.device
     flat = {
-        index: packed_bytes([(g.bucket.layout.full_numel, g.wire_dtype) for g in of_unit])
+        index: packed_bytes([(g.bucket.layout.full_numel, g.wire_dtype) for g in unit_gradients])
         if groups.grad_comm is not None
         else 0
-        for index, of_unit in gradients.items()
+        for index, unit_gradients in gradients.items()
     }
     by_depth: dict[int, list[int]] = defaultdict(list)
     for index in gradients:
         by_depth[modules[index].depth].append(index)
-    collecting: dict[int, StagingPool] = {}
+    flat_pools: dict[int, StagingPool] = {}
     for indices in by_depth.values():
         count = min(len(indices), 2 if "reduce" in context.config.overlap else 1)
-        ring = StagingPool(memory, "gradient stagings", count, max(flat[index] for index in indices), device)
-        collecting.update(dict.fromkeys(indices, ring))
+        pool = StagingPool(memory, "gradient stagings", count, max(flat[index] for index in indices), device)
+        flat_pools.update(dict.fromkeys(indices, pool))
     largest = max(flat.values(), default=0)
-    wires = [g.second_hop_wire_bytes for gs in gradients.values() for g in gs]
-    count = sum(len(g.bucket.layout.param_slices) for gs in gradients.values() for g in gs)
+    wires = [g.second_hop_wire_bytes for unit_gradients in gradients.values() for g in unit_gradients]
+    num_parameters = sum(len(g.bucket.layout.param_slices) for gs in gradients.values() for g in gs)
     return ReducerBuffers(
-        flat_pools=collecting,
+        flat_pools=flat_pools,
         zero_grad_pool=memory.zeros("zero gradients", largest, torch.uint8, device) if largest else _NO_BYTES,
         second_hop=StagingPool(memory, "second hop stagings", 2, max(wires, default=0), device),
-        usage=memory.zeros("parameter usage", usage_numel(count), USAGE_DTYPE, device),
+        usage=memory.zeros("parameter usage", usage_numel(num_parameters), USAGE_DTYPE, device),
     )
 
 
 def _allocate_workspaces(units: list[Unit], gradients: dict[int, list[GradBucket]], context: BuildContext) -> None:
-    """Memory of what is under way, as much as the largest transfer of each kind needs."""
+    """Allocate workspaces for collectives in flight, for the largest one of each queue."""
     groups, scopes = context.groups, context.groups.scopes
     for bucket in (bucket for unit in units for bucket in unit.buckets):
         layout, dtype = bucket.layout, bucket.spec.param_dtype
@@ -303,21 +299,21 @@ def _allocate_workspaces(units: list[Unit], gradients: dict[int, list[GradBucket
     variants = [(groups.grad_comm, groups.outer_grad_comm, groups.replica_comm)]
     if scopes.codecs.first_hop is not None or scopes.codecs.second_hop is not None:
         variants.append(groups.unquantized)
-    of_buckets = [gradient for of_unit in gradients.values() for gradient in of_unit]
-    for gradient, (first, scatter, replicas) in itertools.product(of_buckets, variants):
+    all_gradients = [gradient for unit_gradients in gradients.values() for gradient in unit_gradients]
+    for gradient, (grad_comm, outer_comm, replica_comm) in itertools.product(all_gradients, variants):
         layout, wire, dtype = gradient.bucket.layout, gradient.wire_dtype, gradient.result.dtype
-        if first is not None:
-            first.reserve_reduce_scatter(full_numel("grad_reduce_scatter", layout, scopes), wire, dtype)
+        if grad_comm is not None:
+            grad_comm.reserve_reduce_scatter(full_numel("grad_reduce_scatter", layout, scopes), wire, dtype)
             coalesced = (
-                coalesced_comm_for(first, layout, wire.itemsize)
+                coalesced_comm_for(grad_comm, layout, wire.itemsize)
                 if gradient.bucket.spec.coalesce_reduce_scatter
                 else None
             )
             if coalesced is not None:
                 coalesced.reserve_reduce_scatter(shard_numel("grad_reduce_scatter", layout, scopes), wire)
-        if scatter is not None:
-            scatter.reserve_reduce_scatter(full_numel("second_hop_reduce_scatter", layout, scopes), wire, dtype)
-        if replicas is not None:
-            replicas.reserve_all_reduce(full_numel("second_hop_all_reduce", layout, scopes), wire, dtype)
+        if outer_comm is not None:
+            outer_comm.reserve_reduce_scatter(full_numel("second_hop_reduce_scatter", layout, scopes), wire, dtype)
+        if replica_comm is not None:
+            replica_comm.reserve_all_reduce(full_numel("second_hop_all_reduce", layout, scopes), wire, dtype)
     for workspace in groups.workspaces.values():
         workspace.bind(context.memory.zeros("workspaces", workspace.needed_bytes, torch.uint8, context.device))

@@ -124,7 +124,7 @@ class BackwardGrads:
 
     def end(self) -> None:
         """The backward has ended; the next one starts with nothing collected."""
-        self._flags.apply_to_all("end_backward")
+        self._flags.apply("end_backward")
         self.num_arrived = 0
 
     def discard(self) -> None:
@@ -185,11 +185,6 @@ class GradBucket:
         ]
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether gradients are reduced in every backward."""
-        return self.bucket.groups.grad_comm is not None
-
-    @property
     def casts_second_hop(self) -> bool:
         """Whether the second hop's reduce-scatter sends a copy of the accumulator, in the wire dtype."""
         return self.bucket.groups.outer_grad_comm is not None and self.wire_dtype != self.accumulator.dtype
@@ -229,7 +224,7 @@ class GradBucket:
         accumulate = self.flags.any(GradFlag.ACCUMULATED)
         if accumulate:
             self._zero(self.accumulator, self.flags.lacking(GradFlag.ACCUMULATED))
-        self.flags.apply_to_all("reduce")
+        self.flags.apply("reduce")
         if self._in_place is not None:
             work = self._in_place.reduce_scatter(self.accumulator, flat, accumulate, self.name)
         else:
@@ -240,14 +235,14 @@ class GradBucket:
     def _start_accumulating(self) -> None:
         """Make the gradient a sum to which more can be added."""
         previous = self.state
-        self.state = transition(ACCUMULATOR_TRANSITIONS, previous, "accumulate", self.name)
         if previous is AccumulatorState.PARTIAL:
             return
+        self.state = transition(ACCUMULATOR_TRANSITIONS, previous, "accumulate", self.name)
         if previous is AccumulatorState.NONE:
-            self.flags.apply_to_all("start_window")
+            self.flags.apply("start_window")
             return
         self._mean_to_sum()
-        self.flags.apply_to_all("reopen_window")
+        self.flags.apply("reopen_window")
         if self.accumulator.data_ptr() == self.result.data_ptr():
             for position in self.flags.having(GradFlag.HAS_PRIOR_MEAN):
                 self.flags.apply("accumulate", position)
@@ -271,7 +266,7 @@ class GradBucket:
         if self.state is not AccumulatorState.PARTIAL:
             self._start_accumulating()  # other ranks have a sum; this rank adds zeros
         self._zero(self.accumulator, self.flags.lacking(GradFlag.ACCUMULATED))
-        self.flags.apply_to_all("accumulate")
+        self.flags.apply("accumulate")
         scopes = self.bucket.groups.scopes
         if scopes.codecs.second_hop is not None:
             self._zero_padding(self.accumulator, scopes.grads)
@@ -299,7 +294,7 @@ class GradBucket:
         if self._result_cast is not self.result:
             self._result_cast.copy_(self.result)
         self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "finish", self.name)
-        self.flags.apply_to_all("finish")
+        self.flags.apply("finish")
 
     def discard_unused(self) -> None:
         """Drop the gradient: no rank has used any parameter of the bucket."""

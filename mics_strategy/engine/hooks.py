@@ -1,7 +1,12 @@
-"""When do the model and autograd call us?
+"""Entries into the engine: hooks of modules and of autograd, and the link from sharded parameters.
 
-Two module hooks per unit and one hook per unsharded parameter; autograd's hooks on a unit's outputs are made
-anew in every forward. A hook may not be traced: `torch.compile` sees a unit's forward and never these.
+Each unit has two module hooks, and each unsharded parameter one hook. Autograd's hooks on the outputs of a unit are
+registered in every forward. `torch.compile` traces the forward of a unit and never these hooks.
+
+A sharded parameter calls the engine when its `grad` is read or cleared (`EngineLink`).
+
+Hooks of tensors and the link refer to the engine weakly. Hooks of a tensor belong to C++, where Python's garbage
+collection does not see the cycle back to the tensor, and a model would never be freed.
 """
 
 from __future__ import annotations
@@ -31,10 +36,10 @@ _NO_OUTPUT = (type(None), bool, int, float, complex, str, bytes, type, FunctionT
 
 
 def install(engine: Engine, before_root_forward: Callable[[], None]) -> None:
-    """Put the hooks on the units of `engine`.
+    """Register the hooks on the units of `engine`.
 
     Args:
-        engine: Is told of every event.
+        engine: Engine that the hooks call.
         before_root_forward: Called first when the root's forward begins.
     """
     modules = {unit.module for unit in engine.units}
@@ -48,30 +53,26 @@ def install(engine: Engine, before_root_forward: Callable[[], None]) -> None:
 
 
 def _gradient_hook(engine: Engine, unit: Unit, gradient: GradBucket, position: int) -> Callable[[torch.Tensor], None]:
-    """The hook of one unsharded parameter.
-
-    It refers to the engine weakly: a tensor's hooks belong to C++, where Python's garbage collection does not see the
-    cycle that leads back to the tensor, and a model would never be freed.
-    """
+    """The hook of one unsharded parameter."""
     weak_engine, weak_unit, weak_gradient = weakref.ref(engine), weakref.ref(unit), weakref.ref(gradient)
 
     def hook(parameter: torch.Tensor) -> None:
-        alive, of_unit, of_bucket = weak_engine(), weak_unit(), weak_gradient()
-        if alive is not None and of_unit is not None and of_bucket is not None:
-            alive.on_grad(of_unit, of_bucket, position, cast("nn.Parameter", parameter))
+        live_engine, live_unit, live_gradient = weak_engine(), weak_unit(), weak_gradient()
+        if live_engine is not None and live_unit is not None and live_gradient is not None:
+            live_engine.on_grad(live_unit, live_gradient, position, parameter)
 
     return hook
 
 
 def _hook_inner_modules(engine: Engine, module: nn.Module, entered: list[ForwardCall], units: set[nn.Module]) -> None:
-    """Watch the outputs of the modules inside a frozen unit, up to those inside other units.
+    """Hook the outputs of the modules inside a frozen unit, except those inside other units.
 
-    A backward may enter there (features that a hook has taken) and arrives at no parameter whose gradient would show
-    that the parameters were never unsharded.
+    A backward may enter there, at features that a user's hook has kept. No gradient arrives at a frozen parameter that
+    would show that the parameters were not unsharded.
 
     Args:
-        engine: Is told.
-        module: Of the unit.
+        engine: Engine that the hooks call.
+        module: Module of the unit, or one inside it.
         entered: Calls of the unit that have not ended.
         units: Modules of all units.
     """
@@ -87,7 +88,7 @@ def _hook_inner_modules(engine: Engine, module: nn.Module, entered: list[Forward
 
 
 def _hook_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) -> list[ForwardCall]:
-    """Put hooks around the forward of a unit. Returns the list of its calls that have not ended."""
+    """Register hooks around the forward of a unit. Returns the list of its calls that have not ended."""
     entered: list[ForwardCall] = []
     compute_dtype = next((b.spec.param_dtype for b in unit.buckets if b.needs_cast), None)
 
@@ -105,12 +106,12 @@ def _hook_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) 
         if not entered:
             return None
         tensors = list(tensors_in(outputs))
-        is_lasting = not unit.slot.is_shared or not any(map(unit.slot.holds, tensors))
-        if not is_lasting:
+        returns_slot_views = unit.slot.is_shared and any(map(unit.slot.holds, tensors))
+        if returns_slot_views:
             outputs = _clone_slot_views(unit, outputs)
             tensors = list(tensors_in(outputs))
         engine.post_forward(entered.pop(), tensors)
-        return None if is_lasting else outputs
+        return outputs if returns_slot_views else None
 
     disable: Any = torch.compiler.disable
     unit.module.register_forward_pre_hook(disable(before), prepend=True, with_kwargs=True)
@@ -119,29 +120,29 @@ def _hook_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) 
 
 
 def _clone_slot_views(unit: Unit, outputs: T) -> T:
-    """The outputs of a unit with copies of what lies in its slot: parameters, and views of them.
+    """The outputs of a unit, with copies of tensors in its slot: parameters and their views.
 
-    Other units overwrite the slot, and autograd, which keeps the outputs for their users' backwards, does not see it.
+    Other units overwrite the slot. Autograd, which saves the outputs for backwards of their users, does not notice.
 
     Raises:
-        LifecycleError: They are in a container that cannot be made anew.
+        LifecycleError: Such a tensor is in a container that cannot be copied.
     """
     slot = unit.slot
 
-    def copied(leaf: object) -> object:
+    def clone_slot_view(leaf: object) -> object:
         return leaf.clone() if isinstance(leaf, torch.Tensor) and slot.holds(leaf) else leaf
 
-    lasting = cast("T", tree_map(copied, outputs))
-    if any(map(slot.holds, tensors_in(lasting))):
+    copies = cast("T", tree_map(clone_slot_view, outputs))
+    if any(map(slot.holds, tensors_in(copies))):
         raise LifecycleError(
             f"Unit `{unit.name}` returns a parameter of its own, or a view of one, inside a {type(outputs).__name__}. "
             "Other units will overwrite it. Return a copy (`.clone()`), or return it in a tuple, list or dict."
         )
-    return lasting
+    return copies
 
 
 def cast_floating(tree: T, dtype: torch.dtype) -> T:
-    """Every floating tensor of `tree` in `dtype`."""
+    """A copy of `tree` with its floating-point tensors in `dtype`."""
 
     def cast_leaf(leaf: object) -> object:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
@@ -153,8 +154,8 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
     """The tensors in nested tuples, lists, dicts, registered containers, and attributes of other objects."""
     pending, seen = [(tree, 0)], set[int]()
     while pending:
-        each, depth = pending.pop()
-        for leaf in tree_leaves(each):
+        subtree, depth = pending.pop()
+        for leaf in tree_leaves(subtree):
             if isinstance(leaf, torch.Tensor):
                 yield leaf
             elif depth < _MAX_DEPTH and id(leaf) not in seen and not isinstance(leaf, _NO_OUTPUT):
@@ -162,19 +163,19 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
                 pending.append((_attributes(leaf), depth + 1))
 
 
-def _attributes(thing: object) -> list[object]:
-    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
-    values = [getattr(thing, name, None) for name in slots if name not in ("__dict__", "__weakref__")]
-    return [*values, *getattr(thing, "__dict__", {}).values()]
+def _attributes(instance: object) -> list[object]:
+    slots = [name for kind in type(instance).__mro__ for name in getattr(kind, "__slots__", ())]
+    values = [getattr(instance, name, None) for name in slots if name not in ("__dict__", "__weakref__")]
+    return [*values, *getattr(instance, "__dict__", {}).values()]
 
 
 class EngineLink:
-    """The owner of the parameters of one bucket; weakly, as `hooks` explains.
+    """The link from the sharded parameters of one bucket to the engine.
 
     Args:
-        engine: Of the model.
-        bucket: Of the parameters.
-        gradient: Of the bucket; None where it is frozen.
+        engine: Engine of the model.
+        bucket: Bucket of the parameters.
+        gradient: Gradient of the bucket; None where it is frozen.
     """
 
     def __init__(self, engine: Engine, bucket: Bucket, gradient: GradBucket | None) -> None:
@@ -200,5 +201,5 @@ class EngineLink:
         return None if bucket is None else bucket.unsharded.params[position]
 
     def belongs_to(self, engine: Engine) -> bool:
-        """Whether it is that engine's."""
+        """Whether the parameters belong to `engine`."""
         return self._engine() is engine

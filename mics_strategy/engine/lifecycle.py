@@ -23,7 +23,13 @@ from typing import TypeVar
 from mics_strategy.errors import LifecycleError
 
 
-class UnshardState(Enum):
+class _State(Enum):
+    """A state of one of the machines; hashed by identity, as tables are looked up in every hook."""
+
+    __hash__ = object.__hash__
+
+
+class UnshardState(_State):
     """State of a unit's unsharded parameters in its slot."""
 
     SHARDED = "sharded"
@@ -31,7 +37,7 @@ class UnshardState(Enum):
     UNSHARDED = "unsharded"
 
 
-class UnitPhase(Enum):
+class UnitPhase(_State):
     """Pass that uses the unit's unsharded parameters."""
 
     IDLE = "idle"
@@ -39,7 +45,7 @@ class UnitPhase(Enum):
     BACKWARD = "backward"
 
 
-class GradBufferState(Enum):
+class GradBufferState(_State):
     """State of the buffer of one backward's gradients of a bucket."""
 
     EMPTY = "empty"
@@ -47,7 +53,7 @@ class GradBufferState(Enum):
     REDUCING = "reducing"
 
 
-class AccumulatorState(Enum):
+class AccumulatorState(_State):
     """Content of a bucket's gradient accumulator."""
 
     NONE = "none"
@@ -103,13 +109,17 @@ class GradFlags:
         self._everywhere = (1 << count) - 1
         self._bits = [0] * len(GradFlag)
 
-    def apply(self, event: str, position: int) -> None:
-        """Apply `event` to the parameter at `position`."""
-        self._apply(event, 1 << position)
-
-    def apply_to_all(self, event: str) -> None:
-        """Apply `event` to every parameter."""
-        self._apply(event, self._everywhere)
+    def apply(self, event: str, position: int | None = None) -> None:
+        """Apply `event` to the parameter at `position`; None for all of them."""
+        bits = self._bits
+        parameters = self._everywhere if position is None else 1 << position
+        changes = GRAD_FLAG_EVENTS.get(event)
+        if changes is None:
+            raise LifecycleError(f"`{event}` is no event of a gradient. Known events: {', '.join(GRAD_FLAG_EVENTS)}.")
+        for flag in changes[0]:
+            bits[flag] |= parameters
+        for flag in changes[1]:
+            bits[flag] &= ~parameters
 
     def has(self, flag: GradFlag, position: int) -> bool:
         """Whether the parameter at `position` has `flag`."""
@@ -126,15 +136,6 @@ class GradFlags:
     def lacking(self, flag: GradFlag) -> list[int]:
         """Positions of the parameters that lack `flag`."""
         return self._positions(self._everywhere & ~self._bits[flag])
-
-    def _apply(self, event: str, parameters: int) -> None:
-        changes = GRAD_FLAG_EVENTS.get(event)
-        if changes is None:
-            raise LifecycleError(f"`{event}` is no event of a gradient. Known events: {', '.join(GRAD_FLAG_EVENTS)}.")
-        for flag in changes[0]:
-            self._bits[flag] |= parameters
-        for flag in changes[1]:
-            self._bits[flag] &= ~parameters
 
     def _positions(self, bits: int) -> list[int]:
         return [position for position in range(self._count) if bits >> position & 1] if bits else []

@@ -135,7 +135,8 @@ class ShardedParameter(_FullTensorDTensor):
     @property
     def raw_grad(self) -> torch.Tensor | None:
         """The content of autograd's own gradient slot. Reading it finishes no reduction."""
-        return cast("torch.Tensor | None", _raw_grad.__get__(self))
+        grad: torch.Tensor | None = _raw_grad.__get__(self)
+        return grad
 
     @raw_grad.setter
     def raw_grad(self, value: torch.Tensor | None) -> None:

@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from mics_strategy.engine.bucket import Bucket
     from mics_strategy.engine.grad_bucket import GradBucket
 
-
 READ_AT_ONCE = 3  # optimizer steps
+CHECKED_AT_START = 10  # optimizer steps
 _DUE = 1 << 16  # above the count of users: the number of ranks on which the bucket is still to be reduced
 
 
 class UsedParamMap:
-    """The exchange of one step.
+    """The number of ranks that have used each parameter, in one optimizer step.
 
     Args:
         counts: [usage_numel], int32; overwritten.
-        gradients: Of all trainable buckets, in the same order on every rank.
+        gradients: Gradients of all trainable buckets, in the same order on every rank.
         groups: Process groups.
-        difference: Adds up to 0 over all ranks while their replicas are equal; None where it was not computed.
+        difference: Number of this rank, 0 in sum over all ranks whose replicas are equal; None if it was not computed.
     """
 
     def __init__(
@@ -48,56 +48,57 @@ class UsedParamMap:
         difference: torch.Tensor | None = None,
     ) -> None:
         self._offsets: dict[GradBucket, int] = {}
-        own: list[int] = []
+        local_counts: list[int] = []
         for gradient in gradients:
-            self._offsets[gradient] = len(own)
+            offset = self._offsets[gradient] = len(local_counts)
             due = _DUE if gradient.state is AccumulatorState.PARTIAL else 0
-            used = gradient.flags.having(GradFlag.USED)
-            own += [due] * len(gradient.bucket.sharded_params)
-            for position in used:
-                own[self._offsets[gradient] + position] += 1
-        own.append(groups.desync_digest)
+            local_counts += [due] * len(gradient.bucket.sharded_params)
+            for position in gradient.flags.having(GradFlag.USED):
+                local_counts[offset + position] += 1
+        local_counts.append(groups.desync_digest)
         self._counts = counts
-        self._everyone: list[int] | None = None
-        self._handle: Work | None = None
-        # Pinned memory, which torch's allocator lends to nobody else before the copy has ended: the host goes on.
-        counts.copy_(torch.tensor(own, dtype=counts.dtype, pin_memory=counts.is_cuda), non_blocking=True)
+        self._totals: list[int] | None = None
+        self._work: Work | None = None
+        # Torch's allocator reuses pinned memory only after the copy has ended, so the host does not wait for it.
+        pinned = torch.tensor(local_counts, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        counts.copy_(pinned, non_blocking=True)
         if groups.world_group is not None and gradients:
             if difference is not None:
                 counts[-1:] += difference
-            self._handle = groups.world_group.all_reduce(counts, "parameter usage")
+            self._work = groups.world_group.all_reduce(counts, "parameter usage")
 
     def wait(self) -> None:
-        """End the exchange, read or not."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            handle.wait()
+        """Wait for the all-reduce, whether its result was read or not."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
 
     def _by_position(self, gradient: GradBucket) -> list[int]:
-        if self._everyone is None:
+        if self._totals is None:
             self.wait()
-            self._everyone = self._counts.tolist()
+            self._totals = self._counts.tolist()
         start = self._offsets[gradient]
-        return self._everyone[start : start + len(gradient.bucket.sharded_params)]
+        return self._totals[start : start + len(gradient.bucket.sharded_params)]
 
     def is_pending_elsewhere(self, gradient: GradBucket) -> bool:
-        """Whether another rank holds a part that is not reduced yet; ranks differ only without sharded gradients."""
-        return not gradient.is_sharded and any(count >= _DUE for count in self._by_position(gradient))
+        """Whether another rank has a sum that is not reduced yet. Ranks differ only if gradients are not sharded."""
+        is_sharded = gradient.bucket.groups.grad_comm is not None
+        return not is_sharded and any(count >= _DUE for count in self._by_position(gradient))
 
     def positions(self, gradient: GradBucket) -> list[int]:
-        """The parameters of the bucket that any rank has used."""
+        """Positions of the parameters of the bucket that any rank has used."""
         if not gradient.flags.lacking(GradFlag.USED):
             return list(range(len(gradient.bucket.sharded_params)))
         return [position for position, count in enumerate(self._by_position(gradient)) if count % _DUE]
 
 
 class DesyncCheck:
-    """Sees that all ranks run the same units in the same order.
+    """Check that all ranks submit the same collectives and that replicas are equal.
 
     Args:
-        counts: Where `UsedParamMap` leaves its sums; the last one is that of the balances.
+        counts: Totals of `UsedParamMap`; the last one is 0 while ranks agree.
         groups: Process groups.
-        replicas: Whether those of shards are equal; what it computes is added to the balances.
+        replicas: Check of replicas, whose number is part of that last total.
     """
 
     def __init__(self, counts: torch.Tensor, groups: ProcessGroups, replicas: ReplicaCheck) -> None:
@@ -106,14 +107,14 @@ class DesyncCheck:
         self._groups = groups
         self._on_host = torch.zeros(1, dtype=counts.dtype, pin_memory=counts.is_cuda)
         self._copied: torch.cuda.Event | None = None
-        self._num_noted = 0
+        self._num_recorded = 0
 
     def raise_if_desynced(self) -> None:
-        """Look at the last balance that has reached the host. On every rank alike.
+        """Raise, on all ranks, if the last total on the host is not 0.
 
         Raises:
-            LifecycleError: Ranks have left the common way, so their parameters and gradients are mixed up; or they
-                hold different values.
+            LifecycleError: Ranks have submitted different collectives, so their parameters and gradients are mixed up;
+                or they hold different values.
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -129,26 +130,26 @@ class DesyncCheck:
         )
 
     def record(self) -> None:
-        """An exchange is complete: bring its balance to the host."""
-        self._num_noted += 1
+        """Copy the total of a completed all-reduce to the host."""
+        self._num_recorded += 1
         self._on_host.copy_(self._digest, non_blocking=True)
         if self._digest.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
-        if not self._digest.is_cuda or self._num_noted <= READ_AT_ONCE:
+        if not self._digest.is_cuda or self._num_recorded <= READ_AT_ONCE:
             self.raise_if_desynced()
 
 
-CHECKED_AT_START = 10  # optimizer steps
-
-
 class ReplicaCheck:
-    """The digests of one model's shards on one rank.
+    """Check that ranks with the same shard hold equal values, and wrote equal values in forwards.
+
+    Each rank adds up the words of its shards, multiplied such that the sums of equal replicas add up to 0. Only when
+    the total is not 0, ranks exchange the digests of single units, to name the unit and the ranks.
 
     Args:
-        buckets: Of all units, in the same order on all ranks.
-        groups: Says which ranks hold the same shards.
-        every: Optimizer steps between two checks after the first steps; 0 for none; -1 for none at all.
+        buckets: Buckets of all units, in the same order on all ranks.
+        groups: Process groups.
+        every: Optimizer steps between two checks after the first steps; 0 for none after them; -1 for none at all.
     """
 
     def __init__(self, buckets: list[Bucket], groups: ProcessGroups, every: int) -> None:
@@ -158,37 +159,37 @@ class ReplicaCheck:
         self._num_steps = 0
 
     def difference(self) -> torch.Tensor | None:
-        """A number of int32 that adds up to 0 over all ranks while they agree; None when it is not due.
+        """The number of this rank, int32, 0 in sum over ranks that agree; None when no check is due.
 
         Cost:
-            One read of the shards, when due; nothing waits for it.
+            One read of the shards when a check is due. The host does not wait for it.
         """
         self._num_steps += 1
         written, self._groups.write_digests = self._groups.write_digests, []
         weight = digest_weight(self._groups.rank, self._groups.scopes.world_size)
-        found = [weight * each for each in written]
+        terms = [weight * write_digest for write_digest in written]
         is_periodic = self._every > 0 and self._num_steps % self._every == 0
         if self._every >= 0 and (self._num_steps <= CHECKED_AT_START or is_periodic):
-            for place, bucket in enumerate(self._buckets):
-                found.append((2 * place + 1) * digest_weight(*self._place(bucket)) * digest(bucket.master_shard))
-        return torch.stack(found).sum().to(torch.int32) if found else None
+            for index, bucket in enumerate(self._buckets):
+                terms.append((2 * index + 1) * digest_weight(*self._replica(bucket)) * digest(bucket.master_shard))
+        return torch.stack(terms).sum().to(torch.int32) if terms else None
 
-    def _place(self, bucket: Bucket) -> tuple[int, int]:
-        """Which replica of the bucket's shard this rank holds, and of how many."""
+    def _replica(self, bucket: Bucket) -> tuple[int, int]:
+        """Index of this rank among the replicas of the bucket's shard, and their number."""
         scopes = self._groups.scopes
         span = scopes.span(bucket.placement.degree, scopes.world_size)
         return span.index(self._groups.rank), span.size
 
     def describe(self) -> str:
-        """What differs, and what to do. Collective, on the default group."""
-        own = [(bucket.placement.index, int(digest(bucket.master_shard))) for bucket in self._buckets]
-        everyone = gather_objects(own)
-        for place, bucket in enumerate(self._buckets):
+        """The error message: which values differ, and what to do. Collective, on the default group."""
+        local_digests = [(bucket.placement.index, int(digest(bucket.master_shard))) for bucket in self._buckets]
+        digests_by_rank = gather_objects(local_digests)
+        for bucket_index, bucket in enumerate(self._buckets):
             first: dict[int, tuple[int, int]] = {}  # rank and digest, by shard
-            for rank, of_rank in enumerate(everyone):
-                index, value = of_rank[place]
-                known_rank, known = first.setdefault(index, (rank, value))
-                if value != known:
+            for rank, digests in enumerate(digests_by_rank):
+                shard, value = digests[bucket_index]
+                known_rank, known_value = first.setdefault(shard, (rank, value))
+                if value != known_value:
                     return (
                         f"Unit `{bucket.spec.name}`: ranks {known_rank} and {rank} hold the same shard with different "
                         "values. Something has changed it on one of them alone: a write under `if rank == 0:`, or "

@@ -19,7 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
 from mics_strategy.engine.memory import CachedViews, StagingPool
@@ -232,7 +231,7 @@ class Reducer:
         self.launch(self._order.take_due())
         return bool(previous) and previous != self._expected
 
-    def collect(self, unit: Unit, gradient: GradBucket, position: int, parameter: nn.Parameter) -> bool:
+    def collect(self, unit: Unit, gradient: GradBucket, position: int, parameter: torch.Tensor) -> bool:
         """Take the gradient that autograd has accumulated on a parameter; whether it was the unit's last one."""
         grad, parameter.grad = parameter.grad, None
         if grad is None:
@@ -240,7 +239,7 @@ class Reducer:
         if self._first_hops:
             self._second_hops.start(self._complete_arrived())
         self._second_hops.wait(gradient)
-        if gradient.is_sharded and gradient.backward.state is not GradBufferState.FILLING:
+        if self.groups.grad_comm is not None and gradient.backward.state is not GradBufferState.FILLING:
             self._acquire_buffer(unit)
         gradient.add(position, grad)
         gradients = self.gradients[unit.index]
@@ -323,7 +322,9 @@ class Reducer:
                 stream = self.streams.reduce_scatter
                 for gradient in gradients:
                     chains.append(stream.launch([gradient.reduce_scatter]))
-            self._first_hops.append(FirstHop(unit, chains, bool(self.is_boundary) and self.overlap_second_hop))
+            starts_second_hop = bool(self.is_boundary) and self.overlap_second_hop
+            if chains or starts_second_hop:
+                self._first_hops.append(FirstHop(unit, chains, starts_second_hop))
             self._second_hops.start(self._complete(down_to=1 if self.overlap_reduce else 0))
 
     def _complete_arrived(self) -> Iterator[GradBucket]:
@@ -378,7 +379,8 @@ class Reducer:
 
     def clear(self, gradient: GradBucket, position: int) -> None:
         """Drop one parameter's gradient, with its parts in flight."""
-        self._second_hops.start(self._complete(down_to=0))
+        if self._first_hops:
+            self._second_hops.start(self._complete(down_to=0))
         self._second_hops.wait(gradient)
         gradient.clear(position)
 

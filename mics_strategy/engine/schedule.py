@@ -84,7 +84,12 @@ def needs_unshard(buckets: Iterable[VersionedBucket], *, is_resident: bool) -> b
         buckets: Buckets of the unit.
         is_resident: Whether the unit is the last one that was gathered into its slot.
     """
-    return not is_resident or any(bucket.versions.unsharded != bucket.version for bucket in buckets)
+    if not is_resident:
+        return True
+    for bucket in buckets:  # no generator: asked in every hook
+        if bucket.versions.unsharded != bucket.version:
+            return True
+    return False
 
 
 def full_numel(role: str, layout: BucketLayout, scopes: Scopes) -> int:

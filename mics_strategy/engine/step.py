@@ -1,12 +1,12 @@
 """The training step of one sharded model: seven functions, in the order in which a step calls them.
 
 1. `pre_forward`: all-gather the unit unless its slot is current, wait, register its unsharded parameters, prefetch.
-2. `post_forward`: register its sharded parameters, remember the call, watch its outputs for the backward.
-3. `pre_backward`: retire units that autograd is done with, all-gather again, prefetch.
+2. `post_forward`: register its sharded parameters, remember the call, hook its outputs for the backward.
+3. `pre_backward`: retire units that autograd no longer needs, all-gather again, prefetch.
 4. `on_grad`: collect one gradient; a complete unit starts its first hop.
-5. `post_backward`: reduce what is left in the order that all ranks share; release every unit.
-6. `finish_gradients`: the second hop, once per optimizer step.
-7. `post_step`: the master shards are new; the next `pre_forward` of each unit syncs them.
+5. `post_backward`: reduce the remaining units in the order that all ranks share; release every unit.
+6. `finish_gradients`: second hop, once per optimizer step.
+7. `post_step`: master shards are new; the next `pre_forward` of each unit syncs them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.engine.autograd import DoubleBackward
@@ -38,10 +37,10 @@ _next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # ty
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapPolicy:
-    """When the engine communicates.
+    """The moments at which the engine communicates.
 
     Attributes:
-        prefetch: Number of units gathered ahead; 0 gathers each when it is needed.
+        prefetch: Number of units that are gathered ahead; 0 gathers each unit when it is needed.
         second_hop_every_backward: Whether gradients are finished after every backward instead of before the step.
         sync_at_once: Whether param syncs run right after the step instead of in front of each unit's next forward.
     """
@@ -91,7 +90,7 @@ class Engine:
         self._double_backward = DoubleBackward(self.pre_backward, self._pre_double_backward)
 
     def pre_forward(self, unit: Unit) -> ForwardCall:
-        """Make the unit's parameters usable. Returns the call, for `post_forward`."""
+        """Unshard the unit for its forward. Returns the call, for `post_forward`."""
         self._clock += 1
         self.reset_after_error()
         unit.check_still_frozen()
@@ -114,7 +113,7 @@ class Engine:
         )
 
     def post_forward(self, call: ForwardCall, outputs: list[torch.Tensor]) -> None:
-        """Release the unit's parameters and watch its outputs for the backward.
+        """Release the unit's parameters and hook its outputs for the backward.
 
         Args:
             call: Result of `pre_forward`; the forward has ended, or raised.
@@ -133,9 +132,10 @@ class Engine:
             self._pending.push(call)
 
     def pre_backward(self, call: ForwardCall, _: torch.Tensor | None = None) -> None:
-        """Unshard for the backward of `call`: the gradient of a tensor that its forward made has arrived."""
+        """Unshard for the backward of `call`, when the gradient of a tensor that its forward made has arrived."""
         with outside_transforms():
-            self._on_backward_start()
+            if not self._in_backward:
+                self._on_backward_start()
             unit, backward = call.unit, torch._C._current_graph_task_id()
             if torch.is_grad_enabled():  # `create_graph=True`
                 self._double_backward.follow(call, torch._C._current_autograd_node())
@@ -145,7 +145,7 @@ class Engine:
             call.backward = backward
             for other in self._pending.pop_until(call):
                 self._run_skipped(other)
-                if other.enter < call.enter:  # around this call: autograd passes it without having met its outputs
+                if other.enter < call.enter:  # around this call: autograd runs it without its outputs' hooks
                     other.unit.enter_backward(other.enter)
             self._retire_finished_units(call)
             _check_unchanged(call)
@@ -156,18 +156,19 @@ class Engine:
                 _at_end_of_backward(lambda: self._release(unit))
             self._start_unshard(self._free_to_prefetch(unit, self._pending.next))
 
-    def on_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: nn.Parameter) -> None:
+    def on_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: torch.Tensor) -> None:
         """Collect the gradient that autograd has accumulated on an unsharded parameter.
 
-        It may have entered the unit other than through the forward's outputs: had it needed resharded parameters, it
-        would have refused (see `autograd`).
+        Autograd may have entered the unit other than through its outputs. It would have refused resharded parameters
+        (see `autograd`).
         """
-        self._on_backward_start()
+        if not self._in_backward:
+            self._on_backward_start()
         if self.reducer.collect(unit, gradient, position, parameter):
             self.reducer.launch(self.reducer.take_ready(unit))
 
     def post_backward(self) -> None:
-        """Follow what other ranks may have run, reduce what is left, release every unit."""
+        """Gather for other ranks what this backward skipped, reduce the remaining units, release every unit."""
         with outside_transforms():
             skipped = list(map(self._run_skipped, self._pending.drain()))
             for unit in self.units:
@@ -181,7 +182,7 @@ class Engine:
                 self.finish_gradients()
 
     def finish_gradients(self) -> None:
-        """Make every gradient final and visible. Collective; does nothing inside a backward or when nothing is due."""
+        """Make every gradient final and visible. Collective. Does nothing inside a backward or if none is due."""
         self.reset_after_error()
         if self._in_backward or not self.reducer.is_dirty:
             return
@@ -191,12 +192,12 @@ class Engine:
         if not self._global_order.is_agreed:
             self._global_order.agree(gather_objects(self.order.forward))
         self.reducer.finish()
-        for unit in self.units:  # also those gathered for other ranks: the optimizer is about to write what is read
+        for unit in self.units:  # also those gathered for other ranks: the optimizer will write to shards being sent
             unit.finish_unshard()
         self.on_gradients()
 
     def post_step(self) -> None:
-        """Parameters have changed: graphs from before the step cannot be differentiated any more."""
+        """Forget pending backwards after a change of parameters: their graphs cannot be differentiated any more."""
         self.reducer.groups.record_step()
         self.backwards.num_unused = 0
         for _ in self._pending.drain():
@@ -208,12 +209,13 @@ class Engine:
 
     @property
     def is_recomputing(self) -> bool:
-        """Whether autograd is at work, so that a forward now is a recomputation."""
+        """Whether autograd is running, so that a forward now is a recomputation."""
         return self._in_backward and torch._C._current_graph_task_id() != -1
 
     def watch(self, call: ForwardCall, tensors: Iterable[torch.Tensor]) -> bool:
         """Hook tensors that a forward has made, for the backward that enters through them; whether there are any."""
-        made = [level for each in tensors for level in levels_of(each) if level.requires_grad and call.has_made(level)]
+        levels = (level for tensor in tensors for level in levels_of(tensor))
+        made = [level for level in levels if level.requires_grad and call.has_made(level)]
         if not made or not torch.is_grad_enabled():
             return False
         for tensor in made:
@@ -234,8 +236,8 @@ class Engine:
         """Start all-gathers, each behind those that other ranks may need before it."""
         for unit in units:
             due = [*self._global_order.take_until(unit), unit] if self._keeps_params_unsharded else (unit,)
-            for each in due:
-                each.start_unshard(self._resources, for_backward=self._in_backward)
+            for due_unit in due:
+                due_unit.start_unshard(self._resources, for_backward=self._in_backward)
 
     def _unshard(self, unit: Unit) -> None:
         if self._in_backward:
@@ -248,7 +250,7 @@ class Engine:
             self._unshard(unit)
 
     def _free_to_prefetch(self, current: Unit, following: Iterable[Unit]) -> Iterator[Unit]:
-        """The following units whose slots are free while `current` computes; none where nothing is prefetched."""
+        """The following units whose slots are free while `current` computes; none if nothing is prefetched."""
         for unit in following if self.overlap.prefetch else ():
             resident = unit.slot.resident
             is_free = resident in (None, unit) or (isinstance(resident, Unit) and resident.phase is UnitPhase.IDLE)
@@ -256,9 +258,7 @@ class Engine:
                 yield unit
 
     def _on_backward_start(self) -> None:
-        """Agree on the order of reductions when the first sign of a backward appears; `post_backward` will end it."""
-        if self._in_backward:
-            return
+        """Start a backward at its first hook: fix the order of reductions; `post_backward` will end it."""
         self._in_backward = True
         self.backwards.begin()
         self.reducer.groups.record_backward()
@@ -272,23 +272,24 @@ class Engine:
         _at_end_of_backward(self.post_backward)
 
     def _run_skipped(self, call: ForwardCall) -> None:
-        """All-gather and reduce in the order of ranks whose backward passes `call`, which this rank's skips.
+        """All-gather for ranks whose backward runs `call`, which the backward of this rank skips.
 
-        In another order each rank waits for a collective that the other one starts only later.
+        Without it, or in another order, ranks wait for each other: each for a collective that its peer starts later.
         """
         self._retire_finished_units(call)
         self._unshard(call.unit)
         self._start_unshard(self._free_to_prefetch(call.unit, self._pending.next))
 
     def _pre_double_backward(self, call: ForwardCall) -> None:
-        """A backward differentiates the backward of `call`, and reads the parameters in any order."""
+        """Unshard for a backward that differentiates the backward of `call`, and reads parameters in any order."""
         with outside_transforms():
-            self._on_backward_start()
+            if not self._in_backward:
+                self._on_backward_start()
             _check_unchanged(call)
             self._unshard_again(call.unit)
 
     def _retire_finished_units(self, call: ForwardCall) -> None:
-        """Release the units that were entered after `call` had left: autograd is done with them."""
+        """Release the units that were entered after `call` had ended: autograd no longer needs them."""
         for unit in self.units:
             if unit.phase is UnitPhase.BACKWARD and unit.backward_enter > call.leave:
                 unit.exit_backward()
@@ -302,7 +303,7 @@ class Engine:
             unit.exit_backward()
 
     def reset_after_error(self) -> None:
-        """Clean up after a backward that an exception has ended; autograd does not report it when it happens."""
+        """Clean up after a backward that an exception has ended, which autograd does not report."""
         if self._in_backward and not self.is_recomputing:
             self._discard_backward()
 
@@ -321,12 +322,12 @@ class Engine:
 def _check_unchanged(call: ForwardCall) -> None:
     if call.versions != tuple(bucket.version for bucket in call.unit.buckets):
         raise LifecycleError(
-            f"The parameters of unit `{call.unit.name}` changed between its forward and its backward (an optimizer "
-            "step, a load, or a write into a parameter). Run the backward before changing parameters, or run the "
+            f"The parameters of unit `{call.unit.name}` changed between its forward and its backward: by an optimizer "
+            "step, a load, or a write into a parameter. Run the backward before you change parameters, or run the "
             "forward again."
         )
 
 
 def _at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` when the backward that is running now (the innermost one) has ended."""
+    """Call `callback` when the innermost backward that is running now has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

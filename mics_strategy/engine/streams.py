@@ -45,7 +45,7 @@ class OpChain:
             work.wait()
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """Finish on `stream`, the current one, and record the event that other streams wait for."""
+        """Finish on `stream`, the current one, and record the event for which other streams wait."""
         self._complete()
         self._device = stream.device
         self._done = torch.cuda.Event()

@@ -96,7 +96,7 @@ class Unit:
             self._pending_unshard = None
             self._take_slot()
             for bucket in self.buckets:
-                bucket.unsharded.saved_versions.reshard()  # also where its own memory gets other values
+                bucket.unsharded.saved_versions.reshard()  # also if memory of its own gets other values
             if self.unshard_state is UnshardState.UNSHARDED:
                 self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
             self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "gather", self.name)
@@ -115,7 +115,7 @@ class Unit:
         self.slot.resident = self
 
     def sync_params(self, resources: GatherResources) -> None:
-        """Bring the optimizer's result to the parameter scope now, instead of in front of the next use."""
+        """Bring stepped parameters to the parameter scope now, instead of in front of the next use."""
         for bucket, flat, cast_shard in self._staging.acquire(resources, self.finish_unshard):
             if bucket.versions.needs_sync(bucket.version):
                 resources.stream.launch([partial(bucket.sync_params, flat, cast_shard)]).wait()
@@ -134,13 +134,13 @@ class Unit:
                 bucket.unsharded.saved_versions.unshard(bucket.versions.unsharded)
 
     def evict(self) -> None:
-        """Give the slot up; autograd refuses a backward that still needs the parameters (see `autograd`)."""
+        """Give up the slot. Autograd then refuses a backward that needs the parameters (see `autograd`)."""
         self.finish_unshard()
         if self.phase is UnitPhase.FORWARD:
             raise LifecycleError(
                 f"Unit `{self.name}` is in its forward while another unit needs its slot. Units that are used at the "
-                "same time must be "
-                "nested in one another; pass the outer class to `shard(units=...)`, or raise `prefetch`."
+                "same time must be nested in one another. Pass the outer class to `shard(units=...)`, or raise "
+                "`prefetch`."
             )
         if self.unshard_state is UnshardState.UNSHARDED:
             self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
@@ -148,21 +148,21 @@ class Unit:
             bucket.unsharded.saved_versions.reshard()
 
     def check_still_frozen(self) -> None:
-        """See, before anything moves, that no parameter requires gradients for which there is no memory."""
+        """Check, before the first collective, that no parameter requires gradients without memory for them."""
         for bucket in self.buckets:
             if not bucket.spec.trainable:
                 for sharded in bucket.sharded_params:
                     check_still_frozen(bucket, sharded)
 
     def enter_forward(self) -> None:
-        """Put the whole parameters into the module, for a forward or a recomputation."""
+        """Register the unsharded parameters, for a forward or a recomputation."""
         if self._forward_depth == 0:
             self.phase = transition(PHASE_TRANSITIONS, self.phase, "enter_forward", self.name)
             self._register_unsharded()
         self._forward_depth += 1
 
     def exit_forward(self) -> None:
-        """The forward is over, or has raised."""
+        """Register the sharded parameters after the forward, which may have raised."""
         self._forward_depth -= 1
         if self._forward_depth == 0:
             self.phase = transition(PHASE_TRANSITIONS, self.phase, "exit_forward", self.name)
@@ -172,50 +172,50 @@ class Unit:
                 self._register_sharded()
 
     def enter_backward(self, entered: int) -> None:
-        """Put the whole parameters into the module, for the backward of the forward that was entered then."""
+        """Register the unsharded parameters for the backward of the forward that was entered at `entered`."""
         self.backward_enter = entered
         self.phase = transition(PHASE_TRANSITIONS, self.phase, "enter_backward", self.name)
         self._register_unsharded()
 
     def exit_backward(self) -> None:
-        """No backward of this unit can follow in this pass."""
+        """Register the sharded parameters: no backward of this unit can follow in this pass."""
         self.phase = transition(PHASE_TRANSITIONS, self.phase, "exit_backward", self.name)
         self._register_sharded()
 
     def discard(self) -> None:
-        """Forget a pass that an exception ended."""
+        """Reset the unit after a pass that an exception has ended."""
         self._forward_depth = 0
         self.num_live_calls = 0
         self.phase = UnitPhase.IDLE
         self._register_sharded()
 
     def register_sharded(self) -> None:
-        """Put the sharded parameters into the modules, whatever is there."""
-        for module, attribute, _, sharded in self._places():
+        """Register the sharded parameters, whatever is registered now."""
+        for module, attribute, _, sharded in self._attributes():
             module._parameters[attribute] = sharded
 
     def _register_unsharded(self) -> None:
-        for module, attribute, unsharded, sharded in self._places():
+        for module, attribute, unsharded, sharded in self._attributes():
             if module._parameters[attribute] is sharded:  # not what `torch.func.functional_call` has put there
                 module._parameters[attribute] = unsharded
                 if unsharded.requires_grad != sharded.requires_grad:
                     unsharded.requires_grad_(sharded.requires_grad)
 
     def _register_sharded(self) -> None:
-        for module, attribute, unsharded, sharded in self._places():
+        for module, attribute, unsharded, sharded in self._attributes():
             if module._parameters[attribute] is unsharded:
                 module._parameters[attribute] = sharded
 
-    def _places(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
-        """Every attribute that refers to a parameter, with its two forms. Made once, as parameters stay the same."""
+    def _attributes(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
+        """Attributes of modules that refer to a parameter, with its unsharded and its sharded form."""
         if self._locations is None:
             self._locations = [
                 (module, attribute, unsharded, cast("nn.Parameter", sharded))
                 for bucket in self.buckets
-                for homes, unsharded, sharded in zip(
+                for locations, unsharded, sharded in zip(
                     bucket.spec.locations, bucket.unsharded.params, bucket.sharded_params, strict=True
                 )
-                for module, attribute in homes
+                for module, attribute in locations
             ]
         return self._locations
 
@@ -264,10 +264,10 @@ def unit_plan_of(unit: Unit, gradients: Iterable[GradBucket], slot: int) -> Unit
 
 
 def check_still_frozen(bucket: Bucket, sharded: ShardedParameter) -> None:
-    """A parameter that was frozen when the model was sharded has no gradient memory.
+    """Check that a parameter which was frozen when the model was sharded is frozen still.
 
     Raises:
-        LifecycleError: It requires gradients now.
+        LifecycleError: It requires gradients now, without gradient memory.
     """
     if sharded.requires_grad and not bucket.spec.trainable:
         raise LifecycleError(

@@ -166,7 +166,7 @@ def test_event_sets_and_clears_the_flags_of_one_parameter(before: set[GradFlag],
     after = {flag for flag in GradFlag if signs[flag] == "+" or (signs[flag] == "." and flag in before)}
     one, all_of_one = _grad_flags(3, 1, before), _grad_flags(1, 0, before)
     one.apply(event, 1)
-    all_of_one.apply_to_all(event)
+    all_of_one.apply(event)
     assert _flags(one, 1) == _flags(all_of_one, 0) == after
     assert _flags(one, 0) == _flags(one, 2) == set()
     for flag in GradFlag:
@@ -177,7 +177,7 @@ def test_event_sets_and_clears_the_flags_of_one_parameter(before: set[GradFlag],
 
 def test_event_on_all_reaches_every_parameter() -> None:
     flags = GradFlags(70)  # more than a machine word
-    flags.apply_to_all("arrive")
+    flags.apply("arrive")
     flags.apply("end_backward", 69)
     assert flags.having(GradFlag.USED) == list(range(70))
     assert flags.lacking(GradFlag.ARRIVED) == [69]

@@ -120,15 +120,16 @@ class LocalParamSwap:
             exchange.to_owners()
         self._wrapped.clear()
         self._stepped.clear()
+        states = self._optimizer.state
         for sharded, local in self._locals.items():
             grad = sharded.raw_grad
             if grad is not None:
                 self._stepped.append(sharded)
             if sharded not in self._owners:
                 local.grad = grad._local_tensor if isinstance(grad, DTensor) else grad  # `to_local` costs more
-            if sharded in self._optimizer.state:
-                state = self._optimizer.state.pop(sharded)
-                self._optimizer.state[local] = {key: self._unwrap(value) for key, value in state.items()}
+            state = states.pop(sharded, None)
+            if state is not None:
+                states[local] = {key: self._unwrap(value) for key, value in state.items()}
         # Only the owner sees whether a step clears a whole tensor's gradient, so every rank keeps it.
         self._visible = [p for p, local in self._locals.items() if local.grad is not None and p not in self._owners]
         self.is_local = True
@@ -149,15 +150,16 @@ class LocalParamSwap:
         for sharded in self._visible:
             if self._locals[sharded].grad is None:  # cleared by the step, or by `zero_grad` after a step that raised
                 sharded.grad = None
+        states = self._optimizer.state
         for sharded, local in self._locals.items():
             local.grad = None
             storage = self._storage[sharded]
             if local.data_ptr() != storage.data_ptr():  # `parameter.data = ...` replaced its memory
                 storage.copy_(local.detach())
                 local.data = storage
-            if local in self._optimizer.state:
-                state = self._optimizer.state.pop(local)
-                self._optimizer.state[sharded] = {key: self._wrap(value, sharded) for key, value in state.items()}
+            state = states.pop(local, None)
+            if state is not None:
+                states[sharded] = {key: self._wrap(value, sharded) for key, value in state.items()}
         self._wrapped.clear()
         self._is_sync_due = bool(self.exchanges)
         for sharded in self._stepped:
@@ -192,6 +194,9 @@ class LocalParamSwap:
         Other states, such as counters, are returned unchanged, and so are states of whole tensors, which only the
         owner has.
         """
+        pair = self._wrapped.get(id(value))
+        if pair is not None and value.shape == sharded.local.shape:
+            return pair[1]
         if (
             sharded in self._owners
             or not isinstance(value, torch.Tensor)
@@ -200,9 +205,6 @@ class LocalParamSwap:
             or not value.dim()
         ):
             return value
-        pair = self._wrapped.get(id(value))
-        if pair is not None:
-            return pair[1]
         return sharded.like_self(value)
 
 
