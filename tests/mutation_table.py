@@ -270,11 +270,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         claim="autograd refuses parameters that were resharded",
         old="_set_versions(self._parameters, self._resharded)",
         new="pass",
-        tests=(
-            "tests/engine/test_outputs.py",
-            "tests/engine/test_odd_models.py",
-            "tests/engine/test_saving.py",
-        ),
+        tests=("tests/engine/test_unusual_loops.py", "tests/engine/test_outputs.py"),
     ),
     Mutation(
         area="parameters",
