@@ -6,6 +6,7 @@ and small tensors do not show.
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 
@@ -106,9 +107,14 @@ def example() -> str:
     return choose_preset(config, workload, topology, NODES * PER_NODE).reasons
 
 
+def wrapped(item: str) -> str:
+    """A list item in lines of at most 100 columns."""
+    return textwrap.fill(item, width=100, subsequent_indent="  ")
+
+
 def page() -> str:
-    """The whole text."""
-    rows = []
+    """The text of the page."""
+    rows, reasons = [], []
     for preset in (p for p in ShardConfig.PRESETS if p not in SAME):
         scopes, sent = scopes_of(preset), sent_by_link(preset)
         degrees = f"{scopes.params} / {scopes.grads} / {scopes.optimizer}"
@@ -118,36 +124,48 @@ def page() -> str:
         name = f"`{preset}`" + (f" ({also})" if also else "")
         memory = bytes_of_states(scopes)
         traffic = f"{sent['intra']:.2f} | {sent['inter']:.2f}"
-        rows.append(f"| {name} | {degrees} | {traffic} | {memory:.2f} | {WHEN[preset]} |")
+        rows.append(f"| {name} | {degrees} | {traffic} | {memory:.2f} |")
+        reasons.append(f"- `{preset}`: {WHEN[preset]}")
+    setting = textwrap.fill(
+        f"Per rank and optimizer step, for {NODES} nodes of {PER_NODE} ranks, {NUM_MICRO_STEPS} micro-steps, "
+        f"{NUM_UNITS} equal layers in bf16 with bf16 on the wire:",
+        width=100,
+    )
     return (
         f"""# Which preset?
 
 Written by `python docs/presets.py`; a test keeps it as the code is.
 
-Per rank and optimizer step, for {NODES} nodes of {PER_NODE} ranks, {NUM_MICRO_STEPS} micro-steps, {NUM_UNITS} equal
-layers in bf16 with bf16 on the wire. *P / G / OS* are the ranks over which parameters, gradients and optimizer states
-are sharded. *Intra* and *inter* are the bytes that one rank sends on axes inside a node, and on axes that also leave
-it, in sizes of the model (2 bytes for each parameter); what has both kinds of links goes in two stages.
-*Memory* is bytes for each parameter in model states: parameters in bf16, gradients summed in fp32, a master copy and
-Adam's moments in fp32; slots for two layers come on top.
+{setting}
 
-| preset | P / G / OS | intra | inter | memory | when |
-|---|---|---|---|---|---|
+- *P / G / OS*: ranks over which parameters, gradients and optimizer states are sharded.
+- *Intra* and *inter*: bytes that one rank sends on axes inside a node, and on axes that also leave
+  it, in sizes of the model (2 bytes for each parameter). A collective over both kinds of links has
+  two stages.
+- *Memory*: bytes of model states for each parameter: parameters in bf16, gradients summed in fp32,
+  a master copy and Adam's moments in fp32. Slots for two layers come on top.
+
+| preset | P / G / OS | intra | inter | memory |
+|---|---|---|---|---|
 """
         + "\n".join(rows)
+        + "\n\n## When to use which\n\n"
+        + "\n".join(wrapped(reason) for reason in reasons)
         + f"""
 
 ## Let it choose
 
-`ShardConfig.preset("auto")`, `Trainer(strategy="mics_auto")`. What is considered depends on the share of parameters
-that are trained (PaRO's rules, where they follow from its principles):
+`ShardConfig.preset("auto")`, `Trainer(strategy="mics_auto")`. The candidates depend on the share of
+parameters that are trained: the marks of PaRO (arXiv:2310.06003), Table 1, where they follow from
+the principles of its section 3.1.3:
 
 | preset | {MANY_TRAINED:.0%} or more | in between | {FEW_TRAINED:.0%} or less |
 |---|---|---|---|
 {choices()}
 
-Among those whose states fit, the one whose traffic takes least time is taken, and rank 0 prints why. For a LLaMA of
-6.7 B frozen parameters and adapters of 20 M, on {NODES} nodes of {PER_NODE} GPUs with 16 GB:
+Of the candidates whose states fit, the one with the shortest communication time is chosen, and rank
+0 prints why. For a LLaMA of 6.7 B frozen parameters and adapters of 20 M, on {NODES} nodes of {PER_NODE} GPUs
+with 16 GB:
 
 ```text
 {example()}

@@ -1,5 +1,6 @@
 """Do the pages of the documentation say what the code does?"""
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from torch import nn
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.planner.cost import ParameterKind, state_bytes
 from mics_strategy.scopes import Scopes
+from mics_strategy.topology import Axis, Span
+from mics_strategy.tuning.autotune import TuningResult, report
+from mics_strategy.tuning.threshold import SizeTiming
 from tests.ranks import RankContext, RankPool
 
 pytestmark = pytest.mark.wide
@@ -72,3 +76,24 @@ def test_frozen_parameters_have_neither_gradients_nor_optimizer_states(
     )
     for preset, (measured, scopes) in ranks(4, measured_bytes, num_trained, frozen_dtype, ranks_per_node=2)[2].items():
         assert measured == state_bytes([trained, frozen], scopes), preset
+
+
+def test_the_report_of_the_autotuner_is_in_its_present_format() -> None:
+    """The page's report is what the autotuner prints of the page's own numbers."""
+    page = (DOCS / "design" / "hierarchical.md").read_text()
+    (text,) = re.findall(r"```text\n(.*?)\n```", page, flags=re.DOTALL)
+    axes = (Axis(name="intra_node", size=2, stride=1), Axis(name="inter_node", size=2, stride=2))
+    numbers = [line[22:].replace(",", "").split() for line in text.splitlines() if line.startswith("    ")]
+    results = [
+        TuningResult(
+            collective=collective,
+            span=Span(axes=axes),
+            from_bytes=0,
+            timings=tuple(
+                SizeTiming(int(size), float(flat) / 1e3, float(hierarchical) / 1e3, is_flat_faster=False)
+                for size, flat, hierarchical in zip(*rows, strict=True)
+            ),
+        )
+        for collective, rows in (("all_gather", numbers[:3]), ("reduce_scatter", numbers[3:]))
+    ]
+    assert report(results) == text

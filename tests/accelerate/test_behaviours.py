@@ -9,7 +9,7 @@ NUM_BEHAVIOURS = 62
 
 
 def test_every_behaviour_has_a_line() -> None:
-    numbers = [int(number) for number in re.findall(r"^\| (\d+) \|", LIST, re.MULTILINE)]
+    numbers = [int(number) for number in re.findall(r"^(\d+)\. ", LIST, re.MULTILINE)]
     assert numbers == list(range(1, NUM_BEHAVIOURS + 1))
 
 

@@ -83,7 +83,7 @@ def test_two_variants_learn_and_the_encoded_one_sends_less(tmp_path: Path, capsy
 
 
 def test_every_command_of_the_page_is_one() -> None:
-    commands = re.findall(r"^python -m benchmarks.convergence(.*)$", PAGE, flags=re.MULTILINE)
+    commands = re.findall(r"^python -m benchmarks.convergence(.*)$", PAGE.replace("\\\n", ""), flags=re.MULTILINE)
     assert commands
     for command in commands:
         assert {*parser().parse_args(command.split()).variants} <= {*VARIANTS}

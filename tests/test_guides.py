@@ -1,0 +1,127 @@
+"""Do the examples and commands of the guides in docs/ run?"""
+
+import dataclasses
+import os
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mics_strategy import ShardConfig, cli, shard
+from tests.engine.adapters import base_model
+from tests.engine.training import assert_identical, forget_meshes
+from tests.ranks import RankContext, RankPool
+
+DOCS = Path(__file__).parents[1] / "docs"
+CONFIGURATION = (DOCS / "configuration.md").read_text()
+GUIDES = {path.stem: path.read_text() for path in DOCS.glob("*.md")}
+
+
+def blocks(guide: str, language: str = "python") -> list[str]:
+    """The code of a guide, block by block."""
+    return re.findall(rf"```{language}\n(.*?)```", GUIDES[guide], flags=re.DOTALL)
+
+
+def example(guide: str, part: str) -> str:
+    """The only block of a guide that holds `part`."""
+    (block,) = [block for block in blocks(guide) if part in block]
+    return block
+
+
+def run_fabric(ctx: RankContext, code: str) -> None:
+    os.chdir(ctx.tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice
+        code = code.replace("devices=4", 'accelerator="cpu", devices=4')
+        exec(compile(f"import mics_strategy\n{code}", "lightning.md", "exec"), {})
+    torch.distributed.destroy_process_group()
+    assert torch.load("model.ckpt", weights_only=True)["step"] == 10
+
+
+def test_the_fabric_example_runs_on_four_ranks(ranks: RankPool) -> None:
+    code = example("lightning", "Fabric(")
+    assert "device=fabric.device" in code
+    ranks(4, run_fabric, code, default_group=False)
+
+
+def run_twice(ctx: RankContext, code: str, folder: Path) -> list[int]:
+    """The steps that a resumed run would still do, after the example has run, before and after it runs again."""
+    os.chdir(folder)
+    left = []
+    for _ in range(2):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        sharded = shard(model, "mics")
+        names = {"sharded": sharded, "optimizer": torch.optim.AdamW(model.parameters())}
+        exec(compile(code, "checkpoints.md", "exec"), names)
+        left.append(10 - names["extra"]["step"])
+    return left
+
+
+def test_the_checkpoint_example_resumes(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2, run_twice, example("checkpoints", "save_checkpoint("), tmp_path) == [[10, 0], [10, 0]]
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 10
+
+
+def load_and_save(ctx: RankContext, code: str, folder: Path) -> None:
+    forget_meshes()
+    os.chdir(folder)
+    exec(compile(code, "checkpoints.md", "exec"), {"torch": torch})
+
+
+def test_the_example_with_weights_from_elsewhere_gives_them_back(ranks: RankPool, tmp_path: Path) -> None:
+    base_model().save_pretrained(tmp_path / "pretrained")
+    ranks(2, load_and_save, example("checkpoints", "load_weights("), tmp_path)
+    loaded, tuned = (load_file(tmp_path / name / "model.safetensors") for name in ("pretrained", "tuned"))
+    assert_identical(tuned, loaded)
+    assert (tmp_path / "tuned" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_lightning_example_runs(tmp_path: Path) -> None:
+    code = "import mics_strategy\n" + example("lightning", "Trainer(")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, timeout=55, capture_output=True)
+
+
+@pytest.mark.parametrize("guide", ["configuration", "codecs"])
+def test_the_configurations_are_valid(guide: str) -> None:
+    (code,) = blocks(guide)
+    exec(compile(code, f"{guide}.md", "exec"), {})
+    assert code.count("ShardConfig.preset(") == 3
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_python_block_compiles(guide: str) -> None:
+    for block in blocks(guide):
+        compile(block, f"{guide}.md", "exec")
+
+
+def test_every_mics_command_is_one() -> None:
+    commands = [
+        line.partition(" #")[0]
+        for guide in GUIDES
+        for block in blocks(guide, "bash")
+        for line in block.splitlines()
+        if line.startswith("mics ")
+    ]
+    parsed = [cli.parser().parse_args(shlex.split(command)[1:]).command for command in commands]
+    assert {*parsed} == {"config", "estimate", "export", "inspect"}
+
+
+def test_every_preset_it_names_exists() -> None:
+    (sentence,) = re.findall(r"`ShardConfig.preset\(...\)` knows (.*?);", CONFIGURATION, flags=re.DOTALL)
+    named = set(re.findall(r"`(\w+)`", sentence))
+    assert named == {preset for preset in ShardConfig.PRESETS if not preset.startswith("paro")}
+    assert sum(preset.startswith("paro") for preset in ShardConfig.PRESETS) == 14
+
+
+def test_the_table_of_fields_is_that_of_the_class() -> None:
+    table = CONFIGURATION.split("## Fields")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(field.name for field in dataclasses.fields(ShardConfig))
