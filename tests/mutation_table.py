@@ -95,8 +95,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="order",
         claim="units are reduced in the order of the backward",
-        old="key=lambda call: -call.enter",
-        new="key=lambda call: call.enter",
+        old="return [*dict.fromkeys(entered)][::-1]",
+        new="return [*dict.fromkeys(entered)]",
         tests=(
             "tests/engine/test_order.py",
             "tests/engine/test_overlap.py",
@@ -117,7 +117,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="gradients",
         claim="a mean that receives more is a sum of replicas' parts",
-        old="self.result.mul_(self._divisor / self._replicas)",
+        old="self.result.mul_(self._divisor / (1 if replica_comm is None else replica_comm.size))",
         new="self.result.mul_(self._divisor)",
         tests=(
             "tests/engine/test_gradients.py",
@@ -167,8 +167,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="gradients",
         claim="a penalty on sharded parameters is added",
-        old="shown.to_local().add_(",
-        new="shown.to_local().copy_(",
+        old=".to_local().add_(",
+        new=".to_local().copy_(",
         tests=(
             "tests/engine/test_gradients.py",
             "tests/engine/test_unused.py",
@@ -270,17 +270,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         claim="autograd refuses parameters that were resharded",
         old="_set_versions(self._parameters, self._resharded)",
         new="pass",
-        tests=(
-            "tests/engine/test_outputs.py",
-            "tests/engine/test_odd_models.py",
-            "tests/engine/test_saving.py",
-        ),
+        tests=("tests/engine/test_unusual_loops.py", "tests/engine/test_outputs.py"),
     ),
     Mutation(
         area="parameters",
         claim="writes of a forward change the shard",
-        old="self.saved_versions.accept_writes(self.version)",
-        new="return False",
+        old="shard.copy_(torch.where(local == shard.to(local.dtype), shard, local.to(shard.dtype)))",
+        new="pass",
         tests=("tests/engine/test_writes_in_forward.py",),
     ),
     Mutation(
@@ -428,8 +424,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="zero copy",
         claim="a second gradient is added to one that is read in place",
-        old="if is_first and self._zero_copy.keep(position, grad):",
-        new="if self._zero_copy.keep(position, grad):",
+        old="if is_first and self._in_place.keep(position, grad):",
+        new="if self._in_place.keep(position, grad):",
         tests=(
             "tests/engine/test_zero_copy_reduce.py",
             "tests/engine/test_coalesce.py",
