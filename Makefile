@@ -13,8 +13,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Two halves side by side, each with ranks of its own: alone, either leaves half of two cores idle.
 TEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
-ENGINE = tests/engine tests/comm
-REST = tests --ignore=tests/engine --ignore=tests/comm
+ENGINE = tests/engine
+REST = tests --ignore=tests/engine
 
 test: venv
 	@echo "Two halves of the fast tier run side by side; each tells what it found when it ends."

@@ -45,6 +45,7 @@ PLANNER_IMPORTS_UP_TO = PURE_LAYER
 CALIBRATE_IMPORTS_UP_TO = 2
 PLANNER_IMPORTED_BY = ("planner", "cli", "run", "engine.api", "engine.setup.workload")  # the engine, for "auto" only
 # These folders may import the package's public names (mics_strategy itself) and their framework.
+ADAPTERS_MAY_IMPORT = ("comm.consensus",)  # to raise on all ranks together; there is one way to do so
 FRAMEWORKS = {
     "lightning": ("lightning", "pytorch_lightning", "lightning_fabric"),
     "accelerate": ("accelerate", "transformers"),
@@ -210,7 +211,8 @@ def _forbidden(module: str, target: str, in_function: bool) -> str | None:
         highest = CALIBRATE_IMPORTS_UP_TO if module == "planner.calibrate" else PLANNER_IMPORTS_UP_TO
         return "the planner imports pure files only" if target_layer > highest else None
     if folder in FRAMEWORKS:
-        return "only public names, from mics_strategy itself" if target else None
+        is_allowed = not target or target in ADAPTERS_MAY_IMPORT
+        return None if is_allowed else "only public names, from mics_strategy itself"
     if module == "" and target_folder in FRAMEWORKS:
         return None if in_function else "only inside a function, so that it is loaded when used"
     own = _layer(module)

@@ -17,6 +17,8 @@ from mics_strategy.tuning.autotune import TuningResult, report
 from mics_strategy.tuning.threshold import SizeTiming
 from tests.ranks import RankContext, RankPool
 
+pytestmark = pytest.mark.wide
+
 DOCS = Path(__file__).parents[1] / "docs"
 PRESETS: dict[str, Any] = runpy.run_path(str(DOCS / "presets.py"))
 STATES = ("optimizer shards", "parameter shards", "secondary parameter shards", "unsharded parameters", "gradients")

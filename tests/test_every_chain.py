@@ -91,6 +91,7 @@ def test_the_chains_are_all_there() -> None:
     assert [len(list(chains(*topology))) for topology in SIMULATED] == [65, 140, 140]
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(("nodes", "per_node"), REAL)
 def test_every_chain_of_real_ranks_trains_as_plain(ranks: RankPool, nodes: int, per_node: int) -> None:
     configs = list(chains(nodes, per_node))
@@ -98,6 +99,7 @@ def test_every_chain_of_real_ranks_trains_as_plain(ranks: RankPool, nodes: int, 
     print(f"{len(configs)} chains on {nodes} nodes of {per_node} ranks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "per_node"), REAL)
 def test_every_chain_of_real_ranks_sends_what_was_planned(ranks: RankPool, nodes: int, per_node: int) -> None:
     configs = list(chains(nodes, per_node))

@@ -20,13 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from mics_strategy import ConfigError, LifecycleError, Sharded
-from mics_strategy.accelerate import checkpoints, framework
+from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded
+from mics_strategy.accelerate import checkpoints, framework, launch
+from mics_strategy.accelerate.plugin import MiCSPlugin
 from mics_strategy.accelerate.prepare import check_output_layer, reuse_sharded, shard_for_plugin
-from mics_strategy.accelerate.rendezvous import Rendezvous
-from mics_strategy.accelerate.resolve import resolve_plugin
-from mics_strategy.accelerate.save_pretrained import patch_save_pretrained
-from mics_strategy.accelerate.transformers_patches import patch_trainers
+from mics_strategy.accelerate.rendezvous import SaveRendezvous
+from mics_strategy.accelerate.transformers_patches import patch_save_pretrained, patch_trainers
 
 
 class MiCSAccelerator(Accelerator):  # type: ignore[misc]
@@ -46,7 +45,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         options = framework.arguments(self, args, kwargs)
-        self.rendezvous = Rendezvous()
+        self.rendezvous = SaveRendezvous()
         self._handles: list[weakref.ref[Sharded]] = []
         self._deferring: list[Sharded] = []  # models inside `no_sync`
         self._waiting: dict[Any, Any] = {}  # optimizers of unprepared models, with their hooks
@@ -324,3 +323,54 @@ def _block_step(optimizer: Optimizer, *_: Any) -> None:
         f"{type(optimizer).__name__} was prepared, but its model was not, so this rank would train its own copy. Call "
         "`accelerator.prepare(model)` before the first step."
     )
+
+
+def resolve_plugin(requested: Any, parallelism: Any) -> MiCSPlugin:
+    """Return the requested plugin, one made from it, or that of this process.
+
+    Args:
+        requested: Value of `Accelerator(fsdp_plugin=...)`, or None.
+        parallelism: Value of `Accelerator(parallelism_config=...)`, or None.
+
+    Raises:
+        ConfigError: They contradict each other, or this process's earlier Accelerator.
+    """
+    if requested is None:
+        requested = framework.current_plugin()
+    if requested is None:
+        plugin = MiCSPlugin()
+    elif isinstance(requested, MiCSPlugin):
+        plugin = requested
+    else:
+        plugin = MiCSPlugin.from_fsdp_plugin(requested)
+    sizes = {name: getattr(parallelism, name) or 1 for name in launch.PARALLEL_SIZES} if parallelism else {}
+    size = launch.partition_size_of(sizes) if sizes else launch.partition_size()
+    if size is not None and plugin.config.partition_size != size:
+        if plugin.config.partition_size != "auto":
+            raise ConfigError(
+                f"`partition_size={plugin.config.partition_size!r}` contradicts `parallelism_config` with "
+                f"dp_shard_size={size}. Remove `parallelism_config`."
+            )
+        plugin.config = plugin.config.replace(partition_size=size)
+    if size is not None and not _is_partitioned(size, plugin.config):
+        raise ConfigError(
+            f"`parallelism_config` with dp_shard_size={size} sets the size of a partition, but no scope of "
+            f"{plugin.config} is a partition. Remove `parallelism_config`, or use the preset 'mics'."
+        )
+    current = framework.current_plugin()
+    if isinstance(current, MiCSPlugin) and current.is_equivalent_to(plugin):
+        return current  # a notebook cell was run again
+    if framework.is_started():
+        raise ConfigError(
+            "This process already has an Accelerator without this `MiCSPlugin`, and all Accelerators of a process "
+            "share one state. Pass the plugin to the first one, or import `mics_strategy.accelerate` before it."
+        )
+    return plugin
+
+
+def _is_partitioned(size: int, config: ShardConfig) -> bool:
+    """Whether scopes of the configuration are partitions of that size."""
+    scopes = {config.params, config.grads, config.optimizer, config.secondary_params}
+    if size in (1, launch.num_processes()) and scopes <= {"none", "world" if size > 1 else "none"}:
+        return True
+    return config.is_auto or "partition" in scopes

@@ -34,7 +34,7 @@ from mics_strategy import (
     save_checkpoint,
 )
 from mics_strategy.accelerate import framework
-from mics_strategy.accelerate.rendezvous import broadcast_from_rank_0, run_on_all_ranks
+from mics_strategy.accelerate.rendezvous import broadcast_from_rank_0, run_on_files
 
 if TYPE_CHECKING:
     from mics_strategy.accelerate.plugin import MiCSPlugin
@@ -69,7 +69,7 @@ def save_model(
     else:
         partial_state = None if names is None else {n: v for n, v in sharded.model.state_dict().items() if n in names}
         save_checkpoint(Path(output_dir, f"{_MODEL}_{model_index}"), sharded, model_state=partial_state)
-    run_on_all_ranks(lambda: _remove_other_kind(plugin, output_dir, _MODEL, model_index))
+    run_on_files(lambda: _remove_other_kind(plugin, output_dir, _MODEL, model_index))
 
 
 def load_model(
@@ -120,7 +120,7 @@ def save_optimizer(
         save_checkpoint(
             Path(output_dir, f"{_OPTIMIZER}_{optimizer_index}"), sharded, {_OPTIMIZER: optimizer}, model_state={}
         )
-    run_on_all_ranks(lambda: _remove_other_kind(plugin, output_dir, _OPTIMIZER, optimizer_index))
+    run_on_files(lambda: _remove_other_kind(plugin, output_dir, _OPTIMIZER, optimizer_index))
 
 
 def load_optimizer(
@@ -148,7 +148,7 @@ def load_optimizer(
     if source.is_dir():
         OpenCheckpoint(source).load(sharded, {_OPTIMIZER: optimizer}, has_model=False)
         return
-    state = run_on_all_ranks(lambda: _read(source))
+    state = run_on_files(lambda: _read(source))
     sharded.load_full_optimizer_state_dict(optimizer, state)
     sharded.steps_done = state.get(_STEPS, sharded.steps_done)
 
@@ -224,7 +224,7 @@ def _write(value: Any, file: Path) -> None:
         torch.save(value, draft)
         os.replace(draft, file)
 
-    run_on_all_ranks(lambda: write() if dist.get_rank() == 0 else None)
+    run_on_files(lambda: write() if dist.get_rank() == 0 else None)
 
 
 # -- full states --------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def saving(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> Itera
     with atomic_checkpoint_folder(target, accelerator.handles) as draft:
         yield draft, target
     if project.automatic_checkpoint_naming and project.total_limit is not None:
-        run_on_all_ranks(lambda: _remove_oldest(target.parent, project.total_limit) if dist.get_rank() == 0 else None)
+        run_on_files(lambda: _remove_oldest(target.parent, project.total_limit) if dist.get_rank() == 0 else None)
 
 
 def to_load(accelerator: Any, input_dir: str | os.PathLike[str] | None) -> Path:
@@ -315,7 +315,7 @@ def load_scaler(scaler: torch.amp.GradScaler, folder: Path) -> None:
 def _marked_until_finished(target: Path) -> Iterator[None]:
     """Mark a folder as unfinished during a save in place; a failure leaves the mark."""
     marker, is_first = target / _UNFINISHED, dist.get_rank() == 0
-    run_on_all_ranks(lambda: marker.touch() if is_first else None)
+    run_on_files(lambda: marker.touch() if is_first else None)
     failure: Exception | None = None
     try:
         yield
@@ -326,8 +326,8 @@ def _marked_until_finished(target: Path) -> Iterator[None]:
         if failure is not None:
             raise CheckpointError(f"`{target}` was not saved: {type(failure).__name__}: {failure}") from failure
 
-    run_on_all_ranks(finish)
-    run_on_all_ranks(lambda: marker.unlink() if is_first else None)
+    run_on_files(finish)
+    run_on_files(lambda: marker.unlink() if is_first else None)
 
 
 def _numbered_folder(accelerator: Any) -> Path:

@@ -14,13 +14,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mics_strategy import ConfigError, ShardConfig, Sharded, shard
 from mics_strategy.accelerate import framework
 from mics_strategy.accelerate.rendezvous import broadcast_from_rank_0
+from mics_strategy.comm.consensus import gather_objects
 
 if TYPE_CHECKING:
     from mics_strategy.accelerate.plugin import MiCSPlugin
@@ -146,8 +146,7 @@ def materialize_missing(model: nn.Module) -> bool:
     """
     missing = {name for name, tensor in _tensors(model).items() if tensor.is_meta}
     local = _Rank(missing=missing, seed=torch.initial_seed())
-    by_rank: list[_Rank] = [local] * dist.get_world_size()
-    dist.all_gather_object(by_rank, local)
+    by_rank = gather_objects(local)
     rank_0 = by_rank[0]
     for name in sorted(missing - rank_0.missing):
         _fill(model, name)

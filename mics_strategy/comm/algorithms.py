@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from typing_extensions import override
 
-from mics_strategy.comm.codecs.quantizer import Quantizer
-from mics_strategy.comm.transport import as_one_view
-from mics_strategy.comm.workspace import Workspace, aligned_bytes
+from mics_strategy.comm.workspace import Workspace, aligned_bytes, as_one_view
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.codecs.format import Codec
+    from mics_strategy.comm.codecs.quantizer import Quantizer
     from mics_strategy.comm.transport import BackendTransport, GlooTransport, Transport
 
 Completion = Callable[[], None]  # waits for the stage, and puts its result in place
@@ -163,16 +161,14 @@ class QuantizedAlgorithm:
     Args:
         transport: Transport of the group.
         workspace: Scratch memory for payloads.
-        codec: Codec of the payloads.
-        device: Device of the tensors.
+        quantizer: Encodes and decodes the payloads.
     """
 
-    def __init__(self, transport: Transport, workspace: Workspace, codec: Codec, device: torch.device) -> None:
+    def __init__(self, transport: Transport, workspace: Workspace, quantizer: Quantizer) -> None:
         self.transport = transport
         self._workspace = workspace
-        self._codec = codec
-        generator = workspace.generator_for(codec, transport.fingerprint.ranks[transport.index])
-        self._quantizer = Quantizer(codec, device, generator)
+        self._quantizer = quantizer
+        self._codec = quantizer.codec
 
     def _allocate_payloads(self, numel: int) -> list[torch.Tensor]:
         num_bytes = self._codec.encoded_bytes(numel)

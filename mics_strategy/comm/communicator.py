@@ -59,9 +59,9 @@ class Communicator:
         self.size = route.size
         self.index = self._stages.index
         self.peer_memory: PeerMemoryCommunicator | None = None
-        if isinstance(transports[0], GlooTransport) and transports[0].has_peer_memory:
-            if len(transports) == 1 and not route.is_quantized:
-                self.peer_memory = PeerMemoryCommunicator(route, transports[0], queue, workspace)
+        only = transports[0] if len(transports) == 1 and not route.is_quantized else None
+        if isinstance(only, GlooTransport) and only.has_peer_memory:
+            self.peer_memory = PeerMemoryCommunicator(route, only, queue, workspace)
         self.coalesced: CoalescedCommunicator | None = None
         backend_transports = [transport for transport in transports if isinstance(transport, BackendTransport)]
         if backend_transports and not route.is_quantized:

@@ -1,4 +1,4 @@
-"""Collective checks: run on every rank, and raise on all ranks or on none."""
+"""Consensus of ranks: checks that raise on all ranks or on none, and a rendezvous that no collective blocks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from mics_strategy import errors
-from mics_strategy.comm.bounded_store import BoundedStore
+from mics_strategy.comm.desync import BoundedStore
 from mics_strategy.comm.transport import backend_of
 
 T = TypeVar("T")
 _LONG_S = 2.0  # after which missing ranks are named
+_PAUSE_S = 0.02  # between two looks at the store
 _num_calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -56,28 +57,74 @@ def _missing_ranks(store: Any, number: int) -> list[int]:
     return [rank for rank, key in keys.items() if not store.check([key]) or int(store.get(key)) < number]
 
 
-def run_on_all_ranks(check: Callable[[], T]) -> T:
-    """Run a local check, and raise on all ranks if it raises on any.
+def run_on_all_ranks(action: Callable[[], T], foreign: type[errors.MiCSError] | None = None) -> T:
+    """Run a local function, and raise on all ranks if it raises on any.
 
     A rank that raises alone leaves the others waiting in their next collective.
 
+    Args:
+        action: Function to run. It uses no collective.
+        foreign: Class in which the other ranks raise an exception of `action` that is no `MiCSError`. None where it
+            raises no such exception but of a defect.
+
     Raises:
-        MiCSError: The first rank's error, of the same class, with the ranks that raised it.
+        MiCSError: The first failing rank's error, of the same class, with the ranks that raised one.
+        Exception: The exception of this rank that is no `MiCSError`.
     """
     result: T | None = None
     failure: tuple[str, str] | None = None
-    local_error: errors.MiCSError | None = None
+    local_error: Exception | None = None
     try:
-        result = check()
+        result = action()
     except errors.MiCSError as error:
         local_error, failure = error, (type(error).__name__, str(error))
+    except Exception as error:
+        if foreign is None:
+            raise
+        local_error, failure = error, (foreign.__name__, f"{type(error).__name__}: {error}")
     failures = gather_objects(failure)
+    if local_error is not None and not isinstance(local_error, errors.MiCSError):
+        raise local_error
     failing = [rank for rank, other in enumerate(failures) if other is not None]
     if not failing:
         return result  # type: ignore[return-value]
     name, message = failures[failing[0]] or ("MiCSError", "")
     where = "" if len(failing) == len(failures) else f" (found on rank {', '.join(map(str, failing))})"
     raise getattr(errors, name)(message + where) from local_error
+
+
+class Rendezvous:
+    """Waits for all ranks through the store of the job, which no unfinished collective blocks.
+
+    Args:
+        name: Name in the store, the same on all ranks and unique in the job.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._num_calls = 0
+
+    def missing_ranks(self, timeout_s: float) -> list[int]:
+        """Wait until all ranks have called this method equally often. Returns the ranks that have not in time.
+
+        Args:
+            timeout_s: Longest wait for the last rank, seconds.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if world_size == 1:
+            return []
+        store, number = dist.distributed_c10d._get_default_store(), self._num_calls
+        self._num_calls += 1
+        keys = [f"mics_strategy/{self._name}/{number}/{other}" for other in range(world_size)]
+        store.set(keys[rank], "")
+        deadline_s = time.monotonic() + timeout_s
+        while not store.check(keys):  # a blocking wait would keep the store from other threads
+            if time.monotonic() > deadline_s:
+                return [other for other, key in enumerate(keys) if not store.check([key])]
+            time.sleep(_PAUSE_S)
+        if number:
+            store.delete_key(f"mics_strategy/{self._name}/{number - 1}/{rank}")  # all ranks have seen it
+        return []
 
 
 def check_equal_across_ranks(values: dict[str, str]) -> None:

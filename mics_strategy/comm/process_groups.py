@@ -80,11 +80,6 @@ class ProcessGroups:
         return self.resources.workspaces
 
     @property
-    def has_secondary(self) -> bool:
-        """Whether backwards gather parameters from a secondary copy, over fewer ranks."""
-        return self.scopes.secondary < self.scopes.params
-
-    @property
     def secondary_span(self) -> Span:
         """Span of the secondary copy's all-gathers."""
         return self.scopes.span_of("secondary_all_gather")

@@ -25,9 +25,10 @@ from mics_strategy import errors
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
 from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.desync import DesyncWatchdog
+from mics_strategy.comm.peer_memory import connection
 from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
-from mics_strategy.comm.traffic_log import TrafficLog
-from mics_strategy.comm.transport import Transport, backend_of, make_transport, timeout_of
+from mics_strategy.comm.traffic import TrafficLog
+from mics_strategy.comm.transport import GlooTransport, Transport, backend_of, make_transport, timeout_of
 from mics_strategy.comm.work import has_pending_work
 from mics_strategy.comm.workspace import Workspace
 
@@ -98,7 +99,7 @@ class CommResources:
         transports = [self._transport(role, stage) for stage in stages]
         for transport, stage in zip(transports, stages, strict=True):
             if stage.is_inside_node:
-                transport.enable_peer_memory()
+                _enable_peer_memory(transport)
         queue = next(queue for queue, roles in _QUEUES.items() if role in roles)
         binding = RouteBinding(
             route=route, transports=transports, ranks=frozenset(span.group_ranks(self.rank)), watchdog=self.watchdog
@@ -182,6 +183,17 @@ class CommResources:
         self._transports.clear()
         for mesh in self._device_meshes:
             getattr(mesh, "_pg_registry", {}).clear()  # torch 2.13; older versions know groups by name
+
+
+def _enable_peer_memory(transport: Transport) -> None:
+    """Let ranks of one node, on gloo, read one another's memory if each can. Collective; nothing is in flight.
+
+    Cost:
+        That of `peer_memory.connection.handshake`.
+    """
+    if isinstance(transport, GlooTransport):
+        ranks, timeout = transport.fingerprint.ranks, timeout_of(transport.group, "cpu")
+        transport.read_peers(connection.handshake(ranks, transport.index, transport.gather_row, timeout))
 
 
 class _UnsortedRank(int):

@@ -30,7 +30,8 @@ from mics_strategy.comm.workspace import Workspace, aligned_bytes
 def make_algorithm(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> GroupAlgorithm:
     """The algorithm for one hop of a route."""
     if hop.codec is not None:
-        return QuantizedAlgorithm(transport, workspace, hop.codec, device)
+        generator = workspace.generator_for(hop.codec, transport.fingerprint.ranks[transport.index])
+        return QuantizedAlgorithm(transport, workspace, Quantizer(hop.codec, device, generator))
     if hop.algorithm is Algorithm.RING and isinstance(transport, GlooTransport):
         return RingAlgorithm(transport, workspace)
     if device.type == "cuda" and isinstance(transport, BackendTransport):

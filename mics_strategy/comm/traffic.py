@@ -1,12 +1,17 @@
-"""Closed formulas for the bytes that one rank sends in a collective.
+"""Bytes that one rank sends in a collective: closed formulas, and a log of what was really submitted.
 
-Plans are priced with these numbers. The executor counts the tensors that it really passes to the transport, and tests
-compare the two.
+Plans are priced with the formulas. Every collective of the training loop is recorded in a `TrafficLog` when it is
+submitted, from the tensors that were really passed, with one entry for each stage. Tests compare the two.
 
 Pure.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
 
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
@@ -42,3 +47,46 @@ def all_reduce_bytes(full_bytes: int, size: int) -> int:
 
 
 SENT_BYTES = {ALL_GATHER: all_gather_bytes, REDUCE_SCATTER: reduce_scatter_bytes, ALL_REDUCE: all_reduce_bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedCollective:
+    """One issued stage of a collective, and the bytes that this rank sends.
+
+    Attributes:
+        collective: Name of the collective: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        axis: Names of the mesh axes that it spans.
+        size: Ranks that take part.
+        dtype: Dtype on the wire.
+        full_bytes: Bytes of the full tensor.
+        sent_bytes: Bytes that this rank sends.
+    """
+
+    collective: str
+    axis: str
+    size: int
+    dtype: torch.dtype
+    full_bytes: int
+    sent_bytes: int
+
+
+@dataclass(slots=True)
+class TrafficLog:
+    """The collectives issued since the log was last drained, with their counts."""
+
+    entries: Counter[IssuedCollective] = field(default_factory=Counter)
+
+    def record(self, collective: str, axis: str, size: int, dtype: torch.dtype, full_bytes: int) -> None:
+        """Record one collective whose full tensor has `full_bytes`."""
+        sent_bytes = SENT_BYTES[collective](full_bytes, size)
+        self.entries[IssuedCollective(collective, axis, size, dtype, full_bytes, sent_bytes)] += 1
+
+    def record_all_to_all(self, axis: str, size: int, full: torch.Tensor, kept_numel: int) -> None:
+        """Record an all-to-all of `full`, of which this rank keeps `kept_numel` elements."""
+        full_bytes, sent_bytes = full.numel() * full.itemsize, (full.numel() - kept_numel) * full.itemsize
+        self.entries[IssuedCollective(ALL_TO_ALL, axis, size, full.dtype, full_bytes, sent_bytes)] += 1
+
+    def drain(self) -> Counter[IssuedCollective]:
+        """Return the entries so far, and empty the log."""
+        entries, self.entries = self.entries, Counter()
+        return entries

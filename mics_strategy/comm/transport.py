@@ -28,7 +28,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from mics_strategy.comm.desync import CollectiveFingerprint
-from mics_strategy.comm.peer_memory import connection
+from mics_strategy.comm.workspace import as_one_view
 
 if TYPE_CHECKING:
     from mics_strategy.comm.peer_memory.connection import PeerConnection
@@ -130,13 +130,6 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def enable_peer_memory(self) -> None:
-        """Let the ranks, all of one node, read one another's memory if the backend has a use for it and each can.
-
-        Collective; nothing is in flight.
-        """
-
-    @abstractmethod
     def barrier(self, tag: int) -> None:
         """Block until all ranks have reached one collective that the backend would start without a tag.
 
@@ -198,18 +191,21 @@ class GlooTransport(Transport):
         self._others = [(self.index + step) % self.size for step in range(1, self.size)]
         self._connections: dict[int, PeerConnection] = {}
 
-    @override
-    def enable_peer_memory(self) -> None:
-        """See `Transport.enable_peer_memory`. Cost: that of `peer_memory.connection.handshake`."""
-        timeout = timeout_of(self.group, "cpu")
-        self._connections = connection.handshake(self.fingerprint.ranks, self.index, self._gather_handshakes, timeout)
+    def read_peers(self, connections: dict[int, PeerConnection]) -> None:
+        """Read the memory of the peers instead of receiving messages; none for messages. Nothing is in flight.
+
+        Args:
+            connections: Connections to all other ranks by their index, as every rank of the group has them.
+        """
+        self._connections = connections
 
     @property
     def has_peer_memory(self) -> bool:
         """Whether the ranks read one another's memory."""
         return bool(self._connections)
 
-    def _gather_handshakes(self, values: torch.Tensor) -> torch.Tensor:
+    def gather_row(self, values: torch.Tensor) -> torch.Tensor:
+        """The small tensors [n] of all ranks, as rows [size, n]."""
         rows = values.new_zeros(self.size, values.numel())
         self.all_gather(list(rows), values, _HANDSHAKE_TAG).wait()
         return rows
@@ -331,10 +327,6 @@ class BackendTransport(Transport):
     blocks_host = False
 
     @override
-    def enable_peer_memory(self) -> None:
-        """Nothing: the backend chooses its own way inside a node."""
-
-    @override
     def barrier(self, tag: int) -> None:
         """Nothing: the backend matches collectives by their order on its stream."""
 
@@ -412,17 +404,3 @@ def timeout_of(group: dist.ProcessGroup | None, device_type: str) -> timedelta:
         return default_pg_timeout
     timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
     return timeout
-
-
-def as_one_view(rows: list[torch.Tensor]) -> torch.Tensor | None:
-    """The rows as one tensor, without a copy.
-
-    It is None where they are not consecutive in memory.
-    """
-    first = rows[0]
-    storage = first.untyped_storage().data_ptr()
-    for position, row in enumerate(rows):
-        offset = first.storage_offset() + position * first.numel()
-        if row.storage_offset() != offset or row.untyped_storage().data_ptr() != storage:
-            return None
-    return first.as_strided((len(rows) * first.numel(),), (1,))

@@ -15,7 +15,13 @@ from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.autograd import wrap_autograd
-from mics_strategy.engine.build import BuildContext, add_sharded_parameters, build_engine, build_units
+from mics_strategy.engine.build import (
+    BuildContext,
+    add_sharded_parameters,
+    build_engine,
+    build_units,
+    make_bucket_specs,
+)
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.hooks import install
 from mics_strategy.engine.memory import MemoryTracker
@@ -28,6 +34,7 @@ from mics_strategy.errors import ConfigError
 from mics_strategy.planner.presets import choose_preset, with_scopes_of
 from mics_strategy.scopes import Scopes, resolve_scopes, unused_codecs
 from mics_strategy.tuning.autotune import autotune, report
+from mics_strategy.tuning.coalesce import choose_coalescing
 
 if TYPE_CHECKING:
     from mics_strategy.engine.setup.initialize import Initializer
@@ -136,7 +143,9 @@ def _make_groups(scopes: Scopes, device: torch.device) -> ProcessGroups:
 
 def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, initializer: Initializer | str) -> Sharded:
     """Allocate memory, load first values, and install the engine's hooks and guards."""
-    built_units = build_units(modules, context)
+    specs = [make_bucket_specs(module, context) for module in modules]
+    specs = choose_coalescing(specs, context.config, context.groups, context.device)
+    built_units = build_units(modules, specs, context)
     materialize.materialize(
         model, list(zip(modules, built_units, strict=True)), context.groups, initializer, context.device
     )

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.config import ShardConfig, sum_dtype_of
-from mics_strategy.engine.bucket import Bucket, BucketSpec
+from mics_strategy.engine.bucket import Bucket, BucketSpec, param_comms
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.layout import make_layout
 from mics_strategy.engine.memory import MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
 from mics_strategy.engine.parameter import make_sharded_parameter
-from mics_strategy.engine.rank_agreement import DesyncCheck, ReplicaCheck, usage_numel
-from mics_strategy.engine.reducer import Reducer, ReducerBuffers, second_hop_bytes
+from mics_strategy.engine.rank_agreement import DesyncCheck, ReplicaCheck
+from mics_strategy.engine.reducer import BackwardCount, Reducer, ReducerBuffers
+from mics_strategy.engine.schedule import USAGE_DTYPE, full_numel, shard_numel, usage_numel
 from mics_strategy.engine.step import Engine, OverlapPolicy
 from mics_strategy.engine.streams import OpStream, Streams
 from mics_strategy.engine.unit import GatherResources, Unit
 from mics_strategy.engine.zero_copy import coalesced_comm_for
-from mics_strategy.tuning import coalesce
 
 if TYPE_CHECKING:
     from mics_strategy.comm.process_groups import ProcessGroups
@@ -71,28 +71,39 @@ def make_bucket_specs(unit: UnitSpec, context: BuildContext) -> list[BucketSpec]
     return specs
 
 
-def build_units(modules: list[UnitSpec], context: BuildContext) -> list[Unit]:
-    """Units with all their parameter memory; values are not filled in yet."""
-    specs = [make_bucket_specs(module, context) for module in modules]
-    specs = coalesce.choose_coalescing(specs, context.config, context.groups, context.device)
-    flat = [spec for of_unit in specs for spec in of_unit]
-    scopes, memory, device = context.groups.scopes, context.memory, context.device
-    masters = arena(memory, "optimizer shards", [(spec.layout.shard_numel, spec.master_dtype) for spec in flat], device)
-    shards = _allocate_param_shards(flat, masters, context)
-    secondary = _allocate_secondary_shards(flat, context)
+def build_units(modules: list[UnitSpec], specs: list[list[BucketSpec]], context: BuildContext) -> list[Unit]:
+    """Units with all their parameter memory; values are not filled in yet.
+
+    Args:
+        modules: Modules and parameters of the units.
+        specs: Buckets of each unit.
+        context: See `BuildContext`.
+    """
+    all_specs = [spec for unit_specs in specs for spec in unit_specs]
+    sizes = [(spec.layout.shard_numel, spec.master_dtype) for spec in all_specs]
+    masters = arena(context.memory, "optimizer shards", sizes, context.device)
+    param_shards = _allocate_param_shards(all_specs, masters, context)
+    secondary_shards = _allocate_secondary_shards(all_specs, context)
     slots = _slots(modules, specs, context)
-    units, start = [], 0
-    whole_memory = iter(_persistent_param_buffers(flat, masters, context)) if scopes.params == 1 else None
-    for index, (module, of_unit, slot) in enumerate(zip(modules, specs, slots, strict=True)):
-        sizes = [(spec.layout.unpadded_numel, spec.param_dtype) for spec in of_unit]
-        wholes = [next(whole_memory) for _ in of_unit] if whole_memory is not None else carve_views(slot.buffer, sizes)
-        buckets = [
-            Bucket(spec, context.groups, masters[start + i], shards[start + i], secondary[start + i], whole)
-            for i, (spec, whole) in enumerate(zip(of_unit, wholes, strict=True))
+    if context.groups.scopes.params == 1:
+        unsharded = _persistent_param_buffers(all_specs, masters, context)
+    else:
+        unsharded = [
+            view
+            for unit_specs, slot in zip(specs, slots, strict=True)
+            for view in carve_views(slot.buffer, [(s.layout.unpadded_numel, s.param_dtype) for s in unit_specs])
         ]
-        start += len(of_unit)
-        units.append(Unit(module.name, index, module.module, buckets, slot))
-    return units
+    columns = zip(all_specs, masters, param_shards, secondary_shards, unsharded, strict=True)
+    buckets = iter(
+        [
+            Bucket(spec, context.groups, master, param_shard, secondary, buffer)
+            for spec, master, param_shard, secondary, buffer in columns
+        ]
+    )
+    return [
+        Unit(module.name, index, module.module, [next(buckets) for _ in unit_specs], slot)
+        for index, (module, unit_specs, slot) in enumerate(zip(modules, specs, slots, strict=True))
+    ]
 
 
 def _allocate_param_shards(
@@ -109,7 +120,7 @@ def _allocate_param_shards(
 
 
 def _allocate_secondary_shards(specs: list[BucketSpec], context: BuildContext) -> list[torch.Tensor | None]:
-    if not context.groups.has_secondary:
+    if not context.groups.scopes.has_secondary:
         return [None] * len(specs)
     sizes = [(spec.layout.numel_at(context.groups.scopes.secondary), spec.param_dtype) for spec in specs]
     return [*arena(context.memory, "secondary parameter shards", sizes, context.device)]
@@ -190,6 +201,7 @@ def build_engine(units: list[Unit], modules: list[UnitSpec], context: BuildConte
     return Engine(
         units,
         reducer,
+        BackwardCount(reducer),
         _gather_resources(units, streams.all_gather, context),
         OverlapPolicy(
             prefetch=config.prefetch if "gather" in overlap else 0,
@@ -264,13 +276,13 @@ def _reducer_buffers(
         ring = StagingPool(memory, "gradient stagings", count, max(flat[index] for index in indices), device)
         collecting.update(dict.fromkeys(indices, ring))
     largest = max(flat.values(), default=0)
-    wires = [second_hop_bytes(g, groups) for gs in gradients.values() for g in gs]
+    wires = [g.second_hop_wire_bytes for gs in gradients.values() for g in gs]
     count = sum(len(g.bucket.layout.param_slices) for gs in gradients.values() for g in gs)
     return ReducerBuffers(
         flat_pools=collecting,
         zero_grad_pool=memory.zeros("zero gradients", largest, torch.uint8, device) if largest else _NO_BYTES,
         second_hop=StagingPool(memory, "second hop stagings", 2, max(wires, default=0), device),
-        usage=memory.zeros("parameter usage", usage_numel(count), torch.int32, device),
+        usage=memory.zeros("parameter usage", usage_numel(count), USAGE_DTYPE, device),
     )
 
 
@@ -279,15 +291,12 @@ def _allocate_workspaces(units: list[Unit], gradients: dict[int, list[GradBucket
     groups, scopes = context.groups, context.groups.scopes
     for bucket in (bucket for unit in units for bucket in unit.buckets):
         layout, dtype = bucket.layout, bucket.spec.param_dtype
-        for collective, numel in (
-            (groups.param_comm, layout.numel_at(scopes.params)),
-            (groups.secondary_comm, layout.numel_at(scopes.secondary)),
-            (bucket.placement.sync_comm, layout.shard_numel),
-        ):
-            if collective is not None:
-                collective.reserve_all_gather(numel, dtype)
+        for role, comm in param_comms(groups, trainable=bucket.spec.trainable).items():
+            if comm is not None:
+                numel = shard_numel(role, layout, scopes)
+                comm.reserve_all_gather(numel, dtype)
                 coalesced = (
-                    coalesced_comm_for(collective, layout, dtype.itemsize) if bucket.spec.coalesce_all_gather else None
+                    coalesced_comm_for(comm, layout, dtype.itemsize) if bucket.spec.coalesce_all_gather else None
                 )
                 if coalesced is not None:
                     coalesced.reserve_all_gather(numel, dtype)
@@ -298,17 +307,17 @@ def _allocate_workspaces(units: list[Unit], gradients: dict[int, list[GradBucket
     for gradient, (first, scatter, replicas) in itertools.product(of_buckets, variants):
         layout, wire, dtype = gradient.bucket.layout, gradient.wire_dtype, gradient.result.dtype
         if first is not None:
-            first.reserve_reduce_scatter(layout.full_numel, wire, dtype)
+            first.reserve_reduce_scatter(full_numel("grad_reduce_scatter", layout, scopes), wire, dtype)
             coalesced = (
                 coalesced_comm_for(first, layout, wire.itemsize)
                 if gradient.bucket.spec.coalesce_reduce_scatter
                 else None
             )
             if coalesced is not None:
-                coalesced.reserve_reduce_scatter(layout.numel_at(scopes.grads), wire)
+                coalesced.reserve_reduce_scatter(shard_numel("grad_reduce_scatter", layout, scopes), wire)
         if scatter is not None:
-            scatter.reserve_reduce_scatter(layout.numel_at(scopes.grads), wire, dtype)
+            scatter.reserve_reduce_scatter(full_numel("second_hop_reduce_scatter", layout, scopes), wire, dtype)
         if replicas is not None:
-            replicas.reserve_all_reduce(layout.shard_numel, wire, dtype)
+            replicas.reserve_all_reduce(full_numel("second_hop_all_reduce", layout, scopes), wire, dtype)
     for workspace in groups.workspaces.values():
         workspace.bind(context.memory.zeros("workspaces", workspace.needed_bytes, torch.uint8, context.device))

@@ -17,12 +17,19 @@ from torch import nn
 
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
-from mics_strategy.engine.build import BuildContext, add_sharded_parameters, build_engine, build_units
+from mics_strategy.engine.build import (
+    BuildContext,
+    add_sharded_parameters,
+    build_engine,
+    build_units,
+    make_bucket_specs,
+)
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.units import UnitRule, find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Topology
+from mics_strategy.tuning.coalesce import choose_coalescing
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
@@ -91,7 +98,9 @@ def estimate_memory(
     with _fake_process_group(world_size), torch.no_grad():
         groups = ProcessGroups(scopes, CommResources(world_size, "cpu"), seed=0)
         context = BuildContext(config=config, groups=groups, device=_META, memory=memory)
-        built_units = build_units(modules, context)
+        specs = [make_bucket_specs(module, context) for module in modules]
+        specs = choose_coalescing(specs, config, groups, _META)
+        built_units = build_units(modules, specs, context)
         add_sharded_parameters(built_units, modules, context)
         build_engine(built_units, modules, context)
         trained = [bucket for unit in built_units for bucket in unit.trainable]

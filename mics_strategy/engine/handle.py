@@ -110,8 +110,8 @@ class Sharded:
                 for bucket in buckets
                 for pair in zip(bucket.sharded_params, bucket.layout.param_slices, strict=True)
             ]
-            known = {id(sharded): region.name for sharded, region in pairs}
-            target.is_check_due = not guards.check_parameters_unchanged(self.model, known)
+            names_by_id = {id(sharded): region.name for sharded, region in pairs}
+            target.is_check_due = not guards.check_parameters_unchanged(self.model, names_by_id)
         if target.is_step_over and self.model.training and torch.is_grad_enabled():
             self._begin_step()
         self.buffers.pre_forward()
@@ -249,7 +249,7 @@ class Sharded:
             forward=tuple(order.forward) if order.is_frozen else in_order,
             backward=tuple(order.backward) if order.is_complete else (0, *reversed(in_order[1:])),
             num_micro_steps=self._target.last_step[0],
-            second_hop_every_backward=self.config.second_hop == "micro_step",
+            second_hop_every_backward=self._engine.overlap.second_hop_every_backward,
         )
         owned_buckets = [bucket for exchange in self._target.last_exchanges for bucket in exchange.buckets]
         owned = tuple(
@@ -332,11 +332,11 @@ class Sharded:
 
         Checkpoints do not hold pending gradients.
         """
-        return self._engine.num_pending
+        return self._engine.backwards.num_pending
 
     def warn_pending_gradients(self) -> None:
         """Warn once, on rank 0, that a checkpoint does not hold the pending gradients."""
-        self._engine.warn_pending_gradients()
+        self._engine.backwards.warn_pending_gradients()
 
     @property
     def generators(self) -> list[torch.Generator]:

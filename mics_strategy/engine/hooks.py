@@ -43,7 +43,7 @@ def install(engine: Engine, before_root_forward: Callable[[], None]) -> None:
         if unit.slot.is_shared and not unit.trainable:
             _hook_inner_modules(engine, unit.module, entered, modules)
         for gradient in engine.reducer.gradients.get(unit.index, []):
-            for position, parameter in enumerate(gradient.bucket.unsharded_params):
+            for position, parameter in enumerate(gradient.bucket.unsharded.params):
                 parameter.register_post_accumulate_grad_hook(_gradient_hook(engine, unit, gradient, position))
 
 
@@ -97,7 +97,7 @@ def _hook_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) 
         if first is not None:
             first()
         entered.append(engine.pre_forward(unit))
-        if compute_dtype is None or torch.is_autocast_enabled(unit.buckets[0].unsharded_buffer.device.type):
+        if compute_dtype is None or torch.is_autocast_enabled(unit.buckets[0].master_shard.device.type):
             return None
         return cast_floating(args, compute_dtype), cast_floating(kwargs, compute_dtype)
 
@@ -197,7 +197,7 @@ class EngineLink:
     def unsharded(self, position: int) -> nn.Parameter | None:
         """See `GradientOwner`."""
         bucket = self._bucket()
-        return None if bucket is None else bucket.unsharded_params[position]
+        return None if bucket is None else bucket.unsharded.params[position]
 
     def belongs_to(self, engine: Engine) -> bool:
         """Whether it is that engine's."""

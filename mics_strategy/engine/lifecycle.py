@@ -128,10 +128,12 @@ class GradFlags:
         return self._positions(self._everywhere & ~self._bits[flag])
 
     def _apply(self, event: str, parameters: int) -> None:
-        sets, clears = GRAD_FLAG_EVENTS[event]
-        for flag in sets:
+        changes = GRAD_FLAG_EVENTS.get(event)
+        if changes is None:
+            raise LifecycleError(f"`{event}` is no event of a gradient. Known events: {', '.join(GRAD_FLAG_EVENTS)}.")
+        for flag in changes[0]:
             self._bits[flag] |= parameters
-        for flag in clears:
+        for flag in changes[1]:
             self._bits[flag] &= ~parameters
 
     def _positions(self, bits: int) -> list[int]:
@@ -191,7 +193,7 @@ def transition(table: dict[tuple[S, str], S], state: S, event: str, subject: str
     """
     next_state = table.get((state, event))
     if next_state is None:
-        allowed = sorted(name for known, name in table if known is state)
+        allowed = sorted(name for source, name in table if source is state)
         raise LifecycleError(
             f"{subject}: `{event}` came while its {type(state).__name__} was {state.value}. Allowed in this state: "
             f"{', '.join(allowed)}. Check whether its forward or backward ran in two threads, or was interrupted by an "

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import Node
 
+from mics_strategy.engine.schedule import reduction_order
+
 if TYPE_CHECKING:
     from mics_strategy.engine.unit import Unit
 
@@ -105,14 +107,10 @@ class PendingBackwards:
 
     def reduction_order(self) -> list[Unit]:
         """Units by first pending call, latest first: the order of complete gradients."""
-        first: dict[int, ForwardCall] = {}
-        for call in self.calls:
-            known = first.get(call.unit.index)
-            if known is None or call.enter < known.enter:
-                first[call.unit.index] = call
-        for call in first.values():
+        calls = sorted(self.calls, key=lambda call: call.enter)
+        for call in reversed(calls):
             call.unit.earliest_enter = call.enter
-        return [call.unit for call in sorted(first.values(), key=lambda call: -call.enter)]
+        return reduction_order(call.unit for call in calls)
 
 
 class GlobalOrder:

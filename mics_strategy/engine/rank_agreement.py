@@ -30,11 +30,6 @@ READ_AT_ONCE = 3  # optimizer steps
 _DUE = 1 << 16  # above the count of users: the number of ranks on which the bucket is still to be reduced
 
 
-def usage_numel(num_parameters: int) -> int:
-    """Elements that are sent, int32: one for each trainable parameter, one for this rank's way and values."""
-    return num_parameters + 1
-
-
 class UsedParamMap:
     """The exchange of one step.
 

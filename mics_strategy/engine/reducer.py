@@ -1,15 +1,17 @@
-"""In what order do gradients leave?
+"""The reducer: when gradients are reduced, first and second hop.
 
-Ranks may use different parameters, so a rank must not decide by what it happens to have: within a backward,
-units are reduced in one order that follows from the forward alone, the reverse of the order in which they
-were entered. A unit that is complete waits for those before it; at the end of the backward the rest follows,
-with zeros where nothing arrived. In the second hop one small count of users per parameter travels along: it
-tells which units and parameters any rank has used, and only a rank that did not use all of them itself has to
-look at it.
+Ranks may use different parameters, so a rank must not decide by the gradients that it happens to have. Within a
+backward, units are reduced in one order that follows from the forward alone: the reverse of the order in which they
+were entered. A complete unit waits for those before it. At the end of the backward the others follow, with zeros where
+no gradient arrived.
+
+With the second hop, one small all-reduce counts the ranks that have used each parameter. Only a rank that has not used
+all parameters itself has to read the counts.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,24 +24,27 @@ from torch import nn
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
 from mics_strategy.engine.memory import CachedViews, StagingPool
 from mics_strategy.engine.rank_agreement import DesyncCheck, UsedParamMap
+from mics_strategy.engine.schedule import second_hop_order
 
 if TYPE_CHECKING:
     from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.engine.grad_bucket import GradBucket
-    from mics_strategy.engine.streams import OpChain, Streams
+    from mics_strategy.engine.streams import OpChain, OpStream, Streams
     from mics_strategy.engine.unit import Unit
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReducerBuffers:
-    """Where gradients wait and travel.
+    """Buffers of reductions.
 
-    Args:
-        flat_pools: By unit index, lends the flat buffer of the unit's trainable buckets.
-        zero_grad_pool: As large as the largest of them, for a unit whose turn comes without a gradient: it never
-            takes the buffer of one that waits. Nobody writes to it, so any number of transfers may read it.
-        second_hop: Lends the wire form of one bucket for its second hop, where that is not the dtype of the sum.
-        usage: Counts the users of every trainable parameter.
+    Attributes:
+        flat_pools: By unit index, pool of the flat buffer of the unit's trainable buckets.
+        zero_grad_pool: As large as the largest of them, for a unit that is reduced without a gradient, so that it never
+            takes the buffer of a unit that waits. It is never written to, so any number of transfers may read it.
+        second_hop: Pool of a bucket's second hop in the wire dtype, where that is not the dtype of the sum.
+        usage: Number of ranks that use each trainable parameter.
     """
 
     flat_pools: dict[int, StagingPool]
@@ -50,7 +55,7 @@ class ReducerBuffers:
 
 @dataclass(frozen=True, slots=True)
 class FirstHop:
-    """A first hop under way; `starts_second_hop` when the second hop may follow as soon as it has landed."""
+    """A first hop in flight; `starts_second_hop` if the second hop may follow as soon as it has completed."""
 
     unit: Unit
     chains: list[OpChain]
@@ -62,19 +67,124 @@ class FirstHop:
         return self.starts_second_hop and bool(self.chains) and all(chain.has_completed for chain in self.chains)
 
 
-@dataclass(slots=True)
-class Reducer:
-    """Takes gradients from autograd to the optimizer, all units of one model.
+class FirstHopOrder:
+    """The order of first hops in one backward, the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Unit] = []
+        self._complete: set[int] = set()
+
+    def begin(self, order: list[Unit], complete: set[int]) -> None:
+        """A backward begins.
+
+        Args:
+            order: Units to reduce, first to be reduced first.
+            complete: Indices of units that receive no gradients on this rank.
+        """
+        self._waiting, self._complete = order, complete
+
+    def clear(self) -> None:
+        """Forget the units that wait."""
+        self._waiting = []
+
+    def includes(self, unit: Unit) -> bool:
+        """Whether `unit` still waits for its first hop."""
+        return unit in self._waiting
+
+    def complete(self, *units: Unit) -> None:
+        """Units receive no more gradients in this backward."""
+        self._complete.update(unit.index for unit in units)
+
+    def complete_all(self) -> None:
+        """No unit receives more gradients."""
+        self.complete(*self._waiting)
+
+    def take_due(self) -> Iterator[Unit]:
+        """Remove and yield the units whose first hops are due: complete ones, behind none that is not."""
+        while self._waiting and self._waiting[0].index in self._complete:
+            yield self._waiting.pop(0)
+
+    def take_until(self, unit: Unit) -> list[Unit]:
+        """Remove and return `unit` and all units before it."""
+        count = self._waiting.index(unit) + 1
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        return taken
+
+    def incomplete_before(self, unit: Unit) -> list[Unit]:
+        """Units before `unit` that may still receive gradients."""
+        before = self._waiting[: self._waiting.index(unit)] if unit in self._waiting else []
+        return [other for other in before if other.index not in self._complete]
+
+
+class SecondHops:
+    """The second hops of one optimizer step.
 
     Args:
+        stream: Side stream of second hops.
+        wires: Pool of wire buffers.
+
+    Attributes:
+        sent: Gradients whose second hop the last backward has started, on all ranks.
+    """
+
+    def __init__(self, stream: OpStream, wires: StagingPool) -> None:
+        self.sent: set[GradBucket] = set()
+        self._stream = stream
+        self._wires = wires
+        self._in_flight: dict[GradBucket, OpChain] = {}
+        self._finished: list[GradBucket] = []  # not exposed on the parameters yet
+
+    def start(self, gradients: Iterable[GradBucket]) -> None:
+        """Start second hops whose first hops are complete, except those in flight."""
+        for gradient in gradients:
+            if gradient in self._in_flight:
+                continue
+            buffer = self._wires.acquire(partial(self.wait, gradient))
+            wire = buffer[: gradient.second_hop_wire_bytes].view(gradient.wire_dtype)
+            self._in_flight[gradient] = self._stream.launch(
+                [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce], gradient.finish
+            )
+
+    def wait(self, gradient: GradBucket) -> None:
+        """Wait for a second hop in flight, before anything else happens to the gradient."""
+        chain = self._in_flight.pop(gradient, None)
+        if chain is not None:
+            chain.wait()
+            self._finished.append(gradient)
+
+    def wait_all(self) -> None:
+        """Wait for all second hops."""
+        for gradient in list(self._in_flight):
+            self.wait(gradient)
+
+    def expose(self, usage: UsedParamMap) -> None:
+        """Show finished gradients on the parameters that any rank has used."""
+        for gradient in self._finished:
+            if gradient.state is not AccumulatorState.SHARDED:
+                continue
+            positions = usage.positions(gradient)
+            for position in positions:
+                gradient.expose(position)
+            if not positions:
+                gradient.discard_unused()
+        self._finished.clear()
+
+
+@dataclass(slots=True)
+class Reducer:
+    """Reduces the gradients of all units of one model.
+
+    Attributes:
         gradients: By unit index, the gradients of its trainable buckets.
         units: All units, by index.
         groups: Process groups.
-        streams: Where reductions run.
+        streams: Side streams of reductions.
         buffers: See `ReducerBuffers`.
-        overlap_reduce: Whether a first hop may run under the rest of the backward.
+        overlap_reduce: Whether a first hop may overlap with the rest of the backward.
         overlap_second_hop: Whether a second hop may start before the last backward has ended.
-        desync_check: Sees that ranks do the same.
+        desync_check: Check that all ranks submit the same collectives.
+        is_boundary: Whether the present backward is the last one before the optimizer step; None if unknown.
+        is_dirty: Whether a backward has begun since gradients were last finished.
     """
 
     gradients: dict[int, list[GradBucket]]
@@ -85,89 +195,86 @@ class Reducer:
     overlap_reduce: bool
     overlap_second_hop: bool
     desync_check: DesyncCheck
-    is_boundary: bool | None = None  # None: nobody has said
+    is_boundary: bool | None = None
     is_dirty: bool = False
     _flats: dict[int, CachedViews] = field(default_factory=dict)
-    _order: list[Unit] = field(default_factory=list)
     _expected: dict[int, int] = field(default_factory=dict)  # gradients of a unit in one backward
-    _ready: set[int] = field(default_factory=set)
-    _in_flight: deque[FirstHop] = field(default_factory=deque)
-    _second: dict[GradBucket, OpChain] = field(default_factory=dict)
-    _sent_last: set[GradBucket] = field(default_factory=set)  # by the last backward, on all ranks
-    _unpublished: list[GradBucket] = field(default_factory=list)  # finished, not yet shown on the parameters
+    _order: FirstHopOrder = field(default_factory=FirstHopOrder)
+    _first_hops: deque[FirstHop] = field(default_factory=deque)
+    _second_hops: SecondHops = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._second_hops = SecondHops(self.streams.second_hop, self.buffers.second_hop)
 
     @property
     def holds_gradients(self) -> bool:
         """Whether this rank has sums or means of gradients that were not cleared."""
-        return any(gradient.state is not AccumulatorState.NONE for of in self.gradients.values() for gradient in of)
+        return any(
+            gradient.state is not AccumulatorState.NONE
+            for unit_gradients in self.gradients.values()
+            for gradient in unit_gradients
+        )
 
     def begin_backward(self, order: list[Unit], idle: set[int]) -> bool:
-        """A backward starts. Returns whether other parameters than in the one before require gradients.
+        """A backward begins. Returns whether other parameters than in the previous one require gradients.
 
         Args:
             order: Units that may receive gradients on some rank, first to be reduced first.
-            idle: Indices of those among them that this rank has not run.
+            idle: Indices of units that this rank has not run.
         """
         self.is_dirty = True
-        self._sent_last.clear()
-        before, self._expected = (
+        self._second_hops.sent.clear()
+        previous, self._expected = (
             self._expected,
-            {
-                unit.index: sum(sharded.requires_grad for bucket in unit.trainable for sharded in bucket.sharded_params)
-                for unit in self.units
-            },
+            {unit.index: sum(bucket.num_requiring_grad for bucket in unit.trainable) for unit in self.units},
         )
-        self._order = [unit for unit in order if self._expected[unit.index]]
-        self._ready = idle
-        self.launch(self._take_in_order())
-        return bool(before) and before != self._expected
+        self._order.begin([unit for unit in order if self._expected[unit.index]], idle)
+        self.launch(self._order.take_due())
+        return bool(previous) and previous != self._expected
 
     def collect(self, unit: Unit, gradient: GradBucket, position: int, parameter: nn.Parameter) -> bool:
         """Take the gradient that autograd has accumulated on a parameter; whether it was the unit's last one."""
         grad, parameter.grad = parameter.grad, None
         if grad is None:
             return False
-        if self._in_flight:
-            self._start_second_hops(self._complete_arrived())
-        self._wait_second_hop(gradient)
-        if gradient.is_sharded and gradient.buffer_state is not GradBufferState.FILLING:
+        if self._first_hops:
+            self._second_hops.start(self._complete_arrived())
+        self._second_hops.wait(gradient)
+        if gradient.is_sharded and gradient.backward.state is not GradBufferState.FILLING:
             self._acquire_buffer(unit)
         gradient.add(position, grad)
         gradients = self.gradients[unit.index]
-        num_arrived = gradient.num_arrived if len(gradients) == 1 else sum(each.num_arrived for each in gradients)
-        return num_arrived >= self._expected[unit.index]
+        if len(gradients) == 1:
+            return gradient.backward.num_arrived >= self._expected[unit.index]
+        return sum(other.backward.num_arrived for other in gradients) >= self._expected[unit.index]
 
     def take_ready(self, unit: Unit) -> Iterator[Unit]:
-        """Remove and give the units whose turn it is now that no more gradients of `unit` will come in this backward.
+        """Remove and yield the units whose first hops are due, now that `unit` receives no more gradients.
 
-        A unit outside the order was not foreseen: a reentrant checkpoint, or gradients that arrive a second time.
+        A unit outside the order was not expected: a reentrant checkpoint, or gradients that arrive a second time.
         """
-        if unit in self._order:
-            self._ready.add(unit.index)
-            yield from self._take_in_order()
+        if self._order.includes(unit):
+            self._order.complete(unit)
+            yield from self._order.take_due()
         elif self._is_filling(unit):
             yield unit
 
-    def _take_in_order(self) -> Iterator[Unit]:
-        while self._order and self._order[0].index in self._ready:
-            yield self._order.pop(0)
-
     def end_backward(self) -> None:
-        """Reduce what is left, in order, then what no order foresaw (a unit that received gradients twice)."""
-        self._ready.update(unit.index for unit in self._order)
-        self.launch(self._take_in_order())
+        """Reduce the remaining units in order, then unexpected ones, which received gradients twice."""
+        self._order.complete_all()
+        self.launch(self._order.take_due())
         self.launch(unit for unit in reversed(self.units) if self._is_filling(unit))
         for gradients in self.gradients.values():
             for gradient in gradients:
-                gradient.end_backward()
+                gradient.backward.end()
         if self.is_boundary:
-            self._start_second_hops(self._complete(down_to=0))
+            self._second_hops.start(self._complete(down_to=0))
 
     def _acquire_buffer(self, unit: Unit) -> None:
         """Borrow the buffer in which this backward's gradients of `unit` are collected."""
         self._wait_for(unit)  # its own first hop of an earlier backward
-        ring = self.buffers.flat_pools[unit.index]
-        buffer = ring.acquire(
+        pool = self.buffers.flat_pools[unit.index]
+        buffer = pool.acquire(
             lambda: self._release_buffer(unit), lambda: self._is_filling(unit), lambda: self._may_send(unit)
         )
         self._bind_buffer(unit, buffer, is_zero=False)
@@ -176,143 +283,148 @@ class Reducer:
         gradients = self.gradients[unit.index]
         if unit.index not in self._flats:
             self._flats[unit.index] = CachedViews(
-                [(each.bucket.layout.full_numel, each.wire_dtype) for each in gradients]
+                [(gradient.bucket.layout.full_numel, gradient.wire_dtype) for gradient in gradients]
             )
         for gradient, flat in zip(gradients, self._flats[unit.index].views_of(buffer), strict=True):
-            gradient.bind_buffer(flat, is_zero=is_zero)
+            gradient.backward.bind_buffer(flat, is_zero=is_zero)
 
     def _release_buffer(self, unit: Unit) -> None:
-        """Another unit needs the buffer of `unit`: reduce what it holds, and every unit whose turn is before."""
-        if self._is_filling(unit) and unit in self._order:
-            count = self._order.index(unit) + 1
-            first, self._order = self._order[:count], self._order[count:]
-            self.launch(first)
+        """Reduce what the buffer of `unit` holds, behind all units before it: another unit needs the buffer."""
+        if self._is_filling(unit) and self._order.includes(unit):
+            self.launch(self._order.take_until(unit))
         if self._is_filling(unit):
             self.launch([unit])
         self._wait_for(unit)
 
     def _may_send(self, unit: Unit) -> bool:
-        """Whether the turn of `unit` may come now: nothing is still expected of the units before it."""
-        before = self._order[: self._order.index(unit)] if unit in self._order else []
-        return all(other.index in self._ready or self._is_filling(other) for other in before)
+        """Whether the first hop of `unit` may start now: no unit before it waits for its first gradient."""
+        return all(self._is_filling(other) for other in self._order.incomplete_before(unit))
 
     def _is_filling(self, unit: Unit) -> bool:
         """Whether gradients of `unit` have arrived that no first hop has taken."""
-        return any(gradient.buffer_state is GradBufferState.FILLING for gradient in self.gradients.get(unit.index, []))
+        gradients = self.gradients.get(unit.index, ())
+        return any(gradient.backward.state is GradBufferState.FILLING for gradient in gradients)
 
     def launch(self, units: Iterable[Unit]) -> None:
         """Start the first hops of units.
 
-        Second hops start here only, or behind all first hops, as far as ranks could differ: in an order that follows
-        from that of the launches, whatever gradients a rank has.
+        Second hops start here, or behind all first hops, as far as ranks could differ: in an order that follows from
+        that of the launches, independent of the gradients that a rank has.
         """
         for unit in units:
-            self._start_second_hops(self._complete_until(unit))  # its own first hop of an earlier backward
+            self._second_hops.start(self._complete_until(unit))  # its own first hop of an earlier backward
             chains: list[OpChain] = []
             if self.groups.grad_comm is not None:
                 gradients = self.gradients[unit.index]
                 for gradient in gradients:
-                    self._wait_second_hop(gradient)
-                if gradients[0].buffer_state is not GradBufferState.FILLING:
+                    self._second_hops.wait(gradient)
+                if gradients[0].backward.state is not GradBufferState.FILLING:
                     self._bind_buffer(unit, self.buffers.zero_grad_pool, is_zero=True)
                 stream = self.streams.reduce_scatter
                 for gradient in gradients:
                     chains.append(stream.launch([gradient.reduce_scatter]))
-            self._in_flight.append(FirstHop(unit, chains, bool(self.is_boundary) and self.overlap_second_hop))
-            self._start_second_hops(self._complete(down_to=1 if self.overlap_reduce else 0))
+            self._first_hops.append(FirstHop(unit, chains, bool(self.is_boundary) and self.overlap_second_hop))
+            self._second_hops.start(self._complete(down_to=1 if self.overlap_reduce else 0))
 
     def _complete_arrived(self) -> Iterator[GradBucket]:
-        """Complete the first hops that have ended, without waiting for another unit's turn."""
-        while self._in_flight and self._in_flight[0].has_completed:
+        """Complete the first hops that have ended, in order, without waiting for one that has not."""
+        while self._first_hops and self._first_hops[0].has_completed:
             yield from self._complete_next()
 
     def _complete(self, *, down_to: int) -> Iterator[GradBucket]:
         """Complete the oldest first hops until `down_to` are in flight."""
-        while len(self._in_flight) > down_to:
+        while len(self._first_hops) > down_to:
             yield from self._complete_next()
 
     def _complete_until(self, unit: Unit) -> Iterator[GradBucket]:
         """Complete the first hops of `unit`, and all before them."""
-        while any(hop.unit is unit for hop in self._in_flight):
+        while any(hop.unit is unit for hop in self._first_hops):
             yield from self._complete_next()
 
     def _complete_next(self) -> Iterator[GradBucket]:
-        """Wait for the oldest first hop, and give the gradients whose second hop is due now."""
-        hop = self._in_flight.popleft()
+        """Wait for the oldest first hop, and yield the gradients whose second hops are due now."""
+        hop = self._first_hops.popleft()
         for chain in hop.chains:
             chain.wait()
         for gradient in self.gradients[hop.unit.index] if hop.starts_second_hop else ():
-            self._wait_second_hop(gradient)  # that of an earlier backward which was also called the last
-            self._sent_last.add(gradient)
+            self._second_hops.wait(gradient)  # that of an earlier backward, which was also a boundary
+            self._second_hops.sent.add(gradient)
             yield gradient
 
     def _wait_for(self, unit: Unit) -> None:
-        """Make the buffer of a unit's first hop free. Its second hop starts when it is its turn."""
-        for chain in (chain for hop in self._in_flight if hop.unit is unit for chain in hop.chains):
+        """Wait until the buffer of a unit's first hop is free. Its second hop starts later, in order."""
+        for chain in (chain for hop in self._first_hops if hop.unit is unit for chain in hop.chains):
             chain.wait()
-
-    def _start_second_hops(self, gradients: Iterable[GradBucket]) -> None:
-        """Start second hops whose first hops are complete; not those that were started already."""
-        for gradient in gradients:
-            if gradient in self._second:
-                continue
-            buffer = self.buffers.second_hop.acquire(partial(self._wait_second_hop, gradient))
-            wire = buffer[: second_hop_bytes(gradient, self.groups)].view(gradient.wire_dtype)
-            self._second[gradient] = self.streams.second_hop.launch(
-                [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce], gradient.finish
-            )
-
-    def _wait_second_hop(self, gradient: GradBucket) -> None:
-        """Wait for a second hop under way, before anything else happens to the gradient."""
-        chain = self._second.pop(gradient, None)
-        if chain is not None:
-            chain.wait()
-            self._unpublished.append(gradient)
 
     def finish(self) -> None:
-        """Make every gradient the mean over all ranks, and show it on the parameters. Collective."""
+        """Make every gradient the mean over all ranks, and expose it on the parameters. Collective."""
         self.is_dirty = False
         self.desync_check.raise_if_desynced()
-        self._start_second_hops(self._complete(down_to=0))
-        gradients = [gradient for of_unit in self.gradients.values() for gradient in of_unit]
+        self._second_hops.start(self._complete(down_to=0))
+        gradients = [gradient for unit_gradients in self.gradients.values() for gradient in unit_gradients]
         usage = UsedParamMap(self.buffers.usage, gradients, self.groups, self.desync_check.replicas.difference())
-        self._start_second_hops(
+        self._second_hops.start(
             gradient
-            for index in sorted(self.gradients, reverse=True)
+            for index in second_hop_order(self.gradients)
             for gradient in self.gradients[index]
             if gradient.state is AccumulatorState.PARTIAL
-            or (gradient not in self._sent_last and usage.is_pending_elsewhere(gradient))
+            or (gradient not in self._second_hops.sent and usage.is_pending_elsewhere(gradient))
         )
-        self._sent_last.clear()
-        for gradient in list(self._second):
-            self._wait_second_hop(gradient)
+        self._second_hops.sent.clear()
+        self._second_hops.wait_all()
         usage.wait()
         self.desync_check.record()
-        for gradient in (each for each in self._unpublished if each.state is AccumulatorState.SHARDED):
-            used = usage.positions(gradient)
-            for position in used:
-                gradient.expose(position)
-            if not used:
-                gradient.discard_unused()
-        self._unpublished.clear()
+        self._second_hops.expose(usage)
 
     def clear(self, gradient: GradBucket, position: int) -> None:
-        """Forget one parameter's gradient, parts under way included."""
-        self._start_second_hops(self._complete(down_to=0))
-        self._wait_second_hop(gradient)
+        """Drop one parameter's gradient, with its parts in flight."""
+        self._second_hops.start(self._complete(down_to=0))
+        self._second_hops.wait(gradient)
         gradient.clear(position)
 
     def discard(self) -> None:
-        """Forget an interrupted backward."""
-        self._start_second_hops(self._complete(down_to=0))
-        self._order = []
+        """Drop the gradients of an interrupted backward."""
+        self._second_hops.start(self._complete(down_to=0))
+        self._order.clear()
         for gradients in self.gradients.values():
             for gradient in gradients:
-                gradient.discard()
+                gradient.backward.discard()
 
 
-def second_hop_bytes(gradient: GradBucket, groups: ProcessGroups) -> int:
-    """Bytes of the wire form of a bucket's second hop; none where it is the accumulator itself."""
-    if groups.outer_grad_comm is None or gradient.wire_dtype == gradient.accumulator.dtype:
-        return 0
-    return gradient.accumulator.numel() * gradient.wire_dtype.itemsize
+class BackwardCount:
+    """Counts of backwards, and the warning that a checkpoint lacks their gradients.
+
+    Args:
+        reducer: Reducer that holds the gradients.
+
+    Attributes:
+        num_in_step: Backwards since an optimizer step last read the count.
+        num_unused: Backwards since the last optimizer step, or since gradients were last cleared.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.num_in_step = 0
+        self.num_unused = 0
+        self._reducer = reducer
+        self._has_warned = False
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self.num_in_step += 1
+        self.num_unused = self.num_unused + 1 if self._reducer.holds_gradients else 1
+
+    @property
+    def num_pending(self) -> int:
+        """Number of backwards whose gradients no optimizer step has used."""
+        return self.num_unused if self._reducer.holds_gradients else 0
+
+    def warn_pending_gradients(self) -> None:
+        """Warn once, on rank 0, that pending gradients will not be in a checkpoint."""
+        count, has_warned = self.num_pending, self._has_warned
+        self._has_warned = has_warned or count > 0
+        if count and not has_warned and self._reducer.groups.rank == 0:
+            _log.warning(
+                "Saved after %d micro-steps whose gradients no optimizer step has used. Gradients are not in a "
+                "checkpoint: a job that resumes from it continues without them. Save right after an optimizer step.",
+                count,
+            )

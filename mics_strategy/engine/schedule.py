@@ -92,6 +92,11 @@ def full_numel(role: str, layout: BucketLayout, scopes: Scopes) -> int:
     return layout.numel_at(scopes.degrees_of(role)[0])
 
 
+def shard_numel(role: str, layout: BucketLayout, scopes: Scopes) -> int:
+    """Elements that each rank has of that tensor, before an all-gather or after a reduce-scatter."""
+    return layout.numel_at(scopes.degrees_of(role)[1])
+
+
 def unshard_role(scopes: Scopes) -> str:
     """Role of the last collective before parameters are unsharded, which may write them in place."""
     if scopes.params == 1:

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,15 +24,15 @@ from mics_strategy.engine.autograd import DoubleBackward
 from mics_strategy.engine.lifecycle import UnitPhase, UnshardState
 from mics_strategy.engine.memory import levels_of
 from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards
+from mics_strategy.engine.schedule import reduces_every_unit
 from mics_strategy.engine.streams import outside_transforms
 from mics_strategy.engine.unit import GatherResources, Unit
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.engine.grad_bucket import GradBucket
-    from mics_strategy.engine.reducer import Reducer
+    from mics_strategy.engine.reducer import BackwardCount, Reducer
 
-_log = logging.getLogger(__name__)
 _next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
@@ -53,33 +52,38 @@ class OverlapPolicy:
 
 
 class Engine:
-    """Follows one sharded model through forward, backward and step.
+    """The engine of one sharded model, from forward to optimizer step.
 
     Args:
         units: Units by index; the root is the first.
         reducer: Reducer of their gradients.
+        backwards: Counts of backwards in this step, and of those that no step has used.
         resources: Stream and buffers of all-gathers.
         overlap: See `OverlapPolicy`.
 
     Attributes:
         order: Order of units that the first training pass recorded.
-        num_backwards: Backwards of this model so far.
         on_gradients: Called when gradients have become final.
     """
 
-    def __init__(self, units: list[Unit], reducer: Reducer, resources: GatherResources, overlap: OverlapPolicy) -> None:
+    def __init__(
+        self,
+        units: list[Unit],
+        reducer: Reducer,
+        backwards: BackwardCount,
+        resources: GatherResources,
+        overlap: OverlapPolicy,
+    ) -> None:
         self.units = units
         self.reducer = reducer
         self.order = ExecutionOrder()
-        self.num_backwards = 0
+        self.backwards = backwards
+        self.overlap = overlap
         self.on_gradients: Callable[[], None] = lambda: None
         self._resources = resources
-        self._overlap = overlap
         self._pending = PendingBackwards()
         self._global_order = GlobalOrder(units)
         self._keeps_params_unsharded = reducer.groups.param_comm is None
-        self._num_unused = 0  # backwards since the last step or the last clearing of gradients
-        self._has_warned_pending = False
         self._clock = 0  # counts entries into and exits from forwards
         self._in_backward = False
         self._checkpointed: set[int] = set()  # units that ran without gradients in a training forward
@@ -99,7 +103,7 @@ class Engine:
         is_recomputed = self.is_recomputing
         if not is_recomputed:
             self._record_forward(unit)
-            upcoming = (self.units[index] for index in self.order.upcoming(self._overlap.prefetch))
+            upcoming = (self.units[index] for index in self.order.upcoming(self.overlap.prefetch))
             self._start_unshard(self._free_to_prefetch(unit, upcoming))
         return ForwardCall(
             unit,
@@ -156,7 +160,7 @@ class Engine:
         """Collect the gradient that autograd has accumulated on an unsharded parameter.
 
         It may have entered the unit other than through the forward's outputs: had it needed resharded parameters, it
-        would have refused (see `saved_versions`).
+        would have refused (see `autograd`).
         """
         self._on_backward_start()
         if self.reducer.collect(unit, gradient, position, parameter):
@@ -173,7 +177,7 @@ class Engine:
             self.order.complete(followed_all=not skipped)
             self._checkpointed.clear()
             self._in_backward = False
-            if self._overlap.second_hop_every_backward:
+            if self.overlap.second_hop_every_backward:
                 self.finish_gradients()
 
     def finish_gradients(self) -> None:
@@ -194,11 +198,11 @@ class Engine:
     def post_step(self) -> None:
         """Parameters have changed: graphs from before the step cannot be differentiated any more."""
         self.reducer.groups.record_step()
-        self._num_unused = 0
+        self.backwards.num_unused = 0
         for _ in self._pending.drain():
             pass
         self._global_order.restart()
-        if self._overlap.sync_at_once:
+        if self.overlap.sync_at_once:
             for unit in self.units:
                 unit.sync_params(self._resources)
 
@@ -245,7 +249,7 @@ class Engine:
 
     def _free_to_prefetch(self, current: Unit, following: Iterable[Unit]) -> Iterator[Unit]:
         """The following units whose slots are free while `current` computes; none where nothing is prefetched."""
-        for unit in following if self._overlap.prefetch else ():
+        for unit in following if self.overlap.prefetch else ():
             resident = unit.slot.resident
             is_free = resident in (None, unit) or (isinstance(resident, Unit) and resident.phase is UnitPhase.IDLE)
             if unit is not current and resident is not current and is_free:
@@ -256,12 +260,11 @@ class Engine:
         if self._in_backward:
             return
         self._in_backward = True
-        self.num_backwards += 1
+        self.backwards.begin()
         self.reducer.groups.record_backward()
-        self._num_unused = self._num_unused + 1 if self.reducer.holds_gradients else 1
         self.order.freeze()
         order = self._pending.reduction_order()
-        if self._keeps_params_unsharded or self.reducer.groups.grad_comm is None:  # ranks may have run different units
+        if reduces_every_unit(self.reducer.groups.scopes):
             order = self._global_order.units[::-1]
         ran = self._checkpointed.union(unit.index for unit in self.units if unit.num_live_calls)
         if self.reducer.begin_backward(order, {unit.index for unit in self.units} - ran):
@@ -313,22 +316,6 @@ class Engine:
         for unit in self.units:
             unit.discard()
         self.reducer.discard()
-
-    @property
-    def num_pending(self) -> int:
-        """Number of backwards whose gradients no optimizer step has used."""
-        return self._num_unused if self.reducer.holds_gradients else 0
-
-    def warn_pending_gradients(self) -> None:
-        """Warn once, on rank 0, that pending gradients will not be in a checkpoint."""
-        count, has_warned = self.num_pending, self._has_warned_pending
-        self._has_warned_pending = has_warned or count > 0
-        if count and not has_warned and self.reducer.groups.rank == 0:
-            _log.warning(
-                "Saved after %d micro-steps whose gradients no optimizer step has used. Gradients are not saved: who "
-                "resumes from here goes on without them. Save right after an optimizer step to lose nothing.",
-                count,
-            )
 
 
 def _check_unchanged(call: ForwardCall) -> None:

@@ -1,13 +1,13 @@
-"""How does one unit unshard and reshard?
+"""One unit: how it unshards and reshards.
 
-A unit is a module whose own parameters travel together, usually one transformer layer. It is bound to one
-slot for good. What is still in the slot when the unit is needed again (the last layers at the start of the
-backward, the first ones at the start of the next micro-step) is not gathered again.
+A unit is a module whose own parameters are gathered together, usually one transformer layer. It is bound to one slot
+for good. Parameters that are still in the slot when the unit is needed again (the last layers at the start of the
+backward, the first ones at the start of the next micro-step) are not gathered again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -18,6 +18,7 @@ from torch import nn
 from mics_strategy.engine.lifecycle import PHASE_TRANSITIONS, UNSHARD_TRANSITIONS, UnitPhase, UnshardState, transition
 from mics_strategy.engine.memory import CachedViews, Slot, StagingPool
 from mics_strategy.engine.plan import BucketPlan, UnitPlan
+from mics_strategy.engine.schedule import needs_unshard
 from mics_strategy.engine.streams import Op, OpChain, OpStream, outside_transforms
 from mics_strategy.errors import LifecycleError
 
@@ -31,7 +32,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherResources:
-    """What every all-gather of parameters uses.
+    """The stream and the buffers of all-gathers of parameters.
 
     Attributes:
         stream: Side stream of all-gathers.
@@ -53,9 +54,6 @@ class Unit:
         module: The module.
         buckets: Its parameters by dtype and trainability.
         slot: Where it is unsharded.
-
-    Attributes:
-        needs_staging: Whether anything that arrives takes the flat form first.
     """
 
     def __init__(self, name: str, index: int, module: nn.Module, buckets: list[Bucket], slot: Slot) -> None:
@@ -69,9 +67,7 @@ class Unit:
         self.num_live_calls = 0
         self.earliest_enter = -1
         self.backward_enter = -1
-        self._flats = CachedViews([(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in buckets])
-        self._casts = CachedViews([bucket.cast_size for bucket in buckets])
-        self.needs_staging = any(bucket.needs_staging for bucket in buckets)
+        self._staging = _StagingViews(buckets)
         self._forward_depth = 0
         self._pending_unshard: OpChain | None = None
         self._locations: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
@@ -82,11 +78,9 @@ class Unit:
         return [bucket for bucket in self.buckets if bucket.spec.trainable]
 
     @property
-    def is_up_to_date(self) -> bool:
-        """Whether the slot holds (or is about to hold) the current parameters, so that nothing has to travel."""
-        return self.unshard_state is not UnshardState.SHARDED and all(
-            bucket.unsharded_version == bucket.version for bucket in self.buckets
-        )
+    def needs_staging(self) -> bool:
+        """Whether any payload takes the flat buffer first."""
+        return self._staging.needs_flat
 
     def start_unshard(self, resources: GatherResources, *, for_backward: bool) -> None:
         """Start the all-gather, unless the slot already holds the current parameters.
@@ -95,25 +89,23 @@ class Unit:
             resources: Stream and buffers of all-gathers.
             for_backward: Whether a backward needs the parameters, after the forward of the same step.
         """
-        if self.is_up_to_date:
+        if not needs_unshard(self.buckets, is_resident=self.unshard_state is not UnshardState.SHARDED):
             return
         with outside_transforms():
             self.finish_unshard()
             self._pending_unshard = None
             self._take_slot()
             for bucket in self.buckets:
-                bucket.saved_versions.reshard()  # also where its own memory gets other values
+                bucket.unsharded.saved_versions.reshard()  # also where its own memory gets other values
             if self.unshard_state is UnshardState.UNSHARDED:
                 self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
             self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "gather", self.name)
             ops: list[Op] = []
-            for bucket, flat, narrow in self._with_buffers(resources):
-                if bucket.synced_version != bucket.version:
-                    ops.append(partial(bucket.sync_params, flat, narrow))
+            for bucket, flat, cast_shard in self._staging.acquire(resources, self.finish_unshard):
+                if bucket.versions.needs_sync(bucket.version):
+                    ops.append(partial(bucket.sync_params, flat, cast_shard))
                 ops.append(partial(bucket.unshard, flat, for_backward=for_backward))
             self._pending_unshard = resources.stream.launch(ops)
-        for bucket in self.buckets:
-            bucket.unsharded_version = bucket.version
 
     def _take_slot(self) -> None:
         """Evict the present resident of the slot."""
@@ -124,15 +116,9 @@ class Unit:
 
     def sync_params(self, resources: GatherResources) -> None:
         """Bring the optimizer's result to the parameter scope now, instead of in front of the next use."""
-        for bucket, flat, narrow in self._with_buffers(resources):
-            if bucket.synced_version != bucket.version:
-                resources.stream.launch([partial(bucket.sync_params, flat, narrow)]).wait()
-
-    def _with_buffers(self, resources: GatherResources) -> Iterator[tuple[Bucket, torch.Tensor, torch.Tensor]]:
-        """Every bucket with views of its flat buffer and of its cast shard, both in the compute dtype."""
-        flat = resources.flat.acquire(self.finish_unshard) if self.needs_staging else _NOTHING
-        narrow = resources.cast.acquire(self.finish_unshard)
-        return zip(self.buckets, self._flats.views_of(flat), self._casts.views_of(narrow), strict=True)
+        for bucket, flat, cast_shard in self._staging.acquire(resources, self.finish_unshard):
+            if bucket.versions.needs_sync(bucket.version):
+                resources.stream.launch([partial(bucket.sync_params, flat, cast_shard)]).wait()
 
     def finish_unshard(self) -> None:
         """Make the gathered parameters usable on the current stream, which may differ from the last use's."""
@@ -145,10 +131,10 @@ class Unit:
             self._pending_unshard.wait()
             self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "arrive", self.name)
             for bucket in self.buckets:
-                bucket.saved_versions.unshard(bucket.unsharded_version)
+                bucket.unsharded.saved_versions.unshard(bucket.versions.unsharded)
 
     def evict(self) -> None:
-        """Give the slot up; autograd refuses a backward that still needs the parameters (see `saved_versions`)."""
+        """Give the slot up; autograd refuses a backward that still needs the parameters (see `autograd`)."""
         self.finish_unshard()
         if self.phase is UnitPhase.FORWARD:
             raise LifecycleError(
@@ -159,7 +145,7 @@ class Unit:
         if self.unshard_state is UnshardState.UNSHARDED:
             self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
         for bucket in self.buckets:
-            bucket.saved_versions.reshard()
+            bucket.unsharded.saved_versions.reshard()
 
     def check_still_frozen(self) -> None:
         """See, before anything moves, that no parameter requires gradients for which there is no memory."""
@@ -227,11 +213,29 @@ class Unit:
                 (module, attribute, unsharded, cast("nn.Parameter", sharded))
                 for bucket in self.buckets
                 for homes, unsharded, sharded in zip(
-                    bucket.spec.locations, bucket.unsharded_params, bucket.sharded_params, strict=True
+                    bucket.spec.locations, bucket.unsharded.params, bucket.sharded_params, strict=True
                 )
                 for module, attribute in homes
             ]
         return self._locations
+
+
+class _StagingViews:
+    """Views of the staging buffers that a unit borrows for an all-gather."""
+
+    def __init__(self, buckets: list[Bucket]) -> None:
+        self.needs_flat = any(bucket.needs_staging for bucket in buckets)
+        self._buckets = buckets
+        self._flats = CachedViews([(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in buckets])
+        self._casts = CachedViews([bucket.cast_size for bucket in buckets])
+
+    def acquire(
+        self, resources: GatherResources, on_reuse: Callable[[], None]
+    ) -> Iterator[tuple[Bucket, torch.Tensor, torch.Tensor]]:
+        """Every bucket with its flat buffer and its cast shard, both in the compute dtype."""
+        flat = resources.flat.acquire(on_reuse) if self.needs_flat else _NOTHING
+        cast = resources.cast.acquire(on_reuse)
+        return zip(self._buckets, self._flats.views_of(flat), self._casts.views_of(cast), strict=True)
 
 
 def unit_plan_of(unit: Unit, gradients: Iterable[GradBucket], slot: int) -> UnitPlan:
@@ -253,7 +257,7 @@ def unit_plan_of(unit: Unit, gradients: Iterable[GradBucket], slot: int) -> Unit
                 wire_dtype=bucket.spec.param_dtype if gradient is None else gradient.wire_dtype,
                 sum_dtype=bucket.spec.param_dtype if gradient is None else gradient.accumulator.dtype,
                 trainable=bucket.spec.trainable,
-                has_gradients=any(sharded.requires_grad for sharded in bucket.sharded_params),
+                has_gradients=bucket.num_requiring_grad > 0,
             )
         )
     return UnitPlan(name=unit.name, slot=slot, buckets=tuple(buckets))

@@ -10,6 +10,7 @@ DTensors, and may remove or change them. Both formats load, whichever is saved.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -28,10 +29,12 @@ from mics_strategy import (
     remove_checkpoint,
     save_checkpoint,
 )
+from mics_strategy.comm.consensus import Rendezvous
 from mics_strategy.lightning import validate
 from mics_strategy.lightning.checkpoint_file import CheckpointFileMixin, as_path, check_not_folder, is_local
-from mics_strategy.lightning.consensus import require_every_rank
 from mics_strategy.lightning.framework import TrainerFramework, unwrap_optimizer
+
+ARRIVAL_TIMEOUT = timedelta(seconds=30)
 
 
 class TrainerCheckpointMixin(CheckpointFileMixin):
@@ -42,7 +45,6 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
     _state_dict_type: str
     _saves_asynchronously: bool
     _timeout: timedelta
-    _num_interrupted_saves = 0
     _opened: OpenCheckpoint | None = None
     _to_load: tuple[dict[str, Any], bool] | None = None  # state dict, and whether to load it strictly
     _to_remove: tuple[str | Path, ...] = ()  # after the pending save has succeeded
@@ -65,6 +67,25 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
         """Shard the model now, unless it is sharded already."""
         raise NotImplementedError
 
+    @functools.cached_property
+    def _interrupted_saves(self) -> Rendezvous:
+        """Rendezvous before saves after an exception: other ranks may be inside a step, whose collectives block."""
+        return Rendezvous("interrupted")
+
+    def _require_every_rank(self) -> None:
+        """Wait until all ranks save after an exception.
+
+        Raises:
+            CheckpointError: A rank did not reach the save in time.
+        """
+        missing = self._interrupted_saves.missing_ranks(min(self._timeout, ARRIVAL_TIMEOUT).total_seconds())
+        if missing:
+            raise CheckpointError(
+                f"A checkpoint was requested after an exception, but ranks {missing} did not reach the save, so the "
+                "exception occurred on some ranks only. Nothing was saved. To lose less, save regularly with "
+                "ModelCheckpoint(every_n_train_steps=...)."
+            )
+
     # -- saving -----------------------------------------------------------------------------------------------
 
     @override
@@ -79,8 +100,7 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
         if not self.is_sharded:
             return super().lightning_module_state_dict()
         if self._trainer.state.status == self.framework.interrupted:
-            self._num_interrupted_saves += 1
-            require_every_rank(self._num_interrupted_saves, self._timeout)
+            self._require_every_rank()
         if self._state_dict_type == "sharded":
             self.sharded.synchronize_buffers()
             return dict(self.sharded.model.state_dict())

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from mics_strategy import (
+    CheckpointError,
     ConfigError,
     OpenCheckpoint,
     Sharded,
@@ -28,8 +29,8 @@ from mics_strategy import (
     newest_checkpoint,
     save_checkpoint,
 )
+from mics_strategy.comm.consensus import run_on_all_ranks
 from mics_strategy.lightning.checkpoint_file import CheckpointFileMixin, as_path, check_not_folder, is_local
-from mics_strategy.lightning.consensus import run_on_all_ranks
 
 Filters = Mapping[str, Callable[[str, Any], bool]]
 _KEYS = "mics_strategy.fabric"  # entry of a folder: keys of the model and the optimizers in the user's state
@@ -85,7 +86,7 @@ class FabricCheckpointMixin(CheckpointFileMixin):
             One file: memory for all full tensors on rank 0's CPU. A folder: this rank's shards.
         """
         path, expected = self.broadcast((as_path(path), list(state)))
-        run_on_all_ranks(lambda: _check_keys(list(state), expected))
+        run_on_all_ranks(lambda: _check_keys(list(state), expected), CheckpointError)
         filters = filter or {}
         if self._state_dict_type == "sharded":
             self._save_folder(path, state, storage_options, filters)
@@ -167,7 +168,9 @@ class FabricCheckpointMixin(CheckpointFileMixin):
         if handle is not None and isinstance(state, nn.Module) and is_plain:
             load_weights(path, handle, strict=strict, weights_only=weights_only is not False)
             return {}
-        saved = run_on_all_ranks(lambda: self.read_file(path, weights_only, "`fabric.load(..., weights_only=False)`"))
+        saved = run_on_all_ranks(
+            lambda: self.read_file(path, weights_only, "`fabric.load(..., weights_only=False)`"), CheckpointError
+        )
         if isinstance(state, nn.Module | Optimizer):
             self._restore({"": state}, "", saved, strict)
             return {}

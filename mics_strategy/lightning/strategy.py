@@ -26,7 +26,6 @@ from mics_strategy.lightning.framework import (
     load_framework,
     throttle_sigterm_check,
 )
-from mics_strategy.lightning.launcher import full_weights_launcher
 from mics_strategy.lightning.module_patches import (
     grad_codec_steps,
     log_dtensors,
@@ -34,7 +33,7 @@ from mics_strategy.lightning.module_patches import (
     with_frozen_as_trainable,
     without_codec_schedule,
 )
-from mics_strategy.lightning.process_group import ProcessGroupMixin, skip_group_teardown
+from mics_strategy.lightning.process_group import ProcessGroupMixin, full_weights_launcher, skip_group_teardown
 from mics_strategy.lightning.signature import make_strategy_class
 from mics_strategy.lightning.units import UnitRule, move_unsharded, unit_rule_for
 

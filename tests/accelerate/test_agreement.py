@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
-from mics_strategy.accelerate.rendezvous import Rendezvous
+from mics_strategy.accelerate.rendezvous import SaveRendezvous
 from mics_strategy.errors import CheckpointError
 from tests.accelerate.runs import accelerator, run
 from tests.accelerate.test_training import adamw, loss_of, transformer
@@ -19,7 +19,7 @@ def on_the_main_process_only(ctx: RankContext) -> None:
     acc = accelerator()
     acc.prepare(transformer())
     if acc.is_main_process:
-        Rendezvous().require_every_rank("save_state", timeout_s=0.5)
+        SaveRendezvous().require_every_rank("save_state", timeout_s=0.5)
 
 
 def test_saving_on_the_main_process_only_says_who_is_missing(ranks: RankPool) -> None:
@@ -28,7 +28,7 @@ def test_saving_on_the_main_process_only_says_who_is_missing(ranks: RankPool) ->
 
 
 def met(ctx: RankContext) -> list[bool]:
-    meeting, store = Rendezvous(), _get_default_store()
+    meeting, store = SaveRendezvous(), _get_default_store()
     for _ in range(3):
         meeting.require_every_rank("save_state")
     return [store.check([f"mics_strategy/met/{occasion}/{ctx.rank}"]) for occasion in range(4)]

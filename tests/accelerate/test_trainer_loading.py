@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -74,6 +75,7 @@ def with_new_head(ctx: RankContext) -> None:
         assert_same(own, expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_head_that_only_some_ranks_have_trains_as_with_ddp(ranks: RankPool) -> None:
     run(ranks, 4, with_new_head, ranks_per_node=2)
 

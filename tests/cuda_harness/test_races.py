@@ -43,6 +43,7 @@ def _cells() -> list[Any]:
     return cells
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(("preset", "option", "loop", "recomputes"), _cells())
 def test_every_access_is_ordered(preset: str, option: str, loop: Loop, recomputes: str) -> None:
     assert run(config_of(preset, **OPTIONS[option]), loop, recomputes=recomputes).races == []

@@ -1,4 +1,4 @@
-"""Which models carry an adapter of `peft`?
+"""Models with adapters of `peft`.
 
 Each function returns a `Case`, as those of `tests.models`: a small Llama, frozen, with a few parameters that train.
 """
@@ -78,7 +78,10 @@ def lora_on_tied_embeddings() -> Case:
 
 
 def lora_on_everything() -> Case:
-    """Embedding and head too, which belong to the root. In float64: so many products in a row round too much."""
+    """Embedding and head too, which belong to the root.
+
+    In float64: so many products in a row round too much.
+    """
     adapter = _lora([*QUERY_AND_VALUE, "gate_proj", "embed_tokens", "lm_head"])
     return _case(adapter, dtype=torch.float64)
 
@@ -102,7 +105,10 @@ def lora_on_bfloat16() -> Case:
 
 
 def lora_on_parameters() -> Case:
-    """Adapts parameters instead of modules, and writes into the adapters between their uses."""
+    """An adapter of parameters instead of modules.
+
+    `peft` writes into the adapters between their uses.
+    """
     return _case(LoraConfig(r=3, lora_alpha=12, target_parameters=["mlp.gate_proj.weight"]))
 
 
@@ -131,7 +137,9 @@ def lora_with_recomputation() -> Case:
 
 
 def lora_against_its_base() -> Case:
-    """The base runs between the forward and the backward of the adapted model, as in preference training.
+    """A forward of the base between forward and backward of the adapted model.
+
+    This is the loop of preference training.
 
     In float64: the squares are large.
     """

@@ -1,4 +1,4 @@
-"""Every way in which model states may be sharded over the ranks of a topology."""
+"""Every chain of scopes into which a topology divides."""
 
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -10,7 +10,7 @@ SIMULATED = ((2, 4), (4, 4), (2, 8))
 
 
 def chains(nodes: int, per_node: int) -> Iterator[ShardConfig]:
-    """Parameters, gradients, optimizer states and secondary copy at every degree that the rules allow.
+    """Configurations with all model states at every degree that the rules allow.
 
     A degree is a divisor of a node's ranks, or a number of whole nodes; each divides the next larger one; none is
     larger than the optimizer's; the secondary copy's is smaller than that of the parameters.

@@ -1,8 +1,8 @@
-"""What did a step hand to the transport? Counted apart from the engine, below its ledger.
+"""Traffic that a step hands to the transport, counted outside of the engine.
 
-Messages and all-reduces are counted where torch takes them, in whatever thread, messages with their real sizes; other
-collectives of torch by the bytes that one rank must send in them. What ranks of one node read in one another's memory
-is counted where it is read: a rank reads as much as the others read of it.
+Messages and all-reduces are counted where torch takes them, in any thread, messages with their real sizes. Other
+collectives of torch are counted by the bytes that one rank must send in them. Reads of peer memory are counted at the
+reader: a rank reads as much as the others read of it.
 """
 
 from collections import Counter
@@ -24,7 +24,9 @@ Kind = tuple[torch.dtype, int]  # dtype, ranks of the group
 
 
 class CountC10d(TorchDispatchMode):
-    """Counts what is handed to torch.distributed, and read, inside: bytes of this rank, and operators by name.
+    """Counts calls of torch.distributed and reads of peer memory in its context.
+
+    Counts are bytes of this rank, and operators by name.
 
     Attributes:
         kinds: Bytes by dtype and ranks of the group.

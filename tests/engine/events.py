@@ -1,4 +1,7 @@
-"""What happened in which order: collectives started and waited for, units computed. Spies; nothing is replaced."""
+"""Order of events: collectives started and waited for, units computed.
+
+Spies record them. Nothing is replaced.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

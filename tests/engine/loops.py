@@ -1,7 +1,7 @@
-"""How does one training loop run on a sharded model and, with every rank's batches, on a plain one?
+"""Training loops for sharded models and, with every rank's batches, plain ones.
 
-A body is a function of a `Loop`: it trains, and returns what is to be compared. `follow` runs it on sharded models,
-`assert_same_loop` holds what every rank has seen against what it sees on the plain model.
+A body is a function of a `Loop`: it trains, and returns values to compare. `follow` runs it on sharded models,
+`assert_same_loop` compares the values of every rank with those of the plain model.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,10 @@ Body = Callable[..., Seen]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """A model, sharded or plain, and the ranks whose batches it is given; the mean of their losses is trained."""
+    """A model, sharded or plain, and the ranks whose batches it is given.
+
+    The mean of their losses is trained.
+    """
 
     run: Run
     case: Case

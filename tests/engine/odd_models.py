@@ -1,11 +1,10 @@
-"""Which models did nobody have in mind when the engine was made?
+"""Models for which the engine was not designed.
 
 Mixtures of experts, layers that are shared, recurrent layers, parametrized weights, two models that train each other.
 Each is a `Loop` of `unusual.py`, trained in fp64 and compared with plain models.
 """
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,7 +97,10 @@ def words(x: Tensor) -> Tensor:
 
 
 def one_word(model: nn.Module, x: Tensor, step: int) -> None:
-    """All positions hold the same word, so that a rank uses two experts of the four of a layer."""
+    """Batches of one repeated word.
+
+    A rank then uses two of the four experts of a layer.
+    """
     model(input_ids=words(x)[:1, :1].expand(x.shape), labels=words(x)).loss.backward()
 
 
@@ -189,7 +191,10 @@ def generator_and_critic() -> nn.Module:
 
 
 def adversaries(model: Any, x: Tensor, step: int) -> None:
-    """The critic and the generator, by turns; what the other has gathered meanwhile is dropped."""
+    """The critic and the generator, by turns.
+
+    What the other has gathered meanwhile is dropped.
+    """
     fake = model["generator"](x)
     if step % 2 == 0:
         (F.softplus(model["critic"](fake.detach())).mean() + F.softplus(-model["critic"](x[:, :2])).mean()).backward()
@@ -344,7 +349,7 @@ MIXTURES: dict[str, Loop] = {
     "qwen3 moe, micro-steps": Loop(build=qwen3_moe, body=one_word_in_micro_steps, units="auto"),
     "experts in layers": Loop(build=lambda: Stack(Experts, 3), body=one_row, units=(Experts,)),
 }
-WHOLE_ONLY: dict[str, Loop] = {  # right where parameters are not sharded, refused elsewhere
+UNSHARDED_ONLY: dict[str, Loop] = {  # right where parameters are not sharded, refused elsewhere
     "lone experts": Loop(build=lambda: Stack(Experts, 3), body=one_row, units=(Expert,)),
     "lone experts, nested": Loop(build=lambda: Stack(Experts, 3), body=one_row, units=(Experts, Expert)),
 }
@@ -387,16 +392,9 @@ OTHERS: dict[str, Loop] = {
     "evaluated inside": Loop(build=Stack, body=evaluated_inside),
     "uneven": Loop(build=Uneven, body=two_micro_steps, units=(models.Residual,)),
 }
-MODELS = MIXTURES | WHOLE_ONLY | OTHERS
+MODELS = MIXTURES | UNSHARDED_ONLY | OTHERS
 
 
 def train(ctx: RankContext, cases: list[Case]) -> list[Trained]:
     """Job: every case on a model of its own, up to the first error."""
     return [trained(MODELS[name], ctx.rank, config) for name, config in cases]
-
-
-def dealt(names: Iterable[str], configs: Iterable[ShardConfig]) -> list[Case]:
-    """Every name and every configuration at least once."""
-    names, configs = list(names), list(configs)
-    count = max(len(names), len(configs))
-    return list(zip(itertools.islice(itertools.cycle(names), count), itertools.cycle(configs), strict=False))

@@ -1,4 +1,4 @@
-"""Trains every odd model under every setting, and counts what is right, refused and wrong.
+"""Training of every odd model under every setting: right, refused or wrong.
 
 ``python -m tests.engine.odd_product four six`` takes half an hour on two cores; tests take pairs of it.
 """
@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import product
 
 from mics_strategy import ShardConfig
-from tests.engine.odd_models import MIXTURES, MODELS, OTHERS, WHOLE_ONLY, Case, train
+from tests.engine.odd_models import MIXTURES, MODELS, OTHERS, UNSHARDED_ONLY, Case, train
 from tests.engine.unusual import Parameters, Trained, difference, reference
 from tests.ranks import RankError, RankPool
 
@@ -79,7 +79,7 @@ def main(parts: list[str]) -> None:
 
 
 def group_of(name: str) -> str:
-    groups = {"mixtures of experts": MIXTURES, "whole only": WHOLE_ONLY, "others": OTHERS}
+    groups = {"mixtures of experts": MIXTURES, "unsharded only": UNSHARDED_ONLY, "others": OTHERS}
     return next(group for group, of_group in groups.items() if name in of_group)
 
 

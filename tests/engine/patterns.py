@@ -1,7 +1,7 @@
-"""In which ways do loops come to their gradients?
+"""Ways in which training loops compute their gradients.
 
-A pattern is a function of a `Play`: it runs forwards and backwards on whatever model it gets. `play` runs it
-on a sharded model and on a plain one with every rank's batches, so both can be compared.
+A pattern is a function of a `Play`: it runs forwards and backwards on any model. `play` runs it on a sharded model and
+on a plain one with every rank's batches, to compare both.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,14 +40,20 @@ Grads = dict[str, Tensor]
 
 
 def play(ctx: RankContext, run: Run, pattern: Pattern) -> tuple[Grads, Grads]:
-    """Job: the gradients that a pattern leaves on the sharded model, and those on plain ones, averaged."""
+    """Job: the gradients of a pattern on the sharded model and on plain ones.
+
+    Those of plain models are averaged over ranks.
+    """
     training = start(ctx, run)
     pattern(Play(training.case, training.model, ctx.rank))
     return training.grads(), mean_over_ranks(training.case, pattern, ctx.world_size)
 
 
 def mean_over_ranks(case: Case, pattern: Pattern, world_size: int) -> Grads:
-    """What the pattern leaves on a plain model, mean over the ranks' batches; a rank without one counts as zero."""
+    """What the pattern leaves on a plain model, mean over the ranks' batches.
+
+    A rank without one counts as zero.
+    """
     total: Grads = {}
     for rank in range(world_size):
         model = case.build()

@@ -1,4 +1,7 @@
-"""Is what a step sends what was planned, on 512 ranks? One of them runs here; its transport sends nothing."""
+"""Issued traffic equals the plan on 512 ranks.
+
+One of the ranks runs here, on a transport that sends nothing.
+"""
 
 import pytest
 import torch
@@ -14,8 +17,11 @@ from tests.ranks import RankContext, RankPool
 WORLD_SIZE, PER_NODE = 512, 8
 
 
-def _everyone_alike(value: object) -> list[object]:
-    """What 512 ranks with the same script and configuration say; the fake transport cannot bring it."""
+def _equal_on_all_ranks(value: object) -> list[object]:
+    """What 512 ranks with the same script and configuration say.
+
+    The fake transport cannot bring it.
+    """
     return [value] * WORLD_SIZE
 
 
@@ -23,12 +29,12 @@ def count_presets(ctx: RankContext, presets: list[str], rank: int) -> list[str]:
     """The presets whose second step issues something else than its plan."""
     wrong = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_groups, "gather_objects", _everyone_alike)
-        patch.setattr("mics_strategy.engine.api.gather_objects", _everyone_alike)
+        patch.setattr(process_groups, "gather_objects", _equal_on_all_ranks)
+        patch.setattr("mics_strategy.engine.api.gather_objects", _equal_on_all_ranks)
         patch.setattr(process_groups.ProcessGroups, "desync_digest", 0)  # the others' would make the sums 0
         patch.setattr("mics_strategy.engine.rank_agreement.digest_weight", lambda *_: 0)
-        patch.setattr("mics_strategy.engine.step.gather_objects", _everyone_alike)
-        patch.setattr("mics_strategy.engine.setup.materialize.gather_objects", _everyone_alike)
+        patch.setattr("mics_strategy.engine.step.gather_objects", _equal_on_all_ranks)
+        patch.setattr("mics_strategy.engine.setup.materialize.gather_objects", _equal_on_all_ranks)
         for preset in presets:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
             model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
@@ -47,6 +53,7 @@ def count_presets(ctx: RankContext, presets: list[str], rank: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("rank", [0, 9, 511])
 def test_every_preset_sends_what_was_planned(ranks: RankPool, rank: int) -> None:
     assert ranks(1, count_presets, list(ShardConfig.PRESETS), rank, default_group=False, timeout_s=58.0) == [[]]

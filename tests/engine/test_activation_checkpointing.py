@@ -1,4 +1,4 @@
-"""Activation checkpointing in every form: same numbers, and no gather that the backward would not need anyway."""
+"""Activation checkpointing in every form: same numbers, no additional all-gather."""
 
 from collections.abc import Callable
 from functools import partial
@@ -44,7 +44,7 @@ class Stack(nn.Module):
 
 
 class InsideForward(Stack):
-    """The form of transformers: what is recomputed is a layer's `forward`, under its `__call__`."""
+    """The form of transformers: `forward` is recomputed inside of `__call__`."""
 
     def __init__(self) -> None:
         super().__init__(span=0, use_reentrant=False)
@@ -106,11 +106,11 @@ def traffic_after_three_steps(ctx: RankContext, case: Callable[[], Case]) -> tup
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_sent_is_what_is_planned(ranks: RankPool, form: str) -> None:
+def test_issued_traffic_equals_the_plan(ranks: RankPool, form: str) -> None:
     assert all(as_planned for _, as_planned in ranks(4, traffic_after_three_steps, FORMS[form]))
 
 
 @pytest.mark.parametrize("form", ["around_call", "inside_forward", "reentrant"])
-def test_recomputing_a_unit_gathers_nothing_more(ranks: RankPool, form: str) -> None:
+def test_recomputation_needs_no_additional_all_gather(ranks: RankPool, form: str) -> None:
     without = ranks(4, traffic_after_three_steps, partial(stack, 0, False))
     assert ranks(4, traffic_after_three_steps, FORMS[form]) == without

@@ -1,4 +1,7 @@
-"""What torch's own hybrid sharding does where this engine differs, side by side (the claims of the README)."""
+"""Cases in which torch's own hybrid sharding differs, side by side.
+
+These are the claims of the README.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Do lower precision and loss scaling work, and do all ranks agree on an overflow?"""
+"""Lower precision and loss scaling, and overflows on one rank."""
 
 import math
 
@@ -94,7 +94,10 @@ def test_bfloat16_model_trains_as_the_plain_one_up_to_rounding(ranks: RankPool, 
 
 
 def scaled(ctx: RankContext, run: Run, poison: int | None) -> tuple[dict[str, Tensor], list[float]]:
-    """Steps with a scaler; in step 1 the loss of rank `poison` is infinite. The scale after every step."""
+    """Steps with a scaler; in step 1 the loss of rank `poison` is infinite.
+
+    The scale after every step.
+    """
     training, scales = start(ctx, run), []
     scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=100)
     for step in range(run.steps):
@@ -145,7 +148,7 @@ class ScalarFirst(nn.Module):
 
 
 def overflow_in_one_row(ctx: RankContext, preset: str) -> tuple[float, float, float]:
-    """The scale, the scalar, and the first row after a step in which the last row's gradient was infinite."""
+    """The scale, the scalar and the first row after an overflow in the last row."""
     torch.manual_seed(0)
     model = ScalarFirst()
     shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2)), units="auto")
@@ -161,12 +164,14 @@ def overflow_in_one_row(ctx: RankContext, preset: str) -> tuple[float, float, fl
 
 
 @scalers
-def test_all_ranks_see_an_overflow_on_one_where_the_first_parameter_is_a_scalar(ranks: RankPool, preset: str) -> None:
+def test_all_ranks_find_an_overflow_of_one_rank_if_the_first_parameter_is_a_scalar(
+    ranks: RankPool, preset: str
+) -> None:
     assert ranks(4, overflow_in_one_row, preset, ranks_per_node=2) == [(SCALE / 2, 1.0, -1.0)] * 4
 
 
 def torch_norms(ctx: RankContext, run: Run, max_norm: float, norm_type: float) -> list[tuple[float, float, dict]]:
-    """Norm and gradients after clipping, by torch's function and by ours, and the plain ones."""
+    """Norm and gradients after clipping: torch's function, ours, and plain."""
     found = []
     for is_ours in (False, True):
         training = start(ctx, run)

@@ -1,4 +1,4 @@
-"""Does an average of the weights, kept by hand on the shards, equal that of plain training?
+"""Averages of the weights, computed on the shards, equal those of plain training.
 
 Averaging is elementwise: every rank averages its shards, and nothing is sent.
 """
@@ -26,6 +26,8 @@ from tests.engine.training import (
 )
 from tests.models import Case
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
+
+pytestmark = pytest.mark.wide(every=2)
 
 WEIGHT = 0.1
 STEPS = 4
@@ -57,7 +59,10 @@ def by_torchs_function(averages: list[Tensor], parameters: list[Any], step: int)
 
 
 def equally(averages: list[Tensor], parameters: list[Any], step: int) -> None:
-    """The plain mean, as stochastic weight averaging takes it; the first weights count."""
+    """The plain mean, as stochastic weight averaging takes it.
+
+    The first weights count.
+    """
     function = get_swa_avg_fn()
     for average, parameter in zip(averages, parameters, strict=True):
         average.copy_(function(average, parameter.detach(), step + 1))
@@ -119,7 +124,7 @@ def test_every_way_to_average_gives_the_plain_average(ranks: RankPool, average: 
 
 
 def cost_of_averaging(ctx: RankContext, run: Run) -> tuple[int, int, int]:
-    """Collectives of an update, bytes of the average on this rank, bytes of the whole parameters."""
+    """Collectives of an averaging, bytes of the average, bytes of all parameters."""
     training = start(ctx, run)
     averages = _copies(training.model)
     training.step(0)
@@ -161,7 +166,10 @@ Evaluated = tuple[list[float], dict[str, Tensor]]
 
 
 def evaluated_with_average(ctx: RankContext, runs: list[Run], swap: str) -> list[Evaluated]:
-    """For every training: losses with the average after every step, and the parameters in the end."""
+    """Losses with the average after every step, and the final parameters.
+
+    One pair for every training.
+    """
     return [_evaluated_with_average(start(ctx, run), SWAPS[swap]) for run in runs]
 
 

@@ -1,4 +1,7 @@
-"""Is what travels as several tensors in one launch the same as one flat tensor? On simulated ranks, real values."""
+"""Coalesced collectives equal those of flat buffers.
+
+Simulated ranks, real values.
+"""
 
 import collections
 import gc
@@ -22,7 +25,6 @@ from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.layout import make_layout
 from mics_strategy.engine.streams import OpChain
 from mics_strategy.tuning import coalesce as coalescing
-from mics_strategy.tuning import coalesce_benchmark
 from tests import models
 from tests.engine.training import Outcome, Run, assert_same, forget_meshes, plain, start, train
 from tests.models import Case
@@ -67,7 +69,10 @@ def run_of(preset: str, case: Case = models.transformer, **options: Any) -> Run:
 
 
 class Even(nn.Module):
-    """First dimensions that 4 and 8 divide. One layer is used by some ranks only, one twice."""
+    """First dimensions that 4 and 8 divide.
+
+    One layer is used by some ranks only, one twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +112,7 @@ def even() -> Case:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_it_trains_as_plain_does_in_one_launch_for_a_unit(preset: str) -> None:
+def test_coalesced_training_equals_plain_with_one_launch_for_a_unit(preset: str) -> None:
     run = run_of(preset, coalesce=True)
     trace = plain(run, 4)
     with counted() as counts:
@@ -122,7 +127,7 @@ def test_it_trains_as_plain_does_in_one_launch_for_a_unit(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", ["mics", "zero2", "zero3", "paro-iig"])
 @pytest.mark.parametrize("per_node", [2, 4], ids=["2x4", "4x2"])
-def test_units_that_are_not_even_take_the_flat_form_beside_the_others(preset: str, per_node: int) -> None:
+def test_unevenly_divisible_units_use_the_flat_buffer(preset: str, per_node: int) -> None:
     run = run_of(preset, even, coalesce=True).replace(steps=3)
     run = run.replace(config=run.config.replace(topology=Topology(ranks_per_node=per_node)))
     trace = plain(run, 8)
@@ -140,7 +145,8 @@ def test_units_that_are_not_even_take_the_flat_form_beside_the_others(preset: st
 @pytest.mark.parametrize("preset", ["mics", "zero3"])
 def test_the_same_bytes_are_planned_and_issued_and_the_same_numbers_computed(preset: str) -> None:
     coalesced, flat = (
-        simulate(4, _account, run_of(preset, coalesce=coalesce), ranks_per_node=2) for coalesce in (True, False)
+        simulate(4, _memory_by_purpose, run_of(preset, coalesce=coalesce), ranks_per_node=2)
+        for coalesce in (True, False)
     )
     for (parameters, rows), (flat_parameters, flat_rows) in zip(coalesced, flat, strict=True):
         assert_same(parameters, flat_parameters)
@@ -148,7 +154,7 @@ def test_the_same_bytes_are_planned_and_issued_and_the_same_numbers_computed(pre
         assert all(row.planned_bytes == row.sent_bytes > 0 for row in rows)
 
 
-def _account(ctx: RankContext, run: Run) -> tuple[dict[str, Tensor], object]:
+def _memory_by_purpose(ctx: RankContext, run: Run) -> tuple[dict[str, Tensor], object]:
     training = start(ctx, run)
     for step in range(3):
         training.step(step)
@@ -165,14 +171,14 @@ def test_narrow_gradients_are_summed_in_one_launch() -> None:
         assert torch.allclose(value, other[0].parameters[name], atol=2e-3)
 
 
-def test_gradients_of_another_dtype_than_the_wires_are_copied_and_parameters_are_not() -> None:
+def test_gradients_not_in_the_wire_dtype_are_copied_and_parameters_are_not() -> None:
     with counted() as counts:
         simulate(4, _train, run_of("mics", coalesce=True, param_dtype="bfloat16"), ranks_per_node=2)
     assert counts["all_gather_coalesced"]
     assert not counts["reduce_scatter_coalesced"]
 
 
-def test_what_needs_no_flat_form_has_no_memory_for_one() -> None:
+def test_coalesced_units_allocate_no_flat_buffer() -> None:
     def stagings(ctx: RankContext, run: Run) -> int:
         return start(ctx, run).sharded.memory.bytes_by_purpose.get("gather stagings", 0)
 
@@ -184,7 +190,7 @@ ALL_ENCODED = {"weight_codec": "int8", "grad_codec": "int8", "codec_links": "all
 
 
 @pytest.mark.parametrize("options", [{"case": models.mlp}, ALL_ENCODED], ids=["uneven", "encoded"])
-def test_it_is_refused_where_nothing_can_be_coalesced(options: dict[str, Any]) -> None:
+def test_coalescing_is_refused_where_nothing_can_be_coalesced(options: dict[str, Any]) -> None:
     run = run_of("mics", coalesce=True, **options)
     raises_on_every_rank(
         lambda: simulate(4, _train, run, ranks_per_node=2), ConfigError, "no unit of this model can use coalesced"
@@ -197,12 +203,12 @@ def _refused(ctx: RankContext) -> str:
     return str(refused.value)
 
 
-def test_gloo_refuses_it_on_every_rank(ranks: RankPool) -> None:
+def test_gloo_refuses_coalescing_on_every_rank(ranks: RankPool) -> None:
     assert len(set(ranks(2, _refused))) == 1
 
 
 @pytest.mark.parametrize("value", [None, 1, "yes", "none"])
-def test_other_words_are_refused(value: object) -> None:
+def test_other_values_are_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="coalesce"):
         ShardConfig(coalesce=value)
 
@@ -213,21 +219,21 @@ def _choose(ctx: RankContext, run: Run) -> list[tuple[bool, bool]]:
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
-def test_what_is_faster_is_chosen_said_and_kept(
+def test_the_faster_way_is_chosen_printed_and_cached(
     is_faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(coalescing, "backend_key", lambda group, device: "threads")
     measured: list[str] = []
 
-    def measure(question: coalesce_benchmark.Candidate, *arguments: Any) -> coalesce_benchmark.Measurement:
+    def measure(question: coalescing.Candidate, *arguments: Any) -> coalescing.Measurement:
         answer = real(question, *arguments)
         assert min(answer.flat_s, answer.coalesced_s) > 0
         measured.append(question.role)
-        return coalesce_benchmark.Measurement(flat_s=2.0, coalesced_s=1.0 if is_faster else 3.0)
+        return coalescing.Measurement(flat_s=2.0, coalesced_s=1.0 if is_faster else 3.0)
 
-    real = coalesce_benchmark.benchmark
-    monkeypatch.setattr(coalesce_benchmark, "benchmark", measure)
+    real = coalescing.benchmark
+    monkeypatch.setattr(coalescing, "benchmark", measure)
     run = run_of("mics", even)
     expected = [(False, False), (is_faster, is_faster), (is_faster, is_faster)]
     assert simulate(2, _choose, run, ranks_per_node=2) == [expected] * 2
@@ -241,30 +247,30 @@ def test_what_is_faster_is_chosen_said_and_kept(
     assert capsys.readouterr().out.count(f"{chosen}, measured by an earlier job") == 2
 
 
-def test_one_and_two_stages_are_measured_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_and_two_stages_are_measured_separately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(coalescing, "backend_key", lambda group, device: "threads")
-    measure, asked = coalesce_benchmark.benchmark, []
+    real, measured = coalescing.benchmark, []
 
-    def watched(question: coalesce_benchmark.Candidate, *arguments: Any) -> coalesce_benchmark.Measurement:
-        asked.append((question.role, question.num_stages))
-        return measure(question, *arguments)
+    def watched(question: coalescing.Candidate, *arguments: Any) -> coalescing.Measurement:
+        measured.append((question.role, question.num_stages))
+        return real(question, *arguments)
 
-    monkeypatch.setattr(coalesce_benchmark, "benchmark", watched)
+    monkeypatch.setattr(coalescing, "benchmark", watched)
     for hierarchical in (True, False, True):
         simulate(4, _choose, run_of("zero3", even, hierarchical=hierarchical), ranks_per_node=2)
-    assert sorted(set(asked)) == [
+    assert sorted(set(measured)) == [
         (role, stages) for role in ("grad_reduce_scatter", "param_all_gather") for stages in (1, 2)
     ]
-    assert len(asked) == 4 * 4  # ranks; the third job asks for nothing
+    assert len(measured) == 4 * 4  # ranks; the third job asks for nothing
 
 
-def test_nothing_is_measured_where_times_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coalesce_benchmark, "benchmark", None)
+def test_nothing_is_measured_where_times_are_meaningless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coalescing, "benchmark", None)
     assert simulate(2, _choose, run_of("mics", even), ranks_per_node=2) == [[(False, False)] * 3] * 2
 
 
-def test_gradients_that_arrive_twice_are_added_in_the_flat_form() -> None:
+def test_gradients_that_arrive_twice_are_added_in_the_flat_buffer() -> None:
     collect, run = GradBucket.add, run_of("mics", even, coalesce=True)
     trace = plain(run, 4)
 
@@ -278,21 +284,21 @@ def test_gradients_that_arrive_twice_are_added_in_the_flat_form() -> None:
     assert_same(outcome.parameters, trace.parameters)
 
 
-def test_a_sum_holds_its_gradients() -> None:
-    reduce, held = CoalescedCommunicator.reduce_scatter, []
+def test_a_reduction_keeps_its_gradients_alive() -> None:
+    real, is_kept_alive = CoalescedCommunicator.reduce_scatter, []
 
     def watched(self: CoalescedCommunicator, out: Tensor, fulls: list[Tensor], *arguments: Any) -> Work:
-        handle = reduce(self, out, fulls, *arguments)
-        held.append(handle.keepalive is fulls and len(fulls) > 0)
+        handle = real(self, out, fulls, *arguments)
+        is_kept_alive.append(handle.keepalive is fulls and len(fulls) > 0)
         return handle
 
     with mock.patch.object(CoalescedCommunicator, "reduce_scatter", watched):
         simulate(2, _train, run_of("mics", coalesce=True))
-    assert held
-    assert all(held)
+    assert is_kept_alive
+    assert all(is_kept_alive)
 
 
-def test_gradients_live_until_the_sum_has_been_waited_for() -> None:
+def test_gradients_are_kept_alive_until_the_reduction_is_waited_for() -> None:
     kept = [torch.zeros(3)]
     gradient = weakref.ref(kept[0])
     chain = OpChain()
@@ -304,7 +310,7 @@ def test_gradients_live_until_the_sum_has_been_waited_for() -> None:
     assert gradient() is None
 
 
-def test_parts_of_several_rows_are_every_row_of_a_tensor() -> None:
+def test_extents_of_several_rows_cover_every_row_of_a_tensor() -> None:
     slice_ = torch.arange(12.0)
     first, second = RowViews(2, [(0, 2), (3, 1)], torch.float32).views_of(slice_)
     assert first.tolist() == [[0, 1], [6, 7]]
@@ -316,5 +322,5 @@ def test_parts_of_several_rows_are_every_row_of_a_tensor() -> None:
     [([(8, 3), (4,)], True), ([(8, 3), (6,)], False), ([(8, 3), ()], False), ([(3, 8)], False), ([(0, 8)], False)],
     ids=str,
 )
-def test_a_bucket_is_even_where_all_its_parameters_are(shapes: list[tuple[int, ...]], is_even: bool) -> None:
+def test_a_bucket_is_evenly_divisible_if_all_its_parameters_are(shapes: list[tuple[int, ...]], is_even: bool) -> None:
     assert make_layout([(str(shape), torch.Size(shape)) for shape in shapes], 4).is_evenly_divisible is is_even

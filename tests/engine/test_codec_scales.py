@@ -1,4 +1,4 @@
-"""Does every parameter keep its own scale under a codec, however small its numbers are beside its neighbours'?
+"""Every parameter has its own scale under a codec, however small its values are.
 
 The values of a block share a scale. With two parameters in a block the smaller one would become zero for ever: a gain
 whose gradients are a ten-thousandth of a matrix's would never be trained, a small bias never be used.
@@ -58,7 +58,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def distances(ctx: RankContext, config: ShardConfig) -> dict[str, float]:
-    """How far each gradient is from plain training's, and each parameter, as the forward has it, from its value."""
+    """Distances of gradients and of unsharded parameters from plain training."""
     plain, model = build(), build()
     sum(loss_of(plain, rank) / ctx.world_size for rank in range(ctx.world_size)).backward()
     sharded = shard(model, config, units=[Beside])
@@ -81,8 +81,9 @@ def distances_of_each(ctx: RankContext, configs: list[ShardConfig]) -> list[dict
     return [distances(ctx, config) for config in configs]
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("preset", PRESETS)
-def test_small_numbers_beside_large_ones_keep_their_digits(ranks: RankPool, preset: str) -> None:
+def test_small_values_next_to_large_ones_keep_their_digits(ranks: RankPool, preset: str) -> None:
     configs = {case: config for case in CASES if (config := config_of(preset, case)) is not None}
     for of_rank in ranks(4, distances_of_each, list(configs.values())):
         for (case, config), found in zip(configs.items(), of_rank, strict=True):
@@ -109,7 +110,7 @@ def test_no_block_holds_two_parameters_wherever_shards_begin() -> None:
 
 
 @pytest.mark.parametrize("degree", [1, 2, 6])
-def test_what_is_neither_padding_nor_a_parameter_is_nothing(degree: int) -> None:
+def test_every_element_is_padding_or_belongs_to_a_parameter(degree: int) -> None:
     shapes = [(9,), (9, 31), (), (2, 64), (0, 3), (12, 2), (1,)]
     layout = make_layout([(str(shape), torch.Size(shape)) for shape in shapes], 6, 32)
     for rows in layout.shard_slices(degree):
@@ -140,7 +141,7 @@ def test_blocks_without_a_common_size_are_refused() -> None:
         ShardConfig(weight_codec=Codec(bits=8, block_size=4094), grad_codec=Codec(bits=8, block_size=4098))
 
 
-def test_blocks_too_long_to_be_bound_are_announced(ranks: RankPool) -> None:
+def test_blocks_that_may_span_parameters_are_reported(ranks: RankPool) -> None:
     long, bound = Codec(bits=8, block_size=2**20), Codec(bits=8, block_size=8192)
     config = ShardConfig.preset("zero3", codec_links="all", grad_codec=long, weight_codec=bound)
     first, second = ranks(2, printed, config)

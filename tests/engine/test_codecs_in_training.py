@@ -1,8 +1,8 @@
-"""Does training with encoded parameters and gradients stay near plain training, and the same on all ranks?
+"""Training with quantized parameters and gradients stays near plain training.
 
-What travels is compared bit by bit in tests/comm; here it is the whole engine: every rank must end with the same
-bits, the first gradients must be off by what a codec may cost, and more than rounding where something is encoded, and
-what is sent must be what was planned.
+Payloads are compared bit by bit in tests/comm. Here it is the whole engine: every rank must end with the same bits, the
+first gradients must be off by the error bound of a codec, and by more than rounding where something is quantized, and
+issued traffic must equal the plan.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ def test_a_codec_with_nothing_to_encode_is_refused() -> None:
         ("zero3", {"grad_codec": "int8", "grad_codec_hops": "second"}, "Use `grad_codec_hops='all'` or"),
     ],
 )
-def test_an_idle_codec_is_refused_with_what_would_use_it(preset: str, options: dict[str, Any], advice: str) -> None:
+def test_an_unused_codec_is_refused_with_remedies(preset: str, options: dict[str, Any], advice: str) -> None:
     config, topology = ShardConfig.preset(preset, **options), Topology(ranks_per_node=2)
     with pytest.raises(ConfigError) as caught:
         resolve_scopes(config, topology, 4)
@@ -98,8 +98,8 @@ def test_an_idle_codec_is_refused_with_what_would_use_it(preset: str, options: d
             resolve_scopes(config.replace(**{field: "all"}), topology, 4)
 
 
-def train_coded(ctx: RankContext, run: Run) -> Found:
-    """Losses, the gradients of the first step, the parameters at the end, and what was sent and planned."""
+def train_quantized(ctx: RankContext, run: Run) -> Found:
+    """Losses, first gradients, final parameters, and issued and planned traffic."""
     training = start(ctx, run)
     losses, first, sent = [], {}, []
     for step in range(run.steps):
@@ -125,7 +125,7 @@ def test_replicas_stay_equal_and_near_plain_training_and_send_what_was_planned(
     config = config_of(preset, case)
     assert config is not None
     run = Run(case=models.transformer, config=config, accumulation=2, steps=3, optimizer="sgd")
-    trace, found = plain(run, 4), ranks(4, train_coded, run)
+    trace, found = plain(run, 4), ranks(4, train_quantized, run)
     for _, first, parameters, _ in found[1:]:
         assert_identical(first, found[0][1])
         assert_identical(parameters, found[0][2])
@@ -139,18 +139,18 @@ def test_replicas_stay_equal_and_near_plain_training_and_send_what_was_planned(
             assert counted == planned
 
 
-def test_transports_without_lanes_train_alike(ranks: RankPool) -> None:
-    """On streams, and where torch's collectives do the work, the same programs give the same bits."""
+def test_transports_without_queues_train_equally(ranks: RankPool) -> None:
+    """Streams and torch's own collectives give the same bits."""
     config = config_of("zero3", "everything")
     assert config is not None
     run = Run(case=models.mlp, config=config, accumulation=2, steps=2)
-    here = ranks(4, train_coded, run)
-    for one, other in zip(here, simulate(4, train_coded, run, ranks_per_node=2), strict=True):
+    here = ranks(4, train_quantized, run)
+    for one, other in zip(here, simulate(4, train_quantized, run, ranks_per_node=2), strict=True):
         assert_identical(one[2], other[2])
 
 
 class Recorded(torch.autograd.Function):
-    """A matrix product that keeps the weights it saw: those of the forward, then those of the backward."""
+    """A matrix product that records its weights in forward and backward."""
 
     seen: ClassVar[list[Tensor]] = []
 
@@ -174,7 +174,10 @@ class RecordedLinear(nn.Linear):
 
 
 def record_weights(ctx: RankContext, config: ShardConfig) -> list[Tensor]:
-    """What six layers compute with: in the forward, first to last; in the backward, last to first."""
+    """What six layers compute with: in the forward, first to last.
+
+    In the backward, last to first.
+    """
     Recorded.seen = []
     torch.manual_seed(0)
     model = nn.Sequential(*(RecordedLinear(24, 24) for _ in range(6)))
@@ -185,8 +188,11 @@ def record_weights(ctx: RankContext, config: ShardConfig) -> list[Tensor]:
 
 @pytest.mark.parametrize("links", ["slow", "all"])
 @pytest.mark.parametrize("preset", ["zero3", "zeropp", "paro-nig"])
-def test_backward_computes_with_what_the_forward_had(ranks: RankPool, preset: str, links: str) -> None:
-    """Blocks of primary and secondary shards do not coincide: encoded twice, parameters would change twice."""
+def test_backward_uses_the_parameters_of_the_forward(ranks: RankPool, preset: str, links: str) -> None:
+    """Parameters quantized twice would change twice.
+
+    Blocks of primary and secondary shards do not coincide.
+    """
     options = dict(weight_codec=Codec(bits=4, block_size=32), codec_links=links, topology=Topology(ranks_per_node=2))
     for seen in ranks(4, record_weights, ShardConfig.preset(preset, **options)):
         assert len(seen) == 12
@@ -208,7 +214,7 @@ def printed(ctx: RankContext, config: ShardConfig) -> str:
     return text.getvalue()
 
 
-def test_one_node_says_that_nothing_is_encoded(ranks: RankPool) -> None:
+def test_one_node_reports_that_nothing_is_quantized(ranks: RankPool) -> None:
     node = dict(topology=Topology(ranks_per_node=2), weight_codec="int8", grad_codec="int8")
     first, second = ranks(2, printed, ShardConfig.preset("zero3", **node))
     assert first.splitlines() == [
@@ -231,7 +237,10 @@ def _between_nodes(plan: Plan) -> int:
 
 
 def test_zeropp_sends_a_quarter_of_zero3_between_nodes(ranks: RankPool) -> None:
-    """ZeRO++ against ZeRO-3 in 16 bits: (0.5 + 0 + 0.25) M instead of 3 M; scales and padding beside."""
+    """ZeRO++ against ZeRO-3 in 16 bits: (0.5 + 0 + 0.25) M instead of 3 M.
+
+    Scales and padding beside.
+    """
     half = dict(param_dtype="bfloat16", reduce_dtype="bfloat16", topology=Topology(ranks_per_node=2))
     codecs = dict(weight_codec="int8", grad_codec="int4", codec_links="all")
     runs = [
@@ -266,7 +275,7 @@ def switch_codecs_off(ctx: RankContext, run: Run) -> list[tuple[Counter[Kind], C
 
 
 @pytest.mark.parametrize("preset", ["zero3", "mics", "ddp"])
-def test_gradients_travel_as_they_are_in_the_rest_of_the_training(ranks: RankPool, preset: str) -> None:
+def test_gradients_are_sent_unquantized_in_the_rest_of_the_training(ranks: RankPool, preset: str) -> None:
     options = dict(grad_codec=INT8, codec_links="all", grad_codec_until=0.5, topology=Topology(ranks_per_node=2))
     config = ShardConfig.preset(preset, training_steps=6, **options)
     run = Run(case=models.mlp, config=config, accumulation=2, steps=6)

@@ -1,4 +1,4 @@
-"""Compiled layers: hooks stay outside the graph, and nothing is compiled again in later steps."""
+"""Compiled layers: hooks stay outside the graph, later steps compile nothing."""
 
 import warnings
 from collections.abc import Callable
@@ -44,7 +44,10 @@ def compiled(form: str) -> Case:
 
 
 def without_dynamos_warnings(job: Callable[..., Any]) -> Callable[..., Any]:
-    """Dynamo looks at `grad` of every tensor and warns about itself, with plain models too."""
+    """Ignore warnings of Dynamo about its own reads of `grad`.
+
+    It also warns with plain models.
+    """
 
     @wraps(job)
     def quiet(*args: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Is an unsharded model torch's own data parallelism, bit for bit? And are replicas copies?"""
+"""An unsharded model equals torch's data parallelism bit for bit.
+
+Replicas are equal.
+"""
 
 import pytest
 import torch
@@ -53,7 +56,7 @@ def test_sharded_training_on_two_ranks_is_torchs_bit_for_bit(ranks: RankPool, pr
 
 
 def local_shards(ctx: RankContext, run: Run) -> tuple[list[int], list[Tensor], list[Tensor]]:
-    """Ranks with the same shard, that shard of every parameter, and the whole parameters as used."""
+    """Ranks with the same shard, the shards, and the unsharded parameters."""
     training = start(ctx, run)
     for step in range(run.steps):
         training.step(step)

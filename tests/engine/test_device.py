@@ -1,6 +1,6 @@
-"""Is a model on a GPU on the device of its rank, and is every use ordered on the streams of that device?
+"""Models on a GPU: the device of each rank, and the order of streams on it.
 
-CUDA is pretended: its streams, events and devices note what is asked of them.
+CUDA is simulated: its streams, events and devices record their calls.
 """
 
 import os
@@ -66,7 +66,7 @@ def chain_on(index: int) -> OpChain:
     return chain
 
 
-def test_the_stream_of_the_models_device_waits_for_a_chain(cuda: Cuda) -> None:
+def test_the_stream_of_the_models_device_waits_for_an_op_chain(cuda: Cuda) -> None:
     chain_on(1).wait()
     assert [len(stream.waited) for stream in cuda.current.values()] == [0, 1]
 
@@ -80,7 +80,7 @@ def test_every_stream_that_uses_a_result_waits_for_it_once(cuda: Cuda) -> None:
     assert (len(first.waited), len(second.waited)) == (1, 1)
 
 
-def test_gathers_and_both_hops_of_gradients_have_streams_of_their_own() -> None:
+def test_all_gathers_and_both_hops_have_their_own_streams() -> None:
     made: list[Stream] = []
 
     def make(device: torch.device, priority: int = 0) -> Stream:
@@ -94,7 +94,7 @@ def test_gathers_and_both_hops_of_gradients_have_streams_of_their_own() -> None:
 
 
 def use_a_gathered_unit_twice(ctx: RankContext) -> list[int]:
-    """How often chains of one unit were waited for at each of two uses of the same gathered parameters."""
+    """Waits for op chains of one unit at each of two uses of its parameters."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     sharded = shard(model, "zero3", units=[nn.Linear])
     with torch.no_grad():
@@ -108,7 +108,7 @@ def use_a_gathered_unit_twice(ctx: RankContext) -> list[int]:
     return counts
 
 
-def test_a_unit_asks_at_every_use_whether_its_stream_has_waited(ranks: RankPool) -> None:
+def test_a_unit_checks_its_stream_at_every_use(ranks: RankPool) -> None:
     assert ranks(2, use_a_gathered_unit_twice) == [[1, 1]] * 2
 
 
@@ -178,7 +178,7 @@ def test_the_gpu_of_a_rank_becomes_current_before_groups_are_made(ranks: RankPoo
     assert ranks(2, shard_on_a_gpu) == [[0, 0], [1, 1]]
 
 
-def test_what_a_mesh_sends_is_on_the_models_device() -> None:
+def test_process_groups_send_tensors_on_the_models_device() -> None:
     groups: Any = SimpleNamespace(device=torch.device("meta"), reduce_over_shards=lambda value, **_: value)
     assert total_norm([], groups, 2.0).is_meta
     assert Streams(torch.device("cpu")).all_gather._stream is None

@@ -1,4 +1,7 @@
-"""Ranks that run different units of equal size would be given each other's parameters: is it seen?"""
+"""Detection of ranks that run different units of equal size.
+
+They would otherwise receive each other's parameters.
+"""
 
 import pytest
 import torch
@@ -26,7 +29,10 @@ class Layers(nn.Module):
 
 
 def _train(ctx: RankContext, preset: str, order: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """In the second step rank 2 runs the layers in the order `other`. Returns the number of the last step."""
+    """In the second step rank 2 runs the layers in the order `other`.
+
+    Returns the number of the last step.
+    """
     model = Layers()
     config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), overlap={"reduce"})
     shard(model, config, units=[nn.Linear])
@@ -40,7 +46,7 @@ def _train(ctx: RankContext, preset: str, order: tuple[int, ...], other: tuple[i
 
 
 @pytest.mark.parametrize("preset", ["zero3", "mics", "paro-iig"])
-def test_ranks_that_run_layers_in_different_orders_are_told_so(ranks: RankPool, preset: str) -> None:
+def test_ranks_that_run_layers_in_different_orders_raise(ranks: RankPool, preset: str) -> None:
     with pytest.raises(RankError) as failure:
         ranks(4, _train, preset, STRAIGHT, SWAPPED, timeout_s=20.0)
     errors = list(failure.value.by_rank.values())
@@ -62,7 +68,7 @@ def test_another_order_that_all_ranks_share_is_right(ranks: RankPool, preset: st
     [(preset, other) for preset in ("ddp", "zero1") for other in (SWAPPED, (3, 1), (2,))]
     + [("zero2", (1, 3)), ("zero2", (2,))],
 )
-def test_units_with_whole_parameters_may_be_chosen_by_each_rank(
+def test_each_rank_may_choose_units_if_parameters_are_not_sharded(
     ranks: RankPool, preset: str, other: tuple[int, ...]
 ) -> None:
     assert ranks(4, _train, preset, STRAIGHT, other, timeout_s=20.0) == [2, 2, 2, 2]
@@ -77,7 +83,7 @@ def _evaluate_then_train(ctx: RankContext) -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_what_went_wrong_in_evaluation_is_told_in_training(ranks: RankPool) -> None:
+def test_divergence_in_evaluation_raises_in_training(ranks: RankPool) -> None:
     with pytest.raises(
         RankError, match=r"Ranks diverged.*layers.1 \(collective 1 of its queue\).*layers.2.*Remove any evalua"
     ):

@@ -1,7 +1,7 @@
-"""Do optimizers that are not torch's own train as on the plain model?
+"""Optimizers that are not torch's own train as on the plain model.
 
-Schedule-free ones write into the parameters between steps, too: what is evaluated is an average. Others run a closure
-in the middle of a step, wrap an optimizer, or keep their states in their own way.
+Schedule-free ones also write into the parameters between steps: an average is evaluated. Others run a closure in the
+middle of a step, wrap an optimizer, or keep their states in a format of their own.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,10 @@ SCHEDULE_FREE: dict[str, MakeOptimizer] = {
 
 
 def switched(loop: Loop, name: str) -> Seen:
-    """Evaluated after every second step, once twice, and once without a switch in between."""
+    """Evaluation after every second step.
+
+    Once twice, and once without a switch in between.
+    """
     made, seen = SCHEDULE_FREE[name](loop.parameters()), []
     for step in range(4):
         made.train()
@@ -60,19 +63,19 @@ def switched(loop: Loop, name: str) -> Seen:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd foreach", "radam", "wrapper"])
-def test_evaluation_sees_what_the_switch_has_written(ranks: RankPool, name: str) -> None:
+def test_evaluation_uses_values_written_by_the_switch(ranks: RankPool, name: str) -> None:
     runs = [Run(case=models.mlp, config=config) for config in presets(PRESETS)]
     assert_same_loop(ranks, 4, runs, switched, name)
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULE_FREE if name != "wrapper"])  # views scalars as bytes
-def test_scalars_and_tiny_parameters_are_averaged_alike(ranks: RankPool, name: str) -> None:
+def test_scalars_and_tiny_parameters_are_averaged_equally(ranks: RankPool, name: str) -> None:
     runs = [Run(case=models.scalar, config=config) for config in presets(("ddp", "zero1", "paro-iig"))]
     assert_same_loop(ranks, 2, runs, switched, name)
 
 
 def with_a_closure(loop: Loop, make: MakeOptimizer) -> Seen:
-    """These extrapolate before the closure, outside of what the engine shows of a step."""
+    """Optimizers that extrapolate before the closure, outside of the swap."""
     made = make(loop.parameters(), lr=0.02)
 
     def closure() -> None:
@@ -202,7 +205,7 @@ class _NestsItsStates(Optimizer):
 
 
 class _TwoSteps(SGD):
-    """Sharpness-aware: up along the gradient, and after another backward down from where it was."""
+    """Sharpness-aware: up along the gradient, then down after another backward."""
 
     @torch.no_grad()
     def climb(self) -> None:

@@ -1,4 +1,4 @@
-"""Does every preset, on eight real ranks, train as plain and send what was planned?"""
+"""Every preset on eight real ranks trains as plain and sends its plan."""
 
 import pytest
 
@@ -12,7 +12,10 @@ PRESETS = [*(preset for preset in ShardConfig.PRESETS if preset.startswith("paro
 
 
 def of_amsp(per_node: int) -> list[ShardConfig]:
-    """Its choices for 7 B, 13 B and 30 B parameters: a node for OS; half a node for P and G; a node, and all for OS."""
+    """Its choices for 7 B, 13 B and 30 B parameters: a node for OS.
+
+    Half a node for P and G; a node, and all for OS.
+    """
     half = per_node // 2
     degrees = [(1, 1, per_node), (half, half, per_node), (per_node, per_node, 8)]
     return [ShardConfig(params=p, grads=g, optimizer=o) for p, g, o in degrees]

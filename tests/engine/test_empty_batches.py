@@ -1,4 +1,7 @@
-"""Is a rank that skips a backward, as of an empty batch, named soon, and does nobody's training go wrong in silence?"""
+"""A rank that skips a backward, as for an empty batch, is named soon.
+
+No training goes wrong without an error.
+"""
 
 import pytest
 import torch
@@ -46,9 +49,7 @@ def train_with_an_empty_batch(ctx: RankContext, preset: str, kind: str) -> list[
     ("preset", "world_size", "per_node"),
     [("mics", 2, 2), ("mics", 4, 2), ("zero3", 4, 2), ("zero2", 4, 2), ("zero1", 2, 2), ("ddp", 4, 2)],
 )
-def test_a_skipped_backward_is_told_with_what_to_do(
-    ranks: RankPool, preset: str, world_size: int, per_node: int
-) -> None:
+def test_a_skipped_backward_raises_with_a_remedy(ranks: RankPool, preset: str, world_size: int, per_node: int) -> None:
     raises_on_every_rank(
         lambda: ranks(
             world_size, train_with_an_empty_batch, preset, "skipped", ranks_per_node=per_node, timeout_s=SOON_S

@@ -1,4 +1,4 @@
-"""Is the memory that is estimated for a job what its ranks allocate?"""
+"""Estimated memory of a job equals the memory that its ranks allocate."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def allocated(ctx: RankContext, config: ShardConfig) -> tuple[dict[str, int], in
     return sharded.memory.bytes_by_purpose, sum(each.numel() * each.itemsize for each in states)
 
 
-TRAVELLING = ("workspaces", "gather stagings")
+STAGING = ("workspaces", "gather stagings")
 
 
 def estimated(config: ShardConfig) -> MemoryEstimate:
@@ -48,12 +48,15 @@ def estimated(config: ShardConfig) -> MemoryEstimate:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.params}-{config.grads}-{config.optimizer}")
-def test_what_is_estimated_is_what_ranks_allocate(ranks: RankPool, config: ShardConfig) -> None:
-    """But for what travels between CPUs: messages need other workspaces than a GPU's collectives, reads no stagings."""
+def test_estimated_memory_equals_allocated_memory(ranks: RankPool, config: ShardConfig) -> None:
+    """All purposes except those in which gloo differs from a GPU.
+
+    Messages need other workspaces than a GPU's collectives, and reads of peer memory need no staging buffers.
+    """
     expected = estimated(config)
     by_purpose = expected.bytes_by_purpose
     for found, bytes_of_states in ranks(4, allocated, config, ranks_per_node=2):
-        own, other = ({k: v for k, v in each.items() if v and k not in TRAVELLING} for each in (found, by_purpose))
+        own, other = ({k: v for k, v in each.items() if v and k not in STAGING} for each in (found, by_purpose))
         assert own == other
         assert found.get("gather stagings", 0) <= by_purpose.get("gather stagings", 0)
         assert bytes_of_states <= 8 * expected.num_trained <= 1.3 * bytes_of_states  # odd rows are padded
@@ -68,7 +71,7 @@ def test_a_model_of_many_ranks_needs_little_time_and_no_memory() -> None:
     assert found.scopes.world_size == 512
 
 
-def test_what_cannot_be_estimated_is_refused() -> None:
+def test_impossible_estimates_are_refused() -> None:
     with pytest.raises(ConfigError, match="without values"):
         estimate_memory(nn.Linear(2, 2), ShardConfig.preset("mics"), num_nodes=1, ranks_per_node=2)
     with torch.device("meta"):

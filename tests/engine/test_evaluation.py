@@ -1,4 +1,4 @@
-"""May a model be evaluated, interrupted and run in another order between its steps?"""
+"""Evaluation, interruptions and other orders of units between training steps."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -151,7 +151,7 @@ def evaluate(ctx: RankContext, run: Run, mode: str) -> list[Tensor]:
 
 @configs
 @pytest.mark.parametrize("mode", ["no_grad", "inference", "grad"])
-def test_evaluation_sees_the_newest_parameters(ranks: RankPool, config: ShardConfig, mode: str) -> None:
+def test_evaluation_uses_the_newest_parameters(ranks: RankPool, config: ShardConfig, mode: str) -> None:
     run = Run(case=models.mlp, config=config)
     case = models.mlp()
     for outputs in ranks(2, evaluate, run, mode):
@@ -163,7 +163,10 @@ def test_evaluation_sees_the_newest_parameters(ranks: RankPool, config: ShardCon
 
 
 def drop_layers(ctx: RankContext, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """LayerDrop, the same on all ranks, and layers in reverse order every third step; and the plain twin."""
+    """LayerDrop, the same on all ranks, and layers in reverse order every third step.
+
+    And the plain twin.
+    """
     training, case = start(ctx, run), run.case()
     twin = case.build()
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
@@ -213,7 +216,7 @@ def write_parameter(ctx: RankContext, run: Run, name: str) -> tuple[Tensor, Tens
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "mics"])
 @pytest.mark.parametrize("write", WRITES)
-def test_every_write_into_a_parameter_is_seen(ranks: RankPool, preset: str, write: str) -> None:
+def test_every_write_into_a_parameter_is_detected(ranks: RankPool, preset: str, write: str) -> None:
     run = Run(case=models.mlp, config=ShardConfig.preset(preset))
     before, after = ranks(2, write_parameter, run, write)[1]
     torch.testing.assert_close(after, 2 * before)
@@ -229,7 +232,7 @@ def write_lists(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]:
         return before, training.model(x).clone()
 
 
-def write_behind_and_say_so(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]:
+def write_and_mark_modified(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]:
     training = start(ctx, run)
     x = training.batch(0)["x"]
     with torch.no_grad():
@@ -242,8 +245,8 @@ def write_behind_and_say_so(ctx: RankContext, run: Run) -> tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "mics"])
 @pytest.mark.parametrize("write", [pytest.param("lists", marks=kinds_of_dtensors), "announced"])
-def test_write_that_torch_does_not_count_is_seen(ranks: RankPool, preset: str, write: str) -> None:
-    job = {"lists": write_lists, "announced": write_behind_and_say_so}[write]
+def test_write_that_torch_does_not_count_is_used(ranks: RankPool, preset: str, write: str) -> None:
+    job = {"lists": write_lists, "announced": write_and_mark_modified}[write]
     before, after = ranks(2, job, Run(case=models.mlp, config=ShardConfig.preset(preset)))[1]
     torch.testing.assert_close(after, 2 * before)
 

@@ -1,4 +1,4 @@
-"""A rank that dies ends the job with a message, and does not hang it."""
+"""A rank that dies ends the job with a message, not with a hang."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Do fingerprints tell tensors apart, in memory that does not grow with them?"""
+"""Fingerprints differ between tensors, in memory that does not grow with them."""
 
 from typing import Any
 from unittest import mock
@@ -20,7 +20,7 @@ def numbers(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_changed_value_and_any_two_exchanged_ones_are_seen(dtype: torch.dtype) -> None:
+def test_fingerprint_changes_with_any_value_and_any_exchange_of_two(dtype: torch.dtype) -> None:
     value = numbers(dtype)
     expected = fingerprint(value.view(100, 100))
     with mock.patch.object(materialize, "_WORDS", 1024):

@@ -26,7 +26,9 @@ HOOKS = ("hooks.py:", "step.py:", "queue.py:_run_queue")  # where a step, or the
 
 @contextmanager
 def stacks_to_the_wire() -> Iterator[list[list[str]]]:
-    """Our frames at every call of the transport, and at every hand-over to a thread, innermost first.
+    """Our frames at every call of the transport, innermost first.
+
+    Also at every submission to a thread.
 
     Comprehensions are no frames from Python 3.12 on and are left out.
     """
@@ -62,7 +64,7 @@ def stacks_to_the_wire() -> Iterator[list[list[str]]]:
         threading.setprofile(None)
 
 
-def test_the_methods_that_are_counted_exist() -> None:
+def test_the_counted_methods_exist() -> None:
     classes = (GlooTransport, BackendTransport)
     assert all(any(callable(getattr(kind, name, None)) for kind in classes) for name in WIRE)
 

@@ -1,4 +1,4 @@
-"""May parameters be frozen, unfrozen and given to the optimizer while a model trains?"""
+"""Parameters that are frozen, unfrozen and given to the optimizer during training."""
 
 from collections import Counter
 
@@ -40,6 +40,7 @@ def frozen_for_some_steps(loop: Loop) -> Seen:
     return [loop.values()]
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(
     ("runs", "is_declared"), [(RUNS, False), (ADAMW, True)], ids=["momentum-undeclared", "adamw-declared"]
 )
@@ -48,7 +49,7 @@ def test_parameters_may_be_frozen_for_some_steps(ranks: RankPool, runs: list[Run
 
 
 def frozen_within_a_window(loop: Loop) -> Seen:
-    """Of two micro-steps, some parameters are trained in the first only, others in the second only."""
+    """Some parameters train in the first of two micro-steps, others in the second."""
     made = loop.optimizer()
     for step, frozen in enumerate([("2.up", "0."), ("2.", "3.down")] * 2):
         freeze(loop, *(frozen if step < 2 else ()))
@@ -77,7 +78,7 @@ def frozen_between_backward_and_step(loop: Loop) -> Seen:
 
 
 def frozen_with_gradients_left(loop: Loop) -> Seen:
-    """Nothing clears gradients: those of frozen parameters stay as they are, and are stepped on."""
+    """Gradients are not cleared: those of frozen parameters stay and are used."""
     made = loop.optimizer()
     for step, frozen in enumerate([(), ("0.", "2."), ("2.",), ()]):
         freeze(loop, *frozen)
@@ -87,7 +88,10 @@ def frozen_with_gradients_left(loop: Loop) -> Seen:
 
 
 def frozen_between_forward_and_backward(loop: Loop) -> Seen:
-    """The graph is there, the gradient is not wanted any more; or it is wanted, and the graph lacks it."""
+    """The graph is there, the gradient is not wanted any more.
+
+    Or it is wanted, and the graph lacks it.
+    """
     made = loop.optimizer()
     for step, frozen in enumerate([("0.", "2."), (), ("3.",)]):
         losses = [loop.loss(step, 0, rank) for rank in loop.ranks]
@@ -122,6 +126,7 @@ def reductions(ctx: RankContext, run: Run) -> tuple[Counter[Kind], Counter[Kind]
     return counted.carried, planned_kinds(type(plan)(collectives=tuple(of_gradients), num_micro_steps=1))
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", [*PRESETS, "zero3"])
 def test_a_frozen_unit_sends_no_gradients(ranks: RankPool, preset: str) -> None:
     for sent, planned in ranks(
@@ -135,7 +140,10 @@ def test_a_frozen_unit_sends_no_gradients(ranks: RankPool, preset: str) -> None:
 
 
 def added_later(loop: Loop, clearer: str) -> Seen:
-    """Every parameter has gradients all along; some have them, uncleared or not, long before they are stepped on."""
+    """Every parameter has gradients all along.
+
+    Some have them, uncleared or not, long before they are stepped on.
+    """
     made = loop.optimizer("4.")
     for step in range(5):
         if step == 2:
@@ -242,7 +250,7 @@ def test_unfreezing_what_was_frozen_when_sharded_is_refused(ranks: RankPool, pre
 
 
 def train_what_was_frozen_by_hand(ctx: RankContext, run: Run) -> tuple[bool, bool]:
-    """A frozen parameter has no gradient, and an optimizer over all parameters leaves it as it is."""
+    """An optimizer over all parameters does not change frozen ones."""
     training = start(ctx, run)
     training.optimizer = SGD(training.model.parameters(), lr=0.1, weight_decay=0.5)
     before = training.parameters()
@@ -262,7 +270,10 @@ def test_an_optimizer_over_all_parameters_leaves_frozen_ones_alone(ranks: RankPo
 def count_while_freezing(
     ctx: RankContext, runs: list[Run], frozen: tuple[str, ...]
 ) -> list[tuple[Counter[Kind], Counter[Kind]]]:
-    """Issued and planned collectives of the third step before, while and after parameters are frozen."""
+    """Issued and planned collectives before, while and after parameters are frozen.
+
+    Those of the third step.
+    """
     found = []
     for run in runs:
         training = start(ctx, run)
@@ -279,7 +290,7 @@ def count_while_freezing(
 @pytest.mark.parametrize(
     "frozen", [("blocks.1.", "head"), ("embedding", "blocks.0."), ("blocks.0.up", "blocks.2.norm1")]
 )
-def test_what_is_frozen_is_neither_sent_nor_planned(ranks: RankPool, frozen: tuple[str, ...]) -> None:
+def test_gradients_of_frozen_parameters_are_neither_sent_nor_planned(ranks: RankPool, frozen: tuple[str, ...]) -> None:
     names = ("ddp", "zero1", "zero2", "zero3", "mics", "paro-iig")
     runs = [Run(case=models.transformer, config=config, accumulation=2) for config in presets(names)]
     for found in ranks(4, count_while_freezing, runs, frozen, ranks_per_node=2):
@@ -290,7 +301,10 @@ def test_what_is_frozen_is_neither_sent_nor_planned(ranks: RankPool, frozen: tup
 
 
 def gathered_in_backward(ctx: RankContext, run: Run) -> list[set[str]]:
-    """Units that are planned to be gathered in the backward, before and while the first ones are frozen."""
+    """Units with planned all-gathers in the backward.
+
+    Before, and while the first ones are frozen.
+    """
     training, found = start(ctx, run), []
     for prefixes in ("nothing", ("embedding", "blocks.0.")):
         for name, parameter in training.model.named_parameters():
@@ -302,7 +316,7 @@ def gathered_in_backward(ctx: RankContext, run: Run) -> list[set[str]]:
     return found
 
 
-def test_what_the_backward_does_not_reach_is_not_planned_for_it(ranks: RankPool) -> None:
+def test_units_outside_of_the_backward_are_not_planned_for_it(ranks: RankPool) -> None:
     for before, while_frozen in ranks(2, gathered_in_backward, Run(case=models.transformer, config=ShardConfig())):
         assert "blocks.0" in before
         assert "blocks.0" not in while_frozen

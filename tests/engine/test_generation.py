@@ -1,4 +1,7 @@
-"""Does a sharded model of transformers generate what the plain one does, also where ranks need different lengths?"""
+"""A sharded model of transformers generates the text of the plain one.
+
+Ranks may need different lengths.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -64,7 +67,7 @@ def with_mask(model: Any, rank: int) -> Tensor:
     return model.generate(prompt, attention_mask=mask, max_new_tokens=3 + 2 * rank, **options)
 
 
-def test_ranks_that_are_done_go_on_without_a_cache_too(ranks: RankPool) -> None:
+def test_finished_ranks_continue_without_a_cache(ranks: RankPool) -> None:
     for rank, found in enumerate(ranks(2, without_cache)):
         assert torch.equal(found, with_mask(llama(), rank))
 

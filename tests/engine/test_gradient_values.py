@@ -1,4 +1,4 @@
-"""What can be done with the gradient of a sharded parameter beside stepping on it?"""
+"""Uses of a sharded parameter's gradient other than stepping on it."""
 
 import copy
 import pickle
@@ -15,7 +15,10 @@ from tests.torch_versions import kinds_of_dtensors
 
 
 def _trained() -> tuple[nn.Module, nn.Module]:
-    """A plain model with its gradients, and the same sharded; all ranks see the same batch."""
+    """A plain model with its gradients, and the same sharded.
+
+    All ranks see the same batch.
+    """
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     sharded = copy.deepcopy(plain)
@@ -37,7 +40,7 @@ def _gathered(ctx: RankContext) -> None:
     assert len(used) == len(list(plain.parameters()))  # none by torch's gather, which damages the heap on gloo
 
 
-def test_a_gradient_is_gathered_by_our_own_gather(ranks: RankPool) -> None:
+def test_full_tensor_of_a_gradient_uses_our_all_gather(ranks: RankPool) -> None:
     ranks(4, _gathered, ranks_per_node=2)
 
 
@@ -53,7 +56,7 @@ def _compared(ctx: RankContext) -> None:
 
 
 @kinds_of_dtensors
-def test_a_gradient_is_compared_as_a_whole(ranks: RankPool) -> None:
+def test_comparison_of_a_gradient_uses_the_full_tensor(ranks: RankPool) -> None:
     ranks(4, _compared, ranks_per_node=2)
 
 
@@ -81,5 +84,5 @@ def _computed_with(ctx: RankContext) -> None:
             compare(expected, parameter)
 
 
-def test_what_is_computed_from_a_gradient_is_a_plain_dtensor(ranks: RankPool) -> None:
+def test_results_computed_from_a_gradient_are_plain_dtensors(ranks: RankPool) -> None:
     ranks(4, _computed_with, ranks_per_node=2)

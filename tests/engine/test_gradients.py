@@ -1,4 +1,4 @@
-"""Is every gradient the mean over all ranks, whatever the loop does?"""
+"""Every gradient is the mean over all ranks, in any training loop."""
 
 import pytest
 
@@ -72,7 +72,7 @@ def test_backward_through_a_secondary_copy(ranks: RankPool, pattern: Pattern) ->
 
 @pytest.mark.wide(every=3)
 @backwards
-def test_backward_through_gathered_parameters(ranks: RankPool, pattern: Pattern) -> None:
+def test_backward_through_unsharded_parameters(ranks: RankPool, pattern: Pattern) -> None:
     _check(ranks, Run(case=models.transformer, config=ShardConfig()), pattern, 2)
 
 
@@ -83,7 +83,7 @@ def test_backward_with_two_hops(ranks: RankPool, pattern: Pattern) -> None:
 
 @pytest.mark.wide(every=3)
 @backwards
-def test_backward_through_whole_parameters(ranks: RankPool, pattern: Pattern) -> None:
+def test_backward_through_parameters_that_are_not_sharded(ranks: RankPool, pattern: Pattern) -> None:
     _check(ranks, Run(case=models.transformer, config=ZERO2), pattern, 2)
 
 

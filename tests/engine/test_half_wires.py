@@ -1,4 +1,4 @@
-"""Do gradients that travel in fp16 stay finite, and are they those of FSDP2?"""
+"""Gradients that are sent in fp16 stay finite and equal those of FSDP2."""
 
 import pytest
 import torch
@@ -45,7 +45,9 @@ def our_gradients(ctx: RankContext, preset: str, options: dict[str, object]) -> 
     ],
     ids=str,
 )
-def test_sums_of_large_gradients_do_not_overflow(ranks: RankPool, preset: str, options: dict[str, object]) -> None:
+def test_reductions_of_large_gradients_do_not_overflow(
+    ranks: RankPool, preset: str, options: dict[str, object]
+) -> None:
     for gradients in ranks(4, our_gradients, preset, options, ranks_per_node=2):
         for gradient in gradients:
             torch.testing.assert_close(gradient, torch.tensor(VALUES), rtol=2e-3, atol=2e-7)

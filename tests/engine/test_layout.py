@@ -1,4 +1,4 @@
-"""Does every element have exactly one place, where DTensor looks for it?"""
+"""Every element has exactly one place in the layout, the one that DTensor expects."""
 
 from itertools import pairwise
 
@@ -38,10 +38,10 @@ def _numbered(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(1, torch.Size(shape).numel() + 1, dtype=torch.float64).view(shape)
 
 
-def _flat(layout: BucketLayout, wholes: list[torch.Tensor]) -> torch.Tensor:
+def _flat(layout: BucketLayout, fulls: list[torch.Tensor]) -> torch.Tensor:
     flat = torch.full((layout.full_numel,), -1.0, dtype=torch.float64)
-    for position, whole in enumerate(wholes):
-        for piece, part in layout.copy_pairs(flat, whole, position):
+    for position, full in enumerate(fulls):
+        for piece, part in layout.copy_pairs(flat, full, position):
             piece.copy_(part)
     return flat
 
@@ -50,48 +50,48 @@ def _flat(layout: BucketLayout, wholes: list[torch.Tensor]) -> torch.Tensor:
 @shapes
 def test_shards_are_the_chunks_of_dtensor(shape: tuple[int, ...], ranks: int) -> None:
     region = _plan(ranks, shape).param_slices[0]
-    whole = _numbered(shape)
+    full = _numbered(shape)
     if region.dim is None:
-        assert all(torch.equal(region.narrow(whole, index), whole) for index in range(ranks))
+        assert all(torch.equal(region.narrow(full, index), full) for index in range(ranks))
         return
-    chunks, _ = Shard(region.dim)._split_tensor(whole, ranks, with_padding=False, contiguous=True)
+    chunks, _ = Shard(region.dim)._split_tensor(full, ranks, with_padding=False, contiguous=True)
     for index, chunk in enumerate(chunks):
         assert region.local_shape(index) == chunk.shape
-        assert torch.equal(region.narrow(whole, index), chunk)
+        assert torch.equal(region.narrow(full, index), chunk)
 
 
 @ranks_
 @shapes
-def test_flat_form_holds_every_shard_at_its_place(shape: tuple[int, ...], ranks: int) -> None:
+def test_flat_buffer_holds_every_shard_in_its_row(shape: tuple[int, ...], ranks: int) -> None:
     layout = _plan(ranks, (5,), shape, (9, 2))
-    whole = _numbered(shape)
-    flat = _flat(layout, [_numbered((5,)), whole, _numbered((9, 2))])
+    full = _numbered(shape)
+    flat = _flat(layout, [_numbered((5,)), full, _numbered((9, 2))])
     for index, shard in enumerate(flat.view(ranks, layout.shard_numel)):
-        assert torch.equal(layout.param_slices[1].view_in(shard, index), layout.param_slices[1].narrow(whole, index))
+        assert torch.equal(layout.param_slices[1].view_in(shard, index), layout.param_slices[1].narrow(full, index))
 
 
 @ranks_
 @shapes
-def test_pieces_bring_back_what_they_took(shape: tuple[int, ...], ranks: int) -> None:
+def test_copy_pairs_restore_the_parameters(shape: tuple[int, ...], ranks: int) -> None:
     layout = _plan(ranks, shape)
-    whole, back = _numbered(shape), torch.zeros(shape, dtype=torch.float64)
-    for piece, part in layout.copy_pairs(_flat(layout, [whole]), back, 0):
-        back.copy_(piece[0]) if layout.param_slices[0].dim is None else part.copy_(piece)
-    assert torch.equal(back, whole)
+    full, restored = _numbered(shape), torch.zeros(shape, dtype=torch.float64)
+    for piece, part in layout.copy_pairs(_flat(layout, [full]), restored, 0):
+        restored.copy_(piece[0]) if layout.param_slices[0].dim is None else part.copy_(piece)
+    assert torch.equal(restored, full)
 
 
 @ranks_
 @shapes
-def test_one_view_is_the_pieces_where_chunks_are_whole(shape: tuple[int, ...], ranks: int) -> None:
+def test_strided_view_equals_the_pairs_where_pieces_are_full(shape: tuple[int, ...], ranks: int) -> None:
     layout = _plan(ranks, (3, 2), shape)
-    wholes, region = [_numbered((3, 2)), _numbered(shape)], layout.param_slices[1]
+    fulls, region = [_numbered((3, 2)), _numbered(shape)], layout.param_slices[1]
     flat = torch.full((layout.full_numel,), -1.0, dtype=torch.float64)
     view = layout.strided_view(flat, 1)
     is_even = region.dim == 0 and region.chunk > 0 and shape[0] % region.chunk == 0
     assert (view is not None) == is_even
     if view is not None:
-        view.copy_(wholes[1].view(view.shape))
-        expected = _flat(layout, wholes)
+        view.copy_(fulls[1].view(view.shape))
+        expected = _flat(layout, fulls)
         for index in range(ranks):
             assert torch.equal(
                 region.view_in(flat.view(ranks, -1)[index], index),
@@ -100,49 +100,49 @@ def test_one_view_is_the_pieces_where_chunks_are_whole(shape: tuple[int, ...], r
 
 
 @ranks_
-def test_stretches_of_all_slices_are_the_parameters_without_padding(ranks: int) -> None:
+def test_extents_of_all_shards_are_the_parameters_without_padding(ranks: int) -> None:
     """Whatever the scope at which the slices are."""
     layout = _plan(ranks, *SHAPES)
-    wholes = [_numbered(region.shape) for region in layout.param_slices]
-    flat = _flat(layout, wholes)
+    fulls = [_numbered(region.shape) for region in layout.param_slices]
+    flat = _flat(layout, fulls)
     for count in (each for each in range(1, ranks + 1) if ranks % each == 0):
         rest = flat.clone()
-        for rows, of_slice, left in zip(
+        for rows, shard, left in zip(
             layout.shard_slices(count), flat.view(count, -1), rest.view(count, -1), strict=True
         ):
-            for stretch in layout.extents(rows):
-                region, place = (
-                    layout.param_slices[stretch.position],
-                    slice(stretch.offset, stretch.offset + stretch.numel),
+            for extent in layout.extents(rows):
+                region, elements = (
+                    layout.param_slices[extent.position],
+                    slice(extent.offset, extent.offset + extent.numel),
                 )
-                expected = region.narrow(wholes[stretch.position], stretch.row).reshape(-1)
-                assert torch.equal(of_slice[place], expected)
-                assert (stretch.start is None) == bool(region.dim)
-                if stretch.start is not None:
-                    whole = wholes[stretch.position].view(-1)
-                    assert torch.equal(whole[stretch.start : stretch.start + stretch.numel], expected)
-                left[place] = -1.0
-        assert bool((rest == -1.0).all()), "an element in no stretch"
+                expected = region.narrow(fulls[extent.position], extent.row).reshape(-1)
+                assert torch.equal(shard[elements], expected)
+                assert (extent.start is None) == bool(region.dim)
+                if extent.start is not None:
+                    full = fulls[extent.position].view(-1)
+                    assert torch.equal(full[extent.start : extent.start + extent.numel], expected)
+                left[elements] = -1.0
+        assert bool((rest == -1.0).all()), "an element in no extent"
 
 
 @ranks_
-def test_pieces_cover_every_element_once(ranks: int) -> None:
+def test_copy_pairs_cover_every_element_once(ranks: int) -> None:
     layout = _plan(ranks, *SHAPES)
-    wholes = [torch.zeros(shape) for shape in SHAPES]
+    fulls = [torch.zeros(shape) for shape in SHAPES]
     flat = torch.zeros(layout.full_numel)
-    for position, whole in enumerate(wholes):
-        for piece, part in layout.copy_pairs(flat, whole, position):
+    for position, full in enumerate(fulls):
+        for piece, part in layout.copy_pairs(flat, full, position):
             piece.add_(1)
             if layout.param_slices[position].dim is not None:
                 part.add_(1)
-    assert all(bool((whole == 1).all()) for whole in wholes if whole.dim())
-    copies = sum(whole.numel() * (1 if whole.dim() else ranks) for whole in wholes)
+    assert all(bool((full == 1).all()) for full in fulls if full.dim())
+    copies = sum(full.numel() * (1 if full.dim() else ranks) for full in fulls)
     assert flat.unique().tolist() in ([1.0], [0.0, 1.0])
     assert int(flat.sum()) == copies
 
 
 @ranks_
-def test_regions_are_aligned_and_apart(ranks: int) -> None:
+def test_slices_are_aligned_and_disjoint(ranks: int) -> None:
     layout = _plan(ranks, *SHAPES)
     for region, following in pairwise(layout.param_slices):
         assert region.offset % ALIGN_NUMEL == 0
@@ -183,7 +183,7 @@ def test_shard_at_a_smaller_scope_is_a_run_of_rows(ranks: int) -> None:
 
 
 @ranks_
-def test_compact_views_are_apart_and_have_the_shapes(ranks: int) -> None:
+def test_unpadded_views_are_disjoint_and_have_the_shapes(ranks: int) -> None:
     layout = _plan(ranks, *SHAPES)
     buffer = torch.zeros(layout.unpadded_numel)
     views = layout.unpadded_views(buffer)
@@ -194,14 +194,14 @@ def test_compact_views_are_apart_and_have_the_shapes(ranks: int) -> None:
     assert int(buffer.sum()) == sum(view.numel() for view in views)
 
 
-def test_one_rank_needs_no_flat_form() -> None:
+def test_one_rank_needs_no_flat_buffer() -> None:
     """What lets whole parameters be the optimizer's own memory."""
     layout = _plan(1, *SHAPES)
-    wholes = [_numbered(shape) for shape in SHAPES]
-    flat = _flat(layout, wholes)
+    fulls = [_numbered(shape) for shape in SHAPES]
+    flat = _flat(layout, fulls)
     views = layout.unpadded_views(flat)
     assert layout.unpadded_numel == layout.full_numel
-    assert all(torch.equal(view, whole) for view, whole in zip(views, wholes, strict=True))
+    assert all(torch.equal(view, whole) for view, whole in zip(views, fulls, strict=True))
 
 
 def test_bucket_of_nothing_is_empty() -> None:
@@ -219,6 +219,6 @@ def test_every_parameter_and_every_shard_of_it_starts_at_a_multiple_of_16_bytes(
 
 
 @pytest.mark.parametrize("itemsize", [2, 4, 8])
-def test_wider_dtypes_are_laid_out_as_ever(itemsize: int) -> None:
+def test_wider_dtypes_do_not_change_the_layout(itemsize: int) -> None:
     shapes = [(f"p{i}", torch.Size(shape)) for i, shape in enumerate([(3, 5), (1,), (8, 3), (7,)])]
     assert make_layout(shapes, 2, itemsize=itemsize) == make_layout(shapes, 2)

@@ -1,5 +1,6 @@
-"""Do the tables allow what may happen, and nothing else?"""
+"""The state tables allow every legal event and no other."""
 
+import itertools
 import random
 from enum import Enum
 
@@ -8,10 +9,13 @@ import pytest
 from mics_strategy.engine.lifecycle import (
     ACCUMULATOR_TRANSITIONS,
     GRAD_BUFFER_TRANSITIONS,
+    GRAD_FLAG_EVENTS,
     PHASE_TRANSITIONS,
     UNSHARD_TRANSITIONS,
     AccumulatorState,
     GradBufferState,
+    GradFlag,
+    GradFlags,
     UnitPhase,
     UnshardState,
     transition,
@@ -38,7 +42,7 @@ tables = pytest.mark.parametrize("states", TABLES, ids=lambda states: states.__n
 @pytest.mark.parametrize(
     ("states", "state", "event"), ILLEGAL, ids=[f"{t.__name__}-{s.value}-{e}" for t, s, e in ILLEGAL]
 )
-def test_what_is_not_listed_raises(states: type[Enum], state: Enum, event: str) -> None:
+def test_events_outside_of_the_tables_raise(states: type[Enum], state: Enum, event: str) -> None:
     with pytest.raises(LifecycleError, match=f"layer: `{event}` came while its {states.__name__} was"):
         transition(TABLES[states], state, event, "layer")
 
@@ -112,3 +116,73 @@ def test_gradient_cannot_be_finished_twice() -> None:
 def test_parameters_cannot_be_lost_in_the_forward() -> None:
     with pytest.raises(LifecycleError, match="exit_backward"):
         transition(PHASE_TRANSITIONS, UnitPhase.FORWARD, "exit_backward", "layer")
+
+
+FLAG_SETS = [set(flags) for n in range(len(GradFlag) + 1) for flags in itertools.combinations(GradFlag, n)]
+FINAL = {  # for each flag, in the order of GradFlag: + set, - cleared, . unchanged
+    "arrive": "+.+..",
+    "accumulate": "...+.",
+    "reduce": "..-+.",
+    "end_backward": "..-..",
+    "start_window": ".+.--",
+    "reopen_window": ".+.-.",
+    "finish": ".-..+",
+    "expose": ".+...",
+    "clear": "--.--",
+}
+
+
+def _flags(grad_flags: GradFlags, position: int) -> set[GradFlag]:
+    return {flag for flag in GradFlag if grad_flags.has(flag, position)}
+
+
+def _grad_flags(count: int, position: int, flags: set[GradFlag]) -> GradFlags:
+    """Flags of `count` parameters, of which the one at `position` has `flags`; made by a search over events."""
+    paths: dict[frozenset[GradFlag], list[str]] = {frozenset(): []}
+    pending: list[frozenset[GradFlag]] = [frozenset()]
+    while frozenset(flags) not in paths:
+        state = pending.pop(0)
+        for event, (sets, clears) in GRAD_FLAG_EVENTS.items():
+            following = (state | set(sets)) - set(clears)
+            if following not in paths:
+                paths[following] = [*paths[state], event]
+                pending.append(following)
+    made = GradFlags(count)
+    for event in paths[frozenset(flags)]:
+        made.apply(event, position)
+    return made
+
+
+def test_every_event_on_flags_is_listed_here() -> None:
+    assert FINAL.keys() == GRAD_FLAG_EVENTS.keys()
+
+
+@pytest.mark.parametrize("event", GRAD_FLAG_EVENTS)
+@pytest.mark.parametrize(
+    "before", FLAG_SETS, ids=lambda flags: "+".join(f.name.lower() for f in sorted(flags)) or "none"
+)
+def test_event_sets_and_clears_the_flags_of_one_parameter(before: set[GradFlag], event: str) -> None:
+    signs = dict(zip(GradFlag, FINAL[event], strict=True))
+    after = {flag for flag in GradFlag if signs[flag] == "+" or (signs[flag] == "." and flag in before)}
+    one, all_of_one = _grad_flags(3, 1, before), _grad_flags(1, 0, before)
+    one.apply(event, 1)
+    all_of_one.apply_to_all(event)
+    assert _flags(one, 1) == _flags(all_of_one, 0) == after
+    assert _flags(one, 0) == _flags(one, 2) == set()
+    for flag in GradFlag:
+        assert one.having(flag) == ([1] if flag in after else [])
+        assert one.lacking(flag) == ([0, 2] if flag in after else [0, 1, 2])
+        assert one.any(flag) == (flag in after)
+
+
+def test_event_on_all_reaches_every_parameter() -> None:
+    flags = GradFlags(70)  # more than a machine word
+    flags.apply_to_all("arrive")
+    flags.apply("end_backward", 69)
+    assert flags.having(GradFlag.USED) == list(range(70))
+    assert flags.lacking(GradFlag.ARRIVED) == [69]
+
+
+def test_unknown_event_on_flags_raises() -> None:
+    with pytest.raises(LifecycleError, match=r"`dance`.*arrive"):
+        GradFlags(1).apply("dance", 0)

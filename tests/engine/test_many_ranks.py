@@ -1,4 +1,7 @@
-"""Does it train as plain on 8 to 32 ranks? Simulated in one process, real values."""
+"""Training on 8 to 32 ranks equals plain training.
+
+Simulated in one process, real values.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Is everything allocated once, and is it what the layouts say?"""
+"""All memory is allocated once, with the sizes of the layouts."""
 
 import gc
 import math
@@ -29,7 +29,10 @@ configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def _live_bytes() -> int:
-    """Bytes of memory that some Python object can reach; a shard's storage is a part of its arena's."""
+    """Bytes of memory that some Python object can reach.
+
+    A shard's storage is a part of its arena's.
+    """
     gc.collect()
     ranges = set()
     alive = (each for each in gc.get_objects() if isinstance(each, torch.Tensor))
@@ -48,7 +51,7 @@ def _addresses(sharded: Sharded) -> Iterator[int]:
         yield unit.slot.buffer.data_ptr()
         for bucket in unit.buckets:
             yield bucket.master_shard.data_ptr()
-            yield from (parameter.data_ptr() for parameter in bucket.unsharded_params)
+            yield from (parameter.data_ptr() for parameter in bucket.unsharded.params)
             yield from (parameter.to_local().data_ptr() for parameter in bucket.sharded_params)
 
 
@@ -56,8 +59,8 @@ def _gradient_addresses(model: nn.Module) -> list[int]:
     return [p.grad.to_local().data_ptr() for p in model.parameters() if p.grad is not None]
 
 
-def watch(ctx: RankContext, run: Run) -> tuple[list[int], list[list[int]], list[list[int]], list[int]]:
-    """After every step: the engine's account, addresses, addresses of gradients, and all bytes of the process."""
+def measure_by_step(ctx: RankContext, run: Run) -> tuple[list[int], list[list[int]], list[list[int]], list[int]]:
+    """After every step: engine bytes, addresses, gradient addresses, process bytes."""
     training = start(ctx, run)
     accounts, addresses, gradients, bytes_ = [], [], [], []
     for step in range(run.steps):
@@ -74,12 +77,12 @@ def watch(ctx: RankContext, run: Run) -> tuple[list[int], list[list[int]], list[
 @configs
 def test_nothing_is_allocated_or_moved_after_the_second_step(ranks: RankPool, config: ShardConfig) -> None:
     run = Run(case=models.transformer, config=config, steps=5, accumulation=2)
-    for watched in ranks(4, watch, run, ranks_per_node=2):
-        for by_step in watched:
+    for measured in ranks(4, measure_by_step, run, ranks_per_node=2):
+        for by_step in measured:
             assert by_step[1:] == by_step[1:2] * 4
 
 
-def account(ctx: RankContext, run: Run) -> tuple[dict[str, int], int]:
+def memory_by_purpose(ctx: RankContext, run: Run) -> tuple[dict[str, int], int]:
     """The engine's account, and the bytes that sharding really added to the process."""
     forget_meshes()
     case = run.case()
@@ -92,9 +95,9 @@ def account(ctx: RankContext, run: Run) -> tuple[dict[str, int], int]:
 
 
 @configs
-def test_account_is_what_was_allocated(ranks: RankPool, config: ShardConfig) -> None:
+def test_tracked_memory_equals_allocated_memory(ranks: RankPool, config: ShardConfig) -> None:
     run = Run(case=models.transformer, config=config)
-    for purposes, added in ranks(4, account, run, ranks_per_node=2):
+    for purposes, added in ranks(4, memory_by_purpose, run, ranks_per_node=2):
         assert abs(added - sum(purposes.values())) < 2048  # scalars and shapes of torch's own
 
 
@@ -111,7 +114,7 @@ def _flat_numel(case: models.Case, ranks: int) -> int:
 @pytest.mark.parametrize("preset", [p for p in ShardConfig.PRESETS if p.startswith("paro-")])
 def test_states_take_their_share_of_the_model(ranks: RankPool, preset: str) -> None:
     config = ShardConfig.preset(preset)
-    [(purposes, _), *_] = ranks(4, account, Run(case=models.transformer, config=config), ranks_per_node=2)
+    [(purposes, _), *_] = ranks(4, memory_by_purpose, Run(case=models.transformer, config=config), ranks_per_node=2)
     words = {"none": 1, "partition": 2, "world": 4}
     params, grads, optimizer = (words[scope] for scope in (config.params, config.grads, config.optimizer))
     flat_bytes = 4 * _flat_numel(models.transformer(), optimizer)
@@ -133,12 +136,12 @@ def _unit_bytes(case: models.Case, ranks: int) -> list[int]:
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
 def test_slots_hold_the_root_and_one_unit_more_than_is_fetched_ahead(ranks: RankPool, prefetch: int) -> None:
     run = Run(case=models.transformer, config=ShardConfig(prefetch=prefetch))
-    purposes, _ = ranks(2, account, run)[0]
+    purposes, _ = ranks(2, memory_by_purpose, run)[0]
     root, layer, *_ = _unit_bytes(models.transformer(), 2)
     assert purposes["slots"] == sum(64 * math.ceil(n / 64) for n in (root, *[layer] * min(3, prefetch + 1)))
 
 
-def frozen_account(ctx: RankContext) -> tuple[dict[str, int], int, int]:
+def memory_of_frozen(ctx: RankContext) -> tuple[dict[str, int], int, int]:
     training = start(ctx, Run(case=models.frozen, config=ShardConfig.preset("zero1")))
     numels = [(p.numel(), p.requires_grad) for p in training.model.parameters()]
     trained = sum(numel for numel, requires_grad in numels if requires_grad)
@@ -146,7 +149,7 @@ def frozen_account(ctx: RankContext) -> tuple[dict[str, int], int, int]:
 
 
 def test_frozen_parameters_have_no_gradient_memory(ranks: RankPool) -> None:
-    purposes, trained, _ = ranks(1, frozen_account)[0]
+    purposes, trained, _ = ranks(1, memory_of_frozen)[0]
     assert 4 * trained <= purposes["gradients"] <= 4 * (trained + 8 * 40)
 
 

@@ -1,4 +1,4 @@
-"""A model on the meta device is materialised shard by shard, with its buffers and ties."""
+"""A model on the meta device is initialized shard by shard, with buffers and ties."""
 
 import resource
 
@@ -44,7 +44,7 @@ FAMILIES = {"llama": lambda: llama(tie=False), "llama_tied": lambda: llama(tie=T
 
 
 def materialised(ctx: RankContext, family: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], bool]:
-    """Parameters, buffers, the buffers of a real model, and whether the embeddings are one parameter."""
+    """Parameters, buffers, buffers of a real model, and whether embeddings are tied."""
     torch.manual_seed(ctx.rank)  # ranks need not agree on a seed
     with torch.device("meta"):
         model = FAMILIES[family]()
@@ -90,7 +90,7 @@ class Deep(nn.Module):
 
 
 def growth_of_memory(ctx: RankContext) -> tuple[int, int, int]:
-    """Bytes by which the process's peak grew while sharding, bytes of the engine, bytes of the whole model."""
+    """Growth of the peak memory while sharding, engine bytes, bytes of the model."""
     with torch.device("meta"):
         model = Deep()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -119,7 +119,7 @@ def shard_unknown(ctx: RankContext) -> None:
     shard(model, "mics")
 
 
-def test_a_module_that_cannot_initialise_itself_is_refused(ranks: RankPool) -> None:
+def test_a_module_without_initialization_is_refused(ranks: RankPool) -> None:
     raises_on_every_rank(lambda: ranks(2, shard_unknown), ConfigError, "reset_parameters")
 
 
@@ -139,7 +139,7 @@ class Scaled(nn.Module):
 
 
 class AroundTransformers(nn.Module):
-    """A model of transformers beside modules that transformers does not know, as in a LightningModule."""
+    """A model of transformers next to other modules, as in a LightningModule."""
 
     def __init__(self, *others: nn.Module) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def shard_around_transformers(ctx: RankContext) -> dict[str, Tensor]:
     return {**{name: whole(p) for name, p in model.named_parameters()}, **dict(model.named_buffers())}
 
 
-def test_modules_that_transformers_does_not_know_initialise_themselves(ranks: RankPool) -> None:
+def test_modules_unknown_to_transformers_initialize_themselves(ranks: RankPool) -> None:
     for found in ranks(2, shard_around_transformers):
         assert torch.equal(found["others.0.scale"], torch.full((3,), 0.5))
         assert torch.equal(found["others.0.places"], torch.arange(3))
@@ -173,7 +173,7 @@ def shard_unknown_around_transformers(ctx: RankContext) -> None:
     shard(model, "mics")
 
 
-def test_what_nobody_initialises_is_refused_beside_transformers_too(ranks: RankPool) -> None:
+def test_uninitialized_tensors_are_refused_next_to_transformers(ranks: RankPool) -> None:
     raises_on_every_rank(
         lambda: ranks(2, shard_unknown_around_transformers),
         ConfigError,
@@ -182,7 +182,10 @@ def test_what_nobody_initialises_is_refused_beside_transformers_too(ranks: RankP
 
 
 class Author(nn.Module):
-    """A model with a method `_init_weights` that building it does not call, as those of litgpt and timm."""
+    """A model whose constructor does not call its `_init_weights`.
+
+    Those of litgpt and timm are such models.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +204,7 @@ def shard_author(ctx: RankContext, by_the_author: bool) -> tuple[float, float]:
     return whole(model[0].inner.weight).std().item(), whole(model[0].unknown.weight).std().item()
 
 
-def test_a_method_that_building_does_not_call_fills_only_what_nothing_else_does(ranks: RankPool) -> None:
+def test_a_method_that_the_constructor_does_not_call_initializes_only_the_rest(ranks: RankPool) -> None:
     for inner, unknown in ranks(2, shard_author, False):
         assert 0.06 < inner < 0.085, "uniform in 1/8, as on a real device"
         assert 0.005 < unknown < 0.05
@@ -209,7 +212,7 @@ def test_a_method_that_building_does_not_call_fills_only_what_nothing_else_does(
         assert 0.018 < inner < 0.022
 
 
-def test_what_gives_the_first_values_is_said() -> None:
+def test_the_source_of_the_first_values_is_printed() -> None:
     assert describe_initializer(Author()).endswith(
         "each module's `reset_parameters()`. Author is not a model of transformers, so `Author._init_weights()` is "
         "called only for modules that have no `reset_parameters()`. To call it for all modules, pass "
@@ -263,7 +266,7 @@ def shard_with_a_word(ctx: RankContext) -> None:
     shard(nn.Linear(2, 2), "mics", initializer="model")
 
 
-def test_a_word_that_is_no_initializer_is_refused(ranks: RankPool) -> None:
+def test_an_unknown_initializer_is_refused(ranks: RankPool) -> None:
     raises_on_every_rank(lambda: ranks(2, shard_with_a_word), ConfigError, "initializer='model'.*neither 'auto'")
 
 
@@ -280,5 +283,5 @@ def half_meta(ctx: RankContext) -> bool:
     return torch.equal(whole(next(model.parameters())), kept)
 
 
-def test_values_beside_meta_modules_are_kept(ranks: RankPool) -> None:
+def test_values_next_to_meta_modules_are_kept(ranks: RankPool) -> None:
     assert all(ranks(2, half_meta))

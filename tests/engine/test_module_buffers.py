@@ -1,4 +1,4 @@
-"""Are buffers that a training forward reads and writes those that plain data parallel training has?"""
+"""Buffers in training are those of plain data parallel training."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ CONFIGS = {
 
 
 class Coded(nn.Module):
-    """Adds the nearest row of a codebook that follows the data, and rows of a table that nobody changes."""
+    """Adds the nearest row of a trained codebook, and rows of a constant table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def test_ranks_that_run_different_forwards_do_not_wait(ranks: RankPool, preset: 
 
 
 class Caching(nn.Module):
-    """Keeps what the first forward computes, in whatever mode that is, and uses it in later ones."""
+    """Caches a result of the first forward, in any mode, for later ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def cached(ctx: RankContext) -> list[float]:
     return found
 
 
-def test_buffers_made_in_inference_mode_are_taken_over_too(ranks: RankPool) -> None:
+def test_buffers_made_in_inference_mode_are_synchronized(ranks: RankPool) -> None:
     first, second = ranks(2, cached)
     assert first == [first[0]] * 4
     assert second == [second[0]] * 2 + [first[0]] * 2
@@ -250,6 +250,6 @@ def test_a_forward_sends_once_and_nothing_where_there_are_no_buffers(ranks: Rank
     assert ranks(2, nested, False) == [[]] * 2
 
 
-def test_another_word_than_true_and_false_is_refused() -> None:
+def test_a_value_other_than_true_and_false_is_refused() -> None:
     with pytest.raises(ConfigError, match="broadcast_buffers='no'"):
         ShardConfig(broadcast_buffers="no")  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Is every model right that the engine's authors did not have in mind?
+"""Models for which the engine was not designed train as plain.
 
-Pairs of what `python -m tests.engine.odd_product` multiplies out; docs/design/odd-models.md has its counts.
+Pairs of the product of `python -m tests.engine.odd_product`; docs/design/odd-models.md has its counts.
 """
 
 import re
@@ -10,16 +10,16 @@ import torch
 
 from mics_strategy import ShardConfig
 from tests.engine import odd_models, odd_product
-from tests.engine.odd_models import MIXTURES, OTHERS, WHOLE_ONLY, Case
+from tests.engine.odd_models import MIXTURES, OTHERS, UNSHARDED_ONLY, Case
 from tests.engine.unusual import batch, built
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.timeout(240)  # many trainings in a test
 PRESETS = odd_product.on_four_ranks()
-WHOLE = [name for name, config in PRESETS.items() if config.params == "none"]
+UNSHARDED = [name for name, config in PRESETS.items() if config.params == "none"]
 
 
-def paired(names: list[str], settings: dict[str, ShardConfig]) -> dict[str, Case]:
+def pair_names_and_settings(names: list[str], settings: dict[str, ShardConfig]) -> dict[str, Case]:
     """Every name and every setting at least once."""
     count = max(len(names), len(settings))
     keys = list(settings)
@@ -33,7 +33,7 @@ def assert_right(ranks: RankPool, cases: dict[str, Case], world_size: int, ranks
     assert not others
 
 
-def test_some_experts_are_used_by_some_ranks_only() -> None:
+def test_some_ranks_only_use_some_experts() -> None:
     """What the cases below are about."""
     used = []
     for rank in range(4):
@@ -45,21 +45,34 @@ def test_some_experts_are_used_by_some_ranks_only() -> None:
     assert (of_any & ~of_all).any(1).all()  # in every layer
 
 
+@pytest.mark.slow
 def test_mixtures_of_experts_train_as_plain_under_every_preset(ranks: RankPool) -> None:
-    whole = {name: PRESETS[name] for name in WHOLE[::3]}
-    assert_right(ranks, paired(list(MIXTURES), PRESETS) | paired(list(WHOLE_ONLY), whole), 4, 2)
+    unsharded = {name: PRESETS[name] for name in UNSHARDED[::3]}
+    assert_right(
+        ranks,
+        pair_names_and_settings(list(MIXTURES), PRESETS) | pair_names_and_settings(list(UNSHARDED_ONLY), unsharded),
+        4,
+        2,
+    )
 
 
 def test_odd_models_train_as_plain(ranks: RankPool) -> None:
-    assert_right(ranks, paired(list(OTHERS), PRESETS), 4, 2)
+    assert_right(ranks, pair_names_and_settings(list(OTHERS), PRESETS), 4, 2)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("ranks_per_node", [2, 3], ids=["3 nodes", "2 nodes"])
 def test_six_ranks_train_as_plain(ranks: RankPool, ranks_per_node: int) -> None:
-    """Every preset, with partitions of a node or of all ranks, in two stages or directly."""
+    """Every preset, with partitions of a node or of all ranks.
+
+    In two stages or in one.
+    """
     settings = list(odd_product.on_six_ranks(ranks_per_node).items())
     assert_right(
-        ranks, paired(list(odd_product.ON_SIX), dict(settings[0::4][:3] + settings[3::4][3:])), 6, ranks_per_node
+        ranks,
+        pair_names_and_settings(list(odd_product.ON_SIX), dict(settings[0::4][:3] + settings[3::4][3:])),
+        6,
+        ranks_per_node,
     )
 
 
@@ -69,7 +82,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("name", WHOLE_ONLY)
-def test_what_sharded_parameters_forbid_is_refused_on_every_rank(ranks: RankPool, name: str) -> None:
+@pytest.mark.parametrize("name", UNSHARDED_ONLY)
+def test_unsupported_uses_of_sharded_parameters_raise_on_every_rank(ranks: RankPool, name: str) -> None:
     for (result,) in ranks(4, odd_models.train, [(name, PRESETS["mics"])], ranks_per_node=2):
         assert re.search(REFUSALS[name], result.error)

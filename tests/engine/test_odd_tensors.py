@@ -1,4 +1,7 @@
-"""Do frozen parameters and buffers of any dtype and any strides become rank 0's, and whole where they are needed?"""
+"""Frozen parameters and buffers of any dtype and any strides become rank 0's.
+
+Parameters are unsharded where they are needed.
+"""
 
 from typing import Any
 from unittest import mock
@@ -60,7 +63,7 @@ def test_every_dtype_and_stride_is_rank_zeros(ranks: RankPool, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nothing_is_handed_to_nccl_in_a_dtype_that_it_does_not_know(dtype: torch.dtype) -> None:
+def test_nccl_gets_only_dtypes_that_it_supports(dtype: torch.dtype) -> None:
     gather, broadcast = transport._all_gather, transport.dist.broadcast
 
     def known(*tensors: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Does training with collectives in one stage equal plain training, where they go round a ring of all ranks?"""
+"""Training with collectives in one stage, a ring of all ranks, equals plain."""
 
 import pytest
 

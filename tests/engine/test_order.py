@@ -1,4 +1,4 @@
-"""Is the order of units kept as it was, and followed as it is?"""
+"""The order of units is recorded correctly and followed."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,10 @@ def _call(unit: SimpleNamespace, enter: int, leave: int) -> ForwardCall:
 def _forward(
     live: PendingBackwards, root: SimpleNamespace, layers: list[SimpleNamespace], clock: int = 0
 ) -> list[ForwardCall]:
-    """A forward of a root around its layers; the calls in the order in which they ended."""
+    """A forward of a root around its layers.
+
+    The calls in the order in which they ended.
+    """
     calls = []
     enter_root = clock
     for layer in layers:
@@ -30,7 +33,7 @@ def _forward(
     return calls
 
 
-def test_reduction_order_is_the_reverse_of_entering() -> None:
+def test_reduction_order_is_the_reverse_of_the_forward() -> None:
     root, *layers = _units(4)
     live = PendingBackwards()
     _forward(live, root, layers)
@@ -55,14 +58,14 @@ def test_backward_follows_the_calls_backwards() -> None:
     assert seen == [[2], [1], []]
 
 
-def test_skipped_calls_are_given_latest_first() -> None:
+def test_skipped_calls_are_yielded_latest_first() -> None:
     root, *layers = _units(4)
     live = PendingBackwards()
     calls = _forward(live, root, layers)
     assert [call.unit.index for call in live.pop_until(calls[0])] == [0, 3, 2]
 
 
-def test_call_that_is_gone_gives_nothing() -> None:
+def test_removed_call_yields_nothing() -> None:
     root, *layers = _units(2)
     live = PendingBackwards()
     calls = _forward(live, root, layers)
@@ -70,7 +73,7 @@ def test_call_that_is_gone_gives_nothing() -> None:
     assert list(live.pop_until(calls[0])) == []
 
 
-def test_live_calls_are_counted_by_unit() -> None:
+def test_pending_calls_are_counted_by_unit() -> None:
     root, layer = _units(2)
     live = PendingBackwards()
     _forward(live, root, [layer, layer])
@@ -87,40 +90,40 @@ def _recorded(*entered: int) -> ExecutionOrder:
     return recorded
 
 
-def test_nothing_is_ahead_while_recording() -> None:
+def test_no_unit_is_upcoming_while_recording() -> None:
     recorded = ExecutionOrder()
     recorded.record_forward(0)
     assert recorded.upcoming(3) == []
 
 
-def test_following_units_are_ahead_nearest_first() -> None:
+def test_upcoming_units_are_nearest_first() -> None:
     recorded = _recorded(0, 1, 2, 3)
     recorded.record_forward(0)
     assert recorded.upcoming(2) == [1, 2]
 
 
-def test_nothing_is_ahead_of_the_last_unit() -> None:
+def test_no_unit_is_upcoming_after_the_last() -> None:
     recorded = _recorded(0, 1, 2)
     for index in (0, 1, 2):
         recorded.record_forward(index)
     assert recorded.upcoming(2) == []
 
 
-def test_repeated_unit_is_followed_at_its_place() -> None:
+def test_repeated_unit_is_followed_at_its_position() -> None:
     recorded = _recorded(0, 1, 2, 1, 3)
     for index in (0, 1, 2, 1):
         recorded.record_forward(index)
     assert recorded.upcoming(1) == [3]
 
 
-def test_forward_that_skips_a_unit_finds_its_place_again() -> None:
+def test_forward_that_skips_a_unit_finds_its_position_again() -> None:
     recorded = _recorded(0, 1, 2, 3)
     recorded.record_forward(0)
     recorded.record_forward(2)
     assert recorded.upcoming(1) == [3]
 
 
-def test_unknown_unit_leaves_the_place() -> None:
+def test_unknown_unit_keeps_the_position() -> None:
     recorded = _recorded(0, 1, 2)
     recorded.record_forward(0)
     recorded.record_forward(9)
@@ -161,7 +164,7 @@ def test_order_of_nothing_is_not_frozen(what: str) -> None:
     ],
     ids=str,
 )
-def test_common_order_follows_what_the_ranks_have_run(entered: list[list[int]], expected: list[int]) -> None:
+def test_global_order_merges_the_forward_orders_of_the_ranks(entered: list[list[int]], expected: list[int]) -> None:
     common = GlobalOrder(_units(4))
     common.agree(entered)
     assert [unit.index for unit in common.units] == expected
@@ -170,7 +173,7 @@ def test_common_order_follows_what_the_ranks_have_run(entered: list[list[int]], 
         assert [index for index in expected if index in firsts] == firsts
 
 
-def test_common_order_gives_each_unit_once_until_it_restarts() -> None:
+def test_global_order_yields_each_unit_once_until_it_restarts() -> None:
     units = _units(4)
     common = GlobalOrder(units)
     assert common.take_until(units[2]) == units[:3]

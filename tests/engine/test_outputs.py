@@ -1,4 +1,7 @@
-"""May a unit return its own parameters? Its slot is overwritten by others before they are used."""
+"""Units that return their own parameters.
+
+Other units overwrite the slot before the output is used.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,9 +102,7 @@ def trained(ctx: RankContext, form: str, preset: str) -> list[tuple[str, Tensor 
     ("form", "preset"),
     [*((form, "zero3") for form in FORMS if form != "dataclass"), ("view", "mics"), ("parameter", "ddp")],
 )
-def test_what_a_unit_returns_of_its_parameters_is_used_as_in_the_plain_model(
-    ranks: RankPool, form: str, preset: str
-) -> None:
+def test_parameters_that_a_unit_returns_are_used_as_in_the_plain_model(ranks: RankPool, form: str, preset: str) -> None:
     for gradients in ranks(4, trained, form, preset, ranks_per_node=2):
         assert any(expected is not None for _, expected, _ in gradients)
         for name, expected, found in gradients:
@@ -110,7 +111,7 @@ def test_what_a_unit_returns_of_its_parameters_is_used_as_in_the_plain_model(
                 torch.testing.assert_close(found, expected, msg=name)
 
 
-def test_a_parameter_in_a_container_that_cannot_be_made_anew_is_refused(ranks: RankPool) -> None:
+def test_a_parameter_in_a_container_that_cannot_be_rebuilt_is_refused(ranks: RankPool) -> None:
     with pytest.raises(RankError) as failure:
         ranks(2, trained, "dataclass", "zero3")
     for error in failure.value.by_rank.values():

@@ -1,4 +1,7 @@
-"""Communication runs under compute: shown by the order of events, never by time."""
+"""Communication overlaps compute.
+
+Shown by the order of events, never by time.
+"""
 
 import time
 from collections.abc import Iterator
@@ -96,11 +99,11 @@ def test_the_second_hop_starts_before_the_last_backward_has_ended(ranks: RankPoo
 
 
 def events_where_first_hops_are_fast(ctx: RankContext) -> tuple[list[str], list[str]]:
-    """As above, and every first hop has ended when the next gradient of the last backward arrives."""
+    """Events of a step in which first hops end before the next gradient arrives."""
     land_arrived = Reducer._complete_arrived
 
     def land_all_that_will_arrive(reducer: Reducer) -> Iterator[GradBucket]:
-        for hop in reducer._in_flight:
+        for hop in reducer._first_hops:
             while hop.starts_second_hop and not hop.has_completed:
                 time.sleep(0.001)
         return land_arrived(reducer)
@@ -125,7 +128,7 @@ def test_without_overlap_the_second_hop_waits_for_the_step(ranks: RankPool) -> N
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
-def test_every_collective_that_is_started_is_waited_for(ranks: RankPool, micro_steps: int) -> None:
+def test_every_started_collective_is_waited_for(ranks: RankPool, micro_steps: int) -> None:
     _, events = rank_zero(ranks, "all", micro_steps)
     started = sorted(event.removeprefix("start ") for event in events if event.startswith("start "))
     waited = sorted(event.removeprefix("wait ") for event in events if event.startswith("wait "))

@@ -1,4 +1,4 @@
-"""Is every whole tensor given to one rank, and no rank given too much?"""
+"""Every whole tensor has one owner, and owned bytes are balanced."""
 
 import random
 
@@ -19,7 +19,7 @@ def test_no_rank_has_more_than_the_mean_and_one_tensor(ranks: int, seed: int) ->
     assert max(loads) <= sum(sizes) / ranks + max(sizes)
 
 
-def test_equal_tensors_are_dealt_evenly() -> None:
+def test_equal_tensors_are_assigned_evenly() -> None:
     assert sorted(assign_owners([8] * 12, [0] * 4)) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
@@ -27,7 +27,7 @@ def test_the_largest_come_first() -> None:
     assert assign_owners([1, 1, 1, 9, 3], [0, 0]) == [1, 1, 1, 0, 1]
 
 
-def test_what_was_dealt_before_counts() -> None:
+def test_earlier_assignments_count() -> None:
     loads = [0, 0]
     assert assign_owners([10], loads) == [0]
     assert assign_owners([4, 4], loads) == [1, 1]
@@ -35,7 +35,7 @@ def test_what_was_dealt_before_counts() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_every_element_travels_once(ranks: int) -> None:
+def test_every_element_is_sent_once(ranks: int) -> None:
     """Scalars, that every rank has, once from each."""
     shapes = [(7, 3), (), (2,), (1, 9), (16, 4), (0, 3)]
     regions = make_layout([(str(i), torch.Size(shape)) for i, shape in enumerate(shapes)], ranks).param_slices

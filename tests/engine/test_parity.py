@@ -1,7 +1,7 @@
-"""Does sharded training equal plain training?
+"""Sharded training equals plain training.
 
-The reference is one process with the whole batch. Compared are every step's loss, gradients and gradient norm,
-and the parameters at the end.
+The reference is one process with the whole batch. Every step's loss, gradients and gradient norm are compared, and the
+parameters at the end.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Does an adapter of `peft` train on a sharded model as on a plain one?
+"""Adapters of `peft` train on a sharded model as on a plain one.
 
 Most of such a model is frozen, perhaps in a lower precision, and a layer mixes both kinds. `lora_B` is zero at first,
 so `lora_A` learns from the second step on.
@@ -98,6 +98,7 @@ def test_every_adapter_trains_as_plain(ranks: RankPool, case: Make) -> None:
     _check(ranks, 4, [_run(case, preset, accumulation=2) for preset in OF_FOUR_RANKS])
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("case", OTHERS, ids=_name)
 def test_every_adapter_trains_as_plain_on_two_ranks(ranks: RankPool, case: Make) -> None:
     _check(ranks, 2, [_run(case, preset) for preset in ("zero2", "zero3")])
@@ -116,7 +117,10 @@ def test_adapters_that_are_switched_train_as_plain(ranks: RankPool, case: Make) 
 
 
 def train_all_parameters(ctx: RankContext, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str], set[str]]:
-    """With an optimizer over frozen parameters too: those before and after; names with a gradient; with a state."""
+    """With an optimizer over frozen parameters too: those before and after.
+
+    Names with a gradient; with a state.
+    """
     training = start(ctx, run)
     optimizer = AdamW(training.model.parameters(), lr=0.1, weight_decay=0.1)
     frozen = {name for name, p in training.model.named_parameters() if not p.requires_grad}
@@ -151,7 +155,7 @@ def memory_of(ctx: RankContext, run: Run) -> Counter[str]:
 
 
 def _bytes(case: Make, *, trainable: bool, ranks: int) -> int:
-    """Bytes of the buckets of trained or of frozen parameters, sharded over so many ranks, on all of them together."""
+    """Bytes of the buckets of trained or of frozen parameters on all `ranks` ranks."""
     total = 0
     for unit in find_units(case().build(), case().units):
         by_dtype: dict[torch.dtype, list[Any]] = {}
@@ -163,7 +167,7 @@ def _bytes(case: Make, *, trainable: bool, ranks: int) -> int:
 
 
 @pytest.mark.parametrize("case", [lora_and_a_trained_head, lora_on_bfloat16], ids=_name)
-def test_only_what_is_trained_has_gradient_memory(ranks: RankPool, case: Make) -> None:
+def test_only_trained_parameters_have_gradient_memory(ranks: RankPool, case: Make) -> None:
     for preset, grads, optimizer in (("mics", 2, 2), ("paro-iig", 2, 4), ("paro-ini", 1, 2)):
         purposes = ranks(4, memory_of, _run(case, preset), ranks_per_node=2)[0]
         trained = _bytes(case, trainable=True, ranks=optimizer)

@@ -1,4 +1,7 @@
-"""Do `peft`'s own tools work on a sharded model: switching adapters off, merging, saving, loading, counting?"""
+"""Tools of `peft` on a sharded model.
+
+Switching adapters off, merging, saving, loading, counting.
+"""
 
 import contextlib
 import io
@@ -116,7 +119,7 @@ def test_evaluation_without_the_adapter_is_plain_and_changes_nothing(ranks: Rank
 
 
 def merge_and_unmerge(ctx: RankContext, run: Run) -> tuple[float, dict[str, Tensor]]:
-    """The loss with the adapter merged into its base, and the parameters one step after it was taken out again."""
+    """The loss with the merged adapter, and parameters one step after unmerging."""
     training = _trained(ctx, run)
     model: Any = training.model
     model.merge_adapter()
@@ -142,7 +145,7 @@ def merged_state(ctx: RankContext, run: Run) -> dict[str, Tensor]:
 
 
 @cases
-def test_whole_state_after_merging_is_that_of_the_plain_merged_model(ranks: RankPool, case: Any) -> None:
+def test_full_state_dict_after_merging_is_that_of_the_plain_merged_model(ranks: RankPool, case: Any) -> None:
     run = _run(case)
     state, *rest = ranks(4, merged_state, run, ranks_per_node=2)
     expected = _plain(run, 4).merge_and_unload().state_dict()
@@ -162,7 +165,7 @@ def save_adapter(ctx: RankContext, run: Run, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", [lora, lora_and_a_trained_head, dora, ia3], ids=_name)
-def test_adapter_in_the_whole_state_is_the_plain_adapter(ranks: RankPool, case: Any, tmp_path: Path) -> None:
+def test_adapter_in_the_full_state_dict_is_the_plain_adapter(ranks: RankPool, case: Any, tmp_path: Path) -> None:
     run = _run(case, "paro-iig")
     adapter = ranks(4, save_adapter, run, tmp_path, ranks_per_node=2)[0]
     expected = get_peft_model_state_dict(_plain(run, 4))
@@ -210,7 +213,7 @@ def test_count_of_trainable_parameters_is_the_plain_one(ranks: RankPool, preset:
 
 
 def train_from_meta(ctx: RankContext, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Base and adapter are built on the meta device and get their values from a plain state."""
+    """Base and adapter on the meta device, with values from a plain state dict."""
     forget_meshes()
     case = run.case()
     with torch.device("meta"):
@@ -245,13 +248,13 @@ def begin_on_meta(ctx: RankContext, beginning: Any) -> tuple[list[float], list[f
 
 
 @pytest.mark.parametrize("beginning", [True, "gaussian"])
-def test_an_adapter_on_meta_begins_with_changing_nothing(ranks: RankPool, beginning: Any) -> None:
+def test_an_adapter_on_meta_starts_without_effect(ranks: RankPool, beginning: Any) -> None:
     for of_a, of_b in ranks(2, begin_on_meta, beginning):
         assert min(of_a) > 0
         assert max(of_b) == 0
 
 
-def test_an_adapter_that_begins_from_the_base_is_refused_on_meta(ranks: RankPool) -> None:
+def test_an_adapter_initialized_from_base_weights_is_refused_on_meta(ranks: RankPool) -> None:
     raises_on_every_rank(
         lambda: ranks(2, begin_on_meta, "olora"), ConfigError, "initialized from the base weights.*'olora'"
     )
@@ -270,7 +273,7 @@ def _generated(model: Any) -> Tensor:
 @pytest.mark.parametrize("units", [(LlamaDecoderLayer,), (LlamaForCausalLM, LlamaDecoderLayer)])
 @pytest.mark.parametrize("preset", ["ddp", "mics"])
 def test_text_is_generated_as_plain_by_the_model_inside(ranks: RankPool, preset: str, units: Any) -> None:
-    """`generate` runs the model inside of the adapter's wrapper, past the wrapper's forward."""
+    """`generate` runs the inner model without the forward of the adapter's wrapper."""
     run = _run(lora_and_a_trained_head, preset).replace(units=units)
     expected = _generated(_plain(run, 2))
     assert expected.numel() > 4

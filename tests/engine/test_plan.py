@@ -1,4 +1,7 @@
-"""Is what a step sends what was planned? Counted below the engine, at torch's dispatcher."""
+"""Issued traffic of a step equals the plan.
+
+Counted below the engine, at torch's dispatcher.
+"""
 
 from collections import Counter
 
@@ -74,7 +77,7 @@ def test_declared_boundary_changes_when_and_not_what(ranks: RankPool, preset: st
 
 
 @pytest.mark.parametrize("preset", ["ddp", "mics", "zero3", "paro-iig"])
-def test_report_shows_planned_and_sent_alike(ranks: RankPool, preset: str) -> None:
+def test_report_shows_planned_and_issued_traffic(ranks: RankPool, preset: str) -> None:
     run = Run(case=models.mlp, config=ShardConfig.preset(preset), accumulation=2, steps=2)
     [(issued, _, rows)] = ranks(4, count_steps, run, ranks_per_node=2)[0]
     assert sum(row.sent_bytes for row in rows) == issued.total()
@@ -85,10 +88,10 @@ def test_report_shows_planned_and_sent_alike(ranks: RankPool, preset: str) -> No
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero3", "mics", "paro-iig"])
 def test_one_rank_calls_no_collective(ranks: RankPool, preset: str) -> None:
     run = Run(case=models.tied, config=ShardConfig.preset(preset), accumulation=2, clip=0.1)
-    assert ranks(1, count_a_whole_step, run) == [Counter()]
+    assert ranks(1, count_a_full_step, run) == [Counter()]
 
 
-def count_a_whole_step(ctx: RankContext, run: Run) -> Counter[str]:
+def count_a_full_step(ctx: RankContext, run: Run) -> Counter[str]:
     """A step with everything a loop does around it."""
     training = start(ctx, run)
     with CountC10d() as counted:
@@ -117,7 +120,10 @@ def test_plan_is_known_before_the_first_step(ranks: RankPool, case: object, pres
 
 
 def count_second_hop(ctx: RankContext, run: Run) -> dict[str, int]:
-    """All-reduces after each event of a step; a flat model of one unit, so nothing else is one."""
+    """All-reduces after each event of a step.
+
+    A flat model of one unit, so nothing else is one.
+    """
     training, counts = start(ctx, run), {}
     training.step(0)
     events = {
@@ -154,7 +160,7 @@ def count_step_alone(ctx: RankContext, run: Run) -> list[int]:
     return counts
 
 
-def test_optimizer_step_finishes_what_nobody_has_read(ranks: RankPool) -> None:
+def test_optimizer_step_finishes_unread_gradients(ranks: RankPool) -> None:
     run = Run(case=models.mlp, config=ShardConfig.preset("ddp"), accumulation=3, units=root_only)
     assert ranks(2, count_step_alone, run)[0] == [2, 0]
 

@@ -1,8 +1,8 @@
-"""Does the plan say what the formulas of the papers say?
+"""The plan equals the formulas of the papers.
 
-What is still in a slot is not gathered again: with more units than slots, the last ones of a forward are
-still there when the backward begins, and the first ones when the next micro-step begins. `DISTINCT` units of
-one depth never meet in a slot, so they show the formulas; `SHARED` ones show the rule.
+A unit that is still in its slot is not gathered again: with more units than slots, the last ones of a forward are still
+there when the backward begins, and the first ones when the next micro-step begins. `DISTINCT` units of one depth never
+share a slot, so they show the formulas; `SHARED` ones show the rule.
 """
 
 import pytest
@@ -17,7 +17,7 @@ from tests.engine.chains import chains
 
 NUMEL = 64 * 64 * 64  # of a unit: divisible by every number of ranks below
 SINGLE = 0, 0  # both units in one slot: everything travels every time
-APART = 0, 1  # a slot each: gathered once per step
+OWN_SLOTS = 0, 1  # a slot each: gathered once per step
 
 
 def _bucket(ranks: int, name: str = "u0", **changes: object) -> BucketPlan:
@@ -54,8 +54,11 @@ MODEL = 2 * NUMEL * 4  # bytes of the two units
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("world", [4, 8])
-def test_zero3_gathers_for_forward_and_backward_and_reduces_once(world: int, micro_steps: int) -> None:
-    """Formula M1, 3 (n-1) M / n, less the unit that the backward, and the next forward, still find in the slot."""
+def test_zero3_all_gathers_for_forward_and_backward_and_reduces_once(world: int, micro_steps: int) -> None:
+    """3 (n-1) M / n, less the all-gathers of the unit that is still in the slot.
+
+    Source: MiCS (arXiv:2205.00119) section 2.3.
+    """
     plan = _plan(_scopes("zero3", world), SINGLE, micro_steps)
     share = (world - 1) * MODEL // world
     assert _sent(plan, REDUCE_SCATTER) == micro_steps * share
@@ -64,14 +67,17 @@ def test_zero3_gathers_for_forward_and_backward_and_reduces_once(world: int, mic
     assert _sent(plan, ALL_REDUCE) == 0
 
 
-def test_zero3_with_a_slot_for_every_unit_gathers_once_per_step() -> None:
-    plan = _plan(_scopes("zero3"), APART, 3)
+def test_zero3_with_a_slot_for_every_unit_all_gathers_once_per_step() -> None:
+    plan = _plan(_scopes("zero3"), OWN_SLOTS, 3)
     assert _sent(plan, ALL_GATHER) == 7 * MODEL // 8
 
 
 @pytest.mark.parametrize("micro_steps", [1, 4])
-def test_mics_sends_formula_m9_between_replicas(micro_steps: int) -> None:
-    """2 M (n-p) / n over all p replication groups together: 2 (M/p) (n-p) / n for each of them."""
+def test_mics_second_hop_sends_an_all_reduce_of_the_shard(micro_steps: int) -> None:
+    """A replication group sends 2 (M/p) (n-p) / n.
+
+    All p groups together send 2 M (n-p) / n. Source: MiCS (arXiv:2205.00119) section 3.4.
+    """
     plan = _plan(_scopes("mics"), SINGLE, micro_steps)
     assert _sent(plan, ALL_REDUCE, "inter_node") == 2 * (MODEL // 4) * (8 - 4) // 8
 
@@ -86,7 +92,10 @@ def test_mics_reduces_inside_the_partition_in_every_micro_step(micro_steps: int)
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("preset", [p for p in ShardConfig.PRESETS if p.startswith("paro-")])
 def test_paro_volumes_per_rank(preset: str, micro_steps: int) -> None:
-    """Table 3 as corrected: M = 4 ranks a node, N = 8, g = 2; gathers of one unit, which is always in its slot."""
+    """Table 3 as corrected: M = 4 ranks a node, N = 8, g = 2.
+
+    Gathers of one unit, which is always in its slot.
+    """
     scopes = _scopes(preset)
     plan = _plan(scopes, (0,), micro_steps)
     model, world = NUMEL * 4, 8
@@ -124,7 +133,7 @@ def test_step_by_hand() -> None:
     ]
 
 
-def test_update_is_gathered_once_per_step_in_front_of_the_first_use() -> None:
+def test_parameters_are_synchronized_once_per_step_before_the_first_use() -> None:
     plan = _plan(_scopes("paro-iig"), SINGLE, 3)
     updates = [
         (p.unit, p.phase, p.micro_step)
@@ -146,7 +155,7 @@ def test_frozen_units_are_gathered_and_never_reduced() -> None:
     assert {p.axis for p in plan.collectives} == {"intra_node"}
 
 
-def test_frozen_model_asks_for_no_usage() -> None:
+def test_frozen_model_exchanges_no_used_parameter_map() -> None:
     assert not any(p.unit == "(usage)" for p in _plan(_scopes("mics"), SINGLE, 1, trainable=False).collectives)
 
 
@@ -178,8 +187,11 @@ def test_totals_and_table_show_every_byte() -> None:
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("secondary", [1, 2, 4])
-def test_zeropp_gathers_for_the_backward_from_nearby(secondary: int, micro_steps: int) -> None:
-    """PaRO's table 3, row ZeRO++: forward (N-1) M / N, backward (S-1) M / S. All units share a slot."""
+def test_zeropp_all_gathers_for_the_backward_inside_the_secondary_scope(secondary: int, micro_steps: int) -> None:
+    """PaRO's table 3, row ZeRO++: forward (N-1) M / N, backward (S-1) M / S.
+
+    All units share a slot.
+    """
     units = 0, 0, 0
     plan = _plan(_scopes("zeropp", secondary_params=secondary), units, micro_steps)
     forward = [p for p in plan.collectives if p.collective == ALL_GATHER and p.phase == "forward"]
@@ -197,7 +209,9 @@ def test_zeropp_needs_no_link_between_nodes_in_the_backward() -> None:
 
 
 def _formula(scopes: Scopes, num_units: int, micro_steps: int) -> dict[str, float]:
-    """Elements that one rank sends per step, in sizes of a unit; all units share a slot.
+    """Elements that one rank sends per step, in sizes of a unit.
+
+    All units share a slot.
 
     They are the all-gathers of forward and backward, less those of units still in the slot, the first hop, the second
     hop and the parameter synchronization.
@@ -221,7 +235,7 @@ def _formula(scopes: Scopes, num_units: int, micro_steps: int) -> dict[str, floa
 
 @pytest.mark.parametrize("topology", [(1, 4), (2, 2), (4, 1), (2, 4), (4, 4), (2, 8), (8, 8)], ids=str)
 @pytest.mark.parametrize("micro_steps", [1, 2, 4])
-def test_every_chain_sends_what_the_formulas_say(topology: tuple[int, int], micro_steps: int) -> None:
+def test_every_chain_sends_the_bytes_of_the_formulas(topology: tuple[int, int], micro_steps: int) -> None:
     nodes, per_node = topology
     for config in chains(nodes, per_node):
         scopes = resolve_scopes(config.replace(hierarchical=False), config.topology, nodes * per_node)

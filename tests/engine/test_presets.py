@@ -1,4 +1,4 @@
-"""Is the choice of scopes the one that the rules, memory and traffic ask for, and is it said?"""
+"""The choice of scopes follows the rules, memory and traffic, and is printed."""
 
 import contextlib
 import io
@@ -30,7 +30,10 @@ PRINTED = {
 
 
 def test_the_printed_table_is_corrected_by_its_own_principles() -> None:
-    """ING, GNG and GIG shard parameters finer than gradients; III does not; with few, whole gradients decide."""
+    """ING, GNG and GIG shard parameters finer than gradients; III does not.
+
+    With few, whole gradients decide.
+    """
     many, _ = candidate_presets(1.0)
     assert set(PRINTED["many"].split()) - set(many) == {"ing", "gng", "gig"}
     assert set(many) - set(PRINTED["many"].split()) == {"iii"}
@@ -73,7 +76,7 @@ def _planned_traffic(scopes: Scopes, num_micro_steps: int, numel: int) -> StepTr
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [*REAL, *SIMULATED, (8, 8)])
-def test_closed_formulas_of_traffic_are_what_is_planned(nodes: int, per_node: int) -> None:
+def test_plan_equals_the_closed_formulas_of_traffic(nodes: int, per_node: int) -> None:
     world, numel = nodes * per_node, 64 * 64
     kind = ParameterKind(numel=3 * numel, master_bytes=4, param_bytes=2, wire_bytes=4, is_trained=True)
     for config, num_micro_steps in itertools.product(chains(nodes, per_node), (1, 3)):
@@ -104,12 +107,15 @@ def test_a_larger_model_is_sharded_over_more(trained: float, memory: float, expe
 
 
 @pytest.mark.parametrize(("memory", "expected"), [(80e9, "nng"), (16e9, "ing"), (4e9, "gng")])
-def test_a_few_trained_parameters_keep_their_gradients_whole(memory: float, expected: str) -> None:
+def test_a_few_trained_parameters_do_not_shard_their_gradients(memory: float, expected: str) -> None:
     assert _chosen(2e7, 6.7e9, memory) == f"paro-{expected}"
 
 
 def test_one_node_has_nothing_to_save_between_nodes() -> None:
-    """I and G are the same scopes there; each pair of equal scopes stands in the table once."""
+    """I and G are the same scopes there.
+
+    Each pair of equal scopes stands in the table once.
+    """
     workload = Workload(kinds=_kinds(1e9, 0), slots_bytes=0, memory_bytes=80 * 10**9)
     advice = choose_preset(AUTO, workload, Topology(ranks_per_node=8), 8)
     assert advice.preset == "paro-nni"
@@ -118,7 +124,7 @@ def test_one_node_has_nothing_to_save_between_nodes() -> None:
     ]
 
 
-def test_what_fits_nowhere_is_said() -> None:
+def test_a_model_that_fits_nowhere_is_reported() -> None:
     workload = Workload(kinds=_kinds(1e12, 0), slots_bytes=0, memory_bytes=10**9)
     advice = choose_preset(AUTO, workload, Topology(ranks_per_node=8), 64)
     assert advice.preset == "paro-ggg"
@@ -169,7 +175,7 @@ def chosen(ctx: RankContext) -> tuple[tuple[int, int, int], ShardConfig]:
     return (sharded.scopes.params, sharded.scopes.grads, sharded.scopes.optimizer), sharded.config
 
 
-def test_every_rank_chooses_the_same_and_keeps_what_was_asked(ranks: RankPool) -> None:
+def test_every_rank_chooses_the_same_scopes_and_keeps_other_options(ranks: RankPool) -> None:
     found = ranks(4, chosen, ranks_per_node=2)
     assert found == [((1, 1, 4), AUTO)] * 4
 
@@ -182,7 +188,7 @@ def printed(ctx: RankContext) -> str:
     return out.getvalue()
 
 
-def test_rank_zero_says_what_was_chosen_and_why(ranks: RankPool) -> None:
+def test_rank_0_prints_the_choice_and_the_reasons(ranks: RankPool) -> None:
     found = ranks(2, printed)
     assert "mics_strategy chose the scopes of `paro-nnn`" in found[0]
     assert found[1] == ""

@@ -1,4 +1,4 @@
-"""Is what cannot work refused, on every rank, with what was asked, what was found and what to do?"""
+"""Unsupported uses raise on every rank: asked, found, do."""
 
 import copy
 import pickle
@@ -396,5 +396,5 @@ def clip_others(ctx: RankContext) -> None:
     sharded.clip_grad_norm_(1.0, only=models.mlp().build().parameters())
 
 
-def test_clipping_what_is_not_sharded_is_refused(ranks: RankPool) -> None:
+def test_clipping_plain_tensors_is_refused(ranks: RankPool) -> None:
     raises_on_every_rank(lambda: ranks(2, clip_others), ConfigError, r"`only` holds a tensor \[16, 5\] that is no")

@@ -1,4 +1,4 @@
-"""A sharded model that nobody refers to is freed, with its memory and its process groups."""
+"""A sharded model without references is freed, with its memory and process groups."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Do replicas of a shard stay equal, whatever draws random numbers, and is it found where they do not?"""
+"""Replicas of a shard stay equal under random numbers; differences are detected."""
 
 from collections.abc import Callable
 
@@ -55,7 +55,7 @@ def one_rank_writes(model: nn.Module, rank: int) -> None:
 def trained(
     ctx: RankContext, preset: str, change: Change, steps: int, **options: object
 ) -> tuple[list[Tensor], Tensor]:
-    """Job: this rank's shards after some steps, and what the rank's own generator gives then."""
+    """Job: this rank's shards after some steps, and a number of its own generator."""
     forget_meshes()
     model = Stack()
     shard(model, ShardConfig.preset(preset, **options), units=[Block])
@@ -127,7 +127,7 @@ class RankBlock(ClampedBlock):
         return super().forward(x)
 
 
-def written_apart(ctx: RankContext) -> None:
+def write_different_values(ctx: RankContext) -> None:
     forget_meshes()
     RankBlock.rank = ctx.rank
     model = Stack(RankBlock)
@@ -136,8 +136,10 @@ def written_apart(ctx: RankContext) -> None:
     model.head.bias.grad  # noqa: B018
 
 
-def test_forwards_that_write_different_values_are_found(ranks: RankPool) -> None:
-    raises_on_every_rank(lambda: ranks(2, written_apart), LifecycleError, match="wrote different values into a param")
+def test_forwards_that_write_different_values_are_detected(ranks: RankPool) -> None:
+    raises_on_every_rank(
+        lambda: ranks(2, write_different_values), LifecycleError, match="wrote different values into a param"
+    )
 
 
 @pytest.mark.parametrize("value", ["always", 0, True, 2.5])
@@ -146,7 +148,7 @@ def test_other_checks_are_refused(value: object) -> None:
         ShardConfig(replica_check=value)
 
 
-def test_replicas_stay_equal_in_whole_numbers_of_bytes(ranks: RankPool) -> None:
+def test_replica_check_supports_narrow_dtypes(ranks: RankPool) -> None:
     for parameters in ranks(4, trained_in_bf16, ranks_per_node=2):
         assert parameters.isfinite().all()
 

@@ -1,4 +1,7 @@
-"""Can state dicts and parameters be saved and copied as FSDP2's can: as DTensors, with this rank's part of each?"""
+"""State dicts and parameters are saved and copied as with FSDP2.
+
+They are DTensors with this rank's part of each.
+"""
 
 import copy
 from pathlib import Path
@@ -115,5 +118,5 @@ def of_fsdp2(ctx: RankContext, folder: Path) -> bool:
     )
 
 
-def test_what_is_saved_is_what_fsdp2_saves(ranks: RankPool, tmp_path: Path) -> None:
+def test_saved_tensors_equal_those_of_fsdp2(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks(4, of_fsdp2, tmp_path) == [True] * 4

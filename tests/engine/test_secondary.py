@@ -1,4 +1,4 @@
-"""Does a backward that gathers from a second copy train the same, and send what the copy is for?"""
+"""Secondary parameters: same training, and the traffic for which they exist."""
 
 import pytest
 
@@ -70,7 +70,7 @@ def test_backward_stays_in_the_node(ranks: RankPool) -> None:
     assert _gathered(plan, "backward") == {"intra_node"}
 
 
-def test_copy_of_the_whole_sends_nothing_in_the_backward(ranks: RankPool) -> None:
+def test_unsharded_secondary_copy_sends_nothing_in_the_backward(ranks: RankPool) -> None:
     _, _, plan = ranks(4, count_steps, Run(case=models.transformer, config=_config((4, 1, 4, 4))), ranks_per_node=2)[0]
     assert _gathered(plan, "forward")
     assert not _gathered(plan, "backward")

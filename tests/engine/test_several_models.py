@@ -1,4 +1,4 @@
-"""May one process train several sharded models, each with its own scopes, in any order?"""
+"""Several sharded models in one process, each with its own scopes, in any order."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,10 @@ def _batch(step: int, rank: int) -> Tensor:
 
 
 def _actor_and_critic(presets: tuple[str, str], make: Shard, ranks: list[int], one_optimizer: bool) -> Weights:
-    """The critic judges what the actor does; each learns from the other, and the critic takes two steps to one."""
+    """The critic judges what the actor does.
+
+    Each learns from the other, and the critic takes two steps to one.
+    """
     actor, critic = models.mlp().build(), nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     torch.manual_seed(3)
     for parameter in critic.parameters():
@@ -72,7 +75,7 @@ def test_actor_and_critic_train_as_plain(ranks: RankPool, presets: tuple[str, st
 
 
 def train_declared(ctx: RankContext, presets: tuple[str, str]) -> Weights:
-    """Both second hops are on their way under the other model's backward, over the groups that they share."""
+    """Both second hops overlap the other model's backward, in shared groups."""
     forget_meshes()
     pair = [models.mlp().build() for _ in presets]
     handles = [_sharded(model, preset) for model, preset in zip(pair, presets, strict=True)]
@@ -111,6 +114,6 @@ def count_groups(ctx: RankContext) -> list[int]:
     return counts
 
 
-def test_models_share_the_groups_that_carry_the_same(ranks: RankPool) -> None:
+def test_models_share_process_groups_of_the_same_role(ranks: RankPool) -> None:
     for one, two, with_another_scope in ranks(4, count_groups, ranks_per_node=2):
         assert two == one + 1 < with_another_scope  # all-reduces have a group of each model's own

@@ -1,4 +1,4 @@
-"""Does a state dict go from sharded to plain and back, at any size?"""
+"""State dicts go from sharded to plain and back, at any world size."""
 
 from typing import Any
 
@@ -152,7 +152,7 @@ def load_other_optimizer(ctx: RankContext, run: Run) -> None:
 def test_optimizer_state_of_another_model_is_refused(ranks: RankPool) -> None:
     run = Run(case=models.mlp, config=ShardConfig())
     raises_on_every_rank(
-        lambda: ranks(2, load_other_optimizer, run), CheckpointError, "has 1 parameters, this SGD has 10"
+        lambda: ranks(2, load_other_optimizer, run), CheckpointError, "has 1 parameters, but this SGD has 10"
     )
 
 
@@ -177,7 +177,10 @@ def test_torchs_own_state_dicts_round_trip(ranks: RankPool, optimizer: str) -> N
 
 
 def compare(ctx: RankContext, run: Run) -> list[bool]:
-    """A parameter with itself, a copy, a copy of which one element of rank 1 is another, and one of another shape."""
+    """Comparisons of a parameter with itself, with copies and with another shape.
+
+    In one copy, one element of rank 1 differs.
+    """
     model = start(ctx, run).model
     weight, *others = model.parameters()
     same, changed = weight.detach().clone(), weight.detach().clone()
@@ -187,7 +190,7 @@ def compare(ctx: RankContext, run: Run) -> list[bool]:
 
 
 @pytest.mark.parametrize("preset", ["zero3", "mics", "ddp"])
-def test_parameters_are_compared_whole(ranks: RankPool, preset: str) -> None:
+def test_comparison_of_parameters_uses_full_tensors(ranks: RankPool, preset: str) -> None:
     run = Run(case=models.mlp, config=ShardConfig.preset(preset))
     found = ranks(2, compare, run)
     assert found[0][:2] == found[1][:2] == [True, True]

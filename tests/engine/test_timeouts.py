@@ -1,4 +1,4 @@
-"""Is a rank that does not answer named by the others, within the timeout that the user gave?"""
+"""All other ranks name a rank that does not answer, within the user's timeout."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def init_with_timeout(ctx: RankContext) -> None:
     dist.init_process_group("gloo", rank=ctx.rank, world_size=ctx.world_size, timeout=timeout)
 
 
-def stand_still() -> None:
+def stall() -> None:
     Path("silent").write_text(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -60,14 +60,14 @@ def sharded_layers(ctx: RankContext, preset: str, options: dict[str, object]) ->
 def train_until_a_rank_stops(
     ctx: RankContext, preset: str, options: dict[str, object], silent: int, where: str
 ) -> None:
-    """In the second step rank `silent` stands still in its backward, or before it clips."""
+    """In the second step rank `silent` stalls in its backward or before clipping."""
     model, sharded = sharded_layers(ctx, preset, options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     is_second = False
 
     def stop() -> None:
         if ctx.rank == silent and is_second:
-            stand_still()
+            stall()
 
     if where == "backward":
         model.trouble = stop
@@ -79,26 +79,26 @@ def train_until_a_rank_stops(
                 stop()
             sharded.clip_grad_norm_(1.0)
         except CommunicationError:
-            end_the_silent_one(ctx)
+            kill_the_stalled_rank(ctx)
             raise
         optimizer.step()
         optimizer.zero_grad()
 
 
-def agree_without_a_rank(ctx: RankContext) -> None:
+def gather_objects_without_a_rank(ctx: RankContext) -> None:
     """Rank 1 stands still where all ranks compare something for the second time."""
     init_with_timeout(ctx)
     gather_objects(ctx.rank)
     if ctx.rank == 1:
-        stand_still()
+        stall()
     try:
         gather_objects(ctx.rank)
     except CommunicationError:
-        end_the_silent_one(ctx)
+        kill_the_stalled_rank(ctx)
         raise
 
 
-def end_the_silent_one(ctx: RankContext) -> None:
+def kill_the_stalled_rank(ctx: RankContext) -> None:
     """When all others have been told."""
     Path(f"told {ctx.rank}").touch()
     while len(list(Path().glob("told *"))) < ctx.world_size - 1:
@@ -116,7 +116,7 @@ def end_the_silent_one(ctx: RankContext) -> None:
         (4, 2, "ddp", {}, 3, "clip"),
     ],
 )
-def test_a_rank_that_stands_still_is_named_by_all_others_within_the_timeout(
+def test_all_other_ranks_name_a_stalled_rank_within_the_timeout(
     ranks: RankPool,
     world_size: int,
     per_node: int,
@@ -141,7 +141,7 @@ def check_all_name(silent: int, failure: RankError) -> None:
         assert re.search(named, str(error)), str(error)
 
 
-def test_a_rank_that_does_not_come_to_an_agreement_is_named(ranks: RankPool) -> None:
+def test_a_rank_that_is_missing_in_a_consensus_check_is_named(ranks: RankPool) -> None:
     with pytest.raises(RankError) as failure:
-        ranks(3, agree_without_a_rank, **LIMITS)
+        ranks(3, gather_objects_without_a_rank, **LIMITS)
     check_all_name(1, failure.value)

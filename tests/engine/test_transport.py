@@ -1,4 +1,4 @@
-"""Do the bytes that leave a rank, counted by the kernel, and those that it reads, equal what `traffic()` says?"""
+"""Bytes counted by the kernel, and bytes read from peers, equal `traffic()`."""
 
 import os
 import socket
@@ -23,7 +23,7 @@ BYTES_ACKED = 120  # offset in Linux's struct tcp_info, a u64
 
 
 def bytes_sent() -> int:
-    """Bytes that peers have acknowledged on all TCP connections that this process has now."""
+    """Bytes that peers have acknowledged on all TCP connections of this process."""
     total = 0
     for path in Path("/proc/self/fd").iterdir():
         if path.is_symlink() and os.readlink(path).startswith("socket:"):
@@ -35,7 +35,10 @@ def bytes_sent() -> int:
 
 
 def count_third_step(ctx: RankContext, preset: str, options: dict[str, str]) -> tuple[int, int, int, int]:
-    """Bytes by the kernel, those that were read, and those by `traffic()`: all, and between nodes."""
+    """Bytes by the kernel, bytes read, and bytes by `traffic()`.
+
+    The latter in all, and between nodes.
+    """
     read: list[int] = []
     read_into = readv.read_into
 
@@ -67,7 +70,7 @@ def count_third_step(ctx: RankContext, preset: str, options: dict[str, str]) -> 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "mics", "hsdp", "paro-iig", "paro-nig"])
 @pytest.mark.parametrize("options", [{}, {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}], ids=["fp32", "bf16"])
-def test_kernel_counts_what_traffic_says(ranks: RankPool, preset: str, options: dict[str, str]) -> None:
+def test_bytes_counted_by_the_kernel_equal_traffic(ranks: RankPool, preset: str, options: dict[str, str]) -> None:
     for counted, read, said, between in ranks(4, count_third_step, preset, options):
         assert said > 4_000_000
         assert counted >= between

@@ -1,4 +1,4 @@
-"""Does training stay right, and planned, where large tensors go in two stages and small ones directly?"""
+"""Large tensors in two stages and small ones in one: same training, as planned."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ from tests.ranks import RankContext, RankPool, raises_on_every_rank
 pytestmark = pytest.mark.wide
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp", "paro-nig", "paro-ngg", "paro-gng")
-WHOLE, STAGES = "intra_node+inter_node", ("intra_node", "inter_node")
+BOTH_AXES, STAGES = "intra_node+inter_node", ("intra_node", "inter_node")
 NUM_STEPS, FROM_BYTES = 2, 4096
 
 
@@ -48,7 +48,7 @@ Counts = tuple[Counter[Kind], Counter[Kind], tuple[TrafficRow, ...], set[tuple[s
 
 
 def count(ctx: RankContext, run: Run) -> Counts:
-    """What the second step issued, what was planned, what was reported, and over which axes."""
+    """Issued, planned and reported traffic of the second step, and its axes."""
     training = start(ctx, run)
     for step in range(NUM_STEPS):
         with CountC10d() as counted:
@@ -60,7 +60,7 @@ def count(ctx: RankContext, run: Run) -> Counts:
 
 @pytest.mark.parametrize("from_bytes", [1, FROM_BYTES, 1 << 40])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_is_sent_was_planned(ranks: RankPool, preset: str, from_bytes: int) -> None:
+def test_issued_traffic_equals_the_plan_with_any_threshold(ranks: RankPool, preset: str, from_bytes: int) -> None:
     for issued, planned, rows, _ in ranks(4, count, run_of(preset, from_bytes), ranks_per_node=2):
         assert issued == planned
         assert planned
@@ -69,20 +69,20 @@ def test_what_is_sent_was_planned(ranks: RankPool, preset: str, from_bytes: int)
 
 @pytest.mark.parametrize("narrow", ["param_dtype", "reduce_dtype"])
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
-def test_what_is_sent_in_narrow_dtypes_was_planned(ranks: RankPool, preset: str, narrow: str) -> None:
+def test_issued_traffic_in_narrow_dtypes_equals_the_plan(ranks: RankPool, preset: str, narrow: str) -> None:
     for issued, planned, _, _ in ranks(4, count, run_of(preset, **{narrow: "bfloat16"}), ranks_per_node=2):
         assert issued == planned
 
 
-def test_a_number_between_the_sizes_of_units_sends_some_in_each_way(ranks: RankPool) -> None:
+def test_a_threshold_between_the_unit_sizes_uses_both_algorithms(ranks: RankPool) -> None:
     by_number = {n: ranks(4, count, run_of("zero3", n), ranks_per_node=2)[0][3] for n in (1, FROM_BYTES, 1 << 40)}
     kinds = ("all_gather", "reduce_scatter")
-    in_stages, directly = {(k, axis) for k in kinds for axis in STAGES}, {(k, WHOLE) for k in kinds}
+    in_stages, directly = {(k, axis) for k in kinds for axis in STAGES}, {(k, BOTH_AXES) for k in kinds}
     assert by_number == {1: in_stages, FROM_BYTES: in_stages | directly, 1 << 40: directly}
 
 
-def test_gathers_have_the_same_bits_either_way(ranks: RankPool) -> None:
-    """The losses of the first step are computed from what was gathered, and from nothing that was summed."""
+def test_all_gathers_are_bitwise_equal_with_either_algorithm(ranks: RankPool) -> None:
+    """Losses of the first step depend on all-gathers only, not on reductions."""
     losses = {
         n: [outcome.losses[0] for outcome in ranks(4, train, run_of("zero3", n), ranks_per_node=2)]
         for n in (1, FROM_BYTES, 1 << 40)
@@ -111,7 +111,7 @@ def printed(ctx: RankContext, cache: str) -> list[str]:
     return lines
 
 
-def test_rank_0_says_once_what_was_measured(ranks: RankPool, tmp_path: object) -> None:
+def test_rank_0_prints_measurements_once(ranks: RankPool, tmp_path: object) -> None:
     first, *others = ranks(4, printed, str(tmp_path), ranks_per_node=2, calibrates=True)
     assert others == [[]] * 3
     [text] = first
@@ -119,7 +119,7 @@ def test_rank_0_says_once_what_was_measured(ranks: RankPool, tmp_path: object) -
     assert "measured now" in text
 
 
-def test_training_with_what_was_measured_is_planned_and_right(ranks: RankPool, tmp_path: object) -> None:
+def test_training_with_measured_thresholds_is_planned_and_right(ranks: RankPool, tmp_path: object) -> None:
     run = run_of("zero3").replace(config=ShardConfig.preset("zero3"))
     env = {"XDG_CACHE_HOME": str(tmp_path)}
     assert_same_training(ranks(4, train, run, ranks_per_node=2, env=env, calibrates=True), plain(run, 4))

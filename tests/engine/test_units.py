@@ -1,4 +1,4 @@
-"""Which modules become units, and who owns a parameter that several share?"""
+"""Choice of units, and the unit of a parameter that several units share."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,10 @@ from tests.models import Block, Residual, Transformer
 
 
 class EncoderDecoder(nn.Module):
-    """Two layer classes, each repeated; the decoder's layers hold an inner layer of the encoder's kind."""
+    """Two layer classes, each repeated.
+
+    The decoder's layers hold an inner layer of the encoder's kind.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +98,7 @@ def test_several_classes_nest() -> None:
     ]
 
 
-def test_predicate_takes_what_it_likes() -> None:
+def test_predicate_chooses_any_modules() -> None:
     units = find_units(Transformer(), lambda module: isinstance(module, nn.Linear) and module.bias is not None)
     assert len(units) == 1 + 3 * 4
 
@@ -128,7 +131,7 @@ def test_owner_is_the_innermost_unit_around(rule: object) -> None:
         assert owner == max(around, key=len)
 
 
-def test_tied_parameter_belongs_to_the_root_when_its_homes_are_apart() -> None:
+def test_tied_parameter_belongs_to_the_root_when_its_modules_share_no_unit() -> None:
     model = Transformer(tie=True)
     model.blocks[1].down.weight = model.blocks[0].down.weight
     owners = _owners(find_units(model, Block))
@@ -137,7 +140,7 @@ def test_tied_parameter_belongs_to_the_root_when_its_homes_are_apart() -> None:
     assert "head.weight" not in owners
 
 
-def test_tied_parameter_belongs_to_the_unit_around_all_its_homes() -> None:
+def test_tied_parameter_belongs_to_the_unit_around_all_its_modules() -> None:
     model = EncoderDecoder()
     first, second = model.decoder["a"].inner
     second.up.weight = first.up.weight
@@ -145,13 +148,13 @@ def test_tied_parameter_belongs_to_the_unit_around_all_its_homes() -> None:
     assert owners["decoder.a.inner.0.up.weight"] == "decoder.a"
 
 
-def test_tied_parameter_stays_inside_a_unit_that_holds_all_its_homes() -> None:
+def test_tied_parameter_stays_inside_a_unit_with_all_its_modules() -> None:
     model = Transformer()
     model.blocks[1].norm2.weight = model.blocks[1].norm1.weight
     assert _owners(find_units(model, Block))["blocks.1.norm1.weight"] == "blocks.1"
 
 
-def test_tied_parameter_knows_all_its_homes() -> None:
+def test_tied_parameter_lists_all_its_locations() -> None:
     model = Transformer(tie=True)
     homes = next(
         e.locations for unit in find_units(model, Block) for e in unit.parameters if e.name == "embedding.weight"
@@ -171,7 +174,7 @@ def test_parameters_of_a_module_shared_by_units_belong_around_them() -> None:
     assert _owners(units)["layers.0.norm.weight"] == ""
 
 
-def test_class_that_the_model_lacks_is_refused_with_what_it_has() -> None:
+def test_missing_class_is_refused_with_the_present_ones() -> None:
     with pytest.raises(ConfigError, match=r"no module of class Conv2d\. It has .*LayerNorm"):
         find_units(Transformer(), nn.Conv2d)
 
@@ -183,7 +186,7 @@ def test_a_class_may_be_given_by_its_name(rule: object) -> None:
 
 
 @pytest.mark.parametrize("rule", ["Blok", [Block, "Blok"]], ids=repr)
-def test_name_of_no_class_is_refused_even_beside_others(rule: object) -> None:
+def test_unknown_class_name_is_refused_next_to_known_ones(rule: object) -> None:
     with pytest.raises(ConfigError, match=r"no module of class Blok\. It has Block"):
         find_units(Transformer(), rule)
 

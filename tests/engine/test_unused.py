@@ -1,4 +1,4 @@
-"""May ranks, and micro-steps, use different parameters?"""
+"""Ranks and micro-steps that use different parameters."""
 
 from unittest import mock
 
@@ -37,20 +37,20 @@ def _check(ranks: RankPool, world_size: int, run: Run) -> None:
     assert_same_training(outcomes, plain(run, world_size))
 
 
-WHOLE_PARAMETERS = ["ddp", "zero1", "zero2", "paro-nni", "paro-nii", "paro-nig", "paro-ngg"]
+UNSHARDED_PRESETS = ["ddp", "zero1", "zero2", "paro-nni", "paro-nii", "paro-nig", "paro-ngg"]
 
 
-@pytest.mark.parametrize("preset", WHOLE_PARAMETERS)
+@pytest.mark.parametrize("preset", UNSHARDED_PRESETS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_may_take_different_units_where_parameters_are_whole(
+def test_ranks_may_run_different_units_if_parameters_are_not_sharded(
     ranks: RankPool, preset: str, world_size: int
 ) -> None:
     _check(ranks, world_size, Run(case=models.unused, config=ShardConfig.preset(preset), accumulation=2, steps=4))
 
 
-@pytest.mark.parametrize("preset", WHOLE_PARAMETERS)
+@pytest.mark.parametrize("preset", UNSHARDED_PRESETS)
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_ranks_may_take_different_units_up_to_a_declared_boundary(
+def test_ranks_may_run_different_units_up_to_a_declared_boundary(
     ranks: RankPool, preset: str, accumulation: int
 ) -> None:
     config = ShardConfig.preset(preset)
@@ -88,9 +88,9 @@ def backwards_on_some_ranks() -> Case:
     return Case(build=build, batch=batch, loss=loss, units=(nn.Linear,))
 
 
-@pytest.mark.parametrize("preset", WHOLE_PARAMETERS)
+@pytest.mark.parametrize("preset", UNSHARDED_PRESETS)
 @pytest.mark.parametrize("signal", [False, True], ids=["undeclared", "declared"])
-def test_ranks_may_take_different_units_in_another_order_than_the_modules(
+def test_ranks_may_run_different_units_in_another_order_than_the_modules(
     ranks: RankPool, preset: str, signal: bool
 ) -> None:
     run = Run(case=backwards_on_some_ranks, config=ShardConfig.preset(preset), accumulation=2, steps=4, signal=signal)
@@ -99,7 +99,7 @@ def test_ranks_may_take_different_units_in_another_order_than_the_modules(
 
 @pytest.mark.parametrize("preset", ["mics", "zero3", "paro-iig", "paro-ini"])
 @pytest.mark.parametrize("signal", [False, True], ids=["undeclared", "declared"])
-def test_ranks_may_take_different_branches_inside_a_unit(ranks: RankPool, preset: str, signal: bool) -> None:
+def test_ranks_may_run_different_branches_inside_a_unit(ranks: RankPool, preset: str, signal: bool) -> None:
     config = ShardConfig.preset(preset)
     run = Run(case=models.unused, config=config, accumulation=2, steps=4, units=root_only, signal=signal)
     _check(ranks, 4, run)
@@ -118,7 +118,10 @@ def test_ranks_may_use_units_whose_output_misses_the_loss(ranks: RankPool, prese
 
 
 def detached_on_some_ranks() -> Case:
-    """Every rank runs the model with and without the branch; the loss looks at one of the outputs."""
+    """Every rank runs the model with and without the branch.
+
+    The loss looks at one of the outputs.
+    """
     case = models.unused()
 
     def batch(step: int, micro: int, rank: int) -> Batch:
@@ -165,7 +168,7 @@ def unseen_on_some_ranks() -> Case:
 
 
 @pytest.mark.parametrize("overlap", ["all", "none"])
-def test_ranks_whose_losses_see_different_units_gather_and_reduce_in_one_order(ranks: RankPool, overlap: str) -> None:
+def test_ranks_whose_losses_use_different_units_communicate_in_one_order(ranks: RankPool, overlap: str) -> None:
     configs = presets(("zero3", "zeropp", "mics", "paro-iig"), overlap=overlap)
     runs = [Run(case=unseen_on_some_ranks, config=each, accumulation=2, steps=3, signal=True) for each in configs]
     for outcomes in zip(*ranks(4, train_each, runs, ranks_per_node=2, timeout_s=25.0), strict=True):
@@ -236,7 +239,10 @@ def test_wrong_boundary_costs_no_correctness(ranks: RankPool, preset: str, case:
 
 
 def grads_of_unused(ctx: RankContext, run: Run) -> list[bool]:
-    """Whether the branch has a gradient, in a step that uses it on rank 0 only, and in one that does not."""
+    """Whether the branch has a gradient, in two steps.
+
+    Rank 0 uses it in the first one, and no rank in the second.
+    """
     training = start(ctx, run)
     found = []
     for step, use_branch in ((0, ctx.rank == 0), (1, False)):
@@ -275,7 +281,10 @@ class Chained(nn.Module):
 
 
 def hops_of_a_step(ctx: RankContext) -> list[str]:
-    """What this rank starts, in the order of the host, where nothing has ended before it is waited for, as on CUDA."""
+    """Collectives that this rank starts, in order.
+
+    Nothing ends before it is waited for, as on CUDA.
+    """
     torch.manual_seed(5)
     model = Chained()
     config = ShardConfig.preset("paro-nii", topology=Topology(ranks_per_node=2))

@@ -1,4 +1,4 @@
-"""Is every loop right that the engine's authors did not have in mind?"""
+"""Training loops for which the engine was not designed train as plain."""
 
 from functools import lru_cache
 
@@ -123,6 +123,6 @@ def gradient_of_a_penalty(ctx: RankContext) -> Tensor:
     return (gradient - 2 * weight).abs().max().full_tensor().detach()
 
 
-def test_gradients_of_what_is_computed_from_sharded_parameters_are_given(ranks: RankPool) -> None:
+def test_gradients_of_results_computed_from_sharded_parameters_are_available(ranks: RankPool) -> None:
     for difference in ranks(2, gradient_of_a_penalty):
         assert difference == 0

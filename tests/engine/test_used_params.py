@@ -1,6 +1,6 @@
-"""When is what ranks have counted read, and does the host wait for a GPU to know it?
+"""Reading of used-parameter counts, without waiting for a GPU.
 
-A GPU is pretended by tensors that say they are on one.
+A GPU is simulated by tensors that claim to be on one.
 """
 
 from types import SimpleNamespace
@@ -23,53 +23,53 @@ class OnGpu(torch.Tensor):
     is_cuda = True  # type: ignore[assignment]
 
 
-def a_way(groups: Any) -> tuple[DesyncCheck, torch.Tensor]:
+def make_check(groups: Any) -> tuple[DesyncCheck, torch.Tensor]:
     counts = torch.zeros(3, dtype=torch.int32)
-    way = DesyncCheck(counts, groups, ReplicaCheck([], groups, -1))
-    way._digest = counts[-1:].as_subclass(OnGpu)
-    return way, counts
+    check = DesyncCheck(counts, groups, ReplicaCheck([], groups, -1))
+    check._digest = counts[-1:].as_subclass(OnGpu)
+    return check, counts
 
 
 def test_a_gpu_is_waited_for_in_the_first_steps_only() -> None:
-    way, _ = a_way(SimpleNamespace())
+    check, _ = make_check(SimpleNamespace())
     event, waits = mock.Mock(), []
     with mock.patch.object(torch.cuda, "Event", return_value=event):
         for _ in range(READ_AT_ONCE + 2):
-            way.record()
+            check.record()
             waits.append(event.synchronize.call_count)
     assert waits == [*range(1, READ_AT_ONCE + 1), READ_AT_ONCE, READ_AT_ONCE]
 
 
 @pytest.mark.parametrize("step", [0, READ_AT_ONCE])
-def test_ranks_that_differ_are_told_at_once_in_the_first_steps_and_one_step_later_afterwards(step: int) -> None:
-    way, counts = a_way(SimpleNamespace(first_mismatch=lambda: "they differ", is_in_sync=lambda: False))
+def test_diverged_ranks_raise_at_once_in_the_first_steps_and_one_step_later_afterwards(step: int) -> None:
+    check, counts = make_check(SimpleNamespace(first_mismatch=lambda: "they differ", is_in_sync=lambda: False))
     with mock.patch.object(torch.cuda, "Event"):
         for _ in range(step):
-            way.record()
+            check.record()
         counts[-1] = 1
         if step >= READ_AT_ONCE:
-            way.record()
+            check.record()
         with pytest.raises(LifecycleError, match="they differ"):
-            way.record() if step < READ_AT_ONCE else way.raise_if_desynced()
+            check.record() if step < READ_AT_ONCE else check.raise_if_desynced()
 
 
 def test_counts_are_copied_from_pinned_memory_without_waiting() -> None:
-    asked: list[dict[str, Any]] = []
+    options_of_calls: list[dict[str, Any]] = []
     make = torch.tensor
 
     def tensor(values: list[int], *, pin_memory: bool, **options: Any) -> torch.Tensor:
-        asked.append({"pin_memory": pin_memory})
+        options_of_calls.append({"pin_memory": pin_memory})
         return make(values, **options)
 
     class Counts(OnGpu):
         def copy_(self, source: torch.Tensor, **options: Any) -> torch.Tensor:
-            asked.append(options)
+            options_of_calls.append(options)
             return super().copy_(source, **options)
 
     counts: Any = torch.zeros(1, dtype=torch.int32).as_subclass(Counts)
     with mock.patch.object(torch, "tensor", tensor):
         UsedParamMap(counts, [], SimpleNamespace(desync_digest=5, world_group=None))
-    assert asked == [{"pin_memory": True}, {"non_blocking": True}]
+    assert options_of_calls == [{"pin_memory": True}, {"non_blocking": True}]
     assert int(counts.as_subclass(torch.Tensor)) == 5
 
 
@@ -80,7 +80,7 @@ def reads_of_a_step(ctx: RankContext, preset: str) -> int:
     launch = second_hop.launch
 
     def final_at_once(*args: Any) -> OpChain:
-        """As on a GPU, where the state of a gradient is final when its second hop has been launched."""
+        """Make gradients final when their second hop is launched, as on a GPU."""
         chain = launch(*args)
         chain.wait()
         return chain
@@ -97,5 +97,5 @@ def reads_of_a_step(ctx: RankContext, preset: str) -> int:
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "mics"])
-def test_no_count_is_read_where_the_last_backward_has_sent_everything(ranks: RankPool, preset: str) -> None:
+def test_no_count_is_read_if_the_last_backward_reduced_everything(ranks: RankPool, preset: str) -> None:
     assert ranks(4, reads_of_a_step, preset, ranks_per_node=2) == [0] * 4

@@ -1,4 +1,4 @@
-"""Is what a forward writes into a parameter kept, exactly, or refused?"""
+"""Writes of a forward into a parameter are kept exactly, or refused."""
 
 from typing import Any
 
@@ -114,7 +114,7 @@ def sharded_max_norm(ctx: RankContext) -> None:
     shard(embedding(1.0), "mics")
 
 
-def test_rows_that_ranks_would_renormalize_apart_are_refused(ranks: RankPool) -> None:
+def test_renormalization_that_would_diverge_is_refused(ranks: RankPool) -> None:
     raises_on_every_rank(
         lambda: ranks(2, sharded_max_norm), ConfigError, match="`0` renormalizes the rows that a batch looks up"
     )

@@ -1,4 +1,4 @@
-"""Do gradients that stay where autograd has put them make the same sums, bit for bit, as those in the flat form?"""
+"""Gradients reduced in place are bitwise equal to those of the flat buffer."""
 
 import gc
 import os
@@ -19,7 +19,7 @@ from mics_strategy import ShardConfig, Sharded, Topology, shard
 from mics_strategy.comm.full_tensor import full_tensor
 from mics_strategy.comm.peer_memory import readv
 from mics_strategy.engine import zero_copy
-from mics_strategy.engine.grad_bucket import GradBucket
+from mics_strategy.engine.grad_bucket import BackwardGrads, GradBucket
 from mics_strategy.engine.zero_copy import PeerReadGrads
 from mics_strategy.errors import CommunicationError
 from tests.engine.training import forget_meshes
@@ -32,7 +32,10 @@ WIDTH = 12
 
 
 class Awkward(nn.Module):
-    """Rows that leave no rest, and some that do; fewer rows than ranks; columns that are cut; a number."""
+    """Rows that leave no rest, and some that do; fewer rows than ranks.
+
+    Columns that are cut; a number.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,21 +81,21 @@ def collect_halves(self: GradBucket, position: int, grad: Tensor) -> None:
 def trained(
     ctx: RankContext, block: type[nn.Module], preset: str, per_node: int, how: str
 ) -> tuple[dict[str, Tensor], Counter[str]]:
-    """Parameters after some steps of two micro-steps, and how many gradients were kept and copied."""
+    """Parameters after some steps, and numbers of kept and of copied gradients."""
     forget_meshes()
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block(), block())
     dtypes = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"} if how.endswith("bf16") else {}
     config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=per_node), **dtypes)
     counts: Counter[str] = Counter()
-    keep, write = PeerReadGrads.keep, GradBucket._copy_in
+    keep, write = PeerReadGrads.keep, BackwardGrads.copy_in
 
     def counted_keep(self: PeerReadGrads, position: int, grad: Tensor) -> bool:
         kept = keep(self, position, grad)
         counts["kept"] += kept
         return kept
 
-    def counted_write(self: GradBucket, *args: object, **options: object) -> None:
+    def counted_write(self: BackwardGrads, *args: object, **options: object) -> None:
         counts["copied"] += 1
         write(self, *args, **options)
 
@@ -102,12 +105,12 @@ def trained(
 
     with ExitStack() as patched:
         patched.enter_context(mock.patch.object(PeerReadGrads, "keep", counted_keep))
-        patched.enter_context(mock.patch.object(GradBucket, "_copy_in", counted_write))
+        patched.enter_context(mock.patch.object(BackwardGrads, "copy_in", counted_write))
         if how.startswith("flat"):
             patched.enter_context(mock.patch("mics_strategy.engine.grad_bucket.plan_in_place_reduce", flat_only))
         if how == "in halves":
             patched.enter_context(mock.patch.object(GradBucket, "add", collect_halves))
-        if how == "short notes":
+        if how == "short descriptors":
             patched.enter_context(mock.patch.object(zero_copy, "IOV_MAX", 1))
         if how == "late":
             patched.enter_context(mock.patch.object(readv, "read_into", late))
@@ -135,24 +138,26 @@ def _backward(ctx: RankContext, model: nn.Module, sharded: Sharded, step: int, *
 @pytest.mark.parametrize(
     ("block", "world", "preset", "how"),
     [
-        (Awkward, 2, "zero3", "loose"),
+        (Awkward, 2, "zero3", "in place"),
         (Awkward, 6, "mics", "late"),
-        (Awkward, 4, "paro-nig", "loose"),
-        (Skipping, 4, "mics", "loose"),
+        (Awkward, 4, "paro-nig", "in place"),
+        (Skipping, 4, "mics", "in place"),
         (Awkward, 4, "mics", "in halves"),
-        (Graph, 4, "mics", "loose"),
-        (Awkward, 2, "zero3", "short notes"),
-        (Awkward, 4, "mics", "loose bf16"),
+        (Graph, 4, "mics", "in place"),
+        (Awkward, 2, "zero3", "short descriptors"),
+        (Awkward, 4, "mics", "in place bf16"),
     ],
 )
-def test_sums_are_the_same_bits(ranks: RankPool, block: type[nn.Module], world: int, preset: str, how: str) -> None:
+def test_zero_copy_reductions_are_bitwise_equal(
+    ranks: RankPool, block: type[nn.Module], world: int, preset: str, how: str
+) -> None:
     per_node, flat = world if preset == "zero3" else world // 2, "flat bf16" if how.endswith("bf16") else "flat"
     one, other = (ranks(world, trained, block, preset, per_node, each, ranks_per_node=per_node) for each in (how, flat))
     for (found, counts), (expected, flat_counts) in zip(one, other, strict=True):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert flat_counts["kept"] == 0
-        assert (counts["kept"] > 0) == (block is not Graph and how != "short notes")
-        if how in ("loose", "late") and block is not Graph:
+        assert (counts["kept"] > 0) == (block is not Graph and how != "short descriptors")
+        if how in ("in place", "late") and block is not Graph:
             assert counts["copied"] < flat_counts["copied"] / 3
 
 
@@ -184,7 +189,7 @@ def lose_a_rank(ctx: RankContext) -> None:
             model(torch.ones(3, WIDTH)).sum().backward()
 
 
-def test_when_a_rank_dies_whose_gradient_is_read_the_other_says_in_what(ranks: RankPool) -> None:
+def test_when_a_rank_dies_during_a_peer_memory_read_the_other_names_the_collective(ranks: RankPool) -> None:
     with pytest.raises(RankError) as failure:
         ranks(2, lose_a_rank, ranks_per_node=2, timeout_s=20.0)
     error = failure.value.by_rank[0]

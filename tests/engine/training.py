@@ -1,7 +1,7 @@
-"""How does a test train a sharded model, and what does it compare with?
+"""Jobs that train a sharded model, and the references to compare with.
 
-`train` is the job that most tests send to ranks: it trains one case and tells what plain training tells,
-so that `assert_same_training` can hold it against `train_reference`.
+`train` is the job that most tests send to ranks: it trains one case and returns what plain training returns, so that
+`assert_same_training` can compare it with `train_reference`.
 """
 
 import math
@@ -128,7 +128,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches: an equal mesh of an earlier job, found there, has groups that are gone."""
+    """Empty DTensor's caches.
+
+    An equal mesh of an earlier job has deleted groups.
+    """
     _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
     _clear_sharding_prop_cache()
@@ -164,7 +167,10 @@ def train_each(ctx: RankContext, runs: list[Run]) -> list[Outcome]:
 
 
 def train_without_reading(ctx: RankContext, run: Run) -> dict[str, Tensor]:
-    """Job: the barest loop, nothing between backward and step; the parameters at the end."""
+    """Job: the barest loop, nothing between backward and step.
+
+    The parameters at the end.
+    """
     training = start(ctx, run)
     for step in range(run.steps):
         training.step(step)
@@ -186,7 +192,10 @@ def _plain(make_case: Any, world_size: int, steps: int, accumulation: int, optim
 
 
 def assert_same_training(outcomes: list[Outcome], trace: Trace, tolerance: float = 1e-6) -> None:
-    """Every rank's outcome is the one of plain training: losses, norms, gradients, parameters."""
+    """Check that every rank's outcome is that of plain training.
+
+    Losses, norms, gradients and parameters are compared.
+    """
     for rank, outcome in enumerate(outcomes):
         for step, by_rank in enumerate(trace.losses_by_rank):
             assert math.isclose(outcome.losses[step], by_rank[rank], rel_tol=1e-5, abs_tol=tolerance), f"loss {step}"

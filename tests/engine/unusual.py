@@ -1,6 +1,6 @@
-"""Which training loops did nobody have in mind when the engine was made?
+"""Training loops for which the engine was not designed.
 
-Each `Loop` builds a small model in fp64 and runs what a step runs before the optimizer. `train` runs the loops on a
+Each `Loop` builds a small model in fp64 and runs the part of a step before the optimizer. `train` runs the loops on a
 sharded model, `reference` on plain models, one for each rank, whose gradients are averaged before every step.
 """
 
@@ -114,7 +114,10 @@ class ObjectStack(Stack):
 
 
 class Forces(Stack):
-    """An energy and its negative gradient by the positions, as models of molecules return them."""
+    """An energy and its negative gradient by the positions.
+
+    Models of molecules return them.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()

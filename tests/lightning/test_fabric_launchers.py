@@ -51,13 +51,10 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 FABRIC_RUN = [str(Path(sys.executable).parent / "fabric"), "run", "--strategy=mics", "--accelerator=cpu", "--devices=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "launching"),
-    [
-        ([], LAUNCHING),
-        pytest.param(TORCHRUN, LAUNCHING, marks=pytest.mark.slow),
-        pytest.param(FABRIC_RUN, "Fabric()", marks=pytest.mark.slow),
-    ],
+    [([], LAUNCHING), (TORCHRUN, LAUNCHING), (FABRIC_RUN, "Fabric()")],
     ids=["script", "torchrun", "fabric run"],
 )
 def test_a_script_runs_on_the_ranks_that_it_or_a_launcher_starts(

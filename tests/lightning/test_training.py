@@ -39,6 +39,7 @@ def _all_like_ddp(ctx: RankContext, configs: list[str]) -> None:
         assert_same(fitted(ctx, mics(config), Regression("adamw"), loader(), **options), expected)
 
 
+@pytest.mark.slow
 def test_every_preset_accumulates_and_clips_as_ddp(ranks: RankPool) -> None:
     run(ranks, 4, _all_like_ddp, [*ShardConfig.PRESETS, "auto"], ranks_per_node=2, timeout_s=58.0)
 

@@ -27,6 +27,7 @@ def mean_losses(told: list[Told]) -> list[float]:
     return [sum(losses) / len(told) for losses in zip(*(each.losses for each in told), strict=True)]
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_a_killed_run_goes_on_elsewhere_as_if_nothing_had_been(ranks: RankPool, tmp_path: Path, adapter: str) -> None:
     expected = reference()

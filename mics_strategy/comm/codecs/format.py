@@ -24,7 +24,6 @@ from mics_strategy.errors import ConfigError, ShapeError
 
 ALIGN_BYTES = 16  # so that consecutive rows start at the alignment of a GPU's widest loads
 SCALE_BYTES = 4
-SMALLEST_SCALE = 2.0**-123  # about 1e-37; 1 / scale is finite with a wide margin
 LARGEST_BOUND_BLOCK = 8192  # values; up to this block size, a parameter is padded to whole blocks
 
 
@@ -59,6 +58,7 @@ class Codec:
     rounding: str = "nearest"
 
     NAMES: ClassVar[tuple[str, ...]] = ("int8", "int4")
+    SMALLEST_SCALE: ClassVar[float] = 2.0**-123  # about 1e-37; 1 / scale is finite with a wide margin
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or self.bits not in (4, 8):

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from mics_strategy.comm.codecs.format import SMALLEST_SCALE, Codec
+if TYPE_CHECKING:
+    from mics_strategy.comm.codecs.format import Codec
 
 Fill = Callable[[int, int, torch.Tensor], None]  # writes the values from start to end into a flat fp32 tensor
 
@@ -171,9 +173,9 @@ class TorchCodec:
             The inverse scales, by which values are multiplied, and a mask of nonfinite blocks (None where none is).
         """
         lowest, highest = scales_R1.mul_(1 / self._codec.largest_code).aminmax()
-        if lowest >= SMALLEST_SCALE and highest < torch.inf:  # the usual case; a NaN fails both comparisons
+        if lowest >= self._codec.SMALLEST_SCALE and highest < torch.inf:  # the usual case; a NaN fails both comparisons
             return scales_R1.reciprocal(), None
-        small = scales_R1 < SMALLEST_SCALE
+        small = scales_R1 < self._codec.SMALLEST_SCALE
         nonfinite = ~(scales_R1 < torch.inf)
         scales_R1.masked_fill_(small, 0.0).masked_fill_(nonfinite, torch.nan)  # always the same bits of NaN
         return scales_R1.reciprocal().masked_fill_(small, 0.0), nonfinite

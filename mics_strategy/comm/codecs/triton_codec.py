@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mics_strategy.comm.codecs.format import SMALLEST_SCALE, Codec
+from mics_strategy.comm.codecs.format import Codec
 
 LAUNCH = {"enable_fp_fusion": False, "num_warps": 4}
 
@@ -36,7 +36,7 @@ _PROGRAM_BYTES = 2048  # codes that one program writes
 _INT32_NUMEL = 2**31 - 2**20
 _NAN_BITS = tl.constexpr(0x7FC00000)
 _EVEN = tl.constexpr(12582912.0)  # 1.5 * 2**23: added to a small number, it leaves no bits for a fraction
-_SMALLEST = tl.constexpr(SMALLEST_SCALE)
+_SMALLEST = tl.constexpr(Codec.SMALLEST_SCALE)
 
 
 @triton.jit

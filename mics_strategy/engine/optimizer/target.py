@@ -14,7 +14,7 @@ from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.traffic_log import IssuedCollective
+    from mics_strategy.comm.traffic import IssuedCollective
     from mics_strategy.engine.build import BuildContext
     from mics_strategy.engine.step import Engine
 
@@ -96,9 +96,9 @@ class OptimizerTarget:
         """
         self.engine.post_step()
         self.is_check_due = self.is_step_over = True
-        if self.engine.num_backwards:
-            self.last_step = (self.engine.num_backwards, self._groups.traffic_log.drain())
-            self.engine.num_backwards = 0
+        if self.engine.backwards.num_in_step:
+            self.last_step = (self.engine.backwards.num_in_step, self._groups.traffic_log.drain())
+            self.engine.backwards.num_in_step = 0
             self.last_exchanges = [*exchanges]
             self.steps_done += 1
         else:  # another optimizer of the same step

@@ -1,4 +1,4 @@
-"""Which little optimizers look further than at one element?"""
+"""Small optimizers whose updates are not elementwise."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class Simple(Optimizer):
-    """An optimizer that calls `update` for every tensor with a gradient, which subtracts `change`."""
+    """An optimizer that subtracts `change` from every tensor with a gradient."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})

@@ -1,4 +1,4 @@
-"""Do optimizers that keep their counters on the GPU, as CUDA graphs need them, step as on the plain model?
+"""Optimizers with counters on the GPU, for CUDA graphs, step as on a plain model.
 
 World 1 on NCCL: no second rank. On a CPU torch refuses them (`test_optimizer_states.py`).
 """

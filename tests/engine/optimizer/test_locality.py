@@ -1,4 +1,4 @@
-"""Is it found out how far an optimizer looks?"""
+"""Dry runs determine the update locality of an optimizer."""
 
 import copy
 import logging
@@ -88,7 +88,7 @@ def counting(kinds: list[type[Optimizer]]) -> type[Optimizer]:
     return Counting
 
 
-def test_a_trial_does_not_reach_what_the_author_counts(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dry_run_does_not_change_the_authors_counters(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "mics_strategy")
     made: list[Any] = []
     optimizer = counting(made)(parameters())
@@ -109,7 +109,7 @@ def reach(make: Callable[[list[nn.Parameter]], Optimizer]) -> list[UpdateLocalit
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_of_torch_look_at_elements(name: str) -> None:
+def test_optimizers_of_torch_are_elementwise(name: str) -> None:
     """Tried as a class that is not torch's own."""
     make: Any = OPTIMIZERS[name]
     cls = type("Other", (make.func,), {})
@@ -117,17 +117,17 @@ def test_optimizers_of_torch_look_at_elements(name: str) -> None:
 
 
 @pytest.mark.parametrize("cls", [Lamb, ByRow, Late, torch.optim.Adafactor])
-def test_whole_tensors_are_seen_to_be_needed(cls: type[Optimizer]) -> None:
+def test_dry_run_finds_per_tensor_updates(cls: type[Optimizer]) -> None:
     assert reach(cls) == [UpdateLocality.PER_TENSOR]
 
 
-def test_rows_that_look_at_themselves_only_are_no_elements() -> None:
+def test_row_local_updates_are_not_elementwise() -> None:
     """Tensors may be cut along another dimension than the first."""
     assert reach(lambda params: ByRow([p for p in params if p.dim() == 2])) == [UpdateLocality.PER_TENSOR]
 
 
 @pytest.mark.parametrize("cls", [Clipping, CountingAll])
-def test_all_tensors_are_seen_to_be_needed(cls: type[Optimizer]) -> None:
+def test_dry_run_finds_global_updates(cls: type[Optimizer]) -> None:
     assert reach(cls) == [UpdateLocality.GLOBAL]
 
 
@@ -135,11 +135,11 @@ def test_muon_needs_whole_tensors() -> None:
     assert reach(lambda params: torch.optim.Muon([p for p in params if p.dim() == 2])) == [UpdateLocality.PER_TENSOR]
 
 
-def test_a_name_counts_where_a_trial_would_come_too_early() -> None:
+def test_a_known_name_decides_where_a_dry_run_is_too_short() -> None:
     assert reach(type("DistributedShampoo", (Simple,), {})) == [UpdateLocality.PER_TENSOR]
 
 
-def test_every_group_has_its_own_reach() -> None:
+def test_every_group_has_its_own_locality() -> None:
     def make(params: list[nn.Parameter]) -> Optimizer:
         groups = [{"params": params[:2], "is_whole": True}, {"params": params[2:], "is_whole": False}]
         return ByFlag(groups)
@@ -147,7 +147,7 @@ def test_every_group_has_its_own_reach() -> None:
     assert reach(make) == [UpdateLocality.PER_TENSOR, UpdateLocality.ELEMENTWISE]
 
 
-def test_a_rate_that_is_still_zero_hides_nothing() -> None:
+def test_a_learning_rate_of_zero_does_not_hide_locality() -> None:
     assert reach(partial(Lamb, lr=0.0)) == [UpdateLocality.PER_TENSOR]
 
 
@@ -155,14 +155,14 @@ def test_a_rate_that_is_still_zero_hides_nothing() -> None:
     ("base", "expected"),
     [(SGD, UpdateLocality.ELEMENTWISE), (Lamb, UpdateLocality.PER_TENSOR), (Clipping, UpdateLocality.GLOBAL)],
 )
-def test_a_wrapper_looks_as_far_as_what_it_wraps(base: type[Optimizer], expected: UpdateLocality) -> None:
+def test_a_wrapper_has_the_locality_of_the_wrapped_optimizer(base: type[Optimizer], expected: UpdateLocality) -> None:
     assert reach(lambda params: Wrapper(base(params, lr=0.1))) == [expected]
 
 
 @pytest.mark.parametrize(
     "make", [lambda params: type("Other", (AdamW,), {})(params), Lamb, lambda params: Wrapper(SGD(params, lr=0.1))]
 )
-def test_a_trial_leaves_everything_as_it_was(make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+def test_a_dry_run_changes_nothing(make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
     params = parameters()
     optimizer = make(params)
     LambdaLR(optimizer, lambda step: 0.5)  # replaces `step` of the object
@@ -178,7 +178,7 @@ def test_a_trial_leaves_everything_as_it_was(make: Callable[[list[nn.Parameter]]
     assert all(torch.equal(p, torch.ones_like(p)) and torch.equal(p.grad, torch.ones_like(p)) for p in params)
 
 
-def test_an_optimizer_that_cannot_be_tried_is_said_to_be_trusted(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_dry_run_warns_with_the_assumed_locality(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert reach(Stubborn) == [UpdateLocality.ELEMENTWISE]
     assert "The dry run of Stubborn on small tensors failed" in caplog.text

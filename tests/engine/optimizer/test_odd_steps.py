@@ -1,4 +1,4 @@
-"""Do optimizers that treat their tensors oddly, or whose step raises, leave what they leave on the plain model?"""
+"""Optimizers with odd tensor handling, or whose step raises, behave as on plain."""
 
 from collections.abc import Callable
 from functools import partial
@@ -78,7 +78,10 @@ def stepping(loop: Loop, make: Callable[..., Optimizer], zeroes: bool) -> Seen:
 
 
 def after_raising(loop: Loop, zeroes_first: bool) -> Seen:
-    """The loop goes on when a step has raised; its gradients must be gone, or still there, as in torch."""
+    """The loop goes on when a step has raised.
+
+    Its gradients must be gone, or still there, as in torch.
+    """
     optimizer, seen = Raising(loop.parameters(), lr=0.1, momentum=0.9), []
     for step in range(4):
         if zeroes_first:
@@ -117,7 +120,7 @@ BODIES: dict[str, Body] = {
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("case", [models.mlp, models.scalar], ids=lambda case: case.__name__)
-def test_odd_optimizer_leaves_what_it_leaves_on_the_plain_model(
+def test_odd_optimizer_behaves_as_on_the_plain_model(
     ranks: RankPool, case: Callable[[], models.Case], body: str
 ) -> None:
     runs = [Run(case=case, config=config, accumulation=2) for config in presets(NAMES)]
@@ -125,7 +128,10 @@ def test_odd_optimizer_leaves_what_it_leaves_on_the_plain_model(
 
 
 def unfreeze_and_go_on(ctx: RankContext, run: Run, frozen: str) -> dict[str, Tensor]:
-    """A forward is refused because a parameter has no memory for gradients; frozen again, training goes on."""
+    """A forward is refused because a parameter has no memory for gradients.
+
+    Frozen again, training goes on.
+    """
     training = start(ctx, run)
     training.step(0)
     unfrozen = [p for name, p in training.model.named_parameters() if name.startswith(frozen)]

@@ -1,4 +1,4 @@
-"""Do optimizers keep their states when they are reloaded, rolled back, or run in their other implementations?"""
+"""Optimizers keep their states when reloaded or rolled back, in any variant."""
 
 import copy
 import inspect
@@ -32,7 +32,10 @@ MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
 def zeroed_in_place(loop: Loop) -> Seen:
-    """What no batch of a step has used keeps a gradient of zeros, and moves by momentum and decay."""
+    """Gradients are zeroed, not cleared.
+
+    Unused parameters then move by momentum and decay.
+    """
     made = loop.optimizer()
     for step in range(4):
         loop.backward(step)
@@ -64,7 +67,10 @@ def test_an_optimizer_may_step_twice_on_the_same_gradients(ranks: RankPool, runs
 
 
 def reloaded(loop: Loop) -> Seen:
-    """An optimizer is given its own states, after a step and between a backward and its step."""
+    """An optimizer loads its own states.
+
+    Once after a step, and once between a backward and its step.
+    """
     made = loop.optimizer()
     for step in range(3):
         loop.backward(step)
@@ -129,7 +135,7 @@ def _with_late_parameters(loop: Loop) -> Optimizer:
     return made
 
 
-def test_whole_states_of_an_optimizer_may_be_of_some_parameters_only(ranks: RankPool) -> None:
+def test_full_optimizer_states_may_be_of_some_parameters_only(ranks: RankPool) -> None:
     runs = [run.replace(optimizer="adamw") for run in RUNS]
     case = models.mlp()
     expected = _with_late_parameters(Loop(run=runs[0], case=case, model=case.build(), ranks=range(4))).state_dict()
@@ -144,7 +150,10 @@ def test_whole_states_of_an_optimizer_may_be_of_some_parameters_only(ranks: Rank
 
 
 def two_schedules(loop: Loop) -> Seen:
-    """Two optimizers at their own pace, each with a schedule, of which one changes the betas, too."""
+    """Two optimizers with different numbers of steps, each with a schedule.
+
+    One schedule also changes the betas.
+    """
     often, rarely = SGD(loop.parameters("0.", "2."), lr=0.1), AdamW(loop.parameters("3.", "4."), lr=0.01, eps=1e-3)
     cosine, cycle = CosineAnnealingLR(often, 4), OneCycleLR(rarely, max_lr=0.05, total_steps=4)
     for step in range(5):
@@ -192,7 +201,7 @@ IMPLEMENTATIONS: dict[str, MakeOptimizer] = {
 
 
 def implemented(loop: Loop) -> Seen:
-    """Every implementation in turn, each with a new optimizer, on a model that goes on from the last one's result."""
+    """Every implementation in turn, each with a new optimizer on the same model."""
     seen = []
     for make in IMPLEMENTATIONS.values():
         made = make(loop.parameters())
@@ -208,7 +217,7 @@ def test_every_implementation_steps_as_on_the_plain_model(ranks: RankPool, prese
     assert_same_loop(ranks, 2, [run], implemented, tolerance=5e-6)
 
 
-def test_every_implementation_of_torch_is_tried() -> None:
+def test_every_implementation_of_torch_is_tested() -> None:
     offered = set()
     for name in {make.func.__name__ for make in OPTIMIZERS.values()}:
         options = inspect.signature(getattr(torch.optim, name)).parameters
@@ -223,7 +232,10 @@ REFUSED_BY_TORCH: dict[str, tuple[MakeOptimizer, type[Exception], str]] = {
 
 
 def refused_then_another(loop: Loop, option: str) -> Seen:
-    """A step that torch refuses moves nothing, and leaves the gradients for another optimizer."""
+    """A step that torch refuses changes no parameter and no gradient.
+
+    Another optimizer then uses the gradients.
+    """
     make, error, message = REFUSED_BY_TORCH[option]
     loop.backward(0)
     with pytest.raises(error, match=message):

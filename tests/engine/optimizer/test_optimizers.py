@@ -1,4 +1,4 @@
-"""Does any torch optimizer, used in any of its ways, step as on the plain model?"""
+"""Any torch optimizer, used in any way, steps as on the plain model."""
 
 from collections.abc import Callable
 from functools import partial
@@ -38,7 +38,7 @@ def test_optimizer_steps_as_on_the_plain_model(ranks: RankPool, optimizer: str) 
         assert_same(parameters, plain(run, 2).parameters)
 
 
-def test_every_optimizer_of_torch_is_tried() -> None:
+def test_every_optimizer_of_torch_is_tested() -> None:
     """Here, or below among those that are refused, or for another reason left out."""
     tried = {make.func.__name__ for make in OPTIMIZERS.values()} | {"Muon", "Adafactor", "LBFGS"}
     left_out = {"Optimizer", "SparseAdam", "Rprop"}  # a base class; sparse gradients; steps by the sign of rounding
@@ -280,6 +280,6 @@ def test_optimizer_that_needs_whole_tensors_steps_on_whole_ones(ranks: RankPool,
 
 
 @pytest.mark.parametrize("preset", ["ddp", "mics"])
-def test_an_optimizer_that_keeps_its_own_list_of_parameters_is_refused(ranks: RankPool, preset: str) -> None:
+def test_an_optimizer_with_its_own_list_of_parameters_is_refused(ranks: RankPool, preset: str) -> None:
     run = Run(case=models.mlp, config=ShardConfig.preset(preset))
     raises_on_every_rank(lambda: ranks(2, build, run, LBFGS), ConfigError, "LBFGS needs whole tensors of all")

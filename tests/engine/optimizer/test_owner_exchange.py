@@ -1,4 +1,4 @@
-"""Do optimizers that need whole tensors step as on the plain model, when tensors are dealt to ranks?"""
+"""Optimizers that need whole tensors step on their owners as on the plain model."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +36,7 @@ PRESETS = [p for p in ShardConfig.PRESETS if p.startswith("paro-") and p != "par
 
 
 class MuonAndAdam(Muon):
-    """Both in one object, as several implementations have it: matrices by Muon, the rest by AdamW."""
+    """Muon for matrices and AdamW for the rest, in one optimizer."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__([p for p in params if p.dim() == 2], lr=0.05)
@@ -77,6 +77,7 @@ def plain_with(run: Run, world_size: int, make: Make) -> dict[str, Tensor]:
     return train_reference(case.build(), batches, make, loss_fn=case.loss, missing_grads_are_zero=False).parameters
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(
     "case", [*(case for case in models.ALL if case is not models.unused), unused_alike], ids=lambda case: case.__name__
 )
@@ -88,6 +89,7 @@ def test_every_model_trains_as_plain(ranks: RankPool, case: Callable[[], models.
             assert_same(found, expected, 1e-5)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_muon_steps_as_in_one_process(ranks: RankPool, accumulation: int) -> None:
     """To the tolerance of its own arithmetic, which is bf16: see the exact test below."""
@@ -98,6 +100,7 @@ def test_muon_steps_as_in_one_process(ranks: RankPool, accumulation: int) -> Non
             assert_same(found, expected, 2e-3)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("preset", ["zero1", "zero3", "zeropp", "paro-nig"])
 def test_muon_with_codecs_stays_near_and_the_same_on_all_ranks(ranks: RankPool, preset: str) -> None:
     codec = Codec(bits=8, block_size=32)
@@ -145,8 +148,9 @@ def exact() -> models.Case:
     return models.Case(build=build, batch=batch, loss=lambda model, batch: model(batch["x"]), units=(Product,))
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("make", [partial(Muon, lr=0.05), adafactor, Lamb], ids=["Muon", "Adafactor", "Lamb"])
-def test_with_the_same_gradients_every_bit_is_the_same(ranks: RankPool, make: Make) -> None:
+def test_equal_gradients_give_bitwise_equal_training(ranks: RankPool, make: Make) -> None:
     runs = [Run(case=exact, config=layout(preset), steps=4, accumulation=2) for preset in PRESETS]
     expected = plain_with(runs[0], 4, make)
     for of_rank in ranks(4, train_with, runs, make, ranks_per_node=2):
@@ -154,6 +158,7 @@ def test_with_the_same_gradients_every_bit_is_the_same(ranks: RankPool, make: Ma
             assert_identical(found, expected)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(("nodes", "per_node"), REAL)
 def test_every_chain_trains_as_plain(ranks: RankPool, nodes: int, per_node: int) -> None:
     configs = [config.replace(optimizer_layout="tensors") for config in chains(nodes, per_node)]
@@ -190,7 +195,10 @@ def _dtypes(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def count(ctx: RankContext, runs: list[Run], make: Make) -> list[tuple[Any, ...]]:
-    """Issued, planned and reported collectives of the third step, and the bytes exchanged as the deal has it."""
+    """Issued, planned and reported collectives of the third step.
+
+    Also the exchanged bytes by the owner assignment.
+    """
     found = []
     for run in runs:
         training = begin(ctx, run, make)
@@ -220,15 +228,21 @@ def exchanged_bytes(ctx: RankContext) -> tuple[int, int]:
     return row.sent_bytes, sum(p.numel() * 4 for p in training.model.parameters())
 
 
-def test_three_sizes_of_the_model_are_exchanged_less_what_stays(ranks: RankPool) -> None:
-    """By all ranks together: values and gradients one way, values the other; a rank keeps its rows of its tensors."""
+def test_three_model_sizes_are_exchanged_less_the_local_rows(ranks: RankPool) -> None:
+    """By all ranks together: values and gradients one way, values the other.
+
+    A rank keeps its rows of its tensors.
+    """
     found = ranks(4, exchanged_bytes)
     model_bytes = found[0][1]
     assert 3 * model_bytes * 0.6 < sum(sent for sent, _ in found) < 3 * model_bytes
 
 
 def write_between_steps(ctx: RankContext, run: Run, make: Make) -> dict[str, Tensor]:
-    """Rank 1 alone writes into its rows; all ranks write whole parameters; gradients are set by hand."""
+    """Rank 1 alone writes into its rows; all ranks write whole parameters.
+
+    Gradients are set by hand.
+    """
     training = begin(ctx, run, make)
     training.step(0)
     weight = training.model.layers[0].weight
@@ -242,7 +256,7 @@ def write_between_steps(ctx: RankContext, run: Run, make: Make) -> dict[str, Ten
     return training.parameters()
 
 
-def test_what_a_user_writes_between_steps_counts(ranks: RankPool) -> None:
+def test_writes_between_steps_are_used(ranks: RankPool) -> None:
     run = Run(case=exact, config=layout("zero3"))
     case, make = exact(), partial(Muon, lr=0.05)
     model = case.build()
@@ -305,7 +319,7 @@ def fail_once(ctx: RankContext, run: Run) -> dict[str, Tensor]:
     return training.parameters()
 
 
-def test_what_a_step_did_before_it_raised_counts_as_in_torch(ranks: RankPool) -> None:
+def test_updates_before_an_error_in_a_step_count_as_in_torch(ranks: RankPool) -> None:
     run = Run(case=exact, config=layout())
     case = exact()
     model = case.build()
@@ -320,7 +334,10 @@ def test_what_a_step_did_before_it_raised_counts_as_in_torch(ranks: RankPool) ->
 
 
 class Decaying(Lamb):
-    """Does something to its tensors before and after what its parent does, whose steps have hooks of their own."""
+    """Decays its tensors before and after the step of its parent.
+
+    The parent's step has its own hooks.
+    """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -372,14 +389,14 @@ def plain_add_later(run: Run, world_size: int, make: Make) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def test_parameters_added_later_are_dealt_too(ranks: RankPool) -> None:
+def test_parameters_added_later_get_owners(ranks: RankPool) -> None:
     run = Run(case=models.mlp, config=layout(), steps=4)
     found = ranks(2, add_later, run, adafactor)
     assert_same(found[0], plain_add_later(run, 2, adafactor), 1e-5)
 
 
 def exchange_parameters(ctx: RankContext, run: Run, make: Make) -> dict[str, Tensor]:
-    """Another parameter takes the place of the first in its group, which is as long as before."""
+    """Another parameter replaces the first of its group."""
     training = start(ctx, run)
     first, second, *_ = training.model.parameters()
     optimizer = training.optimizer = make([first])
@@ -404,7 +421,7 @@ def plain_exchange_parameters(run: Run, world_size: int, make: Make) -> dict[str
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def test_a_parameter_that_takes_the_place_of_another_is_dealt_too(ranks: RankPool) -> None:
+def test_a_parameter_that_replaces_another_gets_an_owner(ranks: RankPool) -> None:
     run = Run(case=exact, config=layout("zero3"))
     assert_identical(ranks(2, exchange_parameters, run, Lamb)[0], plain_exchange_parameters(run, 2, Lamb))
 
@@ -417,7 +434,7 @@ class LambThatCannotBeTried(Lamb):
         self.thing = (each for each in ())
 
 
-def test_what_cannot_be_tried_is_taken_for_what_the_layout_says(ranks: RankPool) -> None:
+def test_a_failed_dry_run_assumes_the_locality_of_the_layout(ranks: RankPool) -> None:
     run = Run(case=exact, config=layout("zero3"))
     assert_identical(
         ranks(2, train_with, [run], LambThatCannotBeTried)[1][0], plain_with(run, 2, LambThatCannotBeTried)
@@ -446,7 +463,7 @@ def adopt_only(ctx: RankContext, run: Run, make: Make) -> None:
     ],
     ids=["whole-on-rows", "all-on-rows", "all-on-tensors", "LBFGS"],
 )
-def test_an_optimizer_that_looks_too_far_is_refused(
+def test_an_optimizer_with_too_wide_locality_is_refused(
     ranks: RankPool, job: Any, make: Make, optimizer_layout: str, message: str
 ) -> None:
     run = Run(case=models.mlp, config=ShardConfig(optimizer_layout=optimizer_layout))
@@ -454,20 +471,20 @@ def test_an_optimizer_that_looks_too_far_is_refused(
 
 
 @pytest.mark.parametrize("make", [Lamb, Clipping])
-def test_where_states_are_whole_an_optimizer_may_look_at_everything(ranks: RankPool, make: Make) -> None:
+def test_any_locality_is_allowed_if_states_are_not_sharded(ranks: RankPool, make: Make) -> None:
     runs = [Run(case=models.mlp, config=layout("ddp")), Run(case=models.mlp, config=ShardConfig.preset("ddp"))]
     for of_rank in ranks(2, train_with, runs, make):
         for found in of_rank:
             assert_same(found, plain_with(runs[0], 2, make), 1e-5)
 
 
-def test_elementwise_optimizers_stay_in_rows(ranks: RankPool) -> None:
+def test_elementwise_optimizers_step_on_rows(ranks: RankPool) -> None:
     run = Run(case=models.mlp, config=layout())
     found = ranks(2, count, [run], partial(AdamW, lr=0.01, eps=1e-3))
     assert all(row.collective != "all_to_all" for row in found[0][0][2])
 
 
-def test_one_rank_has_everything_anyway(ranks: RankPool) -> None:
+def test_one_rank_holds_all_states(ranks: RankPool) -> None:
     run = Run(case=models.mlp, config=layout(topology=Topology(ranks_per_node=1)))
     [[found]] = ranks(1, train_with, [run], MuonAndAdam)
     assert_same(found, plain_with(run, 1, MuonAndAdam), 1e-5)

@@ -1,8 +1,8 @@
-"""Do optimizers with quantized states (torchao) train as on the plain model?
+"""Optimizers with quantized states (torchao) train as on the plain model.
 
 Such states are tensor subclasses with one scale for each block of flattened elements. Where the blocks of a rank's rows
-are blocks of the whole tensor, steps on shards are the steps on whole tensors, bit by bit; where they are not, the two
-differ by rounding. torch.compile, which these optimizers call, is left out but in one test.
+are blocks of the whole tensor, steps on shards equal the steps on whole tensors, bit by bit. Elsewhere the two differ
+by rounding. torch.compile, which these optimizers call, is left out in all but one test.
 """
 
 import io
@@ -27,6 +27,8 @@ from tests.engine.loops import Loop, Seen, assert_same_loop
 from tests.engine.training import Run, forget_meshes, presets, start, whole
 from tests.models import Case
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
+
+pytestmark = pytest.mark.wide(every=2)
 
 PRESETS = ("ddp", "zero1", "zero2", "mics", "paro-iig")
 MakeOptimizer = Callable[..., Optimizer]
@@ -58,17 +60,20 @@ def layers(width: int, hidden: int) -> Case:
 
 
 def aligned() -> Case:
-    """Matrices of 16384 elements, 4096 on each of four ranks: as many as are quantized, and whole blocks."""
+    """Matrices of 16384 elements, 4096 on each of four ranks.
+
+    That is the smallest quantized size, and whole blocks.
+    """
     return layers(64, 256)
 
 
 def unaligned() -> Case:
-    """Blocks of six rows that are cut across by four ranks, and of two ranks' rows that are half a block too long."""
+    """Matrices whose blocks are cut by the shards of two and four ranks."""
     return layers(6, 4608)
 
 
 class _Twins:
-    """An optimizer on the sharded model, and plain ones that are given the same gradients.
+    """An optimizer on the sharded model, and plain ones with the same gradients.
 
     `whole` is stepped on as whole tensors, `rows` are those that this rank owns.
     """
@@ -99,7 +104,10 @@ class _Twins:
         return any(not torch.equal(p.to_local(), self.rows[name]) for name, p in self.sharded.items())
 
     def num_quantized(self) -> int:
-        """States of the sharded optimizer that are quantized, each the local part of a DTensor like its parameter."""
+        """Number of quantized states of the sharded optimizer.
+
+        Each is the local part of a DTensor like its parameter.
+        """
         optimizer, count = self.optimizers[0], 0
         for parameter in self.sharded.values():
             for value in optimizer.state[parameter].values():
@@ -110,7 +118,10 @@ class _Twins:
 
 
 def steps_apart(ctx: RankContext, runs: list[Run], make: MakeOptimizer) -> list[tuple[float, int]]:
-    """The largest difference from steps on whole tensors after each run, and the number of quantized states."""
+    """The largest difference from steps on whole tensors after each run.
+
+    Also the number of quantized states.
+    """
     found = []
     for run in runs:
         twins = _Twins(ctx, run, make)
@@ -128,13 +139,16 @@ def test_steps_on_whole_blocks_are_those_on_whole_tensors(ranks: RankPool, world
 
 
 @pytest.mark.parametrize("make", [Adam8bit, AdamW4bit, Adam4bit, AdamWFp8, AdamFp8], ids=lambda make: make.__name__)
-def test_every_code_steps_as_on_whole_tensors(ranks: RankPool, make: MakeOptimizer) -> None:
+def test_every_quantized_format_steps_as_on_whole_tensors(ranks: RankPool, make: MakeOptimizer) -> None:
     run = Run(case=aligned, config=ShardConfig.preset("zero1"))
     assert ranks(4, steps_apart, [run], partial(make, lr=0.01)) == [[(0.0, 8)]] * 4
 
 
 def steps_on_rows(ctx: RankContext, run: Run, make: MakeOptimizer) -> tuple[bool, bool, int]:
-    """Whether steps differ from those on this rank's rows, and on whole tensors; the number of quantized states."""
+    """Whether steps differ from those on this rank's rows, and on whole tensors.
+
+    The number of quantized states.
+    """
     twins = _Twins(ctx, run, make)
     for step in range(run.steps):
         twins.step(step)
@@ -142,13 +156,15 @@ def steps_on_rows(ctx: RankContext, run: Run, make: MakeOptimizer) -> tuple[bool
 
 
 @pytest.mark.parametrize("make", [AdamW8bit, Adam4bit], ids=lambda make: make.__name__)
-def test_every_rank_quantizes_the_states_of_its_own_rows(ranks: RankPool, make: MakeOptimizer) -> None:
+def test_every_rank_quantizes_the_states_of_its_rows(ranks: RankPool, make: MakeOptimizer) -> None:
     run = Run(case=unaligned, config=ShardConfig.preset("zero1"))
     assert ranks(4, steps_on_rows, run, partial(make, lr=0.01)) == [(False, True, 8)] * 4
 
 
 def _rounding_bound(largest: float, steps: int, *, lr: float, beta: float, eps: float) -> float:
-    """How far two Adams apart may be that round the same moments in other blocks, or one of them not at all.
+    """Largest difference of two Adams that round the same moments in other blocks.
+
+    One of them may not round at all.
 
     A moment is rounded by at most half the widest gap of its code times the largest value in its block, which no
     gradient (or its square) is below; the step itself takes the moments of before the rounding. So after t steps they
@@ -165,7 +181,10 @@ def _rounding_bound(largest: float, steps: int, *, lr: float, beta: float, eps: 
 
 
 def largest_differences(ctx: RankContext, run: Run, make: MakeOptimizer) -> tuple[dict[str, float], dict[str, float]]:
-    """Of each parameter: the largest difference from steps on whole tensors, and the largest gradient."""
+    """Largest difference from steps on whole tensors, and largest gradient.
+
+    Both for each parameter.
+    """
     twins = _Twins(ctx, run, make)
     for step in range(run.steps):
         twins.step(step)
@@ -208,7 +227,10 @@ def _through_a_file(state: Any) -> Any:
 
 
 def reload_quantized(ctx: RankContext, runs: list[Run], make: MakeOptimizer) -> list[tuple[float, int]]:
-    """A new optimizer goes on with the sharded states of the old one, once through a file."""
+    """A new optimizer continues with the sharded states of the old one.
+
+    Once through a file.
+    """
     found = []
     for run in runs:
         twins = _Twins(ctx, run, make)
@@ -231,7 +253,7 @@ def test_states_may_be_given_to_a_new_optimizer(ranks: RankPool, make: MakeOptim
 
 
 def load_whole_states(ctx: RankContext, runs: list[Run], make: MakeOptimizer) -> list[tuple[float, int]]:
-    """A new optimizer on the sharded model goes on with the states of the one on whole tensors."""
+    """A new optimizer on the sharded model continues with states of whole tensors."""
     found = []
     for run in runs:
         twins = _Twins(ctx, run, make)
@@ -315,4 +337,8 @@ def adopt_quantized(ctx: RankContext) -> None:
 
 
 def test_quantized_states_that_cannot_be_adopted_are_left_as_they_are(ranks: RankPool) -> None:
-    raises_on_every_rank(lambda: ranks(2, adopt_quantized), ConfigError, "Adopt the optimizer before its first step")
+    raises_on_every_rank(
+        lambda: ranks(2, adopt_quantized),
+        ConfigError,
+        "cannot be sharded. Call `adopt` before the optimizer.s first step",
+    )

@@ -1,4 +1,4 @@
-"""Where are the states of an optimizer that updates whole tensors, and can they be saved, loaded and adopted?"""
+"""States of tensors with an owner: memory, saving, loading and adopting."""
 
 from itertools import pairwise
 from typing import Any
@@ -15,16 +15,16 @@ from tests.ranks import RankContext, RankPool
 
 
 def states(ctx: RankContext) -> tuple[int, dict[str, int], int]:
-    """Bytes of optimizer states on this rank, the engine's account, and bytes of the parameters it owns."""
+    """Bytes of optimizer states, of the engine by purpose, and of owned parameters."""
     training = begin(ctx, Run(case=models.transformer, config=layout("zero3")), adafactor)
     training.step(0)
-    step = training.sharded._step_hooks.step_of(training.optimizer)
-    owned = sum(4 * p.numel() for p in training.model.parameters() if step.owner_of(p) == ctx.rank)
+    swap = training.sharded._step_hooks.swap_of(training.optimizer)
+    owned = sum(4 * p.numel() for p in training.model.parameters() if swap.owner_of(p) == ctx.rank)
     tensors = [v for state in training.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     return sum(4 * tensor.numel() for tensor in tensors), dict(training.sharded.memory.bytes_by_purpose), owned
 
 
-def test_states_are_on_the_owners_alone(ranks: RankPool) -> None:
+def test_states_are_on_the_owners_only(ranks: RankPool) -> None:
     case = models.transformer()
     model = case.build()
     optimizer = adafactor(list(model.parameters()))
@@ -39,7 +39,10 @@ def test_states_are_on_the_owners_alone(ranks: RankPool) -> None:
 
 
 def save_and_go_on(ctx: RankContext, run: Run, later: Run, make: Make) -> tuple[Any, dict[str, Tensor]]:
-    """Two steps, then the states go into another model, sharded another way, which takes the rest."""
+    """Two steps, then the rest on another model with other sharding.
+
+    The states are saved and loaded in between.
+    """
     first = begin(ctx, run, make)
     for step in range(2):
         first.step(step)
