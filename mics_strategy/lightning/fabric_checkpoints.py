@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed import is_initialized
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from typing_extensions import override
@@ -33,6 +34,7 @@ from mics_strategy.comm.consensus import run_on_all_ranks
 from mics_strategy.lightning.checkpoint_file import CheckpointFileMixin, as_path, check_not_folder, is_local
 
 Filters = Mapping[str, Callable[[str, Any], bool]]
+T = TypeVar("T")
 _KEYS = "mics_strategy.fabric"  # entry of a folder: keys of the model and the optimizers in the user's state
 
 
@@ -86,7 +88,7 @@ class FabricCheckpointMixin(CheckpointFileMixin):
             One file: memory for all full tensors on rank 0's CPU. A folder: this rank's shards.
         """
         path, expected = self.broadcast((as_path(path), list(state)))
-        run_on_all_ranks(lambda: _check_keys(list(state), expected), CheckpointError)
+        _run_on_all_ranks(lambda: _check_keys(list(state), expected))
         filters = filter or {}
         if self._state_dict_type == "sharded":
             self._save_folder(path, state, storage_options, filters)
@@ -168,9 +170,7 @@ class FabricCheckpointMixin(CheckpointFileMixin):
         if handle is not None and isinstance(state, nn.Module) and is_plain:
             load_weights(path, handle, strict=strict, weights_only=weights_only is not False)
             return {}
-        saved = run_on_all_ranks(
-            lambda: self.read_file(path, weights_only, "`fabric.load(..., weights_only=False)`"), CheckpointError
-        )
+        saved = _run_on_all_ranks(lambda: self.read_file(path, weights_only, "`fabric.load(..., weights_only=False)`"))
         if isinstance(state, nn.Module | Optimizer):
             self._restore({"": state}, "", saved, strict)
             return {}
@@ -262,6 +262,11 @@ def _filtered(states: dict[str, Any], filters: Filters) -> dict[str, Any]:
         elif entries := {name: entry for name, entry in value.items() if filters[key](name, entry)}:
             filtered[key] = entries
     return filtered
+
+
+def _run_on_all_ranks(action: Callable[[], T]) -> T:
+    """Run an action as in `run_on_all_ranks`; before `fabric.launch()` this process is alone."""
+    return run_on_all_ranks(action, CheckpointError) if is_initialized() else action()
 
 
 def _check_keys(keys: list[str], expected: list[str]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 
@@ -388,6 +389,14 @@ def _asynchronous(ctx: RankContext) -> None:
     fabric.load(ctx.tmp_path, state)  # waits, and takes the newest in the folder
     assert state["step"] == 1
     assert_same(values(model), expected, tolerance=0)
+
+
+def test_before_launch_lightning_says_what_to_call(tmp_path: Path) -> None:
+    fabric, path = Fabric(accelerator="cpu", devices=1, strategy="mics"), tmp_path / "plain.ckpt"
+    with pytest.raises(RuntimeError, match=r"you must call `.launch\(\)`"):
+        fabric.save(path, {"step": 3})
+    with pytest.raises(RuntimeError, match=r"you must call `.launch\(\)`"):
+        fabric.load(path)
 
 
 def test_training_goes_on_while_a_folder_is_written(ranks: RankPool) -> None:
