@@ -95,8 +95,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="order",
         claim="units are reduced in the order of the backward",
-        old="key=lambda call: -call.enter",
-        new="key=lambda call: call.enter",
+        old="return reduction_order(call.unit for call in calls)",
+        new="return reduction_order(call.unit for call in calls)[::-1]",
         tests=(
             "tests/engine/test_order.py",
             "tests/engine/test_overlap.py",
@@ -117,7 +117,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="gradients",
         claim="a mean that receives more is a sum of replicas' parts",
-        old="self.result.mul_(self._divisor / self._replicas)",
+        old="self.result.mul_(self._divisor / num_replicas)",
         new="self.result.mul_(self._divisor)",
         tests=(
             "tests/engine/test_gradients.py",
@@ -167,8 +167,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="gradients",
         claim="a penalty on sharded parameters is added",
-        old="shown.to_local().add_(",
-        new="shown.to_local().copy_(",
+        old="exposed.to_local().add_(",
+        new="exposed.to_local().copy_(",
         tests=(
             "tests/engine/test_gradients.py",
             "tests/engine/test_unused.py",
@@ -214,8 +214,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="used parameters",
         claim="ranks that diverge are found in the next step",
-        old="own.append(groups.desync_digest)",
-        new="own.append(0)",
+        old="local_counts.append(groups.desync_digest)",
+        new="local_counts.append(0)",
         tests=("tests/engine/test_used_params.py", "tests/engine/test_fingerprint.py"),
     ),
     Mutation(
@@ -279,7 +279,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="parameters",
         claim="writes of a forward change the shard",
-        old="self.saved_versions.accept_writes(self.version)",
+        old="self.unsharded.saved_versions.accept_writes(self.version)",
         new="return False",
         tests=("tests/engine/test_writes_in_forward.py",),
     ),
@@ -428,8 +428,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="zero copy",
         claim="a second gradient is added to one that is read in place",
-        old="if is_first and self._zero_copy.keep(position, grad):",
-        new="if self._zero_copy.keep(position, grad):",
+        old="if is_first and self._in_place.keep(position, grad):",
+        new="if self._in_place.keep(position, grad):",
         tests=(
             "tests/engine/test_zero_copy_reduce.py",
             "tests/engine/test_coalesce.py",
