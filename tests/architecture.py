@@ -5,7 +5,7 @@ tables at the top are the rules; a new module or an agreed exception is a line t
 """
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -13,6 +13,9 @@ from pathlib import Path
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
+MAX_ATTRIBUTES = 15
+HAVE_MORE_ATTRIBUTES = ("ShardConfig", "Framework")  # tables of fields: what a user may set, what Lightning has
+MAX_CHAIN = 16  # modules that an import loads one after the other
 
 # A module may import its own layer and those above it in this table. The longest prefix counts;
 # "" is mics_strategy/__init__.py. `config` stands with the pure files: it holds a Topology.
@@ -302,7 +305,57 @@ def check_sizes(sources: Iterable[Source]) -> list[str]:
             if num > MAX_PARAMETERS:
                 what = f"{function.name} has {num} parameters, at most {MAX_PARAMETERS}: use a dataclass"
                 violations.append(source.at(function, what))
+        for cls in (node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)):
+            num = len(_attributes(cls))
+            if num > MAX_ATTRIBUTES and cls.name not in HAVE_MORE_ATTRIBUTES:
+                what = f"{cls.name} has {num} attributes, at most {MAX_ATTRIBUTES}: cut it where it does two things"
+                violations.append(source.at(cls, what))
     return violations
+
+
+def _attributes(cls: ast.ClassDef) -> set[str]:
+    """Names that the class declares, or that its methods assign to self."""
+    declared = {
+        node.target.id for node in cls.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    stored = (node for node in ast.walk(cls) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return declared | {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
+
+
+def check_chains(sources: Iterable[Source]) -> list[str]:
+    """Imports form no cycle, and no module loads a chain of too many others.
+
+    Imports for annotations and those inside functions load nothing.
+    """
+    modules = {source.path.parts[0] + f".{source.module}".rstrip("."): source for source in sources}
+    loads = {name: _loaded(source, modules.keys() - {name}) for name, source in modules.items()}
+    chains: dict[str, tuple[str, ...]] = {}
+
+    def chain(name: str, above: tuple[str, ...]) -> tuple[str, ...]:
+        if name in above:
+            return (*([name] * MAX_CHAIN), "in a cycle")
+        if name not in chains:
+            below = [chain(other, (*above, name)) for other in sorted(loads[name])]
+            chains[name] = (name, *max(below, key=len, default=()))
+        return chains[name]
+
+    return [
+        source.at(source.tree, f"imports a chain of {len(found)} modules, at most {MAX_CHAIN}: {' > '.join(found)}")
+        for name, source in modules.items()
+        if len(found := chain(name, ())) > MAX_CHAIN
+    ]
+
+
+def _loaded(source: Source, modules: Set[str]) -> set[str]:
+    """The modules that importing this one loads directly."""
+    checked = {
+        id(inner)
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    targets = {found.target for found in imports(source) if not found.in_function and id(found.node) not in checked}
+    return {target if target in modules else target.rpartition(".")[0] for target in targets} & modules
 
 
 def _num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

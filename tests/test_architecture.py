@@ -20,6 +20,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("mics_strategy", architecture.check_pure),
     ("mics_strategy", architecture.check_private_framework_names),
     ("mics_strategy", architecture.check_primitives),
+    ("mics_strategy", architecture.check_chains),
     ("mics_strategy", architecture.check_sizes),
     ("mics_strategy", architecture.check_asserts),
     ("mics_strategy", architecture.check_names),
@@ -27,6 +28,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     *((folder, check) for folder in ("recipes", "benchmarks") for check in SHAPE),
 )
 PARAMETERS = ", ".join("abcdef")
+SIXTEEN = " = ".join(f"self.a{i}" for i in range(16))
 
 
 @pytest.mark.parametrize(("folder", "check"), CHECKS, ids=[f"{c.__name__}-{f}" for f, c in CHECKS])
@@ -123,6 +125,13 @@ BAD: list[tuple[Check, str, str, str]] = [
     (architecture.check_sizes, "errors.py", "def f():\n" + "  x = 1\n" * 60, "61 lines"),
     (architecture.check_sizes, "errors.py", f"def f({PARAMETERS}, g): ...", "7 parameters"),
     (architecture.check_sizes, "errors.py", f"class A:\n  def f(self, *, {PARAMETERS}, g): ...", "7 param"),
+    (
+        architecture.check_sizes,
+        "errors.py",
+        "class A:\n" + "".join(f"  a{i}: int\n" for i in range(16)),
+        "16 attributes",
+    ),
+    (architecture.check_sizes, "errors.py", f"class A:\n  def f(self):\n    {SIXTEEN} = 1", "16 attributes"),
     (architecture.check_asserts, "errors.py", "def f():\n  assert True", "assert"),
     (architecture.check_names, "engine/utils.py", "", "says nothing"),
     (architecture.check_names, "utils/wrap.py", "", "says nothing"),
@@ -173,6 +182,34 @@ GOOD: list[tuple[Check, str, str]] = [
 def test_check_allows(check: Check, path: str, text: str, tmp_path: Path) -> None:
     _write(tmp_path, PACKAGE | {f"mics_strategy/{path}": f'"""."""\n{text}\n'})
     assert check(load(tmp_path, "mics_strategy")) == []
+
+
+def _chain(length: int, last: str) -> dict[str, str]:
+    links = {f"mics_strategy/a{i}.py": f"from mics_strategy import a{i + 1}\n" for i in range(length - 1)}
+    return {**links, f"mics_strategy/a{length - 1}.py": last}
+
+
+def test_chains_of_imports_are_short(tmp_path: Path) -> None:
+    _write(tmp_path, _chain(16, ""))
+    assert architecture.check_chains(load(tmp_path, "mics_strategy")) == []
+    _write(tmp_path, _chain(17, ""))
+    (violation,) = architecture.check_chains(load(tmp_path, "mics_strategy"))
+    assert violation.startswith("mics_strategy/a0.py:1: imports a chain of 17 modules")
+
+
+@pytest.mark.parametrize(
+    "last", ["if TYPE_CHECKING:\n  import mics_strategy.a0", "def f():\n  import mics_strategy.a0", "import os"]
+)
+def test_what_loads_nothing_ends_a_chain(tmp_path: Path, last: str) -> None:
+    _write(tmp_path, _chain(16, last))
+    assert architecture.check_chains(load(tmp_path, "mics_strategy")) == []
+
+
+def test_a_cycle_of_imports_is_found(tmp_path: Path) -> None:
+    _write(tmp_path, _chain(3, "from .a0 import x"))
+    violations = architecture.check_chains(load(tmp_path, "mics_strategy"))
+    assert violations
+    assert all("in a cycle" in violation for violation in violations)
 
 
 def test_private_names_of_a_framework_live_in_one_file(tmp_path: Path) -> None:

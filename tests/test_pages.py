@@ -64,6 +64,17 @@ def test_headings_are_in_order(page: Path) -> None:
     assert all(later - earlier <= 1 for earlier, later in pairwise(levels))
 
 
+DECISIONS = [page for page in PAGES if page.parent.name == "design" and page.name != "odd-models.md"]
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_a_design_page_begins_with_the_decision_and_names_its_price(page: Path) -> None:
+    headings = re.findall(r"^## (.+)$", without_blocks(page.read_text()), flags=re.MULTILINE)
+    assert headings[0] == "Decision"
+    assert {*headings} & {"Price", "Limits", "What it cannot show", "What remains"}
+    assert len(headings) >= 3
+
+
 FOREIGN_FILES = {"train.py", "nlp_example.py", "_no_trainer.py", "zero_to_fp32.py", "ds_to_universal.py"}
 
 

@@ -23,7 +23,7 @@ from typing_extensions import override
 from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded
 from mics_strategy.accelerate import checkpoints, framework, launch
 from mics_strategy.accelerate.plugin import MiCSPlugin
-from mics_strategy.accelerate.prepare import check_output_layer, reuse_sharded, shard_for_plugin
+from mics_strategy.accelerate.prepare import check_output_layer, reuse_sharded, shard_for_plugin, sharded_of_model
 from mics_strategy.accelerate.rendezvous import SaveRendezvous
 from mics_strategy.accelerate.transformers_patches import patch_save_pretrained, patch_trainers
 
@@ -55,7 +55,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             framework.start_state(options, options["fsdp_plugin"])
         super().__init__(**options)
         framework.ensure_group(self.device)
-        patch_trainers()
+        patch_trainers(sharded_of_model)
 
     # -- handles ----------------------------------------------------------------------------------------------
 

@@ -31,18 +31,23 @@ from torch.distributed.fsdp import StateDictType
 from mics_strategy import CheckpointError, Sharded, load_weights
 from mics_strategy.accelerate import framework
 from mics_strategy.accelerate.plugin import MiCSPlugin
-from mics_strategy.accelerate.prepare import sharded_of_model
 from mics_strategy.accelerate.rendezvous import SaveRendezvous, run_on_files
 
+HandleLookup = Callable[[nn.Module], Sharded | None]
 
-def patch_trainers() -> None:
-    """Patch the imported Trainers: full saves, loads, evaluation. Idempotent."""
+
+def patch_trainers(sharded_of_model: HandleLookup) -> None:
+    """Patch the imported Trainers: full saves, loads, evaluation. Idempotent.
+
+    Args:
+        sharded_of_model: Returns the handle of a sharded model, and None for others.
+    """
     framework.patch_trl_prepare(_prepare_for_eval)
     module = sys.modules.get("transformers.trainer")
     if module is None or hasattr(module.Trainer.save_model, "mics_stock"):
         return
     module.Trainer.save_model = _save_full(module.Trainer.save_model)
-    module.load_sharded_checkpoint = _load_into_shards(module.load_sharded_checkpoint)  # type: ignore[attr-defined]
+    module.load_sharded_checkpoint = _load_into_shards(module.load_sharded_checkpoint, sharded_of_model)  # type: ignore[attr-defined]
 
 
 def _prepare_for_eval(model: nn.Module, accelerator: Any) -> nn.Module:
@@ -65,7 +70,7 @@ def _save_full(stock: Callable[..., None]) -> Callable[..., None]:
     return save_model
 
 
-def _load_into_shards(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _load_into_shards(stock: Callable[..., Any], sharded_of_model: HandleLookup) -> Callable[..., Any]:
     @functools.wraps(stock)
     def load_sharded_checkpoint(model: nn.Module, folder: str, strict: bool = True, **options: Any) -> Any:
         handle = sharded_of_model(framework.unwrap_model(model))

@@ -131,7 +131,7 @@ def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
 
 
 def _make_groups(scopes: Scopes, device: torch.device) -> ProcessGroups:
-    """Make the process groups of this job, after tuning. Rank 0 prints what was measured."""
+    """Make the process groups of this job, after tuning. Rank 0 prints the results."""
     resources = CommResources(scopes.world_size, device)
     results = autotune(scopes, resources)
     tuning_report = report(results)
@@ -173,6 +173,6 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     guards.block_saving_shards(model.modules())
     guards.reset_before_access(model, recover)
     validate.mark_sharded(model, sharded)
-    prepare_generation(model, ranks_need_each_other=sharded.scopes.params > 1)
+    prepare_generation(model, is_forward_collective=sharded.scopes.params > 1)
     context.groups.traffic_log.drain()
     return sharded

@@ -197,7 +197,7 @@ def transition(table: dict[tuple[S, str], S], state: S, event: str, subject: str
         allowed = sorted(name for source, name in table if source is state)
         raise LifecycleError(
             f"{subject}: `{event}` came while its {type(state).__name__} was {state.value}. Allowed in this state: "
-            f"{', '.join(allowed)}. Check whether its forward or backward ran in two threads, or was interrupted by an "
-            "exception that the program caught."
+            f"{', '.join(allowed)}. Check whether backward() ran inside its forward, whether its forward or backward "
+            "ran in two threads, or whether the program caught an exception that interrupted one."
         )
     return next_state

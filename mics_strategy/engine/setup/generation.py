@@ -25,29 +25,29 @@ _PER_RANK_METHODS = (
 )  # these run forwards in a thread, a different number on each rank
 
 
-def prepare_generation(model: nn.Module, *, ranks_need_each_other: bool) -> None:
+def prepare_generation(model: nn.Module, *, is_forward_collective: bool) -> None:
     """Wrap `model.generate` of transformers so that it works on shards.
 
     Args:
         model: Sharded model. Models without transformers' `generate` are not changed.
-        ranks_need_each_other: Whether forwards are collective, so that all ranks must run the same number.
+        is_forward_collective: Whether forwards are collective, so that all ranks must run the same number.
     """
     if hasattr(model, "generation_config") and callable(getattr(model, "generate", None)):
-        _count_as_forward(model, model.generate, ranks_need_each_other)
-    for module in model.modules() if ranks_need_each_other else ():
+        _wrap_generate(model, model.generate, is_forward_collective)
+    for module in model.modules() if is_forward_collective else ():
         for name in _PER_RANK_METHODS:
             if callable(getattr(type(module), name, None)):
-                setattr(module, name, _block_on_one_rank)
+                setattr(module, name, _raise_on_per_rank_method)
 
 
-def _block_on_one_rank(*_: Any, **__: Any) -> NoReturn:
+def _raise_on_per_rank_method(*_: Any, **__: Any) -> NoReturn:
     raise LifecycleError(
         "Continuous batching (`generate_batch`) runs a different number of forwards on each rank, but ranks with "
         "sharded parameters must run every forward together. Use `generate`, or set `params='none'`."
     )
 
 
-def _count_as_forward(model: nn.Module, generate: Any, ranks_need_each_other: bool) -> None:
+def _wrap_generate(model: nn.Module, generate: Any, is_forward_collective: bool) -> None:
     @functools.wraps(generate)
     def generate_in_forward(*args: Any, **kwargs: Any) -> Any:
         forward = model.forward
@@ -58,7 +58,7 @@ def _count_as_forward(model: nn.Module, generate: Any, ranks_need_each_other: bo
 
         model.forward = run_generate
         try:
-            with torch.no_grad(), _synced_generation(model) if ranks_need_each_other else nullcontext():
+            with torch.no_grad(), _synced_generation(model) if is_forward_collective else nullcontext():
                 return model(*args, **kwargs)
         finally:
             model.forward = forward

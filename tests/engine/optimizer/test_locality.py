@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
-from tests.engine.optimizer.far_looking import ByRow, Clipping, CountingAll, Lamb, Late, Simple
+from tests.engine.optimizer.not_elementwise import ByRow, Clipping, CountingAll, Lamb, Late, Simple
 from tests.engine.training import OPTIMIZERS
 
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(shape)) for shape in ((8, 3), (5,), (), (6, 4), (2, 3, 3, 3))]
 
 
-def reach(make: Callable[[list[nn.Parameter]], Optimizer]) -> list[UpdateLocality]:
+def locality_of(make: Callable[[list[nn.Parameter]], Optimizer]) -> list[UpdateLocality]:
     return locality_by_group(make(parameters()), CPU)
 
 
@@ -113,30 +113,32 @@ def test_optimizers_of_torch_are_elementwise(name: str) -> None:
     """Tried as a class that is not torch's own."""
     make: Any = OPTIMIZERS[name]
     cls = type("Other", (make.func,), {})
-    assert reach(lambda params: cls(params, **make.keywords)) == [UpdateLocality.ELEMENTWISE]
+    assert locality_of(lambda params: cls(params, **make.keywords)) == [UpdateLocality.ELEMENTWISE]
 
 
 @pytest.mark.parametrize("cls", [Lamb, ByRow, Late, torch.optim.Adafactor])
 def test_dry_run_finds_per_tensor_updates(cls: type[Optimizer]) -> None:
-    assert reach(cls) == [UpdateLocality.PER_TENSOR]
+    assert locality_of(cls) == [UpdateLocality.PER_TENSOR]
 
 
 def test_row_local_updates_are_not_elementwise() -> None:
     """Tensors may be cut along another dimension than the first."""
-    assert reach(lambda params: ByRow([p for p in params if p.dim() == 2])) == [UpdateLocality.PER_TENSOR]
+    assert locality_of(lambda params: ByRow([p for p in params if p.dim() == 2])) == [UpdateLocality.PER_TENSOR]
 
 
 @pytest.mark.parametrize("cls", [Clipping, CountingAll])
 def test_dry_run_finds_global_updates(cls: type[Optimizer]) -> None:
-    assert reach(cls) == [UpdateLocality.GLOBAL]
+    assert locality_of(cls) == [UpdateLocality.GLOBAL]
 
 
 def test_muon_needs_whole_tensors() -> None:
-    assert reach(lambda params: torch.optim.Muon([p for p in params if p.dim() == 2])) == [UpdateLocality.PER_TENSOR]
+    assert locality_of(lambda params: torch.optim.Muon([p for p in params if p.dim() == 2])) == [
+        UpdateLocality.PER_TENSOR
+    ]
 
 
 def test_a_known_name_decides_where_a_dry_run_is_too_short() -> None:
-    assert reach(type("DistributedShampoo", (Simple,), {})) == [UpdateLocality.PER_TENSOR]
+    assert locality_of(type("DistributedShampoo", (Simple,), {})) == [UpdateLocality.PER_TENSOR]
 
 
 def test_every_group_has_its_own_locality() -> None:
@@ -144,11 +146,11 @@ def test_every_group_has_its_own_locality() -> None:
         groups = [{"params": params[:2], "is_whole": True}, {"params": params[2:], "is_whole": False}]
         return ByFlag(groups)
 
-    assert reach(make) == [UpdateLocality.PER_TENSOR, UpdateLocality.ELEMENTWISE]
+    assert locality_of(make) == [UpdateLocality.PER_TENSOR, UpdateLocality.ELEMENTWISE]
 
 
 def test_a_learning_rate_of_zero_does_not_hide_locality() -> None:
-    assert reach(partial(Lamb, lr=0.0)) == [UpdateLocality.PER_TENSOR]
+    assert locality_of(partial(Lamb, lr=0.0)) == [UpdateLocality.PER_TENSOR]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_a_learning_rate_of_zero_does_not_hide_locality() -> None:
     [(SGD, UpdateLocality.ELEMENTWISE), (Lamb, UpdateLocality.PER_TENSOR), (Clipping, UpdateLocality.GLOBAL)],
 )
 def test_a_wrapper_has_the_locality_of_the_wrapped_optimizer(base: type[Optimizer], expected: UpdateLocality) -> None:
-    assert reach(lambda params: Wrapper(base(params, lr=0.1))) == [expected]
+    assert locality_of(lambda params: Wrapper(base(params, lr=0.1))) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -180,5 +182,5 @@ def test_a_dry_run_changes_nothing(make: Callable[[list[nn.Parameter]], Optimize
 
 def test_a_failed_dry_run_warns_with_the_assumed_locality(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert reach(Stubborn) == [UpdateLocality.ELEMENTWISE]
+        assert locality_of(Stubborn) == [UpdateLocality.ELEMENTWISE]
     assert "The dry run of Stubborn on small tensors failed" in caplog.text

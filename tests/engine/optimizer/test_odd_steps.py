@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 from mics_strategy.errors import LifecycleError
 from tests import models
 from tests.engine.loops import Body, Loop, Seen, assert_same_loop
-from tests.engine.optimizer.far_looking import Simple
+from tests.engine.optimizer.not_elementwise import Simple
 from tests.engine.training import Run, assert_same, presets, start, whole
 from tests.ranks import RankContext, RankPool
 

@@ -98,7 +98,7 @@ def rolled_back(loop: Loop) -> Seen:
     return [loop.values()]
 
 
-def taken_over(loop: Loop) -> Seen:
+def continued_by_another(loop: Loop) -> Seen:
     """A new optimizer goes on where the old one was."""
     old, new = loop.optimizer(), loop.optimizer()
     loop.step(0, old)
@@ -108,7 +108,7 @@ def taken_over(loop: Loop) -> Seen:
     return [loop.values()]
 
 
-@pytest.mark.parametrize("body", [reloaded, rolled_back, taken_over], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [reloaded, rolled_back, continued_by_another], ids=lambda body: body.__name__)
 @pytest.mark.parametrize(
     ("world_size", "runs"), [(4, SCALARS), (2, EVERY_OPTIMIZER)], ids=["every-preset", "every-optimizer"]
 )

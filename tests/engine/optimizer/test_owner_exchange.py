@@ -15,7 +15,7 @@ from mics_strategy.errors import ConfigError
 from tests import models
 from tests.engine.chains import REAL, chains
 from tests.engine.counting import CountC10d, planned_kinds
-from tests.engine.optimizer.far_looking import Clipping, Lamb
+from tests.engine.optimizer.not_elementwise import Clipping, Lamb
 from tests.engine.training import (
     Run,
     Training,

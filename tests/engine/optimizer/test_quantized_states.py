@@ -117,7 +117,7 @@ class _Twins:
         return count
 
 
-def steps_apart(ctx: RankContext, runs: list[Run], make: MakeOptimizer) -> list[tuple[float, int]]:
+def step_differences(ctx: RankContext, runs: list[Run], make: MakeOptimizer) -> list[tuple[float, int]]:
     """The largest difference from steps on whole tensors after each run.
 
     Also the number of quantized states.
@@ -134,14 +134,14 @@ def steps_apart(ctx: RankContext, runs: list[Run], make: MakeOptimizer) -> list[
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_steps_on_whole_blocks_are_those_on_whole_tensors(ranks: RankPool, world_size: int) -> None:
     runs = [Run(case=aligned, config=config) for config in presets(PRESETS)]
-    for found in ranks(world_size, steps_apart, runs, partial(AdamW8bit, lr=0.01), ranks_per_node=2):
+    for found in ranks(world_size, step_differences, runs, partial(AdamW8bit, lr=0.01), ranks_per_node=2):
         assert found == [(0.0, 8)] * len(runs)  # two moments of four matrices
 
 
 @pytest.mark.parametrize("make", [Adam8bit, AdamW4bit, Adam4bit, AdamWFp8, AdamFp8], ids=lambda make: make.__name__)
 def test_every_quantized_format_steps_as_on_whole_tensors(ranks: RankPool, make: MakeOptimizer) -> None:
     run = Run(case=aligned, config=ShardConfig.preset("zero1"))
-    assert ranks(4, steps_apart, [run], partial(make, lr=0.01)) == [[(0.0, 8)]] * 4
+    assert ranks(4, step_differences, [run], partial(make, lr=0.01)) == [[(0.0, 8)]] * 4
 
 
 def steps_on_rows(ctx: RankContext, run: Run, make: MakeOptimizer) -> tuple[bool, bool, int]:
