@@ -117,7 +117,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="gradients",
         claim="a mean that receives more is a sum of replicas' parts",
-        old="self.result.mul_(self._divisor / (1 if replica_comm is None else replica_comm.size))",
+        old="self.result.mul_(self._divisor / num_replicas)",
         new="self.result.mul_(self._divisor)",
         tests=(
             "tests/engine/test_gradients.py",
@@ -214,8 +214,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="used parameters",
         claim="ranks that diverge are found in the next step",
-        old=".append(groups.desync_digest)",
-        new=".append(0)",
+        old="local_counts.append(groups.desync_digest)",
+        new="local_counts.append(0)",
         tests=("tests/engine/test_used_params.py", "tests/engine/test_fingerprint.py"),
     ),
     Mutation(

@@ -255,7 +255,8 @@ class GradBucket:
         if self._result_cast is not self.result:
             self.result.copy_(self._result_cast)
         replica_comm = self.bucket.groups.replica_comm
-        self.result.mul_(self._divisor / (1 if replica_comm is None else replica_comm.size))
+        num_replicas = 1 if replica_comm is None else replica_comm.size
+        self.result.mul_(self._divisor / num_replicas)
 
     def reduce_scatter_outer(self, wire: torch.Tensor) -> Work | None:
         """Reduce-scatter the accumulator over the axes that the optimizer scope has beyond the gradient scope.

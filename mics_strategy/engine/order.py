@@ -110,7 +110,8 @@ class PendingBackwards:
         calls = sorted(self.calls, key=lambda call: call.enter)
         for call in reversed(calls):
             call.unit.earliest_enter = call.enter
-        return reduction_order(call.unit for call in calls)
+        units = {call.unit.index: call.unit for call in calls}
+        return [units[index] for index in reduction_order(call.unit.index for call in calls)]
 
 
 class GlobalOrder:
