@@ -214,8 +214,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="used parameters",
         claim="ranks that diverge are found in the next step",
-        old="local_counts.append(groups.desync_digest)",
-        new="local_counts.append(0)",
+        old=".append(groups.desync_digest)",
+        new=".append(0)",
         tests=("tests/engine/test_used_params.py", "tests/engine/test_fingerprint.py"),
     ),
     Mutation(

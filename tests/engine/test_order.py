@@ -1,23 +1,28 @@
 """The order of units is recorded correctly and followed."""
 
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import pytest
 
 from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards
 
 
-def _units(count: int) -> list[SimpleNamespace]:
-    return [SimpleNamespace(index=i, num_live_calls=0, earliest_enter=-1) for i in range(count)]
+@dataclass(eq=False)
+class _Unit:
+    index: int
+    num_live_calls: int = 0
+    earliest_enter: int = -1
 
 
-def _call(unit: SimpleNamespace, enter: int, leave: int) -> ForwardCall:
+def _units(count: int) -> list[_Unit]:
+    return [_Unit(index) for index in range(count)]
+
+
+def _call(unit: _Unit, enter: int, leave: int) -> ForwardCall:
     return ForwardCall(unit, enter, first_node=0, is_recomputed=False, leave=leave, versions=(0,))
 
 
-def _forward(
-    live: PendingBackwards, root: SimpleNamespace, layers: list[SimpleNamespace], clock: int = 0
-) -> list[ForwardCall]:
+def _forward(live: PendingBackwards, root: _Unit, layers: list[_Unit], clock: int = 0) -> list[ForwardCall]:
     """A forward of a root around its layers.
 
     The calls in the order in which they ended.
