@@ -44,7 +44,7 @@ def equal_to_ddp(ranks: RankPool, fn: Callable[..., Any], *args: Any, tolerance:
         assert own == pytest.approx(numbers, rel=max(1e-5, tolerance))
 
 
-def two_models(ctx: RankContext, config: str, clip: str) -> tuple[dict[str, Tensor], list[float]]:
+def two_models(ctx: RankContext, config: str, clip: str, limit: float) -> tuple[dict[str, Tensor], list[float]]:
     """Two models with an optimizer each, one loss, gradients of both clipped together or each by itself."""
     acc = accelerator(config)
     first, second = transformer(), nn.Linear(29, 29)
@@ -58,18 +58,19 @@ def two_models(ctx: RankContext, config: str, clip: str) -> tuple[dict[str, Tens
         logits = second(first(tokens))
         acc.backward(nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()))
         if clip == "together":
-            told.append(acc.clip_grad_norm_([*first.parameters(), *second.parameters()], 0.3).item())
+            told.append(acc.clip_grad_norm_([*first.parameters(), *second.parameters()], limit).item())
         else:
-            told += [acc.clip_grad_norm_(model.parameters(), 0.3).item() for model in (first, second)]
+            told += [acc.clip_grad_norm_(model.parameters(), limit).item() for model in (first, second)]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     return {**values(first), **values(second)}, told
 
 
+@pytest.mark.parametrize("limit", [0.3, 300.0], ids=["above the limit", "below the limit"])
 @pytest.mark.parametrize("clip", ["together", "each"])
-def test_several_models_are_clipped_and_trained_as_with_ddp(ranks: RankPool, clip: str) -> None:
-    equal_to_ddp(ranks, two_models, clip)
+def test_several_models_are_clipped_and_trained_as_with_ddp(ranks: RankPool, clip: str, limit: float) -> None:
+    equal_to_ddp(ranks, two_models, clip, limit)
 
 
 def clipped_by_value(ctx: RankContext, config: str) -> tuple[dict[str, Tensor], list[float]]:

@@ -1,5 +1,6 @@
 """Are checkpoints ordinary files that any strategy reads, and is reading them lazy and strict?"""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from tests.lightning.modules import Plain, Regression, loader
 from tests.lightning.runs import assert_same, mics, run, trainer, whole
-from tests.ranks import RankContext, RankPool
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 PATH = "model.ckpt"
 
@@ -228,3 +229,20 @@ def _remote(ctx: RankContext) -> list[Any]:
 
 def test_remote_paths_are_passed_on_as_they_are(ranks: RankPool) -> None:
     assert run(ranks, 2, _remote) == [["gs://bucket/a//b.ckpt"], []]
+
+
+def _validate_from(ctx: RankContext, path: str, *, is_strict: bool) -> dict[str, float]:
+    module = Regression()
+    module.strict_loading = is_strict
+    (metrics,) = trainer(ctx, "mics").validate(module, loader(), ckpt_path=path)
+    return metrics
+
+
+def test_a_missing_weight_is_an_error_unless_loading_is_not_strict(ranks: RankPool, tmp_path: Path) -> None:
+    saved = _saved(ranks, tmp_path, "mics", world_size=2)
+    kept = saved["state_dict"].pop("head.bias")
+    torch.save(saved, tmp_path / PATH)
+    assert kept.shape == (2,)
+    assert "val_loss" in run(ranks, 2, partial(_validate_from, is_strict=False), str(tmp_path / PATH))[0]
+    strictly = partial(_validate_from, is_strict=True)
+    raises_on_every_rank(lambda: run(ranks, 2, strictly, str(tmp_path / PATH)), RuntimeError, match=r"head\.bias")

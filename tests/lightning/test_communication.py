@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from mics_strategy.comm.communicator import Communicator
 from tests.lightning.modules import Plain, Regression, Stream, loader, samples
 from tests.lightning.runs import mics, run, trainer
 from tests.ranks import RankContext, RankPool
@@ -84,6 +85,39 @@ def test_four_times_the_micro_steps_need_a_quarter_of_the_all_reduces(ranks: Ran
     every_fourth = run(ranks, 4, _all_reduces, 4)[0]
     assert len(every_step) == 4 * len(every_fourth) > 0
     assert 4 not in every_step  # never over the whole world
+
+
+class _SecondHops(Callback):
+    """Second hops that were submitted before the backward of each micro-step had ended."""
+
+    def __init__(self) -> None:
+        self.submitted = 0
+        self.by_backward: list[int] = []
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.submitted = 0
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.by_backward.append(self.submitted)
+
+
+def _second_hops(ctx: RankContext) -> list[int]:
+    seen, all_reduce = _SecondHops(), Communicator.all_reduce
+
+    def spy(comm: Communicator, *args: Any) -> Any:
+        seen.submitted += 1
+        return all_reduce(comm, *args)
+
+    options = {"accumulate_grad_batches": MICRO_STEPS, "limit_train_batches": 2 * MICRO_STEPS}
+    with mock.patch.object(Communicator, "all_reduce", spy):
+        trainer(ctx, mics("mics", partition_size=2), callbacks=[seen], **options).fit(Regression(), loader(128))
+    return seen.by_backward
+
+
+def test_second_hops_start_inside_the_last_backward_and_no_other(ranks: RankPool) -> None:
+    for hops in run(ranks, 4, _second_hops, ranks_per_node=2):
+        assert len(hops) == 2 * MICRO_STEPS
+        assert [count > 0 for count in hops] == [False, False, True] * 2
 
 
 class _Boundary(Callback):

@@ -151,9 +151,12 @@ def test_the_older_checkpoint_goes_when_the_newer_is_whole(ranks: RankPool) -> N
 
 
 def test_the_older_checkpoint_stays_when_the_newer_failed(ranks: RankPool) -> None:
-    for seen, ended in run(ranks, 2, keeping_one, 3):
-        assert "No space left" in ended
-        assert seen[-1] == ["step=2.ckpt"]
+    results = run(ranks, 2, keeping_one, 3)
+    assert all("No space left" in ended for _, ended in results)
+    (at_rank_0, *_), (at_rank_1, *_) = [seen[::-1] for seen, _ in results]
+    assert at_rank_0 == ["step=2.ckpt"]
+    assert at_rank_1[-1] == "step=2.ckpt"  # rank 0 may still remove the draft
+    assert len(at_rank_1) <= 2
 
 
 def resume_from_folder(ctx: RankContext, folder: str) -> tuple[int, str]:
