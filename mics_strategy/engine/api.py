@@ -83,23 +83,37 @@ def shard(
         raise ConfigError(
             "`shard()` was called before the process group exists. Call `torch.distributed.init_process_group()` first."
         )
-    resolved = run_on_all_ranks(lambda: ShardConfig.preset(config) if isinstance(config, str) else config)
-    run_on_all_ranks(lambda: resolved.grad_codec_steps)
-    run_on_all_ranks(lambda: validate.check_initializer(initializer))
-    target = run_on_all_ranks(lambda: validate.target_device(device))
+    resolved, target, modules = run_on_all_ranks(lambda: _checked(model, config, units, device, initializer))
     if target.type == "cuda":
         torch.cuda.set_device(target)  # streams, contexts and new tensors of the process belong there
-    run_on_all_ranks(lambda: validate.check_model(model, target))
-    facts = {"model": validate.model_fingerprint(model), "meta tensors": validate.count_meta_tensors(model)}
+    facts = {
+        "model": validate.model_fingerprint(model),
+        "meta tensors": validate.count_meta_tensors(model),
+        "units": ", ".join(module.name for module in modules),
+    }
     check_equal_across_ranks({**resolved.describe(), **facts})
     topology = run_on_all_ranks(lambda: discover_topology(resolved))
-    modules = run_on_all_ranks(lambda: find_units(model, units))
-    check_equal_across_ranks({"units": ", ".join(module.name for module in modules)})
     scopes = run_on_all_ranks(lambda: _scopes(resolved, modules, topology, target))
     _log_codecs(resolved, scopes)
     context = BuildContext(config=resolved, groups=_make_groups(scopes, target), device=target, memory=MemoryTracker())
     with torch.inference_mode(False), torch.no_grad():
         return _build(model, modules, context, initializer)
+
+
+def _checked(
+    model: nn.Module,
+    config: ShardConfig | str,
+    units: UnitRule,
+    device: torch.device | str,
+    initializer: Initializer | str,
+) -> tuple[ShardConfig, torch.device, list[UnitSpec]]:
+    """Check the arguments of `shard` as far as one rank can; return the configuration, the device and the units."""
+    resolved = ShardConfig.preset(config) if isinstance(config, str) else config
+    _ = resolved.grad_codec_steps  # raises where the training's length is missing
+    validate.check_initializer(initializer)
+    target = validate.target_device(device)
+    validate.check_model(model, target)
+    return resolved, target, find_units(model, units)
 
 
 def _scopes(config: ShardConfig, modules: list[UnitSpec], topology: Topology, device: torch.device) -> Scopes:
