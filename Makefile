@@ -15,6 +15,8 @@ $(STAMP): pyproject.toml constraints.txt
 TEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
 ENGINE = tests/engine
 REST = tests --ignore=tests/engine
+SLOW_ENGINE = tests/engine tests/checkpoint tests/lightning
+SLOW_REST = $(REST) --ignore=tests/checkpoint --ignore=tests/lightning
 
 test: venv
 	@echo "Two halves of the fast tier run side by side; each tells what it found when it ends."
@@ -32,10 +34,10 @@ test-slow: venv
 	@$(MAKE) --jobs=2 --output-sync=target test-slow-engine test-slow-rest
 
 test-slow-engine: venv
-	$(TEST) -m slow $(ENGINE)
+	$(TEST) -m slow $(SLOW_ENGINE)
 
 test-slow-rest: venv
-	$(TEST) -m slow $(REST)
+	$(TEST) -m slow $(SLOW_REST)
 
 test-all:
 	$(MAKE) test
