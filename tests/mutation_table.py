@@ -150,8 +150,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         old="add=not is_first",
         new="add=False",
         tests=(
-            "tests/engine/test_gradients.py",
-            "tests/engine/test_parity.py",
+            "tests/engine/test_activation_checkpointing.py",
+            "tests/engine/test_unusual_loops.py",
+            "tests/engine/test_odd_models.py",
         ),
     ),
     Mutation(
@@ -543,10 +544,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         claim="the warning of unfinished accumulation is given",
         old="self._manifest.pending_micro_steps and optimizers and rank == 0",
         new="not self._manifest.pending_micro_steps and optimizers and rank == 0",
-        tests=(
-            "tests/checkpoint/test_sharded.py",
-            "tests/checkpoint/test_resuming.py",
-        ),
+        tests=("tests/checkpoint/test_pending.py", "tests/lightning/test_resuming.py"),
     ),
     Mutation(
         area="Lightning",
