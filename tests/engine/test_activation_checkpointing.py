@@ -52,6 +52,32 @@ class InsideForward(Stack):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
+class Twice(Residual):
+    """A layer of which one part is recomputed twice by itself, so that its gradients arrive twice in one backward."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__(width, hidden)
+        self.again = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        for _ in range(2):
+            x = checkpoint(self.again, x, use_reentrant=True)
+        return x
+
+
+class TwiceInOneUnit(Stack):
+    """Each unit holds a layer whose parameters get two gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(span=0, use_reentrant=True)
+        self.layers = nn.ModuleList(Twice(WIDTH, 9) for _ in range(DEPTH))
+
+
+def twice() -> Case:
+    return _case(TwiceInOneUnit)
+
+
 def stack(span: int, use_reentrant: bool) -> Case:
     return _case(lambda: Stack(span, use_reentrant))
 
@@ -92,6 +118,12 @@ FORMS = {
 def test_training_is_that_of_plain_checkpointing(ranks: RankPool, form: str, preset: str) -> None:
     config = ShardConfig.preset(preset, topology=NODES)
     run = Run(case=FORMS[form], config=config, accumulation=2, clip=0.5, signal=True)
+    assert_same_training(ranks(4, train, run), plain(run, 4))
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero1", "ddp"])
+def test_two_gradients_of_one_backward_are_added(ranks: RankPool, preset: str) -> None:
+    run = Run(case=twice, config=ShardConfig.preset(preset, topology=NODES), accumulation=2)
     assert_same_training(ranks(4, train, run), plain(run, 4))
 
 
