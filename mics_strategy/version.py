@@ -1,4 +1,4 @@
-"""Which version of this package runs?"""
+"""Version of the package that runs."""
 
 from __future__ import annotations
 
