@@ -12,7 +12,7 @@ class Mutation:
 
     Attributes:
         area: Part of the engine.
-        claim: What is no longer true.
+        claim: Statement that the break makes untrue.
         old: Text that occurs once in the package.
         new: Text in its place.
         tests: Files that are run, the likeliest first.

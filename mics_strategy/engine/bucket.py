@@ -48,7 +48,7 @@ class BucketSpec:
     Attributes:
         name: Name of the unit, for errors.
         layout: Layout of the parameters.
-        locations: For each parameter the (module, attribute) pairs that refer to it; several when it is tied.
+        locations: Pairs (module, attribute) that refer to each parameter; several when it is tied.
         master_dtype: Dtype of the master shard, which is the parameters' own.
         param_dtype: Dtype of the computation.
         trainable: Whether the parameters have gradient memory.

@@ -39,7 +39,7 @@ class ReducerBuffers:
     """Buffers of reductions.
 
     Attributes:
-        flat_pools: By unit index, pool of the flat buffer of the unit's trainable buckets.
+        flat_pools: Pools of the flat buffers of trainable buckets, by unit index.
         zero_grad_pool: As large as the largest of them, for a unit that is reduced without a gradient, so that it never
             takes the buffer of a unit that waits. It is never written to, so any number of transfers may read it.
         second_hop: Pool of a bucket's second hop in the wire dtype, where that is not the dtype of the sum.
