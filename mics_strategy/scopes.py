@@ -124,7 +124,7 @@ class Scopes:
         return self.secondary < self.params
 
     def degrees_of(self, role: str) -> tuple[int, int]:
-        """The degrees between which the collectives of one of `ROLES` work, the smaller one first."""
+        """The smaller and the larger degree of the collectives of one of `ROLES`."""
         return {
             "param_all_gather": (1, self.params),
             "secondary_all_gather": (1, self.secondary if self.has_secondary else 1),

@@ -275,7 +275,7 @@ class CollectiveQueue(ABC):
 
     @abstractmethod
     def submit(self, op: OpRequest, task: CommTask) -> Work:
-        """Run a task that has the workspace to itself, after all previous tasks of the queue."""
+        """Run a task, alone in the workspace, after all previous tasks of the queue."""
 
 
 class InlineQueue(CollectiveQueue):

@@ -1,4 +1,4 @@
-"""Bytes that one rank sends in a collective: closed formulas, and a log of what was really submitted.
+"""Bytes that one rank sends in a collective: closed formulas, and a traffic log.
 
 Plans are priced with the formulas. Every collective of the training loop is recorded in a `TrafficLog` when it is
 submitted, from the tensors that were really passed, with one entry for each stage. Tests compare the two.

@@ -107,7 +107,10 @@ def _checked(
     device: torch.device | str,
     initializer: Initializer | str,
 ) -> tuple[ShardConfig, torch.device, list[UnitSpec]]:
-    """Check the arguments of `shard` as far as one rank can; return the configuration, the device and the units."""
+    """Check the arguments of `shard` as far as one rank can.
+
+    Returns the configuration, the device and the units.
+    """
     resolved = ShardConfig.preset(config) if isinstance(config, str) else config
     _ = resolved.grad_codec_steps  # raises where the training's length is missing
     validate.check_initializer(initializer)
