@@ -47,7 +47,7 @@ PURE_LAYER = 1
 # Beside the engine: what the planner may import, and who may import the planner.
 PLANNER_IMPORTS_UP_TO = PURE_LAYER
 CALIBRATE_IMPORTS_UP_TO = 2
-PLANNER_IMPORTED_BY = ("planner", "cli", "run", "engine.api", "engine.setup.workload")  # the engine, for "auto" only
+PLANNER_IMPORTED_BY = ("planner", "cli", "run", "engine.setup.resolve")  # the engine, for "auto" only
 # These folders may import the package's public names (mics_strategy itself) and their framework.
 ADAPTERS_MAY_IMPORT = ("comm.consensus",)  # to raise on all ranks together; there is one way to do so
 FRAMEWORKS = {
