@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "tuning.threshold",
             "comm.codecs",
         ),
-        *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule", "engine.optimizer.owners"),
+        *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule"),
         *("planner.cost", "checkpoint.manifest", "checkpoint.reshard"),
     ),
     ("comm", "tuning.cache", "tuning.autotune"),

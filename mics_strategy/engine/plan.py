@@ -30,8 +30,7 @@ from mics_strategy.engine.schedule import (
 
 if TYPE_CHECKING:
     from mics_strategy.comm.traffic import IssuedCollective
-    from mics_strategy.engine.layout import BucketLayout
-    from mics_strategy.engine.optimizer.owners import OwnerAssignment
+    from mics_strategy.engine.layout import BucketLayout, OwnerAssignment
     from mics_strategy.scopes import Scopes
 
 
