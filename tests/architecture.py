@@ -23,16 +23,7 @@ MAX_CHAIN = 16  # modules that an import loads one after the other
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
     (
-        *(
-            "config",
-            "topology",
-            "scopes",
-            "comm.route",
-            "comm.traffic",
-            "comm.traffic_log",
-            "tuning.threshold",
-            "comm.codecs",
-        ),
+        *("config", "topology", "scopes", "comm.route", "tuning.threshold", "comm.codecs"),
         *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule"),
         *("planner.cost", "checkpoint.manifest", "checkpoint.reshard"),
     ),

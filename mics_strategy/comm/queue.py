@@ -31,8 +31,7 @@ from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.comm.desync import DesyncWatchdog, OpId
-    from mics_strategy.comm.route import HopTraffic, Route
-    from mics_strategy.comm.traffic import TrafficLog
+    from mics_strategy.comm.route import HopTraffic, Route, TrafficLog
     from mics_strategy.comm.transport import Transport
     from mics_strategy.comm.workspace import Workspace
 

@@ -15,8 +15,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mics_strategy.comm.route import HopTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
-from mics_strategy.comm.traffic import ALL_REDUCE, ALL_TO_ALL, SENT_BYTES
+from mics_strategy.comm.route import (
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    SENT_BYTES,
+    HopTraffic,
+    all_gather_traffic,
+    all_reduce_traffic,
+    reduce_scatter_traffic,
+)
 from mics_strategy.engine.schedule import (
     USAGE_DTYPE,
     ParamVersions,
@@ -29,7 +36,7 @@ from mics_strategy.engine.schedule import (
 )
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.traffic import IssuedCollective
+    from mics_strategy.comm.route import IssuedCollective
     from mics_strategy.engine.layout import BucketLayout, OwnerAssignment
     from mics_strategy.scopes import Scopes
 
