@@ -494,7 +494,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="checkpoint",
         claim="random generators go on where they were",
-        old="rng.restore_rng(target.values[rng.KEY], rank, sharded.generators)",
+        old="restore_rng(target.values[RNG_KEY], rank, sharded.generators)",
         new="pass",
         tests=(
             "tests/checkpoint/test_resuming.py",

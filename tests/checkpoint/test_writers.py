@@ -11,9 +11,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mics_strategy import CheckpointError, ShardConfig, Topology, save_checkpoint, shard
-from mics_strategy.checkpoint.replicas import ReplicaId, SaveItem, items_to_write
-from mics_strategy.checkpoint.save_planner import ShardedSavePlanner
-from mics_strategy.checkpoint.state import local_state
+from mics_strategy.checkpoint.save_planner import SaveItem, ShardedSavePlanner, items_to_write
+from mics_strategy.checkpoint.state import ReplicaId, local_state
 from tests.checkpoint.test_sharded import run_of
 from tests.engine.training import forget_meshes, start
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
