@@ -37,7 +37,7 @@ from mics_strategy.lightning.modules import (
     without_codec_schedule,
 )
 from mics_strategy.lightning.process_group import ProcessGroupMixin, full_weights_launcher, skip_group_teardown
-from mics_strategy.lightning.signature import make_strategy_class
+from mics_strategy.lightning.registration import make_strategy_class
 
 _HANDLE = "_mics_of_strategy"  # on the module, so that every strategy object finds the handle
 _CLASS_NAMES = {"MiCSStrategy": "lightning.pytorch", "PytorchLightningMiCSStrategy": "pytorch_lightning"}
