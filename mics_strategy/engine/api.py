@@ -25,9 +25,9 @@ from mics_strategy.engine.build import (
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.hooks import install
 from mics_strategy.engine.memory import MemoryTracker
-from mics_strategy.engine.setup import guards, materialize, validate
+from mics_strategy.engine.setup import guards, materialize
 from mics_strategy.engine.setup.generation import prepare_generation
-from mics_strategy.engine.setup.resolve import choose_scopes, discover_topology
+from mics_strategy.engine.setup.resolve import choose_scopes, discover_topology, target_device
 from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, unused_codecs
@@ -84,8 +84,8 @@ def shard(
     if target.type == "cuda":
         torch.cuda.set_device(target)  # streams, contexts and new tensors of the process belong there
     facts = {
-        "model": validate.model_fingerprint(model),
-        "meta tensors": validate.count_meta_tensors(model),
+        "model": guards.model_fingerprint(model),
+        "meta tensors": guards.count_meta_tensors(model),
         "units": ", ".join(module.name for module in modules),
     }
     check_equal_across_ranks({**resolved.describe(), **facts})
@@ -110,9 +110,9 @@ def _checked(
     """
     resolved = ShardConfig.preset(config) if isinstance(config, str) else config
     _ = resolved.grad_codec_steps  # raises where the training's length is missing
-    validate.check_initializer(initializer)
-    target = validate.target_device(device)
-    validate.check_model(model, target)
+    materialize.check_initializer(initializer)
+    target = target_device(device)
+    guards.check_model(model, target)
     return resolved, target, find_units(model, units)
 
 
@@ -173,7 +173,7 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     guards.block_copies({unit.module for unit in built_units} | {model})
     guards.block_saving_shards(model.modules())
     guards.reset_before_access(model, recover)
-    validate.mark_sharded(model, sharded)
+    guards.mark_sharded(model, sharded)
     prepare_generation(model, is_forward_collective=sharded.scopes.params > 1)
     context.groups.traffic_log.drain()
     return sharded
