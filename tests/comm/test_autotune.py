@@ -19,12 +19,11 @@ from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.tuning import autotune
-from mics_strategy.tuning import cache as decisions
 from mics_strategy.tuning.autotune import TuningResult, report
 from mics_strategy.tuning.threshold import SIZES_BYTES, SizeTiming, TunableCollective, threshold_bytes
 from tests.ranks import RankContext, RankPool, simulate
 
-LOG = "mics_strategy.tuning.cache"
+LOG = "mics_strategy.tuning.autotune"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ def test_all_ranks_take_what_rank_0_knows(ranks: RankPool, tmp_path: Path) -> No
 
 def _see_apart(ctx: RankContext, cache: Path) -> tuple[dict[str, int], list[str]]:
     """Only rank 0 finds something in its cache."""
-    with mock.patch.object(decisions, "load", return_value=12345 if ctx.rank == 0 else None):
+    with mock.patch.object(autotune, "load_cached", return_value=12345 if ctx.rank == 0 else None):
         [seen] = see(ctx, cache / str(ctx.rank), ["zero3"])
     return {collective: from_bytes for (collective, _), from_bytes in seen.decided}, seen.measured
 
@@ -174,7 +173,7 @@ def test_a_transport_that_moves_nothing_measures_nothing(ranks: RankPool) -> Non
 
 def _chosen(ctx: RankContext, from_bytes: int) -> list[tuple[str, bool]]:
     """Which of two transfers, of fewer bytes than `from_bytes` and of as many, goes in which way."""
-    with mock.patch.object(decisions, "load", return_value=from_bytes):
+    with mock.patch.object(autotune, "load_cached", return_value=from_bytes):
         _, groups = tuned_groups(scopes_of(ctx))
     both, found = groups.param_comm, []
     assert isinstance(both, SizeDispatch)
