@@ -114,10 +114,10 @@ class BackwardGrads:
             self._strided_views[flat.data_ptr()] = views
         view = views[position]
         if view is not None and grad.is_contiguous():
-            pairs = [(view, grad.view(view.shape))]
-        else:
-            pairs = list(layout.copy_pairs(flat, grad, position))
-        for flat_part, grad_part in pairs:
+            same_shape = grad.view(view.shape)
+            view.add_(same_shape) if add else view.copy_(same_shape)
+            return
+        for flat_part, grad_part in layout.copy_pairs(flat, grad, position):
             flat_part.add_(grad_part) if add else flat_part.copy_(grad_part)
 
     def launch(self) -> None:
