@@ -126,9 +126,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         area="gradients",
-        claim="a reopened window forgets what the accumulator held",
-        old='"reopen_window": ((GradFlag.MAYBE_USED,), (GradFlag.ACCUMULATED,))',
-        new='"reopen_window": ((GradFlag.MAYBE_USED,), ())',
+        claim="an accumulation that resumes forgets what the accumulator held",
+        old='"resume_accumulation": ((GradFlag.MAYBE_USED,), (GradFlag.ACCUMULATED,))',
+        new='"resume_accumulation": ((GradFlag.MAYBE_USED,), ())',
         tests=(
             "tests/engine/test_gradients.py",
             "tests/engine/test_unused.py",
@@ -185,8 +185,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="gradients",
         claim="what was cleared is gone",
-        old='"clear": ((), (GradFlag.USED, GradFlag.MAYBE_USED, GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN))',
-        new='"clear": ((), (GradFlag.USED, GradFlag.MAYBE_USED, GradFlag.HAS_PRIOR_MEAN))',
+        old='"zero_grad": ((), (GradFlag.USED, GradFlag.MAYBE_USED, GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN))',
+        new='"zero_grad": ((), (GradFlag.USED, GradFlag.MAYBE_USED, GradFlag.HAS_PRIOR_MEAN))',
         tests=(
             "tests/engine/test_gradients.py",
             "tests/engine/test_unused.py",
@@ -486,9 +486,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         area="lifecycle",
-        claim="only a running gather arrives",
-        old='(UnshardState.UNSHARDING, "arrive")',
-        new='(UnshardState.SHARDED, "arrive")',
+        claim="only a started all-gather is finished",
+        old='(UnshardState.UNSHARDING, "finish_unshard")',
+        new='(UnshardState.SHARDED, "finish_unshard")',
         tests=("tests/engine/test_lifecycle.py",),
     ),
     Mutation(

@@ -193,7 +193,7 @@ class EngineLink:
         """See `GradientOwner`."""
         engine, gradient = self._engine(), None if self._gradient is None else self._gradient()
         if engine is not None and gradient is not None:
-            engine.reducer.clear(gradient, position)
+            engine.reducer.zero_grad(gradient, position)
 
     def unsharded(self, position: int) -> nn.Parameter | None:
         """See `GradientOwner`."""

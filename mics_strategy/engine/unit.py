@@ -98,8 +98,8 @@ class Unit:
             for bucket in self.buckets:
                 bucket.unsharded.saved_versions.reshard()  # also if memory of its own gets other values
             if self.unshard_state is UnshardState.UNSHARDED:
-                self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
-            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "gather", self.name)
+                self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "reshard", self.name)
+            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "start_unshard", self.name)
             ops: list[Op] = []
             for bucket, flat, cast_shard in self._staging.acquire(resources, self.finish_unshard):
                 if bucket.versions.needs_sync(bucket.version):
@@ -129,7 +129,7 @@ class Unit:
             return
         with outside_transforms():
             self._pending_unshard.wait()
-            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "arrive", self.name)
+            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "finish_unshard", self.name)
             for bucket in self.buckets:
                 bucket.unsharded.saved_versions.unshard(bucket.versions.unsharded)
 
@@ -143,7 +143,7 @@ class Unit:
                 "`prefetch`."
             )
         if self.unshard_state is UnshardState.UNSHARDED:
-            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
+            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "reshard", self.name)
         for bucket in self.buckets:
             bucket.unsharded.saved_versions.reshard()
 
