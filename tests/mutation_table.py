@@ -43,8 +43,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="layout",
         claim="parameters begin at aligned places",
-        old="offset += _aligned(region.chunk_numel, block_numel)",
-        new="offset += region.chunk_numel",
+        old="offset += _aligned(param_slice.chunk_numel, block_numel)",
+        new="offset += param_slice.chunk_numel",
         tests=("tests/engine/test_layout.py",),
     ),
     Mutation(
@@ -64,8 +64,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="layout",
         claim="only whole chunks are one view",
-        old="0 < region.chunk * self.ranks == region.shape[0]",
-        new="0 < region.chunk * self.ranks >= region.shape[0]",
+        old="0 < param_slice.chunk * self.ranks == param_slice.shape[0]",
+        new="0 < param_slice.chunk * self.ranks >= param_slice.shape[0]",
         tests=(
             "tests/engine/test_layout.py",
             "tests/engine/test_coalesce.py",
@@ -95,8 +95,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="order",
         claim="units are reduced in the order of the backward",
-        old="return [*dict.fromkeys(entered)][::-1]",
-        new="return [*dict.fromkeys(entered)]",
+        old="return [*dict.fromkeys(forward_order)][::-1]",
+        new="return [*dict.fromkeys(forward_order)]",
         tests=(
             "tests/engine/test_order.py",
             "tests/engine/test_overlap.py",
@@ -137,7 +137,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="gradients",
         claim="a parameter without a gradient counts as zero",
-        old="self._zero(flat, self.flags.lacking(GradFlag.ARRIVED))",
+        old="self._zero(flat, self.flags.positions_without(GradFlag.ARRIVED))",
         new="pass",
         tests=(
             "tests/engine/test_gradients.py",
@@ -205,7 +205,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="used parameters",
         claim="a rank asks the others of parameters that it has not used",
-        old="if not gradient.flags.lacking(GradFlag.USED):",
+        old="if not gradient.flags.positions_without(GradFlag.USED):",
         new="if gradient.flags.any(GradFlag.USED):",
         tests=(
             "tests/engine/test_unused.py",

@@ -173,7 +173,7 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
         if handle is not None:
             handle.pre_forward()
 
-    def recover() -> None:
+    def reset_after_error() -> None:
         handle = weak()
         if handle is not None:
             handle.reset_after_error()
@@ -185,7 +185,7 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     guards.block_conversions(unit.module for unit in built_units)
     guards.block_copies({unit.module for unit in built_units} | {model})
     guards.block_saving_shards(model.modules())
-    guards.reset_before_access(model, recover)
+    guards.reset_before_access(model, reset_after_error)
     validate.mark_sharded(model, sharded)
     prepare_generation(model, is_forward_collective=sharded.scopes.params > 1)
     context.groups.traffic_log.drain()

@@ -214,7 +214,7 @@ class GradBucket:
         if comm is None or flat is None:
             return None
         if not self.backward.is_zero:
-            self._zero(flat, self.flags.lacking(GradFlag.ARRIVED))
+            self._zero(flat, self.flags.positions_without(GradFlag.ARRIVED))
             if self.bucket.groups.scopes.codecs.first_hop is not None:
                 self._zero_padding(flat, degree=1)
             if self._predivisor > 1:
@@ -223,7 +223,7 @@ class GradBucket:
         self._start_accumulating()
         accumulate = self.flags.any(GradFlag.ACCUMULATED)
         if accumulate:
-            self._zero(self.accumulator, self.flags.lacking(GradFlag.ACCUMULATED))
+            self._zero(self.accumulator, self.flags.positions_without(GradFlag.ACCUMULATED))
         self.flags.apply("start_reduce")
         if self._in_place is not None:
             work = self._in_place.reduce_scatter(self.accumulator, flat, accumulate, self.name)
@@ -244,7 +244,7 @@ class GradBucket:
         self._mean_to_sum()
         self.flags.apply("resume_accumulation")
         if self.accumulator.data_ptr() == self.result.data_ptr():
-            for position in self.flags.having(GradFlag.HAS_PRIOR_MEAN):
+            for position in self.flags.positions_with(GradFlag.HAS_PRIOR_MEAN):
                 self.flags.apply("accumulate", position)
 
     def _mean_to_sum(self) -> None:
@@ -266,7 +266,7 @@ class GradBucket:
         """
         if self.state is not AccumulatorState.PARTIAL:
             self._start_accumulating()  # other ranks have a sum; this rank adds zeros
-        self._zero(self.accumulator, self.flags.lacking(GradFlag.ACCUMULATED))
+        self._zero(self.accumulator, self.flags.positions_without(GradFlag.ACCUMULATED))
         self.flags.apply("accumulate")
         scopes = self.bucket.groups.scopes
         if scopes.codecs.second_hop is not None:
@@ -276,7 +276,7 @@ class GradBucket:
             return None
         accumulate = self.flags.any(GradFlag.HAS_PRIOR_MEAN)
         if accumulate:
-            self._zero(self.result, self.flags.lacking(GradFlag.HAS_PRIOR_MEAN))
+            self._zero(self.result, self.flags.positions_without(GradFlag.HAS_PRIOR_MEAN))
         full = wire.copy_(self.accumulator) if self.casts_second_hop else self.accumulator
         return comm.for_bytes(full.numel() * full.itemsize).reduce_scatter(self.result, full, accumulate, self.name)
 

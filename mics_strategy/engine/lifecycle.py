@@ -129,11 +129,11 @@ class GradFlags:
         """Whether any parameter has `flag`."""
         return self._bits[flag] != 0
 
-    def having(self, flag: GradFlag) -> list[int]:
+    def positions_with(self, flag: GradFlag) -> list[int]:
         """Positions of the parameters that have `flag`."""
         return self._positions(self._bits[flag])
 
-    def lacking(self, flag: GradFlag) -> list[int]:
+    def positions_without(self, flag: GradFlag) -> list[int]:
         """Positions of the parameters that lack `flag`."""
         return self._positions(self._everywhere & ~self._bits[flag])
 

@@ -206,10 +206,10 @@ class _Planner:
             self._unshard(index, "forward")
         for index in shape.backward:
             self._unshard(index, "backward")
-        entered: Iterable[int] = (index for index in shape.forward if index in shape.backward)
+        forward_order: Iterable[int] = (index for index in shape.forward if index in shape.backward)
         if reduces_every_unit(self.scopes):
-            entered = range(len(self.units))
-        for index in reduction_order(entered):
+            forward_order = range(len(self.units))
+        for index in reduction_order(forward_order):
             for bucket in self._reduced(index):
                 messages = self._reduce_scatter("grad_reduce_scatter", bucket)
                 self._add(messages, self.units[index].plan.name, "backward")

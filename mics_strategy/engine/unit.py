@@ -171,9 +171,9 @@ class Unit:
             if self.phase is UnitPhase.IDLE:
                 self._register_sharded()
 
-    def enter_backward(self, entered: int) -> None:
-        """Register the unsharded parameters for the backward of the forward that was entered at `entered`."""
-        self.backward_enter = entered
+    def enter_backward(self, enter_clock: int) -> None:
+        """Register the unsharded parameters for the backward of the forward that was entered at `enter_clock`."""
+        self.backward_enter = enter_clock
         self.phase = transition(PHASE_TRANSITIONS, self.phase, "enter_backward", self.name)
         self._register_unsharded()
 
@@ -227,7 +227,7 @@ class _StagingViews:
         self.needs_flat = any(bucket.needs_staging for bucket in buckets)
         self._buckets = buckets
         self._flats = CachedViews([(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in buckets])
-        self._casts = CachedViews([bucket.cast_size for bucket in buckets])
+        self._casts = CachedViews([bucket.cast_shard_spec for bucket in buckets])
 
     def acquire(
         self, resources: GatherResources, on_reuse: Callable[[], None]

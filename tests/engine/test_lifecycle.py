@@ -175,8 +175,8 @@ def test_event_sets_and_clears_the_flags_of_one_parameter(before: set[GradFlag],
     assert _flags(one, 1) == _flags(all_of_one, 0) == after
     assert _flags(one, 0) == _flags(one, 2) == set()
     for flag in GradFlag:
-        assert one.having(flag) == ([1] if flag in after else [])
-        assert one.lacking(flag) == ([0, 2] if flag in after else [0, 1, 2])
+        assert one.positions_with(flag) == ([1] if flag in after else [])
+        assert one.positions_without(flag) == ([0, 2] if flag in after else [0, 1, 2])
         assert one.any(flag) == (flag in after)
 
 
@@ -184,8 +184,8 @@ def test_event_on_all_reaches_every_parameter() -> None:
     flags = GradFlags(70)  # more than a machine word
     flags.apply("add_grad")
     flags.apply("end_backward", 69)
-    assert flags.having(GradFlag.USED) == list(range(70))
-    assert flags.lacking(GradFlag.ARRIVED) == [69]
+    assert flags.positions_with(GradFlag.USED) == list(range(70))
+    assert flags.positions_without(GradFlag.ARRIVED) == [69]
 
 
 def test_unknown_event_on_flags_raises() -> None:

@@ -84,7 +84,7 @@ def memory(ctx: RankContext, run: Run) -> dict[str, int]:
 def test_copy_takes_its_share_and_no_more(ranks: RankPool, chain: tuple[int, int, int, int]) -> None:
     run = Run(case=models.transformer, config=_config(chain))
     bytes_ = ranks(4, memory, run, ranks_per_node=2)[0]
-    assert bytes_["secondary parameter shards"] * chain[1] == bytes_["optimizer shards"] * chain[3]
+    assert bytes_["secondary shards"] * chain[1] == bytes_["master shards"] * chain[3]
 
 
 def test_on_one_node_there_is_no_copy(ranks: RankPool) -> None:

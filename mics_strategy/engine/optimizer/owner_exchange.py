@@ -33,7 +33,7 @@ class OwnedBucket:
 
     Attributes:
         name: Name of the bucket.
-        parameters: Parameters of one dtype, in the order of `assignment.regions`.
+        parameters: Parameters of one dtype, in the order of `assignment.param_slices`.
         assignment: Owner of each parameter.
     """
 
@@ -72,7 +72,7 @@ def assign_owners_by_bucket(
             name=bucket.spec.name,
             parameters=tuple(members),
             assignment=OwnerAssignment(
-                regions=tuple(parameter.mics_slice for parameter in members),
+                param_slices=tuple(parameter.mics_slice for parameter in members),
                 owners=tuple(next(owners) for _ in members),
                 ranks=len(owner_bytes),
             ),
@@ -109,9 +109,9 @@ class OwnerExchange:
         self.buckets = tuple(buckets)
         self._comm = comm
         self._index = index
-        owned = [(bucket, region) for bucket in buckets for region, _ in self._owned(bucket)]
-        sizes = [(region.numel, bucket.dtype) for bucket, region in owned]
-        values, grads = (arena(memory, "whole tensors", sizes, device) for _ in range(2))
+        owned = [(bucket, param_slice) for bucket in buckets for param_slice, _ in self._owned(bucket)]
+        sizes = [(param_slice.numel, bucket.dtype) for bucket, param_slice in owned]
+        values, grads = (arena(memory, "owned tensors", sizes, device) for _ in range(2))
         self._values: dict[ShardedParameter, nn.Parameter] = {}
         self._grads: dict[ShardedParameter, torch.Tensor] = {}
         parameters = [parameter for bucket in buckets for _, parameter in self._owned(bucket)]
@@ -119,15 +119,15 @@ class OwnerExchange:
             self._values[parameter] = nn.Parameter(value.view(parameter.shape), requires_grad=True)
             self._grads[parameter] = grad.view(parameter.shape)
         staging = max((packed_bytes(self._staging_sizes(bucket, 2)) for bucket in buckets), default=0)
-        self._staging = StagingPool(memory, "whole tensor stagings", min(2, len(buckets)), staging, device)
+        self._staging = StagingPool(memory, "owner staging buffers", min(2, len(buckets)), staging, device)
         self._empty = torch.empty(0, device=device)
 
     def _owned(self, bucket: OwnedBucket) -> Iterator[tuple[ParamSlice, ShardedParameter]]:
-        for region, owner, parameter in zip(
-            bucket.assignment.regions, bucket.assignment.owners, bucket.parameters, strict=True
+        for param_slice, owner, parameter in zip(
+            bucket.assignment.param_slices, bucket.assignment.owners, bucket.parameters, strict=True
         ):
             if owner == self._index:
-                yield region, parameter
+                yield param_slice, parameter
 
     def _staging_sizes(self, bucket: OwnedBucket, sides: int) -> list[tuple[int, torch.dtype]]:
         assignment = bucket.assignment
@@ -242,8 +242,8 @@ class OwnerExchange:
         """Views of `flat` by source rank, paired with the same rows of the whole tensors."""
         start = 0
         for index, tensors in product(range(bucket.assignment.ranks), tensors_by_side):
-            for region, parameter in self._owned(bucket):
-                part = region.narrow(tensors[parameter].detach(), index)
+            for param_slice, parameter in self._owned(bucket):
+                part = param_slice.narrow(tensors[parameter].detach(), index)
                 yield flat[start : start + part.numel()].view(part.shape), part
                 start += part.numel()
 

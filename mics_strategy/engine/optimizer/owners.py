@@ -41,21 +41,23 @@ class OwnerAssignment:
     """Owners of the tensors of one bucket that are updated as a whole.
 
     Attributes:
-        regions: Slice of each tensor in the bucket.
+        param_slices: Slice of each tensor in the bucket.
         owners: Rank of the optimizer scope that updates each tensor.
         ranks: Number of ranks of the optimizer scope.
     """
 
-    regions: tuple[ParamSlice, ...]
+    param_slices: tuple[ParamSlice, ...]
     owners: tuple[int, ...]
     ranks: int
 
     def numel(self, owner: int, index: int) -> int:
         """Elements in shard `index` of the tensors of `owner`. A scalar is in every shard."""
-        regions = (
-            region for region, region_owner in zip(self.regions, self.owners, strict=True) if region_owner == owner
+        param_slices = (
+            param_slice
+            for param_slice, slice_owner in zip(self.param_slices, self.owners, strict=True)
+            if slice_owner == owner
         )
-        return sum(region.local_shape(index).numel() for region in regions)
+        return sum(param_slice.local_shape(index).numel() for param_slice in param_slices)
 
     def rows_numels(self, index: int) -> list[int]:
         """Elements in shard `index`, by the owner of their tensor."""

@@ -80,13 +80,13 @@ def _load_shards(
     """
     fingerprints = gather_objects({name: fingerprint(value) for name, value in values.items()})
     for bucket in buckets:
-        for position, region in enumerate(bucket.layout.param_slices):
-            value = values[region.name].to(device)
+        for position, param_slice in enumerate(bucket.layout.param_slices):
+            value = values[param_slice.name].to(device)
             if groups.world_group is not None and any(
-                by_name[region.name] != fingerprints[0][region.name] for by_name in fingerprints
+                by_name[param_slice.name] != fingerprints[0][param_slice.name] for by_name in fingerprints
             ):
                 value = value.clone()
-                groups.world_group.broadcast(value, region.name)
+                groups.world_group.broadcast(value, param_slice.name)
             bucket.load(position, value)
 
 
