@@ -5,7 +5,7 @@ tables at the top are the rules; a new module or an agreed exception is a line t
 """
 
 import ast
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -322,40 +322,76 @@ def _attributes(cls: ast.ClassDef) -> set[str]:
     return declared | {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
 
 
+def check_cycles(sources: Iterable[Source]) -> list[str]:
+    """Imports form no cycle, not even through those for annotations. Those inside functions do not count."""
+    sources = list(sources)
+    edges = _imported(sources, for_annotations=True)
+    return [
+        source.at(source.tree, f"imports itself in a cycle: {' > '.join(cycle)}")
+        for name, source in _by_name(sources).items()
+        if (cycle := _path(edges, name, name))
+    ]
+
+
+def _path(edges: Mapping[str, Set[str]], start: str, end: str) -> list[str]:
+    """A shortest path of at least one edge; empty if there is none."""
+    paths, seen = [[start]], set()
+    for path in paths:
+        for other in sorted(edges[path[-1]] - seen):
+            if other == end:
+                return [*path, other]
+            seen.add(other)
+            paths.append([*path, other])
+    return []
+
+
 def check_chains(sources: Iterable[Source]) -> list[str]:
-    """Imports form no cycle, and no module loads a chain of too many others.
+    """No module loads a chain of too many others.
 
     Imports for annotations and those inside functions load nothing.
     """
-    modules = {source.path.parts[0] + f".{source.module}".rstrip("."): source for source in sources}
-    loads = {name: _loaded(source, modules.keys() - {name}) for name, source in modules.items()}
+    sources = list(sources)
+    modules = _by_name(sources)
+    loads = _imported(sources, for_annotations=False)
     chains: dict[str, tuple[str, ...]] = {}
 
-    def chain(name: str, above: tuple[str, ...]) -> tuple[str, ...]:
-        if name in above:
-            return (*([name] * MAX_CHAIN), "in a cycle")
+    def chain(name: str) -> tuple[str, ...]:
         if name not in chains:
-            below = [chain(other, (*above, name)) for other in sorted(loads[name])]
-            chains[name] = (name, *max(below, key=len, default=()))
+            chains[name] = (name,)  # ends the recursion where check_cycles finds a cycle
+            chains[name] = (name, *max(map(chain, sorted(loads[name])), key=len, default=()))
         return chains[name]
 
     return [
         source.at(source.tree, f"imports a chain of {len(found)} modules, at most {MAX_CHAIN}: {' > '.join(found)}")
         for name, source in modules.items()
-        if len(found := chain(name, ())) > MAX_CHAIN
+        if len(found := chain(name)) > MAX_CHAIN
     ]
 
 
-def _loaded(source: Source, modules: Set[str]) -> set[str]:
-    """The modules that importing this one loads directly."""
-    checked = {
+def _by_name(sources: Iterable[Source]) -> dict[str, Source]:
+    return {source.path.parts[0] + f".{source.module}".rstrip("."): source for source in sources}
+
+
+def _imported(sources: Iterable[Source], *, for_annotations: bool) -> dict[str, set[str]]:
+    """The modules that each module imports directly at its top level."""
+    modules = _by_name(sources)
+    edges = {}
+    for name, source in modules.items():
+        skipped = set() if for_annotations else _annotation_imports(source)
+        found = [each for each in imports(source) if not each.in_function and id(each.node) not in skipped]
+        targets = {each.target if each.target in modules else each.target.rpartition(".")[0] for each in found}
+        edges[name] = (targets & modules.keys()) - {name}
+    return edges
+
+
+def _annotation_imports(source: Source) -> set[int]:
+    """Identities of the nodes that only a type checker reads."""
+    return {
         id(inner)
         for node in ast.walk(source.tree)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    targets = {found.target for found in imports(source) if not found.in_function and id(found.node) not in checked}
-    return {target if target in modules else target.rpartition(".")[0] for target in targets} & modules
 
 
 def _num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -20,6 +20,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("mics_strategy", architecture.check_pure),
     ("mics_strategy", architecture.check_private_framework_names),
     ("mics_strategy", architecture.check_primitives),
+    ("mics_strategy", architecture.check_cycles),
     ("mics_strategy", architecture.check_chains),
     ("mics_strategy", architecture.check_sizes),
     ("mics_strategy", architecture.check_asserts),
@@ -205,11 +206,18 @@ def test_what_loads_nothing_ends_a_chain(tmp_path: Path, last: str) -> None:
     assert architecture.check_chains(load(tmp_path, "mics_strategy")) == []
 
 
-def test_a_cycle_of_imports_is_found(tmp_path: Path) -> None:
-    _write(tmp_path, _chain(3, "from .a0 import x"))
-    violations = architecture.check_chains(load(tmp_path, "mics_strategy"))
-    assert violations
-    assert all("in a cycle" in violation for violation in violations)
+@pytest.mark.parametrize("last", ["from .a0 import x", "if TYPE_CHECKING:\n  from mics_strategy.a0 import x"])
+def test_a_cycle_of_imports_is_found(tmp_path: Path, last: str) -> None:
+    _write(tmp_path, _chain(3, last))
+    violations = architecture.check_cycles(load(tmp_path, "mics_strategy"))
+    assert len(violations) == 3
+    cycle = " > ".join(f"mics_strategy.a{i}" for i in (0, 1, 2, 0))
+    assert f"mics_strategy/a0.py:1: imports itself in a cycle: {cycle}" in violations
+
+
+def test_an_import_in_a_function_closes_no_cycle(tmp_path: Path) -> None:
+    _write(tmp_path, _chain(3, "def f():\n  import mics_strategy.a0"))
+    assert architecture.check_cycles(load(tmp_path, "mics_strategy")) == []
 
 
 def test_private_names_of_a_framework_live_in_one_file(tmp_path: Path) -> None:

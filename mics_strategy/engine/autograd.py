@@ -22,7 +22,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -30,9 +30,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import LifecycleError
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.order import ForwardCall
 
 _RESHARDED = 2**31  # above every count of writes; torch's counters have 32 bits
 _set_versions = torch._C._autograd._unsafe_set_version_counter
@@ -109,7 +106,17 @@ def resharded_unit(error: RuntimeError) -> str | None:
     return None if owner is None else owner.unit
 
 
-class DoubleBackward:
+class HasNodes(Protocol):
+    """A forward, for the nodes that it adds to autograd's graph."""
+
+    def has_added(self, node: Node) -> bool:
+        """Whether this forward, or a later one, added a node."""
+
+
+ForwardT = TypeVar("ForwardT", bound=HasNodes)
+
+
+class DoubleBackward(Generic[ForwardT]):
     """Hooks on the nodes of a backward with `create_graph=True`.
 
     Cost: A walk over the graph in Python.
@@ -119,14 +126,12 @@ class DoubleBackward:
         before_made_node: Called before a node runs that this backward makes.
     """
 
-    def __init__(
-        self, before_node: Callable[[ForwardCall], None], before_made_node: Callable[[ForwardCall], None]
-    ) -> None:
+    def __init__(self, before_node: Callable[[ForwardT], None], before_made_node: Callable[[ForwardT], None]) -> None:
         self._before_node = before_node
         self._before_made_node = before_made_node
-        self._hooked: set[tuple[ForwardCall, Node]] = set()
+        self._hooked: set[tuple[ForwardT, Node]] = set()
 
-    def follow(self, call: ForwardCall, entry: Node) -> None:
+    def follow(self, call: ForwardT, entry: Node) -> None:
         """Register hooks on the nodes that the forward `call` has made and that `entry` leads to."""
         pending = [entry]
         while pending:
@@ -140,7 +145,7 @@ class DoubleBackward:
             node.register_hook(lambda grad_inputs, _: self._follow_made(call, grad_inputs))
             pending += following
 
-    def _follow_made(self, call: ForwardCall, grads: tuple[Any, ...]) -> None:
+    def _follow_made(self, call: ForwardT, grads: tuple[Any, ...]) -> None:
         for grad in grads:
             node = None if grad is None else grad.grad_fn
             if node is not None and (call, node) not in self._hooked:

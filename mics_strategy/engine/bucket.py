@@ -15,7 +15,6 @@ to the last.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -33,37 +32,12 @@ if TYPE_CHECKING:
     from mics_strategy.comm.communicator import AnyCommunicator, Communicator
     from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.comm.work import Work
-    from mics_strategy.engine.layout import BucketLayout
+    from mics_strategy.engine.layout import BucketSpec
     from mics_strategy.engine.parameter import ShardedParameter
 
 _NUM_WRITES = attrgetter("_version")
 _NUM_DECLARED_WRITES = attrgetter("mics_write_count")
 _REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketSpec:
-    """Properties of a bucket that are known before anything is allocated.
-
-    Attributes:
-        name: Name of the unit, for errors.
-        layout: Layout of the parameters.
-        locations: Pairs (module, attribute) that refer to each parameter; several when it is tied.
-        master_dtype: Dtype of the master shard, which is the parameters' own.
-        param_dtype: Dtype of the computation.
-        trainable: Whether the parameters have gradient memory.
-        coalesce_all_gather: Whether to gather the parameters as several tensors in one launch.
-        coalesce_reduce_scatter: Whether to reduce the gradients as several tensors in one launch.
-    """
-
-    name: str
-    layout: BucketLayout
-    locations: tuple[tuple[tuple[nn.Module, str], ...], ...]
-    master_dtype: torch.dtype
-    param_dtype: torch.dtype
-    trainable: bool
-    coalesce_all_gather: bool = False
-    coalesce_reduce_scatter: bool = False
 
 
 def param_comms(groups: ProcessGroups, *, trainable: bool) -> dict[str, AnyCommunicator | None]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.config import ShardConfig, sum_dtype_of
-from mics_strategy.engine.bucket import Bucket, BucketSpec, param_comms
+from mics_strategy.engine.bucket import Bucket, param_comms
 from mics_strategy.engine.grad_bucket import GradBucket
-from mics_strategy.engine.layout import make_layout
+from mics_strategy.engine.layout import BucketSpec, make_layout
 from mics_strategy.engine.memory import MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
 from mics_strategy.engine.parameter import make_sharded_parameter
 from mics_strategy.engine.rank_agreement import DesyncCheck, ReplicaCheck

@@ -24,8 +24,7 @@ from mics_strategy.comm.work import Work
 
 if TYPE_CHECKING:
     from mics_strategy.comm.communicator import AnyCommunicator
-    from mics_strategy.engine.bucket import BucketSpec
-    from mics_strategy.engine.layout import BucketLayout
+    from mics_strategy.engine.layout import BucketLayout, BucketSpec
 
 InPlaceGather = Callable[[torch.Tensor], Work]  # all-gathers a shard into the unsharded parameters
 

@@ -25,6 +25,7 @@ from mics_strategy.lightning.fabric_checkpoints import FabricCheckpointMixin
 from mics_strategy.lightning.framework import (
     FabricFramework,
     load_fabric_framework,
+    redirected_method,
     unwrap_module,
     unwrap_optimizer,
 )
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
 class ShardedModule(nn.Module):
     """Wrapper of a sharded module; its forward is the module's.
 
-    Fabric runs `training_step` in place of the module's forward. With manual optimization, a step contains backwards
-    and optimizer steps and cannot be one forward, so it bypasses the root's hooks; the units inside are gathered when
-    they are called, as in the Trainer.
+    Fabric runs marked methods in place of the module's forward, with all hooks. Only the `training_step` of manual
+    optimization bypasses the root's hooks: it contains backwards and optimizer steps and cannot be one forward. The
+    units inside are gathered when they are called, as in the Trainer.
 
     Args:
         sharded: Handle of the module.
@@ -53,12 +54,10 @@ class ShardedModule(nn.Module):
         super().__init__()
         self.module = sharded.model
         self.sharded = sharded
-        self._own_forward = self.module.forward
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        is_redirected = self.module.forward != self._own_forward
-        if is_redirected and self.module.training and _is_manual(self.module):
+        if _is_manual(self.module) and redirected_method(self.module.forward) == "training_step":
             self.sharded.buffers.pre_forward()
             return self.module.forward(*args, **kwargs)
         return self.module(*args, **kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -161,6 +162,17 @@ def unwrap_optimizer(framework: TrainerFramework | FabricFramework, optimizer: A
 def unwrap_module(framework: FabricFramework, module: Any) -> Any:
     """Return the user's module inside Fabric's wrapper."""
     return module.module if isinstance(module, framework.module_wrapper) else module
+
+
+def redirected_method(forward: Callable[..., Any]) -> str | None:
+    """Return the name of the method that Fabric runs through a module's forward; None for any other forward.
+
+    For the duration of such a call, Fabric replaces the module's `forward` by a closure over the name.
+    """
+    if not inspect.isfunction(forward) or forward.__name__ != "wrapped_forward":
+        return None
+    name = inspect.getclosurevars(forward).nonlocals.get("method_name")
+    return name if isinstance(name, str) else None
 
 
 def throttle_sigterm_check(trainer: Any, every_n_steps: int) -> None:

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from mics_strategy.comm.control import ControlGroup
     from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.config import ShardConfig
-    from mics_strategy.engine.bucket import BucketSpec
-    from mics_strategy.engine.layout import BucketLayout
+    from mics_strategy.engine.layout import BucketLayout, BucketSpec
 
 REDUCE_SCATTER = "grad_reduce_scatter"  # the role of the only reduce-scatter; all others are all-gathers
 _LABEL = "a benchmark"

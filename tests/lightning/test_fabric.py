@@ -339,3 +339,38 @@ def test_a_manual_training_step_may_hold_backwards_and_optimizer_steps(ranks: Ra
     for found, loss in run(ranks, 4, _trained_manually, ranks_per_node=2):
         assert_same(found, expected)
         assert loss == pytest.approx(plain.validation_step(data[0], 0).item())
+
+
+class LossOfItsOwn(TwoStepsInOne):
+    """Manual optimization with a marked method that uses a parameter of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.tensor([1.5, 0.5, 1.0]))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.gain * F.mse_loss(self(x), y)).sum()
+
+
+def _trained_by_a_marked_method(ctx: RankContext) -> dict[str, Tensor]:
+    fabric = launched(ctx)
+    module = LossOfItsOwn()
+    model, optimizer = fabric.setup(module, adamw(module))
+    model.mark_forward_method("loss")
+    for x, y in loader(num=16):
+        optimizer.zero_grad()
+        fabric.backward(model.loss(x, y))
+        optimizer.step()
+    return values(model)
+
+
+def test_a_marked_method_of_a_manual_module_has_the_parameters_of_the_root(ranks: RankPool) -> None:
+    plain = LossOfItsOwn()
+    optimizer = adamw(plain)
+    for x, y in loader(num=16):
+        optimizer.zero_grad()
+        plain.loss(x, y).backward()
+        optimizer.step()
+    expected = {f"0.{name}": parameter for name, parameter in plain.named_parameters()}
+    for found in run(ranks, 2, _trained_by_a_marked_method):
+        assert_same(found, expected)
