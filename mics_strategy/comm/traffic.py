@@ -50,8 +50,8 @@ SENT_BYTES = {ALL_GATHER: all_gather_bytes, REDUCE_SCATTER: reduce_scatter_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class IssuedCollective:
-    """One issued stage of a collective, and the bytes that this rank sends.
+class CollectiveTraffic:
+    """One stage of a collective, and the bytes that this rank sends.
 
     Attributes:
         collective: Name of the collective: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
@@ -74,19 +74,19 @@ class IssuedCollective:
 class TrafficLog:
     """The collectives issued since the log was last drained, with their counts."""
 
-    entries: Counter[IssuedCollective] = field(default_factory=Counter)
+    entries: Counter[CollectiveTraffic] = field(default_factory=Counter)
 
     def record(self, collective: str, axis: str, size: int, dtype: torch.dtype, full_bytes: int) -> None:
         """Record one collective whose full tensor has `full_bytes`."""
         sent_bytes = SENT_BYTES[collective](full_bytes, size)
-        self.entries[IssuedCollective(collective, axis, size, dtype, full_bytes, sent_bytes)] += 1
+        self.entries[CollectiveTraffic(collective, axis, size, dtype, full_bytes, sent_bytes)] += 1
 
     def record_all_to_all(self, axis: str, size: int, full: torch.Tensor, kept_numel: int) -> None:
         """Record an all-to-all of `full`, of which this rank keeps `kept_numel` elements."""
         full_bytes, sent_bytes = full.numel() * full.itemsize, (full.numel() - kept_numel) * full.itemsize
-        self.entries[IssuedCollective(ALL_TO_ALL, axis, size, full.dtype, full_bytes, sent_bytes)] += 1
+        self.entries[CollectiveTraffic(ALL_TO_ALL, axis, size, full.dtype, full_bytes, sent_bytes)] += 1
 
-    def drain(self) -> Counter[IssuedCollective]:
+    def drain(self) -> Counter[CollectiveTraffic]:
         """Return the entries so far, and empty the log."""
         entries, self.entries = self.entries, Counter()
         return entries

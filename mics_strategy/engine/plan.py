@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.comm.route import HopTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
-from mics_strategy.comm.traffic import ALL_REDUCE, ALL_TO_ALL, SENT_BYTES
+from mics_strategy.comm.traffic import ALL_REDUCE, ALL_TO_ALL, SENT_BYTES, CollectiveTraffic
 from mics_strategy.engine.schedule import (
     USAGE_DTYPE,
     ParamVersions,
@@ -29,7 +29,6 @@ from mics_strategy.engine.schedule import (
 )
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.traffic import IssuedCollective
     from mics_strategy.engine.layout import BucketLayout
     from mics_strategy.engine.optimizer.owners import OwnerAssignment
     from mics_strategy.scopes import Scopes
@@ -93,15 +92,15 @@ class StepOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedCollective:
-    """One collective of a step. `phase` is forward, backward, second_hop or update; bytes are per rank."""
+class PlannedCollective(CollectiveTraffic):
+    """One collective of a step.
 
-    collective: str
-    axis: str
-    size: int
-    dtype: torch.dtype
-    full_bytes: int
-    sent_bytes: int
+    Attributes:
+        unit: Name of the unit, or of the bucket with owners.
+        phase: Phase of the step: "forward", "backward", "second_hop" or "update".
+        micro_step: Index of the micro-step.
+    """
+
     unit: str
     phase: str
     micro_step: int
@@ -314,7 +313,7 @@ class TrafficRow:
     sent_bytes: int
 
 
-def compare(plan: Plan, issued: Counter[IssuedCollective]) -> tuple[TrafficRow, ...]:
+def compare(plan: Plan, issued: Counter[CollectiveTraffic]) -> tuple[TrafficRow, ...]:
     """The planned and the issued traffic of a step, by axis and collective.
 
     Args:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mics_strategy.comm.communicator import Communicator, SizeDispatch
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.comm.transport import backend_of
@@ -35,6 +34,7 @@ from mics_strategy.tuning.threshold import (
 )
 
 if TYPE_CHECKING:
+    from mics_strategy.comm.communicator import Communicator, SizeDispatch
     from mics_strategy.comm.control import ControlGroup
     from mics_strategy.comm.resources import CommResources
     from mics_strategy.scopes import Scopes
@@ -135,8 +135,8 @@ def _tune(
         return TuningResult(collective=collective, span=span, from_bytes=cached_bytes)
     timings: tuple[SizeTiming, ...] = ()
     workspace = Workspace()
-    comm = resources.communicator(role, scopes.with_both_algorithms(), workspace)
-    if isinstance(comm, SizeDispatch):
+    comm = resources.size_dispatch(role, scopes.with_both_algorithms(), workspace)
+    if comm is not None:
         timings = benchmark(collective, comm, workspace, control, resources.device)
     return TuningResult(collective=collective, span=span, from_bytes=threshold_bytes(timings), timings=timings)
 

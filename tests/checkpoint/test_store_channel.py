@@ -23,7 +23,7 @@ from tests.ranks import RankContext, RankPool
 
 @pytest.fixture
 def _impatient() -> Iterator[None]:
-    with mock.patch.multiple(store_channel, _PULSE_S=0.05, _SILENT_S=0.5):
+    with mock.patch.multiple(store_channel, _HEARTBEAT_S=0.05, _SILENT_S=0.5):
         yield
 
 
@@ -51,7 +51,7 @@ def late(ctx: RankContext, folder: Path) -> None:
         return write(*args)  # type: ignore[arg-type]
 
     with (
-        mock.patch.multiple(store_channel, _PULSE_S=0.05, _SILENT_S=0.5),
+        mock.patch.multiple(store_channel, _HEARTBEAT_S=0.05, _SILENT_S=0.5),
         mock.patch.object(FileSystemWriter, "write_data", slowly),
     ):
         save_checkpoint(folder / "one", training.sharded, [training.optimizer])
@@ -74,7 +74,7 @@ def _saving(rank: int, store_file: Path, folder: Path, told: Path) -> None:
     sharded = shard(model, "zero3")
     if rank == 1:
         mock.patch.object(FileSystemWriter, "write_data", _end).start()
-    with mock.patch.multiple(store_channel, _PULSE_S=0.1, _SILENT_S=1.0):
+    with mock.patch.multiple(store_channel, _HEARTBEAT_S=0.1, _SILENT_S=1.0):
         try:
             save_checkpoint(folder / "one", sharded)
         except CheckpointError as error:
