@@ -414,9 +414,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         area="plan",
-        claim="values and gradients travel to owners",
-        old="2 * bucket.dtype.itemsize",
-        new="bucket.dtype.itemsize",
+        claim="a rank does not send the tensors that it owns",
+        old="sent_bytes = full_bytes - numels[index] * itemsize",
+        new="sent_bytes = full_bytes",
         tests=(
             "tests/engine/optimizer/test_owner_exchange.py",
             "tests/engine/test_plan_arithmetic.py",

@@ -260,10 +260,10 @@ class _Planner:
     def update(self, owned: tuple[OwnedPlan, ...]) -> None:
         span = self.scopes.span(1, self.scopes.optimizer)
         for bucket in owned:
-            rows, fulls = bucket.assignment.rows_numels(bucket.index), bucket.assignment.whole_numels(bucket.index)
-            for numels, num_bytes in ((rows, 2 * bucket.dtype.itemsize), (fulls, bucket.dtype.itemsize)):
-                full_bytes = sum(numels) * num_bytes  # values and gradients to the owners; new values back
-                sent_bytes = full_bytes - numels[bucket.index] * num_bytes
+            assignment, index, itemsize = bucket.assignment, bucket.index, bucket.dtype.itemsize
+            for numels, _ in (assignment.to_owners_numels(index), assignment.to_shards_numels(index)):
+                full_bytes = sum(numels) * itemsize
+                sent_bytes = full_bytes - numels[index] * itemsize
                 self.planned.append(
                     PlannedCollective(
                         collective=ALL_TO_ALL,

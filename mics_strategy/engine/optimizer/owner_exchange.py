@@ -17,7 +17,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mics_strategy.engine.memory import MemoryTracker, StagingPool, arena, carve_views, packed_bytes
-from mics_strategy.engine.optimizer.owners import OwnerAssignment, assign_owners
+from mics_strategy.engine.optimizer.owners import (
+    TENSORS_TO_OWNERS,
+    TENSORS_TO_SHARDS,
+    OwnerAssignment,
+    assign_owners,
+)
 
 if TYPE_CHECKING:
     from mics_strategy.comm.control import ControlGroup
@@ -118,7 +123,7 @@ class OwnerExchange:
         for parameter, value, grad in zip(parameters, values, grads, strict=True):
             self._values[parameter] = nn.Parameter(value.view(parameter.shape), requires_grad=True)
             self._grads[parameter] = grad.view(parameter.shape)
-        staging = max((packed_bytes(self._staging_sizes(bucket, 2)) for bucket in buckets), default=0)
+        staging = max((packed_bytes(self._staging_sizes(bucket, TENSORS_TO_OWNERS)) for bucket in buckets), default=0)
         self._staging = StagingPool(memory, "owner staging buffers", min(2, len(buckets)), staging, device)
         self._empty = torch.empty(0, device=device)
 
@@ -174,39 +179,33 @@ class OwnerExchange:
 
     def _send_to_owners(self, bucket: OwnedBucket) -> _InFlight:
         transfer = _InFlight()
-        sent, received = self._acquire_staging(bucket, transfer, 2)
+        sent, received = self._acquire_staging(bucket, transfer, TENSORS_TO_OWNERS)
         rows = ([parameter.local for parameter in bucket.parameters], [*map(_local_grad, bucket.parameters)])
-        for piece, side, position in self._row_views(bucket, sent, 2):
+        for piece, side, position in self._row_views(bucket, sent, TENSORS_TO_OWNERS):
             piece.copy_(rows[side][position])
 
         def unpack() -> None:
             for piece, part in self._full_views(bucket, received, (self._values, self._grads)):
                 part.copy_(piece)
 
-        assignment, index = bucket.assignment, self._index
-        recv_numels, send_numels = (
-            [2 * n for n in assignment.whole_numels(index)],
-            [2 * n for n in assignment.rows_numels(index)],
-        )
+        send_numels, recv_numels = bucket.assignment.to_owners_numels(self._index)
         label = f"values and gradients of {bucket.name}"
         transfer.work = self._comm.all_to_all(received, recv_numels, sent, send_numels, label).then(unpack)
         return transfer
 
     def _send_to_shards(self, bucket: OwnedBucket) -> _InFlight:
         transfer = _InFlight()
-        received, sent = self._acquire_staging(bucket, transfer, 1)
+        received, sent = self._acquire_staging(bucket, transfer, TENSORS_TO_SHARDS)
         for piece, part in self._full_views(bucket, sent, (self._values,)):
             piece.copy_(part)
 
         def unpack() -> None:
-            for piece, _, position in self._row_views(bucket, received, 1):
+            for piece, _, position in self._row_views(bucket, received, TENSORS_TO_SHARDS):
                 bucket.parameters[position].local.copy_(piece)
 
-        assignment, index = bucket.assignment, self._index
+        send_numels, recv_numels = bucket.assignment.to_shards_numels(self._index)
         label = f"new values of {bucket.name}"
-        transfer.work = self._comm.all_to_all(
-            received, assignment.rows_numels(index), sent, assignment.whole_numels(index), label
-        ).then(unpack)
+        transfer.work = self._comm.all_to_all(received, recv_numels, sent, send_numels, label).then(unpack)
         return transfer
 
     def _acquire_staging(self, bucket: OwnedBucket, transfer: _InFlight, sides: int) -> list[torch.Tensor]:

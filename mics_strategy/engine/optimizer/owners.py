@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mics_strategy.engine.layout import ParamSlice
 
+TENSORS_TO_OWNERS = 2  # of each parameter: value and gradient
+TENSORS_TO_SHARDS = 1  # of each parameter: new value
+
 
 def assign_owners(sizes_bytes: list[int], owner_bytes: list[int]) -> list[int]:
     """Assign each tensor to the rank with the fewest bytes, largest tensor first.
@@ -66,3 +69,12 @@ class OwnerAssignment:
     def whole_numels(self, owner: int) -> list[int]:
         """Elements of the tensors of `owner`, by shard."""
         return [self.numel(owner, index) for index in range(self.ranks)]
+
+    def to_owners_numels(self, index: int) -> tuple[list[int], list[int]]:
+        """Elements that rank `index` sends to each owner and receives from each shard: values and gradients."""
+        sent, received = self.rows_numels(index), self.whole_numels(index)
+        return [TENSORS_TO_OWNERS * numel for numel in sent], [TENSORS_TO_OWNERS * numel for numel in received]
+
+    def to_shards_numels(self, index: int) -> tuple[list[int], list[int]]:
+        """Elements that rank `index` sends to each shard and receives from each owner: new values."""
+        return self.whole_numels(index), self.rows_numels(index)
