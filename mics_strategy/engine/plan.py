@@ -108,7 +108,7 @@ class PlannedCollective(CollectiveTraffic):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Every collective of one optimizer step, in the order of its moment."""
+    """Every collective of one optimizer step, in the order in which they are issued."""
 
     collectives: tuple[PlannedCollective, ...]
     num_micro_steps: int
@@ -118,14 +118,14 @@ class Plan:
         return sum(planned.sent_bytes for planned in self.collectives if axis in (None, planned.axis))
 
     def table(self) -> str:
-        """The collectives grouped by moment, axis, kind and dtype, as text."""
+        """The collectives grouped by phase, axis, kind and dtype, as text."""
         counts: Counter[tuple[str, str, str, str]] = Counter()
         sent: Counter[tuple[str, str, str, str]] = Counter()
         for planned in self.collectives:
             key = (planned.phase, planned.axis, planned.collective, str(planned.dtype).removeprefix("torch."))
             counts[key] += 1
             sent[key] += planned.sent_bytes
-        rows = [("moment", "axis", "collective", "dtype", "count", "sent MB")]
+        rows = [("phase", "axis", "collective", "dtype", "count", "sent MB")]
         rows += [(*key, str(count), f"{sent[key] / 1e6:.3f}") for key, count in counts.items()]
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         return "\n".join(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mics_strategy.topology import Span
 
 _log = logging.getLogger(__name__)
-CACHE_DIR = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/decisions"
+CACHE_DIR = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/tuning"
 _FORMAT = 2  # raised when collectives change so much that earlier measurements are void
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_NET")
 
@@ -81,7 +81,7 @@ class TuningKey:
 
 def cache_folder() -> Path:
     """`CACHE_DIR`, for this user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mics_strategy" / "decisions"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mics_strategy" / "tuning"
 
 
 def load(key: TuningKey) -> int | None:

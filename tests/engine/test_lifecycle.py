@@ -3,6 +3,7 @@
 import itertools
 import random
 from enum import Enum
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,7 @@ ILLEGAL = [
     for event in EVENTS
     if (state, event) not in table
 ]
+README = Path(__file__).parents[2] / "mics_strategy" / "engine" / "README.md"
 tables = pytest.mark.parametrize("states", TABLES, ids=lambda states: states.__name__)
 
 
@@ -191,3 +193,12 @@ def test_event_on_all_reaches_every_parameter() -> None:
 def test_unknown_event_on_flags_raises() -> None:
     with pytest.raises(LifecycleError, match=r"`dance`.*add_grad"):
         GradFlags(1).apply("dance", 0)
+
+
+def test_the_engines_page_has_the_tables() -> None:
+    rows = [
+        f"{states.__name__:<18}{state.value:<12}{event:<16}-> {following.value}"
+        for states, table in TABLES.items()
+        for (state, event), following in table.items()
+    ]
+    assert "\n".join(rows) in README.read_text()

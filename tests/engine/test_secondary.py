@@ -59,8 +59,8 @@ def test_sends_what_was_planned(ranks: RankPool, chain: tuple[int, int, int, int
         assert issued == planned
 
 
-def _gathered(plan: Plan, moment: str) -> set[str]:
-    return {p.axis for p in plan.collectives if p.collective == "all_gather" and p.phase == moment}
+def _gathered(plan: Plan, phase: str) -> set[str]:
+    return {p.axis for p in plan.collectives if p.collective == "all_gather" and p.phase == phase}
 
 
 def test_backward_stays_in_the_node(ranks: RankPool) -> None:
