@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mics_strategy.comm.route import Algorithm, Hop, Route, SizedRoutes
-from mics_strategy.comm.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Algorithm, Hop, Route, SizedRoutes
 from mics_strategy.errors import ConfigError
 from mics_strategy.topology import Axis, Span, Topology
 from mics_strategy.tuning.threshold import HierarchicalThreshold, TunableCollective
@@ -124,7 +123,7 @@ class Scopes:
         return self.secondary < self.params
 
     def degrees_of(self, role: str) -> tuple[int, int]:
-        """The degrees between which the collectives of one of `ROLES` work, the smaller one first."""
+        """The smaller and the larger degree of the collectives of one of `ROLES`."""
         return {
             "param_all_gather": (1, self.params),
             "secondary_all_gather": (1, self.secondary if self.has_secondary else 1),

@@ -15,6 +15,7 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
 MAX_ATTRIBUTES = 15
 HAVE_MORE_ATTRIBUTES = ("ShardConfig", "Framework")  # tables of fields: what a user may set, what Lightning has
+MAX_FIRST_LINE = 80  # of a docstring, without quotes and indentation
 MAX_CHAIN = 16  # modules that an import loads one after the other
 
 # A module may import its own layer and those above it in this table. The longest prefix counts;
@@ -22,17 +23,8 @@ MAX_CHAIN = 16  # modules that an import loads one after the other
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
     (
-        *(
-            "config",
-            "topology",
-            "scopes",
-            "comm.route",
-            "comm.traffic",
-            "comm.traffic_log",
-            "tuning.threshold",
-            "comm.codecs",
-        ),
-        *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule", "engine.optimizer.owners"),
+        *("config", "topology", "scopes", "comm.route", "tuning.threshold", "comm.codecs"),
+        *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule"),
         *("planner.cost", "checkpoint.manifest", "checkpoint.reshard"),
     ),
     ("comm", "tuning.cache", "tuning.autotune"),
@@ -46,7 +38,7 @@ PURE_LAYER = 1
 # Beside the engine: what the planner may import, and who may import the planner.
 PLANNER_IMPORTS_UP_TO = PURE_LAYER
 CALIBRATE_IMPORTS_UP_TO = 2
-PLANNER_IMPORTED_BY = ("planner", "cli", "run", "engine.api", "engine.setup.workload")  # the engine, for "auto" only
+PLANNER_IMPORTED_BY = ("planner", "cli", "run", "engine.setup.resolve")  # the engine, for "auto" only
 # These folders may import the package's public names (mics_strategy itself) and their framework.
 ADAPTERS_MAY_IMPORT = ("comm.consensus",)  # to raise on all ranks together; there is one way to do so
 FRAMEWORKS = {
@@ -57,7 +49,7 @@ FRAMEWORKS = {
 OBJECTS = ("*_object", "*_object_list", "barrier", "monitored_barrier")
 MAY_NAME_PRIMITIVES: dict[str, tuple[str, ...]] = {
     "comm/transport.py": ("*",),
-    "comm/full_tensor.py": ("all_gather",),
+    "comm/placement.py": ("all_gather",),
     "comm/consensus.py": OBJECTS,
     "topology.py": OBJECTS,
     "checkpoint/*": OBJECTS,
@@ -428,6 +420,17 @@ def check_names(sources: Iterable[Source]) -> list[str]:
         if source.module in ONE_DOCSTRING and len(source.tree.body) > 1:
             violations.append(source.at(source.tree.body[1], "more than a docstring"))
     return violations
+
+
+def check_first_lines(sources: Iterable[Source]) -> list[str]:
+    """Docstrings begin with one short line."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [(source, node) for source in sources for node in ast.walk(source.tree) if isinstance(node, kinds)]
+    return [
+        source.at(node.body[0], f"the docstring's first line has {length} characters, at most {MAX_FIRST_LINE}")
+        for source, node in nodes
+        if (length := len((ast.get_docstring(node) or "").partition("\n")[0])) > MAX_FIRST_LINE
+    ]
 
 
 def check_public_names(sources: Iterable[Source]) -> list[str]:

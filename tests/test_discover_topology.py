@@ -5,7 +5,7 @@ import os
 import pytest
 
 from mics_strategy import ConfigError, ShardConfig, Topology
-from mics_strategy.engine.setup.discover import discover_topology
+from mics_strategy.engine.setup.resolve import discover_topology
 from mics_strategy.scopes import resolve_scopes
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 

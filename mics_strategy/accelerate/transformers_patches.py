@@ -1,4 +1,4 @@
-"""Patches of transformers and of TRL for sharded models: Trainers, and `save_pretrained`.
+"""Patches of transformers and TRL for sharded models: Trainers, `save_pretrained`.
 
 `save_model` of transformers writes nothing if checkpoints are sharded. Patched, it writes the model as
 `from_pretrained` loads it, in every case; intermediate checkpoints remain sharded.

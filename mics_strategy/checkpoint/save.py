@@ -27,9 +27,8 @@ from mics_strategy.checkpoint import atomic, rng, shard_report
 from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.rank_local import class_name
 from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlanner, check_replica_counts
-from mics_strategy.checkpoint.shard_report import ShardReport
+from mics_strategy.checkpoint.shard_report import ShardReport, StoreChannel
 from mics_strategy.checkpoint.state import Optimizers, by_key, local_state
-from mics_strategy.checkpoint.store_channel import StoreChannel
 from mics_strategy.comm.consensus import check_same_keys_across_ranks, gather_objects, run_on_all_ranks
 from mics_strategy.errors import CheckpointError, MiCSError
 from mics_strategy.version import package_version

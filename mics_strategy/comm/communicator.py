@@ -89,7 +89,7 @@ class Communicator:
         return self._queue.submit(op, partial(self._stages.all_gather, out, shard, op.tag))
 
     def for_bytes(self, full_bytes: int) -> Communicator:
-        """This communicator, which serves full tensors of every size; see `SizeDispatch.for_bytes`."""
+        """This communicator, for full tensors of every size; see `SizeDispatch.for_bytes`."""
         return self
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:

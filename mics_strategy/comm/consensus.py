@@ -1,4 +1,7 @@
-"""Consensus of ranks: checks that raise on all ranks or on none, and a rendezvous that no collective blocks."""
+"""Consensus of ranks: checks that raise on all ranks or on none, and a rendezvous.
+
+No collective blocks the rendezvous.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,9 @@ def run_on_all_ranks(action: Callable[[], T], foreign: type[errors.MiCSError] | 
 
 
 class Rendezvous:
-    """Waits for all ranks through the store of the job, which no unfinished collective blocks.
+    """A wait for all ranks through the job's store.
+
+    No unfinished collective blocks the store.
 
     Args:
         name: Name in the store, the same on all ranks and unique in the job.
@@ -105,7 +110,9 @@ class Rendezvous:
         self._num_calls = 0
 
     def missing_ranks(self, timeout_s: float) -> list[int]:
-        """Wait until all ranks have called this method equally often. Returns the ranks that have not in time.
+        """Wait until all ranks have called this method equally often.
+
+        Returns the ranks that have not in time.
 
         Args:
             timeout_s: Longest wait for the last rank, seconds.

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from mics_strategy.comm import traffic
 from mics_strategy.comm.queue import WatchedWork
+from mics_strategy.comm.route import ALL_REDUCE
 from mics_strategy.comm.work import BackendWork, Work, as_communication_error, check_shapes
 from mics_strategy.errors import MiCSError
 
 if TYPE_CHECKING:
     from mics_strategy.comm.desync import DesyncWatchdog
-    from mics_strategy.comm.traffic import TrafficLog
+    from mics_strategy.comm.route import TrafficLog
     from mics_strategy.comm.transport import Transport
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class ControlGroup:
     def all_reduce(self, tensor: torch.Tensor, label: str) -> Work:
         """Sum `tensor` over the ranks, in place. Cost: 2 (size - 1) / size * n sent."""
         num_bytes = tensor.numel() * tensor.itemsize
-        self._traffic_log.record(traffic.ALL_REDUCE, self.axis, self.size, tensor.dtype, num_bytes)
+        self._traffic_log.record(ALL_REDUCE, self.axis, self.size, tensor.dtype, num_bytes)
         return self._as_work(f"All-reduce of {label}", self.transport.all_reduce(tensor))
 
     def all_to_all(

@@ -31,8 +31,7 @@ from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.comm.desync import DesyncWatchdog, OpId
-    from mics_strategy.comm.route import HopTraffic, Route
-    from mics_strategy.comm.traffic import TrafficLog
+    from mics_strategy.comm.route import HopTraffic, Route, TrafficLog
     from mics_strategy.comm.transport import Transport
     from mics_strategy.comm.workspace import Workspace
 
@@ -275,7 +274,7 @@ class CollectiveQueue(ABC):
 
     @abstractmethod
     def submit(self, op: OpRequest, task: CommTask) -> Work:
-        """Run a task that has the workspace to itself, after all previous tasks of the queue."""
+        """Run a task, alone in the workspace, after all previous tasks of the queue."""
 
 
 class InlineQueue(CollectiveQueue):

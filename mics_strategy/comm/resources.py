@@ -27,7 +27,7 @@ from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.desync import DesyncWatchdog
 from mics_strategy.comm.peer_memory import connection
 from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
-from mics_strategy.comm.traffic import TrafficLog
+from mics_strategy.comm.route import TrafficLog
 from mics_strategy.comm.transport import GlooTransport, Transport, backend_of, make_transport, timeout_of
 from mics_strategy.comm.work import has_pending_work
 from mics_strategy.comm.workspace import Workspace
@@ -77,7 +77,9 @@ class CommResources:
             _on_gloo.add(self)
 
     def communicator(self, role: str, scopes: Scopes, workspace: Workspace | None = None) -> AnyCommunicator | None:
-        """The communicator of a role; None where its span holds one rank: such an axis sends nothing. Collective.
+        """The communicator of a role; None where its span holds one rank. Collective.
+
+        An axis of one rank sends nothing.
 
         Args:
             role: Role of the collectives; see `Scopes.routes`.
@@ -91,7 +93,9 @@ class CommResources:
         return self._communicator_on(role, routes.hierarchical, scopes.span_of(role), workspace)
 
     def size_dispatch(self, role: str, scopes: Scopes, workspace: Workspace | None = None) -> SizeDispatch | None:
-        """The communicator of a role that has both algorithms; None where it has at most one. Collective.
+        """The communicator of a role that has both algorithms. Collective.
+
+        It is None where the role has at most one algorithm.
 
         Args:
             role: Role of the collectives; see `Scopes.routes`.
@@ -119,7 +123,7 @@ class CommResources:
         return Communicator(binding, self._queue(queue, binding, scratch), scratch, self.device)
 
     def _queue(self, name: str, binding: RouteBinding, workspace: Workspace) -> CollectiveQueue:
-        """The queue of a communicator: a thread on gloo, the current stream on any other backend."""
+        """The queue of a communicator: a thread on gloo, else the current stream."""
         if not binding.transports[0].blocks_host:
             return InlineQueue(name, binding, workspace, self.traffic_log)
         if name not in self._threads:
@@ -179,7 +183,10 @@ class CommResources:
         return DeviceMesh.from_group(group, self.device.type, mesh=torch.tensor(shard_ranks), mesh_dim_names=("shard",))
 
     def stop(self) -> None:
-        """End the communication threads. Not collective; collectives that no rank waits for may be unfinished."""
+        """End the communication threads. Not collective.
+
+        Collectives that no rank waits for may be unfinished.
+        """
         for thread in self._threads.values():
             thread.close(self._transports)
 
@@ -197,7 +204,9 @@ class CommResources:
 
 
 def _enable_peer_memory(transport: Transport) -> None:
-    """Let ranks of one node, on gloo, read one another's memory if each can. Collective; nothing is in flight.
+    """Let the ranks of one node, on gloo, read one another's memory if each can.
+
+    Collective; nothing is in flight.
 
     Cost:
         That of `peer_memory.connection.handshake`.

@@ -123,7 +123,7 @@ class StagePipeline:
             )
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> None:
-        """Sum every rank's `full` and keep this rank's slice; see `Communicator.reduce_scatter`.
+        """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`.
 
         1. Reduce-scatter each chunk inside the node: this rank keeps one slice, in the dtype of the sum.
         2. Reduce-scatter each chunk of the slice between nodes as soon as it is summed.

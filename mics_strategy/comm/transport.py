@@ -1,4 +1,4 @@
-"""Transport of tensors within one process group, one class for each kind of backend.
+"""Transport of tensors within one process group, one class per kind of backend.
 
 The only module that calls torch's communication primitives.
 
@@ -131,7 +131,9 @@ class Transport(ABC):
 
     @abstractmethod
     def barrier(self, tag: int) -> None:
-        """Block until all ranks have reached one collective that the backend would start without a tag.
+        """Block until all ranks have reached one collective.
+
+        Needed where the backend would start the collective without a tag.
 
         Args:
             tag: Tag of the collective, the same on all ranks.
@@ -139,7 +141,10 @@ class Transport(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Fail the collectives for which a thread of this process may wait, on the group's other ranks as well."""
+        """Fail the collectives for which a thread of this process may wait.
+
+        They fail on the group's other ranks as well.
+        """
 
     def all_reduce(self, tensor: torch.Tensor) -> BackendWork:
         """Sum `tensor` over the ranks in place, in its dtype.
@@ -192,7 +197,9 @@ class GlooTransport(Transport):
         self._connections: dict[int, PeerConnection] = {}
 
     def read_peers(self, connections: dict[int, PeerConnection]) -> None:
-        """Read the memory of the peers instead of receiving messages; none for messages. Nothing is in flight.
+        """Read the memory of the peers instead of receiving messages; none for messages.
+
+        Nothing is in flight.
 
         Args:
             connections: Connections to all other ranks by their index, as every rank of the group has them.

@@ -26,19 +26,16 @@ from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.hooks import install
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.setup import guards, materialize, validate
-from mics_strategy.engine.setup.discover import discover_topology
 from mics_strategy.engine.setup.generation import prepare_generation
-from mics_strategy.engine.setup.workload import device_memory_bytes, workload_from_units
+from mics_strategy.engine.setup.resolve import choose_scopes, discover_topology
 from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
 from mics_strategy.errors import ConfigError
-from mics_strategy.planner.presets import choose_preset, with_scopes_of
-from mics_strategy.scopes import Scopes, resolve_scopes, unused_codecs
+from mics_strategy.scopes import Scopes, unused_codecs
 from mics_strategy.tuning.autotune import autotune, report
 from mics_strategy.tuning.coalesce import choose_coalescing
 
 if TYPE_CHECKING:
-    from mics_strategy.engine.setup.initialize import Initializer
-    from mics_strategy.topology import Topology
+    from mics_strategy.engine.setup.materialize import Initializer
 
 
 def shard(
@@ -93,7 +90,7 @@ def shard(
     }
     check_equal_across_ranks({**resolved.describe(), **facts})
     topology = run_on_all_ranks(lambda: discover_topology(resolved))
-    scopes = run_on_all_ranks(lambda: _scopes(resolved, modules, topology, target))
+    scopes = run_on_all_ranks(lambda: choose_scopes(resolved, modules, topology, target))
     _log_codecs(resolved, scopes)
     context = BuildContext(config=resolved, groups=_make_groups(scopes, target), device=target, memory=MemoryTracker())
     with torch.inference_mode(False), torch.no_grad():
@@ -107,26 +104,16 @@ def _checked(
     device: torch.device | str,
     initializer: Initializer | str,
 ) -> tuple[ShardConfig, torch.device, list[UnitSpec]]:
-    """Check the arguments of `shard` as far as one rank can; return the configuration, the device and the units."""
+    """Check the arguments of `shard` as far as one rank can.
+
+    Returns the configuration, the device and the units.
+    """
     resolved = ShardConfig.preset(config) if isinstance(config, str) else config
     _ = resolved.grad_codec_steps  # raises where the training's length is missing
     validate.check_initializer(initializer)
     target = validate.target_device(device)
     validate.check_model(model, target)
     return resolved, target, find_units(model, units)
-
-
-def _scopes(config: ShardConfig, modules: list[UnitSpec], topology: Topology, device: torch.device) -> Scopes:
-    """The scopes of this job; rank 0 prints the choice for ``"auto"``."""
-    world_size = dist.get_world_size()
-    if not config.is_auto:
-        return resolve_scopes(config, topology, world_size)
-    topology.check_world(world_size)
-    memory_bytes = min(gather_objects(device_memory_bytes(device, topology.ranks_per_node)))
-    choice = choose_preset(config, workload_from_units(modules, config, memory_bytes), topology, world_size)
-    if dist.get_rank() == 0:
-        print(choice.reasons, flush=True)
-    return resolve_scopes(with_scopes_of(choice.preset, config), topology, world_size)
 
 
 def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:

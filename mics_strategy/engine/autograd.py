@@ -75,7 +75,9 @@ class SavedVersions:
         _owners[number] = self
 
     def unshard(self, content: int) -> None:
-        """Set the counters for parameters that hold values again; graphs with other saved values stay invalid.
+        """Set the counters for parameters that hold values again.
+
+        Graphs with other saved values stay invalid.
 
         Args:
             content: Version of the bucket with these values.
@@ -100,7 +102,10 @@ class SavedVersions:
 
 
 def resharded_unit(error: RuntimeError) -> str | None:
-    """Name of the unit whose resharded parameters autograd has refused in `error`; None for any other error."""
+    """Name of the unit whose resharded parameters autograd has refused in `error`.
+
+    None for any other error.
+    """
     match = re.search(r"is at version (\d+); expected version", str(error))
     owner = _owners.get(int(match[1])) if match else None
     return None if owner is None else owner.unit
@@ -132,7 +137,7 @@ class DoubleBackward(Generic[ForwardT]):
         self._hooked: set[tuple[ForwardT, Node]] = set()
 
     def follow(self, call: ForwardT, entry: Node) -> None:
-        """Register hooks on the nodes that the forward `call` has made and that `entry` leads to."""
+        """Register hooks on the nodes of the forward `call` to which `entry` leads."""
         pending = [entry]
         while pending:
             node = pending.pop()
@@ -161,7 +166,7 @@ Function = Callable[..., Any]
 
 
 def wrap_autograd() -> None:
-    """Wrap `torch.autograd.backward` and `torch.autograd.grad`, unless they are wrapped already."""
+    """Wrap `torch.autograd.backward` and `torch.autograd.grad` once."""
     if not hasattr(torch.autograd.backward, "mics_wraps"):
         torch.autograd.backward = _wrapped(torch.autograd.backward, _backward)
         torch.autograd.grad = _wrapped(torch.autograd.grad, _grad)
@@ -196,7 +201,10 @@ def _backward(original: Function, *args: Any, inputs: Any = None, **kwargs: Any)
 
 
 def _in_graph(inputs: Iterable[Any]) -> list[torch.Tensor]:
-    """The unsharded parameters, which forwards use, of those inputs that are sharded parameters."""
+    """The unsharded parameters of those inputs that are sharded parameters.
+
+    Forwards use the unsharded ones.
+    """
     sharded = [tensor for tensor in inputs if isinstance(tensor, ShardedParameter)]
     unsharded = [parameter.mics_owner.unsharded(parameter.mics_position) for parameter in sharded]
     return [parameter for parameter in unsharded if parameter is not None]

@@ -1,4 +1,4 @@
-"""The tensors of one bucket, and the way of its parameters from the master shard to the unsharded parameters.
+"""The tensors of one bucket, from the master shard to the unsharded parameters.
 
 Each level is a tensor that may be the same memory as the one before:
 
@@ -77,7 +77,10 @@ class UnshardedParams:
         self._copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def copy_from(self, flat: torch.Tensor) -> None:
-        """Copy the parameters out of a flat buffer, [full_numel]. Views are cached: buffers are few and permanent."""
+        """Copy the parameters out of a flat buffer, [full_numel].
+
+        Views are cached: buffers are few and permanent.
+        """
         pairs = self._copies.get(flat.data_ptr())
         if pairs is None:
             pairs = self._copies[flat.data_ptr()] = self._pair_views(flat)
@@ -143,12 +146,15 @@ class Bucket:
 
     @property
     def version(self) -> int:
-        """Grows whenever a parameter of the bucket may have changed. Read often, so the loops are C's."""
+        """Version of the parameters, which grows whenever one of them may have changed.
+
+        Read often, so the loops are C's.
+        """
         return int(sum(map(_NUM_WRITES, self._counted)) + sum(map(_NUM_DECLARED_WRITES, self.sharded_params)))
 
     @cached_property
     def _counted(self) -> list[torch.Tensor]:
-        """The sharded parameters and their local shards, each with a count of the writes that torch has seen."""
+        """The sharded parameters and their local shards, with torch's counts of writes."""
         return [tensor for sharded in self.sharded_params for tensor in (sharded, sharded.local)]
 
     @property
@@ -158,7 +164,10 @@ class Bucket:
 
     @property
     def is_aliased(self) -> bool:
-        """Whether the unsharded parameters are the master shard itself, so that nothing is copied or sent."""
+        """Whether the unsharded parameters are the master shard itself.
+
+        Then nothing is copied or sent.
+        """
         return (
             self.unsharded.buffer.data_ptr() == self.master_shard.data_ptr()
             and self.unsharded.buffer.dtype == self.master_shard.dtype
@@ -167,7 +176,7 @@ class Bucket:
 
     @property
     def cast_shard_spec(self) -> tuple[int, torch.dtype]:
-        """Elements and dtype of the payload of a param sync that is not the master shard itself."""
+        """Elements and dtype of a param sync's payload that is not the master shard."""
         return self.layout.shard_numel if self.placement.sync_comm is not None else 0, self.spec.param_dtype
 
     @property
@@ -244,7 +253,9 @@ class Bucket:
         self.unsharded.copy_from(flat)
 
     def keep_writes(self) -> bool:
-        """Copy what a forward has written into the unsharded parameters to this rank's shard; whether there is any.
+        """Copy a forward's writes into unsharded parameters to this rank's shard.
+
+        Returns whether there are any.
 
         All ranks must have written the same values, which the next step checks: each rank keeps its own rows. In a
         shard of another dtype only the written elements change.

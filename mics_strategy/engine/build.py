@@ -35,7 +35,7 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """Configuration, process groups and device of a model, and the tracker of its memory."""
+    """Configuration, process groups, device and memory tracker of a model."""
 
     config: ShardConfig
     groups: ProcessGroups
@@ -44,7 +44,10 @@ class BuildContext:
 
 
 def make_bucket_specs(unit: UnitSpec, context: BuildContext) -> list[BucketSpec]:
-    """The buckets of a unit: its parameters by dtype and trainability, in order of first appearance."""
+    """The buckets of a unit: its parameters by dtype and trainability.
+
+    Buckets stand in the order of their first parameters.
+    """
     by_kind: dict[tuple[torch.dtype, bool], list[ParamRef]] = defaultdict(list)
     for entry in unit.parameters:
         by_kind[entry.parameter.dtype, entry.parameter.requires_grad].append(entry)
@@ -139,7 +142,7 @@ def _masters_or_new(
     numels: list[int],
     context: BuildContext,
 ) -> list[torch.Tensor]:
-    """The master shards where degree and dtype agree with theirs, and new memory for all other buckets."""
+    """The master shards where degree and dtype agree with theirs, else new memory."""
     is_new = [spec.layout.ranks != degree or spec.param_dtype != spec.master_dtype for spec in specs]
     sizes = [(numel, spec.param_dtype) for spec, numel, new in zip(specs, numels, is_new, strict=True) if new]
     pieces = iter(arena(context.memory, purpose, sizes, context.device))
@@ -147,7 +150,10 @@ def _masters_or_new(
 
 
 def _slots(modules: list[UnitSpec], specs: list[list[BucketSpec]], context: BuildContext) -> list[Slot]:
-    """Bind every unit to a slot: units of one nesting depth share `prefetch + 1` slots, in turn."""
+    """Bind every unit to a slot.
+
+    Units of one nesting depth share `prefetch + 1` slots, in turn.
+    """
     if context.groups.scopes.params == 1:
         return [Slot(_NO_BYTES) for _ in modules]
     bound: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -283,7 +289,7 @@ def _reducer_buffers(
 
 
 def _allocate_workspaces(units: list[Unit], gradients: dict[int, list[GradBucket]], context: BuildContext) -> None:
-    """Allocate workspaces for collectives in flight, for the largest one of each queue."""
+    """Allocate a workspace for the largest collective in flight of each queue."""
     groups, scopes = context.groups, context.groups.scopes
     for bucket in (bucket for unit in units for bucket in unit.buckets):
         layout, dtype = bucket.layout, bucket.spec.param_dtype

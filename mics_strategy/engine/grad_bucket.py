@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 
 def predivisor_of(wire_dtype: torch.dtype, num_ranks: int) -> int:
-    """The divisor of gradients before their sum: 1 except for fp16, whose sums would overflow.
+    """The divisor of gradients before their sum: 1 except for fp16.
+
+    Sums in fp16 would overflow.
 
     It is a power of two near the square root of the number of ranks. About half of the division comes before the sum
     and the rest after it, so neither large gradients overflow nor small ones vanish.
@@ -54,7 +56,7 @@ def predivisor_of(wire_dtype: torch.dtype, num_ranks: int) -> int:
 
 
 class BackwardGrads:
-    """The gradients of one bucket that one backward collects, until the first hop takes them.
+    """The gradients of one bucket and one backward, until the first hop takes them.
 
     Args:
         name: Name of the bucket, for errors.
@@ -86,7 +88,10 @@ class BackwardGrads:
         self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "bind_buffer", self._name)
 
     def stage(self, flat: torch.Tensor, position: int, grad: torch.Tensor) -> None:
-        """Keep one gradient until the first hop, in the flat buffer or in place; a second one is added."""
+        """Keep one gradient until the first hop, in the flat buffer or in place.
+
+        A second gradient of the parameter is added.
+        """
         is_first = not self._flags.has(GradFlag.ARRIVED, position)
         if self._in_place is not None:
             if is_first and self._in_place.keep(position, grad):
@@ -97,7 +102,10 @@ class BackwardGrads:
         self.copy_in(flat, position, grad, add=not is_first)
 
     def copy_in(self, flat: torch.Tensor, position: int, grad: torch.Tensor, *, add: bool) -> None:
-        """Copy a gradient to its place in a flat buffer. Views are cached: buffers are few and permanent."""
+        """Copy a gradient to its place in a flat buffer.
+
+        Views are cached: buffers are few and permanent.
+        """
         grad = grad.detach() if grad.requires_grad else grad
         layout = self._layout
         views = self._strided_views.get(flat.data_ptr())
@@ -106,10 +114,10 @@ class BackwardGrads:
             self._strided_views[flat.data_ptr()] = views
         view = views[position]
         if view is not None and grad.is_contiguous():
-            pairs = [(view, grad.view(view.shape))]
-        else:
-            pairs = list(layout.copy_pairs(flat, grad, position))
-        for flat_part, grad_part in pairs:
+            same_shape = grad.view(view.shape)
+            view.add_(same_shape) if add else view.copy_(same_shape)
+            return
+        for flat_part, grad_part in layout.copy_pairs(flat, grad, position):
             flat_part.add_(grad_part) if add else flat_part.copy_(grad_part)
 
     def start_reduce(self) -> None:
@@ -186,7 +194,7 @@ class GradBucket:
 
     @property
     def casts_second_hop(self) -> bool:
-        """Whether the second hop's reduce-scatter sends a copy of the accumulator, in the wire dtype."""
+        """Whether the second hop sends a copy of the accumulator, in the wire dtype."""
         return self.bucket.groups.outer_grad_comm is not None and self.wire_dtype != self.accumulator.dtype
 
     @property
@@ -209,7 +217,7 @@ class GradBucket:
         flags.apply("add_grad", position)
 
     def reduce_scatter(self) -> Work | None:
-        """Start the first hop of the collected gradients; parameters without a gradient count as zero."""
+        """Start the first hop of the collected gradients; missing gradients are zeros."""
         comm, flat = self.bucket.groups.grad_comm, self.backward.flat
         if comm is None or flat is None:
             return None
@@ -248,7 +256,10 @@ class GradBucket:
                 self.flags.apply("accumulate", position)
 
     def _mean_to_sum(self) -> None:
-        """Turn the mean back into a sum, such that the sums of all replicas add up to the mean times the divisor."""
+        """Turn the mean back into a sum.
+
+        The sums of all replicas then add up to the mean times the divisor.
+        """
         for parameter, exposed in zip(self.bucket.sharded_params, self._dtensors, strict=True):
             if parameter.raw_grad is exposed:
                 parameter.raw_grad = None
@@ -259,7 +270,9 @@ class GradBucket:
         self.result.mul_(self._divisor / num_replicas)
 
     def reduce_scatter_outer(self, wire: torch.Tensor) -> Work | None:
-        """Reduce-scatter the accumulator over the axes that the optimizer scope has beyond the gradient scope.
+        """Reduce-scatter the accumulator from the gradient to the optimizer scope.
+
+        The axes are those that the optimizer scope has beyond the gradient scope.
 
         Args:
             wire: [numel_at(gradient scope)] in the wire dtype, or empty unless `casts_second_hop`.
@@ -302,7 +315,10 @@ class GradBucket:
         self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "zero_grad", self.name)
 
     def expose(self, position: int) -> None:
-        """Show the gradient on the parameter at `position`; one that was set on it directly is added."""
+        """Expose the gradient on the parameter at `position`.
+
+        A gradient that was set on the parameter directly is added.
+        """
         self.flags.apply("expose", position)
         parameter, exposed = self.bucket.sharded_params[position], self._dtensors[position]
         stored = parameter.raw_grad
@@ -325,7 +341,9 @@ class GradBucket:
             rows[:, param_slice.offset : param_slice.offset + param_slice.chunk_numel].zero_()
 
     def _zero_padding(self, buffer: torch.Tensor, degree: int) -> None:
-        """Zero the padding, which a block's scale would cover: other units' gradients, or NaN.
+        """Zero the padding: it holds other units' gradients, or NaN.
+
+        The scale of a quantized block would cover the padding.
 
         Args:
             buffer: [numel_at(degree)]. Views are cached by its address.

@@ -15,8 +15,7 @@ from mics_strategy.comm.consensus import run_on_all_ranks
 from mics_strategy.engine import state_dict as state
 from mics_strategy.engine.hooks import EngineLink
 from mics_strategy.engine.module_buffers import ModuleBuffers
-from mics_strategy.engine.optimizer import norm
-from mics_strategy.engine.optimizer.step import StepHooks, adopt
+from mics_strategy.engine.optimizer.step import StepHooks, adopt, clip_to_norm, total_norm
 from mics_strategy.engine.optimizer.target import OptimizerTarget
 from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, TrafficRow, compare, plan_step
 from mics_strategy.engine.setup import guards
@@ -209,13 +208,13 @@ class Sharded:
         """
         parameters = self.parameters if only is None else self._select(only)
         self._engine.finish_gradients()
-        total = norm.total_norm(parameters, self._groups, norm_type)
+        total = total_norm(parameters, self._groups, norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise LifecycleError(
                 f"The gradient norm is {total.item()}, and `error_if_nonfinite` is set. Lower the learning rate or the "
                 "loss scale, or find the first NaN."
             )
-        norm.clip(parameters, total, max_norm)
+        clip_to_norm(parameters, total, max_norm)
         return total
 
     def _select(self, only: Iterable[torch.Tensor]) -> list[ShardedParameter]:

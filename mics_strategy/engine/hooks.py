@@ -1,4 +1,4 @@
-"""Entries into the engine: hooks of modules and of autograd, and the link from sharded parameters.
+"""Entries into the engine: hooks of modules, of autograd, of sharded parameters.
 
 Each unit has two module hooks, and each unsharded parameter one hook. Autograd's hooks on the outputs of a unit are
 registered in every forward. `torch.compile` traces the forward of a unit and never these hooks.
@@ -67,7 +67,7 @@ def _gradient_hook(engine: Engine, unit: Unit, gradient: GradBucket, position: i
 def _hook_inner_modules(
     engine: Engine, module: nn.Module, active_calls: list[ForwardCall], units: set[nn.Module]
 ) -> None:
-    """Hook the outputs of the modules inside a frozen unit, except those inside other units.
+    """Hook the outputs of modules inside a frozen unit, but not inside other units.
 
     A backward may enter there, at features that a user's hook has kept. No gradient arrives at a frozen parameter that
     would show that the parameters were not unsharded.
@@ -90,7 +90,10 @@ def _hook_inner_modules(
 
 
 def _hook_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) -> list[ForwardCall]:
-    """Register hooks around the forward of a unit. Returns the list of its calls that have not ended."""
+    """Register hooks around the forward of a unit.
+
+    Returns the list of its calls that have not ended.
+    """
     active_calls: list[ForwardCall] = []
     compute_dtype = next((b.spec.param_dtype for b in unit.buckets if b.needs_cast), None)
 
@@ -122,7 +125,9 @@ def _hook_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) 
 
 
 def _clone_slot_views(unit: Unit, outputs: T) -> T:
-    """The outputs of a unit, with copies of tensors in its slot: parameters and their views.
+    """The outputs of a unit, with copies of tensors that are in its slot.
+
+    Tensors in the slot are parameters and their views.
 
     Other units overwrite the slot. Autograd, which saves the outputs for backwards of their users, does not notice.
 
@@ -153,7 +158,10 @@ def cast_floating(tree: T, dtype: torch.dtype) -> T:
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists, dicts, registered containers, and attributes of other objects."""
+    """The tensors in nested containers and in attributes of other objects.
+
+    Containers are tuples, lists, dicts and those registered with torch.
+    """
     pending, seen = [(tree, 0)], set[int]()
     while pending:
         subtree, depth = pending.pop()

@@ -1,4 +1,4 @@
-"""Layout of parameters in the flat buffer of a bucket.
+"""Layout of parameters in a bucket's flat buffer, and owners of whole tensors.
 
 A *bucket* holds the parameters of a unit with one dtype, trainable or frozen. They share one collective. Its flat
 buffer is ``[ranks, shard_numel]``: each row holds, one after the other, the pieces of all parameters that one rank of
@@ -10,7 +10,14 @@ A parameter is cut along one dimension into `ranks` pieces of ``ceil(length / ra
 ``Shard(dim)`` does. The last pieces may be shorter or empty. The dimension is 0, unless that would pad by more than an
 eighth and another dimension pads less. A scalar is repeated in every row.
 
+Tensors that an optimizer updates as a whole have owners: every such tensor is assigned to one rank of the optimizer
+scope, the largest first, each to the rank with the fewest bytes so far. No rank then owns more than the mean plus one
+tensor.
+
 Pure: shapes and numbers only, plus views of tensors that a caller passes.
+
+Source:
+    Owners: AMSP (arXiv:2311.00257) section IV-C2, inter-tensor sharding; Graham (1969), longest processing time first.
 """
 
 from __future__ import annotations
@@ -23,6 +30,8 @@ import torch
 from torch import nn
 
 ALIGN_NUMEL = 8  # pieces start at multiples of 16 bytes in bf16; whole blocks for vectorized kernels
+TENSORS_TO_OWNERS = 2  # of each parameter with an owner: value and gradient
+TENSORS_TO_SHARDS = 1  # of each parameter with an owner: new value
 _ALIGN_BYTES = 16  # alignment that fp8 matrix products and compiled kernels require
 _MAX_PADDING = 1 / 8  # share of the parameter
 
@@ -325,3 +334,68 @@ def _choose_dim(shape: torch.Size, ranks: int) -> int | None:
 
 def _aligned(numel: int, align: int = ALIGN_NUMEL) -> int:
     return -(-numel // align) * align
+
+
+def assign_owners(sizes_bytes: list[int], owner_bytes: list[int]) -> list[int]:
+    """Assign each tensor to the rank with the fewest bytes, largest tensor first.
+
+    Args:
+        sizes_bytes: Bytes of each tensor.
+        owner_bytes: Bytes that each rank owns already. Updated in place.
+
+    Returns:
+        The owner of each tensor.
+    """
+    owners = [0] * len(sizes_bytes)
+    for position in sorted(range(len(sizes_bytes)), key=lambda position: (-sizes_bytes[position], position)):
+        owner = min(range(len(owner_bytes)), key=lambda rank: (owner_bytes[rank], rank))
+        owner_bytes[owner] += sizes_bytes[position]
+        owners[position] = owner
+    return owners
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerAssignment:
+    """Owners of the tensors of one bucket that are updated as a whole.
+
+    Attributes:
+        param_slices: Slice of each tensor in the bucket.
+        owners: Rank of the optimizer scope that updates each tensor.
+        ranks: Number of ranks of the optimizer scope.
+    """
+
+    param_slices: tuple[ParamSlice, ...]
+    owners: tuple[int, ...]
+    ranks: int
+
+    def numel(self, owner: int, index: int) -> int:
+        """Elements in shard `index` of the tensors of `owner`. A scalar is in every shard."""
+        param_slices = (
+            param_slice
+            for param_slice, slice_owner in zip(self.param_slices, self.owners, strict=True)
+            if slice_owner == owner
+        )
+        return sum(param_slice.local_shape(index).numel() for param_slice in param_slices)
+
+    def rows_numels(self, index: int) -> list[int]:
+        """Elements in shard `index`, by the owner of their tensor."""
+        return [self.numel(owner, index) for owner in range(self.ranks)]
+
+    def whole_numels(self, owner: int) -> list[int]:
+        """Elements of the tensors of `owner`, by shard."""
+        return [self.numel(owner, index) for index in range(self.ranks)]
+
+    def to_owners_numels(self, index: int) -> tuple[list[int], list[int]]:
+        """Elements of values and gradients that rank `index` sends and receives.
+
+        It sends them to each owner, and receives them from each shard.
+        """
+        sent, received = self.rows_numels(index), self.whole_numels(index)
+        return [TENSORS_TO_OWNERS * numel for numel in sent], [TENSORS_TO_OWNERS * numel for numel in received]
+
+    def to_shards_numels(self, index: int) -> tuple[list[int], list[int]]:
+        """Elements of new values that rank `index` sends and receives.
+
+        It sends them to each shard, and receives them from each owner.
+        """
+        return self.whole_numels(index), self.rows_numels(index)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-from mics_strategy.comm.full_tensor import full_tensor
+from mics_strategy.comm.placement import full_tensor
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The plan of a training step: every collective, with its axis, dtype, bytes and phase.
+"""The plan of a step: every collective, with its axis, dtype, bytes and phase.
 
 The plan is arithmetic: it follows from the order of the units, the scopes and the slots. The engine does not read it.
 Both ask the same rules (`schedule`) which collective is due, and tests compare what the engine issued with the plan.
@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mics_strategy.comm.route import HopTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
-from mics_strategy.comm.traffic import ALL_REDUCE, ALL_TO_ALL, SENT_BYTES, CollectiveTraffic
+from mics_strategy.comm.route import (
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    SENT_BYTES,
+    CollectiveTraffic,
+    HopTraffic,
+    all_gather_traffic,
+    all_reduce_traffic,
+    reduce_scatter_traffic,
+)
 from mics_strategy.engine.schedule import (
     USAGE_DTYPE,
     ParamVersions,
@@ -29,8 +37,7 @@ from mics_strategy.engine.schedule import (
 )
 
 if TYPE_CHECKING:
-    from mics_strategy.engine.layout import BucketLayout
-    from mics_strategy.engine.optimizer.owners import OwnerAssignment
+    from mics_strategy.engine.layout import BucketLayout, OwnerAssignment
     from mics_strategy.scopes import Scopes
 
 
@@ -57,7 +64,10 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitPlan:
-    """Properties of a unit that its traffic depends on. Units with the same `slot` share its memory."""
+    """Properties of a unit that its traffic depends on.
+
+    Units with the same `slot` share its memory.
+    """
 
     name: str
     slot: int
@@ -66,7 +76,10 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedPlan:
-    """Properties of a bucket with tensors that their owners update; this rank has the shard `index`."""
+    """Properties of a bucket with tensors that their owners update.
+
+    This rank has the shard `index`.
+    """
 
     name: str
     assignment: OwnerAssignment
@@ -187,7 +200,10 @@ class _UnitState:
 
 @dataclass(slots=True)
 class _Planner:
-    """The state that decides which collectives are due: the residents of slots, and versions of buckets."""
+    """The state that decides which collectives are due.
+
+    It holds the resident unit of each slot, and the versions of each bucket.
+    """
 
     scopes: Scopes
     units: list[_UnitState]
@@ -279,7 +295,10 @@ class _Planner:
                 )
 
     def _reduced(self, index: int) -> list[BucketPlan]:
-        """Buckets that are reduced. Sharded gradients of a unit are reduced together, with zeros where none arrived."""
+        """Buckets that are reduced.
+
+        Sharded gradients of a unit are reduced together, with zeros where none arrived.
+        """
         buckets = self.units[index].trainable
         are_together = self.scopes.grads > 1 and any(bucket.has_gradients for bucket in buckets)
         return [bucket for bucket in buckets if are_together or bucket.has_gradients]
@@ -303,7 +322,10 @@ class _Planner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficRow:
-    """One kind of collective over one axis in one optimizer step; bytes are those that this rank sends."""
+    """One kind of collective over one axis in one optimizer step.
+
+    Bytes are those that this rank sends.
+    """
 
     axis: str
     collective: str

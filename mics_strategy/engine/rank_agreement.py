@@ -81,7 +81,10 @@ class UsedParamMap:
         return self._totals[start : start + len(gradient.bucket.sharded_params)]
 
     def is_pending_elsewhere(self, gradient: GradBucket) -> bool:
-        """Whether another rank has a sum that is not reduced yet. Ranks differ only if gradients are not sharded."""
+        """Whether another rank has a sum that is not reduced yet.
+
+        Ranks differ only if gradients are not sharded.
+        """
         is_sharded = gradient.bucket.groups.grad_comm is not None
         return not is_sharded and any(count >= _DUE for count in self._by_position(gradient))
 
@@ -141,7 +144,7 @@ class DesyncCheck:
 
 
 class ReplicaCheck:
-    """Check that ranks with the same shard hold equal values, and wrote equal values in forwards.
+    """Check that ranks with the same shard hold, and wrote in forwards, equal values.
 
     Each rank adds up the words of its shards, multiplied such that the sums of equal replicas add up to 0. Only when
     the total is not 0, ranks exchange the digests of single units, to name the unit and the ranks.
@@ -159,7 +162,9 @@ class ReplicaCheck:
         self._num_steps = 0
 
     def difference(self) -> torch.Tensor | None:
-        """The number of this rank, int32, 0 in sum over ranks that agree; None when no check is due.
+        """The number of this rank, int32; None when no check is due.
+
+        The numbers of ranks that agree add up to 0.
 
         Cost:
             One read of the shards when a check is due. The host does not wait for it.
@@ -181,7 +186,10 @@ class ReplicaCheck:
         return span.index(self._groups.rank), span.size
 
     def describe(self) -> str:
-        """The error message: which values differ, and what to do. Collective, on the default group."""
+        """The error message: which values differ, and what to do. Collective.
+
+        It communicates on the default group.
+        """
         local_digests = [(bucket.placement.index, int(digest(bucket.master_shard))) for bucket in self._buckets]
         digests_by_rank = gather_objects(local_digests)
         for bucket_index, bucket in enumerate(self._buckets):

@@ -54,7 +54,7 @@ class ReducerBuffers:
 
 @dataclass(frozen=True, slots=True)
 class FirstHop:
-    """A first hop in flight; `starts_second_hop` if the second hop may follow as soon as it has completed."""
+    """A first hop in flight; `starts_second_hop` if the second may follow it at once."""
 
     unit: Unit
     chains: list[OpChain]
@@ -99,7 +99,7 @@ class FirstHopOrder:
         self.complete(*self._waiting)
 
     def take_due(self) -> Iterator[Unit]:
-        """Remove and yield the units whose first hops are due: complete ones, behind none that is not."""
+        """Remove and yield the units whose first hops are due, up to the first incomplete."""
         while self._waiting and self._waiting[0].index in self._complete:
             yield self._waiting.pop(0)
 
@@ -215,7 +215,9 @@ class Reducer:
         )
 
     def begin_backward(self, order: list[Unit], idle: set[int]) -> bool:
-        """A backward begins. Returns whether other parameters than in the previous one require gradients.
+        """Begin a backward.
+
+        Returns whether other parameters than in the previous one require gradients.
 
         Args:
             order: Units that may receive gradients on some rank, first to be reduced first.
@@ -232,7 +234,10 @@ class Reducer:
         return bool(previous) and previous != self._expected
 
     def add_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: torch.Tensor) -> bool:
-        """Take the gradient that autograd has accumulated on a parameter; whether it was the unit's last one."""
+        """Take the gradient that autograd has accumulated on a parameter.
+
+        Returns whether it was the unit's last one.
+        """
         grad, parameter.grad = parameter.grad, None
         if grad is None:
             return False
@@ -248,7 +253,7 @@ class Reducer:
         return sum(other.backward.num_arrived for other in gradients) >= self._expected[unit.index]
 
     def take_ready(self, unit: Unit) -> Iterator[Unit]:
-        """Remove and yield the units whose first hops are due, now that `unit` receives no more gradients.
+        """Remove and yield the units whose first hops are due once `unit` is complete.
 
         A unit outside the order was not expected: a reentrant checkpoint, or gradients that arrive a second time.
         """
@@ -259,7 +264,7 @@ class Reducer:
             yield unit
 
     def end_backward(self) -> None:
-        """Reduce the remaining units in order, then unexpected ones, which received gradients twice."""
+        """Reduce the remaining units in order, then those that received gradients twice."""
         self._order.complete_all()
         self.launch(self._order.take_due())
         self.launch(unit for unit in reversed(self.units) if self._is_filling(unit))
@@ -288,7 +293,7 @@ class Reducer:
             gradient.backward.bind_buffer(flat, is_zero=is_zero)
 
     def _release_buffer(self, unit: Unit) -> None:
-        """Reduce what the buffer of `unit` holds, behind all units before it: another unit needs the buffer."""
+        """Reduce what the buffer of `unit` holds, in order: another unit needs the buffer."""
         if self._is_filling(unit) and self._order.includes(unit):
             self.launch(self._order.take_until(unit))
         if self._is_filling(unit):
@@ -296,7 +301,7 @@ class Reducer:
         self._wait_for(unit)
 
     def _may_send(self, unit: Unit) -> bool:
-        """Whether the first hop of `unit` may start now: no unit before it waits for its first gradient."""
+        """Whether `unit` may start: no unit before it waits for its first gradient."""
         return all(self._is_filling(other) for other in self._order.incomplete_before(unit))
 
     def _is_filling(self, unit: Unit) -> bool:
@@ -328,7 +333,7 @@ class Reducer:
             self._second_hops.start(self._complete(down_to=1 if self.overlap_reduce else 0))
 
     def _complete_arrived(self) -> Iterator[GradBucket]:
-        """Complete the first hops that have ended, in order, without waiting for one that has not."""
+        """Complete the first hops that have ended, in order, without a wait."""
         while self._first_hops and self._first_hops[0].has_completed:
             yield from self._complete_next()
 
@@ -343,7 +348,7 @@ class Reducer:
             yield from self._complete_next()
 
     def _complete_next(self) -> Iterator[GradBucket]:
-        """Wait for the oldest first hop, and yield the gradients whose second hops are due now."""
+        """Wait for the oldest first hop; yield the gradients whose second hops are due."""
         hop = self._first_hops.popleft()
         for chain in hop.chains:
             chain.wait()
@@ -353,12 +358,15 @@ class Reducer:
             yield gradient
 
     def _wait_for(self, unit: Unit) -> None:
-        """Wait until the buffer of a unit's first hop is free. Its second hop starts later, in order."""
+        """Wait until the buffer of a unit's first hop is free.
+
+        Its second hop starts later, in order.
+        """
         for chain in (chain for hop in self._first_hops if hop.unit is unit for chain in hop.chains):
             chain.wait()
 
     def finish(self) -> None:
-        """Make every gradient the mean over all ranks, and expose it on the parameters. Collective."""
+        """Make every gradient the mean over all ranks, and expose it. Collective."""
         self.is_dirty = False
         self.desync_check.raise_if_desynced()
         self._second_hops.start(self._complete(down_to=0))

@@ -46,7 +46,7 @@ class ParamVersions:
     unsharded: int = -1
 
     def needs_sync(self, version: int) -> bool:
-        """Whether a param sync has to bring `version`, the present one, to the parameter scope."""
+        """Whether a param sync has to bring the present `version` to the parameter scope."""
         return self.param_shard != version
 
     def unshard(self, *, for_backward: bool) -> str:
@@ -93,24 +93,33 @@ def needs_unshard(buckets: Iterable[VersionedBucket], *, is_resident: bool) -> b
 
 
 def full_numel(role: str, layout: BucketLayout, scopes: Scopes) -> int:
-    """Elements of the full tensor in the collective of one of `scopes.ROLES`, padding included."""
+    """Elements of the full tensor in a role's collective, padding included.
+
+    The role is one of `scopes.ROLES`.
+    """
     return layout.numel_at(scopes.degrees_of(role)[0])
 
 
 def shard_numel(role: str, layout: BucketLayout, scopes: Scopes) -> int:
-    """Elements that each rank has of that tensor, before an all-gather or after a reduce-scatter."""
+    """Elements of each rank's shard of the full tensor in a role's collective.
+
+    The shard is the input of an all-gather, the output of a reduce-scatter.
+    """
     return layout.numel_at(scopes.degrees_of(role)[1])
 
 
 def unshard_role(scopes: Scopes) -> str:
-    """Role of the last collective before parameters are unsharded, which may write them in place."""
+    """Role of the last collective before parameters are unsharded.
+
+    It may write them in place.
+    """
     if scopes.params == 1:
         return "param_sync"
     return "secondary_all_gather" if scopes.has_secondary else "param_all_gather"
 
 
 def reduces_every_unit(scopes: Scopes) -> bool:
-    """Whether every unit is reduced in every backward, as ranks may run different units."""
+    """Whether every backward reduces every unit, as ranks may run different units."""
     return scopes.params == 1 or scopes.grads == 1
 
 
@@ -124,10 +133,16 @@ def reduction_order(forward_order: Iterable[T]) -> list[T]:
 
 
 def second_hop_order(indices: Iterable[int]) -> list[int]:
-    """The order of second hops of units, given by index: it depends on nothing that a rank has run."""
+    """The order of second hops of units, given by index.
+
+    It depends on nothing that a rank has run.
+    """
     return sorted(indices, reverse=True)
 
 
 def usage_numel(num_parameters: int) -> int:
-    """Elements of the small all-reduce: one for each trainable parameter, one for the agreement of ranks."""
+    """Elements of the small all-reduce.
+
+    There is one for each trainable parameter, and one for the agreement of ranks.
+    """
     return num_parameters + 1

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
-from mics_strategy.comm.full_tensor import full_tensor
+from mics_strategy.comm.placement import full_tensor
 from mics_strategy.engine.optimizer.quantized import concat_quantized, is_quantized, slice_quantized, to_local
 from mics_strategy.engine.parameter import ShardedParameter, is_sharded
 from mics_strategy.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""The training step of one sharded model: seven functions, in the order in which a step calls them.
+"""The training step of one sharded model: seven functions, in calling order.
 
 1. `pre_forward`: all-gather the unit unless its slot is current, wait, register its unsharded parameters, prefetch.
 2. `post_forward`: register its sharded parameters, remember the call, hook its outputs for the backward.
@@ -132,7 +132,7 @@ class Engine:
             self._pending.push(call)
 
     def pre_backward(self, call: ForwardCall, _: torch.Tensor | None = None) -> None:
-        """Unshard for the backward of `call`, when the gradient of a tensor that its forward made has arrived."""
+        """Unshard for the backward of `call`; a gradient of its tensors has arrived."""
         with outside_transforms():
             if not self._in_backward:
                 self._on_backward_start()
@@ -168,7 +168,10 @@ class Engine:
             self.reducer.launch(self.reducer.take_ready(unit))
 
     def post_backward(self) -> None:
-        """Gather for other ranks what this backward skipped, reduce the remaining units, release every unit."""
+        """Reduce the remaining units and release every unit.
+
+        Before that, gather for other ranks what this backward skipped.
+        """
         with outside_transforms():
             skipped = list(map(self._run_skipped, self._pending.drain()))
             for unit in self.units:
@@ -182,7 +185,10 @@ class Engine:
                 self.finish_gradients()
 
     def finish_gradients(self) -> None:
-        """Make every gradient final and visible. Collective. Does nothing inside a backward or if none is due."""
+        """Make every gradient final and visible. Collective.
+
+        Does nothing inside a backward or if none is due.
+        """
         self.reset_after_error()
         if self._in_backward or not self.reducer.is_dirty:
             return
@@ -197,7 +203,10 @@ class Engine:
         self.on_gradients()
 
     def post_step(self) -> None:
-        """Forget pending backwards after a change of parameters: their graphs cannot be differentiated any more."""
+        """Forget pending backwards after a change of parameters.
+
+        Their graphs cannot be differentiated any more.
+        """
         self.reducer.groups.record_step()
         self.backwards.num_unused = 0
         for _ in self._pending.drain():
@@ -213,7 +222,10 @@ class Engine:
         return self._in_backward and torch._C._current_graph_task_id() != -1
 
     def watch(self, call: ForwardCall, tensors: Iterable[torch.Tensor]) -> bool:
-        """Hook tensors that a forward has made, for the backward that enters through them; whether there are any."""
+        """Hook tensors of a forward, for the backward that enters through them.
+
+        Returns whether there are any.
+        """
         levels = (level for tensor in tensors for level in levels_of(tensor))
         made = [level for level in levels if level.requires_grad and call.has_made(level)]
         if not made or not torch.is_grad_enabled():
@@ -250,7 +262,10 @@ class Engine:
             self._unshard(unit)
 
     def _free_to_prefetch(self, current: Unit, following: Iterable[Unit]) -> Iterator[Unit]:
-        """The following units whose slots are free while `current` computes; none if nothing is prefetched."""
+        """The next units, whose slots are free while `current` computes.
+
+        None if nothing is prefetched.
+        """
         for unit in following if self.overlap.prefetch else ():
             resident = unit.slot.resident
             is_free = resident in (None, unit) or (isinstance(resident, Unit) and resident.phase is UnitPhase.IDLE)
@@ -258,7 +273,10 @@ class Engine:
                 yield unit
 
     def _on_backward_start(self) -> None:
-        """Start a backward at its first hook: fix the order of reductions; `post_backward` will end it."""
+        """Start a backward at its first hook: fix the order of reductions.
+
+        `post_backward` ends it.
+        """
         self._in_backward = True
         self.backwards.begin()
         self.reducer.groups.record_backward()
@@ -272,7 +290,7 @@ class Engine:
         _at_end_of_backward(self.post_backward)
 
     def _run_skipped(self, call: ForwardCall) -> None:
-        """All-gather for ranks whose backward runs `call`, which the backward of this rank skips.
+        """All-gather for ranks whose backward runs `call`, which this rank's skips.
 
         Without it, or in another order, ranks wait for each other: each for a collective that its peer starts later.
         """
@@ -281,7 +299,10 @@ class Engine:
         self._start_unshard(self._free_to_prefetch(call.unit, self._pending.next))
 
     def _pre_double_backward(self, call: ForwardCall) -> None:
-        """Unshard for a backward that differentiates the backward of `call`, and reads parameters in any order."""
+        """Unshard for a backward that differentiates the backward of `call`.
+
+        It reads parameters in any order.
+        """
         with outside_transforms():
             if not self._in_backward:
                 self._on_backward_start()
@@ -289,7 +310,10 @@ class Engine:
             self._unshard_again(call.unit)
 
     def _retire_finished_units(self, call: ForwardCall) -> None:
-        """Release the units that were entered after `call` had ended: autograd no longer needs them."""
+        """Release the units that were entered after `call` had ended.
+
+        Autograd no longer needs them.
+        """
         for unit in self.units:
             if unit.phase is UnitPhase.BACKWARD and unit.backward_enter > call.leave:
                 unit.exit_backward()
@@ -303,7 +327,10 @@ class Engine:
             unit.exit_backward()
 
     def reset_after_error(self) -> None:
-        """Clean up after a backward that an exception has ended, which autograd does not report."""
+        """Clean up after a backward that an exception has ended.
+
+        Autograd does not report it.
+        """
         if self._in_backward and not self.is_recomputing:
             self._discard_backward()
 

@@ -35,7 +35,7 @@ class OpChain:
         self.is_done = False
 
     def add(self, work: Work | None) -> None:
-        """Append the work of an op; work that the stream does not order is waited for here."""
+        """Append the work of an op; wait for work that the stream does not order."""
         if work is None:
             return
         self._keepalive += work.keepalive
@@ -45,7 +45,7 @@ class OpChain:
             work.wait()
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """Finish on `stream`, the current one, and record the event for which other streams wait."""
+        """Finish on `stream`, the current one; record the event for other streams."""
         self._complete()
         self._device = stream.device
         self._done = torch.cuda.Event()
@@ -60,7 +60,7 @@ class OpChain:
         return self._done is None and all(work.has_completed for work in self._works)
 
     def wait(self) -> None:
-        """Make all results valid on the current stream of the chain's device; on the CPU, now.
+        """Make all results valid on the current stream of the device; on the CPU, now.
 
         A second call does nothing, except on CUDA where another stream is current than before.
         """
@@ -137,7 +137,7 @@ class Streams:
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """A context in which `torch.func` transforms do not see what happens to the engine's own tensors."""
+    """A context in which `torch.func` does not transform the engine's own tensors."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return nullcontext()
     return temporarily_clear_interpreter_stack()

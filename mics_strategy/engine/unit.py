@@ -115,13 +115,16 @@ class Unit:
         self.slot.resident = self
 
     def sync_params(self, resources: GatherResources) -> None:
-        """Bring stepped parameters to the parameter scope now, instead of in front of the next use."""
+        """Bring stepped parameters to the parameter scope now, not before the next use."""
         for bucket, flat, cast_shard in self._staging.acquire(resources, self.finish_unshard):
             if bucket.versions.needs_sync(bucket.version):
                 resources.stream.launch([partial(bucket.sync_params, flat, cast_shard)]).wait()
 
     def finish_unshard(self) -> None:
-        """Make the gathered parameters usable on the current stream, which may differ from the last use's."""
+        """Make the gathered parameters usable on the current stream.
+
+        The stream may differ from the last use's.
+        """
         if self._pending_unshard is None:
             return
         if self.unshard_state is not UnshardState.UNSHARDING:
@@ -134,7 +137,10 @@ class Unit:
                 bucket.unsharded.saved_versions.unshard(bucket.versions.unsharded)
 
     def evict(self) -> None:
-        """Give up the slot. Autograd then refuses a backward that needs the parameters (see `autograd`)."""
+        """Give up the slot.
+
+        Autograd then refuses a backward that needs the parameters (see `autograd`).
+        """
         self.finish_unshard()
         if self.phase is UnitPhase.FORWARD:
             raise LifecycleError(
@@ -148,7 +154,10 @@ class Unit:
             bucket.unsharded.saved_versions.reshard()
 
     def check_still_frozen(self) -> None:
-        """Check, before the first collective, that no parameter requires gradients without memory for them."""
+        """Check that no parameter requires gradients without memory for them.
+
+        Called before the first collective.
+        """
         for bucket in self.buckets:
             if not bucket.spec.trainable:
                 for sharded in bucket.sharded_params:
@@ -172,13 +181,16 @@ class Unit:
                 self._register_sharded()
 
     def enter_backward(self, enter_clock: int) -> None:
-        """Register the unsharded parameters for the backward of the forward that was entered at `enter_clock`."""
+        """Register the unsharded parameters for the backward of one forward.
+
+        The forward was entered at `enter_clock`.
+        """
         self.backward_enter = enter_clock
         self.phase = transition(PHASE_TRANSITIONS, self.phase, "enter_backward", self.name)
         self._register_unsharded()
 
     def exit_backward(self) -> None:
-        """Register the sharded parameters: no backward of this unit can follow in this pass."""
+        """Register the sharded parameters: no backward of this unit follows in this pass."""
         self.phase = transition(PHASE_TRANSITIONS, self.phase, "exit_backward", self.name)
         self._register_sharded()
 
@@ -207,7 +219,10 @@ class Unit:
                 module._parameters[attribute] = sharded
 
     def _attributes(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
-        """Attributes of modules that refer to a parameter, with its unsharded and its sharded form."""
+        """Attributes of modules that refer to a parameter, with both of its forms.
+
+        The forms are the unsharded and the sharded one.
+        """
         if self._locations is None:
             self._locations = [
                 (module, attribute, unsharded, cast("nn.Parameter", sharded))
@@ -264,7 +279,7 @@ def unit_plan_of(unit: Unit, gradients: Iterable[GradBucket], slot: int) -> Unit
 
 
 def check_still_frozen(bucket: Bucket, sharded: ShardedParameter) -> None:
-    """Check that a parameter which was frozen when the model was sharded is frozen still.
+    """Check that a parameter is frozen still, as it was when the model was sharded.
 
     Raises:
         LifecycleError: It requires gradients now, without gradient memory.

@@ -1,4 +1,4 @@
-"""Collectives that read gradients and write parameters in place, without the flat buffer.
+"""Collectives that read gradients and write parameters without the flat buffer.
 
 Two transports offer them. Ranks that read one another's memory copy every extent of a shard into its parameter, and
 read every extent of a gradient where autograd has stored it. A backend that accepts several tensors in one launch
@@ -32,7 +32,7 @@ InPlaceGather = Callable[[torch.Tensor], Work]  # all-gathers a shard into the u
 def plan_in_place_gather(
     comm: AnyCommunicator | None, layout: BucketLayout, params: list[torch.Tensor], label: str, *, coalesces: bool
 ) -> InPlaceGather | None:
-    """The all-gather of a shard into the parameters; None where they take the flat buffer.
+    """All-gather of a shard into the parameters; None where they take the flat buffer.
 
     Args:
         comm: Communicator of the all-gather; None where nothing is sent.
@@ -54,14 +54,14 @@ def plan_in_place_gather(
 
 
 def coalesced_comm_for(comm: AnyCommunicator, layout: BucketLayout, itemsize: int) -> CoalescedCommunicator | None:
-    """The communicator of several tensors in one launch; None where a bucket cannot use it."""
+    """Communicator of several tensors in one launch; None if a bucket cannot use it."""
     if not layout.is_evenly_divisible:
         return None
     return comm.for_bytes(layout.full_numel * itemsize).coalesced
 
 
 def row_views(layout: BucketLayout, size: int, dtype: torch.dtype) -> RowViews:
-    """Views of the parameters in the slice of the flat buffer that one of `size` ranks has."""
+    """Views of the parameters in one of `size` ranks' slice of the flat buffer."""
     extents = [(param_slice.offset, param_slice.chunk_numel) for param_slice in layout.param_slices]
     return RowViews(layout.ranks // size, extents, dtype)
 
@@ -69,7 +69,10 @@ def row_views(layout: BucketLayout, size: int, dtype: torch.dtype) -> RowViews:
 def coalesced_gather(
     coalesced: CoalescedCommunicator, layout: BucketLayout, flat_params: list[torch.Tensor], label: str
 ) -> InPlaceGather:
-    """An all-gather of a shard into `flat_params`, [numel] each, as several tensors in one launch."""
+    """An all-gather of a shard into `flat_params`, [numel] each, in one launch.
+
+    Each parameter is a tensor of its own.
+    """
     rows = row_views(layout, coalesced.size, flat_params[0].dtype)
     return lambda shard: coalesced.all_gather(flat_params, shard, rows, label)
 
@@ -77,7 +80,10 @@ def coalesced_gather(
 def peer_read_gather(
     peer_memory: PeerMemoryCommunicator, size: int, layout: BucketLayout, flat_params: list[torch.Tensor], label: str
 ) -> InPlaceGather:
-    """An all-gather that reads the shards of `size` ranks straight into `flat_params`, [numel] each."""
+    """An all-gather that copies shards of `size` ranks to `flat_params`, [numel] each.
+
+    It reads the memory of the other ranks.
+    """
     targets = []
     for rows in layout.shard_slices(size):
         places = [
@@ -111,7 +117,7 @@ def plan_in_place_reduce(
 
 
 class InPlaceGrads(ABC):
-    """Gradients of one bucket and one backward that stay where autograd has stored them.
+    """Gradients of one bucket and one backward that stay where autograd stored them.
 
     Args:
         eligible: Whether the layout lets each parameter's gradient stay.
@@ -141,7 +147,7 @@ class InPlaceGrads(ABC):
         return stays
 
     def pop(self, position: int) -> torch.Tensor | None:
-        """Remove a gradient that has to take the flat buffer; None where it is there already."""
+        """Remove a gradient that has to take the flat buffer; None if it is there already."""
         return self._grads.pop(position, None)
 
     def clear(self) -> None:
@@ -149,7 +155,7 @@ class InPlaceGrads(ABC):
         self._grads = {}
 
     def reduce_scatter(self, out: torch.Tensor, flat: torch.Tensor, accumulate: bool, label: str) -> Work:
-        """Sum the gradients in place, and those of all other parameters in the flat buffer; drop them afterwards.
+        """Sum the gradients in place, all others in the flat buffer, then drop them.
 
         Args:
             out: [n], fp32 or wider: overwritten with the sum of this rank's slice, or added to. Padding is unchanged.

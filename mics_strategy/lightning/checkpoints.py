@@ -69,7 +69,10 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
 
     @functools.cached_property
     def _interrupted_saves(self) -> Rendezvous:
-        """Rendezvous before saves after an exception: other ranks may be inside a step, whose collectives block."""
+        """Rendezvous before saves after an exception.
+
+        Other ranks may be inside a step, whose collectives block.
+        """
         return Rendezvous("interrupted")
 
     def _require_every_rank(self) -> None:

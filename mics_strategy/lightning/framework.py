@@ -165,7 +165,9 @@ def unwrap_module(framework: FabricFramework, module: Any) -> Any:
 
 
 def redirected_method(forward: Callable[..., Any]) -> str | None:
-    """Return the name of the method that Fabric runs through a module's forward; None for any other forward.
+    """Return the name of the method that Fabric runs through a module's forward.
+
+    None for any other forward.
 
     For the duration of such a call, Fabric replaces the module's `forward` by a closure over the name.
     """

@@ -15,8 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mics_strategy.comm.route import HopTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
-from mics_strategy.comm.traffic import SENT_BYTES
+from mics_strategy.comm.route import (
+    SENT_BYTES,
+    HopTraffic,
+    all_gather_traffic,
+    all_reduce_traffic,
+    reduce_scatter_traffic,
+)
 
 if TYPE_CHECKING:
     from mics_strategy.scopes import Scopes

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mics_strategy.comm.consensus import gather_objects
-from mics_strategy.comm.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.comm.transport import backend_of
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.tuning import cache

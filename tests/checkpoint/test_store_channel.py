@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from mics_strategy import CheckpointError, save_checkpoint, shard
-from mics_strategy.checkpoint import store_channel
-from mics_strategy.checkpoint.store_channel import StoreChannel
+from mics_strategy.checkpoint import shard_report
+from mics_strategy.checkpoint.shard_report import StoreChannel
 from tests.checkpoint.test_sharded import run_of
 from tests.engine.training import start
 from tests.ranks import RankContext, RankPool
@@ -23,7 +23,7 @@ from tests.ranks import RankContext, RankPool
 
 @pytest.fixture
 def _impatient() -> Iterator[None]:
-    with mock.patch.multiple(store_channel, _HEARTBEAT_S=0.05, _SILENT_S=0.5):
+    with mock.patch.multiple(shard_report, _HEARTBEAT_S=0.05, _SILENT_S=0.5):
         yield
 
 
@@ -51,7 +51,7 @@ def late(ctx: RankContext, folder: Path) -> None:
         return write(*args)  # type: ignore[arg-type]
 
     with (
-        mock.patch.multiple(store_channel, _HEARTBEAT_S=0.05, _SILENT_S=0.5),
+        mock.patch.multiple(shard_report, _HEARTBEAT_S=0.05, _SILENT_S=0.5),
         mock.patch.object(FileSystemWriter, "write_data", slowly),
     ):
         save_checkpoint(folder / "one", training.sharded, [training.optimizer])
@@ -74,7 +74,7 @@ def _saving(rank: int, store_file: Path, folder: Path, errors_folder: Path) -> N
     sharded = shard(model, "zero3")
     if rank == 1:
         mock.patch.object(FileSystemWriter, "write_data", _end).start()
-    with mock.patch.multiple(store_channel, _HEARTBEAT_S=0.1, _SILENT_S=1.0):
+    with mock.patch.multiple(shard_report, _HEARTBEAT_S=0.1, _SILENT_S=1.0):
         try:
             save_checkpoint(folder / "one", sharded)
         except CheckpointError as error:

@@ -9,8 +9,7 @@ import torch
 from mics_strategy.comm import route as routes
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.communicator import Communicator
-from mics_strategy.comm.route import HopTraffic
-from mics_strategy.comm.traffic import SENT_BYTES, TrafficLog
+from mics_strategy.comm.route import SENT_BYTES, HopTraffic, TrafficLog
 from mics_strategy.comm.work import Work
 from tests.comm.networks import ALL_TO_ALL, Network, Stages
 from tests.engine.counting import CountC10d, Kind

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.debug import CommDebugMode
 
 from mics_strategy import ShardConfig
-from mics_strategy.comm.full_tensor import full_tensor
+from mics_strategy.comm.placement import full_tensor
 from tests import models
 from tests.engine.training import Run, assert_identical, start
 from tests.ranks import RankContext, RankPool

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mics_strategy.comm.desync import OpId
 from mics_strategy.comm.queue import CollectiveQueue, CommTask, CommThread, InlineQueue, OpRequest, ThreadQueue
-from mics_strategy.comm.traffic import TrafficLog
+from mics_strategy.comm.route import TrafficLog
 from mics_strategy.comm.work import BackendWork, Work
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.errors import CommunicationError, LifecycleError

@@ -18,7 +18,7 @@ from torch import nn
 
 from mics_strategy import ShardConfig, shard
 from mics_strategy.comm.process_groups import ProcessGroups
-from mics_strategy.engine.optimizer.norm import total_norm
+from mics_strategy.engine.optimizer.step import total_norm
 from mics_strategy.engine.setup.validate import target_device
 from mics_strategy.engine.streams import OpChain, Streams
 from tests.ranks import RankContext, RankPool

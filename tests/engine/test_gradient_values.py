@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mics_strategy import LifecycleError, ShardConfig, shard
-from mics_strategy.comm import full_tensor as ours
+from mics_strategy.comm import placement
 from tests.ranks import RankContext, RankPool
 from tests.torch_versions import kinds_of_dtensors
 
@@ -31,12 +31,12 @@ def _trained() -> tuple[nn.Module, nn.Module]:
 def _gathered(ctx: RankContext) -> None:
     plain, sharded = _trained()
     used: list[DTensor] = []
-    gather, ours._all_gather = ours._all_gather, lambda *args: (used.append(args[0]), gather(*args))[1]
+    gather, placement._all_gather = placement._all_gather, lambda *args: (used.append(args[0]), gather(*args))[1]
     try:
         for parameter, expected in zip(sharded.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
     finally:
-        ours._all_gather = gather
+        placement._all_gather = gather
     assert len(used) == len(list(plain.parameters()))  # none by torch's gather, which damages the heap on gloo
 
 

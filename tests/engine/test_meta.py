@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from mics_strategy import ConfigError, ShardConfig, Topology, shard
-from mics_strategy.engine.setup.initialize import describe_initializer
+from mics_strategy.engine.setup.materialize import describe_initializer
 from tests import models
 from tests.engine.training import whole
 from tests.ranks import RankContext, RankPool, raises_on_every_rank

@@ -5,8 +5,7 @@ import random
 import pytest
 import torch
 
-from mics_strategy.engine.layout import make_layout
-from mics_strategy.engine.optimizer.owners import OwnerAssignment, assign_owners
+from mics_strategy.engine.layout import OwnerAssignment, assign_owners, make_layout
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mics_strategy import ShardConfig, Topology
-from mics_strategy.comm.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.engine.layout import make_layout
 from mics_strategy.engine.plan import BucketPlan, Plan, StepOrder, UnitPlan, plan_step
 from mics_strategy.scopes import Scopes, resolve_scopes

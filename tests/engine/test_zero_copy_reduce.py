@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, Sharded, Topology, shard
-from mics_strategy.comm.full_tensor import full_tensor
 from mics_strategy.comm.peer_memory import readv
+from mics_strategy.comm.placement import full_tensor
 from mics_strategy.engine import zero_copy
 from mics_strategy.engine.grad_bucket import BackwardGrads, GradBucket
 from mics_strategy.engine.zero_copy import PeerReadGrads

@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from mics_strategy import ShardConfig, Sharded, shard
-from mics_strategy.comm.full_tensor import full_tensor
+from mics_strategy.comm.placement import full_tensor
 from tests import models
 from tests.models import Batch, Case
 from tests.rank_report import RankContext

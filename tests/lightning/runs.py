@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mics_strategy.comm.full_tensor import full_tensor
+from mics_strategy.comm.placement import full_tensor
 from mics_strategy.lightning import MiCSStrategy
 from tests.ranks import RankContext, RankPool
 

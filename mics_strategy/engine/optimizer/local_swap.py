@@ -8,6 +8,8 @@ it on the owner and nothing on other ranks.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -27,6 +29,73 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
+class _SwappedParam:
+    """One parameter in its two forms.
+
+    Attributes:
+        sharded: The sharded parameter.
+        local: The local tensor in its place.
+        storage: Memory of the local tensor.
+        owner: Rank that updates the whole tensor; None where every rank updates its rows.
+        states: States as DTensors, by name, while the optimizer holds local ones.
+        is_stepped: Whether the parameter has a gradient in this step.
+        shows_grad: Whether the local tensor was given the gradient.
+    """
+
+    sharded: ShardedParameter
+    local: nn.Parameter
+    storage: torch.Tensor
+    owner: int | None = None
+    states: dict[Any, DTensor] = field(default_factory=dict)
+    is_stepped: bool = False
+    shows_grad: bool = False
+
+    def swap_grad_in(self) -> None:
+        """Set the gradient on the local tensor."""
+        grad = self.sharded.raw_grad
+        self.is_stepped = grad is not None
+        # Only the owner sees whether a step clears a whole tensor's gradient, so every rank keeps it.
+        self.shows_grad = self.is_stepped and self.owner is None
+        if self.owner is None:
+            self.local.grad = grad._local_tensor if isinstance(grad, DTensor) else grad  # `to_local` costs more
+
+    def swap_grad_out(self) -> None:
+        """Clear the gradient that the step, or `zero_grad` after an error, cleared."""
+        if self.shows_grad and self.local.grad is None:
+            self.sharded.grad = None
+        self.local.grad = None
+
+    def restore_storage(self) -> None:
+        """Restore the local tensor's memory where ``parameter.data = ...`` replaced it."""
+        if self.local.data_ptr() != self.storage.data_ptr():
+            self.storage.copy_(self.local.detach())
+            self.local.data = self.storage
+
+    def unwrap(self, state: dict[Any, Any]) -> None:
+        """Replace DTensors by their local tensors, in place."""
+        for key, value in state.items():
+            if isinstance(value, DTensor):
+                self.states[key] = value
+                state[key] = value._local_tensor
+
+    def wrap(self, state: dict[Any, Any]) -> None:
+        """Replace local tensors of the parameter's shape by DTensors, in place.
+
+        Other states, such as counters, stay unchanged, and so do states of whole tensors, which only the owner has.
+        """
+        shape = self.sharded.local.shape
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor) or value.shape != shape or isinstance(value, DTensor):
+                continue
+            dtensor = self.states.get(key)
+            if dtensor is not None and dtensor._local_tensor is value:
+                state[key] = dtensor
+            elif self.owner is None and value.dim() and value.dim() == self.sharded.dim():
+                state[key] = self.sharded.like_self(value)
+        self.states.clear()
+
+
 class LocalParamSwap:
     """Swap of an optimizer's sharded parameters for local tensors, for one model.
 
@@ -43,13 +112,9 @@ class LocalParamSwap:
         self._optimizer_ref = weakref.ref(optimizer)  # weak: the optimizer is the key of the cache that holds this
         self._target_ref = weakref.ref(target)
         self._groups: list[list[int]] = []  # parameters of each group by id, at the last `prepare`
-        self._locals: dict[ShardedParameter, nn.Parameter] = {}
-        self._wrapped: dict[int, tuple[torch.Tensor, DTensor]] = {}  # by id; the tensor keeps its id from reuse
-        self._storage: dict[ShardedParameter, torch.Tensor] = {}  # memory of each local tensor
-        self._visible: list[ShardedParameter] = []  # parameters whose gradient is set on the local tensor
-        self._stepped: list[ShardedParameter] = []  # parameters with a gradient in this step
+        self._params: dict[int, _SwappedParam] = {}  # by id of the sharded parameter
+        self._by_local: dict[int, _SwappedParam] = {}  # by id of the local tensor
         self.exchanges: list[OwnerExchange] = []
-        self._owners: dict[ShardedParameter, int] = {}  # owners of the tensors that are updated as a whole
         self.is_local = False
         self._is_sync_due = False
         self._random_states: list[torch.Tensor] = []  # states of the random generators before the step
@@ -93,7 +158,7 @@ class LocalParamSwap:
                 for p in group["params"]
                 if target.owns(p)
             ]
-            self._assign_owners([p for p in whole_params if p not in self._owners])
+            self._assign_owners([p for p in whole_params if self.owner_of(p) is None])
         self._groups = groups
 
     def _assign_owners(self, parameters: list[ShardedParameter]) -> None:
@@ -101,13 +166,15 @@ class LocalParamSwap:
             return
         exchange = self.target.assign_owners(parameters)
         self.exchanges.append(exchange)
-        self._owners.update(exchange.owners())
-        self._locals.update(exchange.step_views())
-        self._storage.update({parameter: local.detach() for parameter, local in self._locals.items()})
+        step_views = dict(exchange.step_views())
+        for parameter, owner in exchange.owners().items():
+            local = step_views[parameter]
+            self._add(_SwappedParam(parameter, local, local.detach(), owner))
 
     def owner_of(self, parameter: torch.Tensor) -> int | None:
         """The rank of the optimizer scope that owns `parameter`; None without an owner."""
-        return self._owners.get(cast("ShardedParameter", parameter))
+        param = self._params.get(id(parameter))
+        return None if param is None else param.owner
 
     def swap_in(self) -> None:
         """Replace sharded parameters in the optimizer by local tensors.
@@ -115,23 +182,16 @@ class LocalParamSwap:
         Collective where tensors are updated on their owners.
         """
         for group in self._optimizer.param_groups:
-            group["params"] = [self._local_of(p) if self.target.owns(p) else p for p in group["params"]]
+            group["params"] = self._locals_of(group["params"])
         for exchange in self.exchanges:
             exchange.to_owners()
-        self._wrapped.clear()
-        self._stepped.clear()
         states = self._optimizer.state
-        for sharded, local in self._locals.items():
-            grad = sharded.raw_grad
-            if grad is not None:
-                self._stepped.append(sharded)
-            if sharded not in self._owners:
-                local.grad = grad._local_tensor if isinstance(grad, DTensor) else grad  # `to_local` costs more
-            state = states.pop(sharded, None)
+        for param in self._params.values():
+            param.swap_grad_in()
+            state = states.pop(param.sharded, None)
             if state is not None:
-                states[local] = {key: self._unwrap(value) for key, value in state.items()}
-        # Only the owner sees whether a step clears a whole tensor's gradient, so every rank keeps it.
-        self._visible = [p for p, local in self._locals.items() if local.grad is not None and p not in self._owners]
+                param.unwrap(state)
+                states[param.local] = state
         self.is_local = True
         self._random_states = self.target.random.begin()
 
@@ -144,26 +204,20 @@ class LocalParamSwap:
             return
         self.is_local = False
         self.target.random.end(self._random_states)
-        sharded_by_local = {local: sharded for sharded, local in self._locals.items()}
+        by_local = self._by_local
         for group in self._optimizer.param_groups:
-            group["params"] = [sharded_by_local.get(p, p) for p in group["params"]]
-        for sharded in self._visible:
-            if self._locals[sharded].grad is None:  # cleared by the step, or by `zero_grad` after a step that raised
-                sharded.grad = None
+            group["params"] = [by_local[id(p)].sharded if id(p) in by_local else p for p in group["params"]]
         states = self._optimizer.state
-        for sharded, local in self._locals.items():
-            local.grad = None
-            storage = self._storage[sharded]
-            if local.data_ptr() != storage.data_ptr():  # `parameter.data = ...` replaced its memory
-                storage.copy_(local.detach())
-                local.data = storage
-            state = states.pop(local, None)
+        for param in self._params.values():
+            param.swap_grad_out()
+            param.restore_storage()
+            state = states.pop(param.local, None)
             if state is not None:
-                states[sharded] = {key: self._wrap(value, sharded) for key, value in state.items()}
-        self._wrapped.clear()
+                param.wrap(state)
+                states[param.sharded] = state
+            if param.is_stepped:
+                param.sharded.mics_write_count += 1
         self._is_sync_due = bool(self.exchanges)
-        for sharded in self._stepped:
-            sharded.mics_write_count += 1
 
     def sync_owned(self) -> None:
         """Swap out, and send new values of owned tensors to all shards. Collective."""
@@ -173,39 +227,24 @@ class LocalParamSwap:
             for exchange in self.exchanges:
                 exchange.to_shards()
 
-    def _local_of(self, parameter: torch.Tensor) -> nn.Parameter:
-        sharded = cast("ShardedParameter", parameter)
-        local = self._locals.get(sharded)
-        if local is None:
-            self._storage[sharded] = sharded.local.detach()
-            local = self._locals[sharded] = nn.Parameter(self._storage[sharded], requires_grad=sharded.requires_grad)
-        return local
+    def _locals_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The local tensors of the model's parameters; other parameters unchanged."""
+        local_params: list[torch.Tensor] = []
+        for parameter in parameters:
+            param = self._params.get(id(parameter))
+            if param is None and self.target.owns(parameter):
+                param = self._add_rows(cast("ShardedParameter", parameter))
+            local_params.append(parameter if param is None else param.local)
+        return local_params
 
-    def _unwrap(self, value: Any) -> Any:
-        if isinstance(value, DTensor):
-            local: torch.Tensor = value._local_tensor
-            self._wrapped[id(local)] = local, value
-            return local
-        return value
+    def _add_rows(self, sharded: ShardedParameter) -> _SwappedParam:
+        """Add a parameter of which every rank updates its rows."""
+        storage = sharded.local.detach()
+        return self._add(_SwappedParam(sharded, nn.Parameter(storage, requires_grad=sharded.requires_grad), storage))
 
-    def _wrap(self, value: Any, sharded: ShardedParameter) -> Any:
-        """Wrap a state of the parameter's shape in a DTensor like the parameter.
-
-        Other states, such as counters, are returned unchanged, and so are states of whole tensors, which only the
-        owner has.
-        """
-        pair = self._wrapped.get(id(value))
-        if pair is not None and value.shape == sharded.local.shape:
-            return pair[1]
-        if (
-            sharded in self._owners
-            or not isinstance(value, torch.Tensor)
-            or value.shape != sharded.local.shape
-            or value.dim() != sharded.dim()
-            or not value.dim()
-        ):
-            return value
-        return sharded.like_self(value)
+    def _add(self, param: _SwappedParam) -> _SwappedParam:
+        self._params[id(param.sharded)] = self._by_local[id(param.local)] = param
+        return param
 
 
 def _swap_out(weak: weakref.ref[LocalParamSwap]) -> None:

@@ -16,13 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mics_strategy.engine.layout import TENSORS_TO_OWNERS, TENSORS_TO_SHARDS, OwnerAssignment, assign_owners
 from mics_strategy.engine.memory import MemoryTracker, StagingPool, arena, carve_views, packed_bytes
-from mics_strategy.engine.optimizer.owners import (
-    TENSORS_TO_OWNERS,
-    TENSORS_TO_SHARDS,
-    OwnerAssignment,
-    assign_owners,
-)
 
 if TYPE_CHECKING:
     from mics_strategy.comm.control import ControlGroup

@@ -1,0 +1,102 @@
+"""Resolution of "auto" for one job: the topology of its ranks, and the preset."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from mics_strategy.comm.consensus import gather_objects
+from mics_strategy.planner.cost import ParameterKind
+from mics_strategy.planner.presets import Workload, choose_preset, with_scopes_of
+from mics_strategy.scopes import Scopes, resolve_scopes
+from mics_strategy.topology import RankLocation, Topology, topology_from_locations
+
+if TYPE_CHECKING:
+    from mics_strategy.config import ShardConfig
+    from mics_strategy.engine.units import UnitSpec
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")
+
+
+def discover_topology(config: ShardConfig) -> Topology:
+    """The topology of `config`, or the one of the ranks' environments. Collective.
+
+    Cost:
+        One gather of a small object over the world, unless `config.topology` is a `Topology`.
+
+    Raises:
+        ConfigError: Nodes hold different numbers of ranks, or the ranks of a node are not consecutive.
+    """
+    if isinstance(config.topology, Topology):
+        return config.topology
+    return topology_from_locations(gather_objects(RankLocation(node=node_name())))
+
+
+def node_name() -> str:
+    """A text that is equal on the ranks of one node and differs between nodes.
+
+    It holds the host name, the boot id of the kernel, because containers may share a host name, and the launcher's node
+    number, because a launcher may simulate several nodes on one host.
+    """
+    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
+    node_number = next((f" {name}={os.environ[name]}" for name in _NODE_VARIABLES if name in os.environ), "")
+    return f"{socket.gethostname()} {boot_id[:8]}{node_number}"
+
+
+def choose_scopes(config: ShardConfig, modules: list[UnitSpec], topology: Topology, device: torch.device) -> Scopes:
+    """The scopes of this job; rank 0 prints the choice for ``"auto"``. Collective."""
+    world_size = dist.get_world_size()
+    if not config.is_auto:
+        return resolve_scopes(config, topology, world_size)
+    topology.check_world(world_size)
+    memory_bytes = min(gather_objects(_device_memory_bytes(device, topology.ranks_per_node)))
+    choice = choose_preset(config, _workload_of(modules, config, memory_bytes), topology, world_size)
+    if dist.get_rank() == 0:
+        print(choice.reasons, flush=True)
+    return resolve_scopes(with_scopes_of(choice.preset, config), topology, world_size)
+
+
+def _workload_of(modules: list[UnitSpec], config: ShardConfig, memory_bytes: int) -> Workload:
+    """The workload of one rank: parameters by kind, slots and memory.
+
+    Args:
+        modules: Units with their parameters, the root first.
+        config: Configuration with the dtypes and the number of prefetched units.
+        memory_bytes: Memory of one rank.
+    """
+    numels: Counter[tuple[torch.dtype, bool]] = Counter()
+    units_bytes = []
+    for module in modules:
+        unit_params = [(e.parameter.numel(), e.parameter.dtype, e.parameter.requires_grad) for e in module.parameters]
+        for numel, dtype, is_trained in unit_params:
+            numels[dtype, is_trained] += numel
+        units_bytes.append(sum(numel * config.param_dtype_of(dtype).itemsize for numel, dtype, _ in unit_params))
+    root, *layers = units_bytes
+    return Workload(
+        kinds=tuple(
+            ParameterKind(
+                numel=numel,
+                master_bytes=dtype.itemsize,
+                param_bytes=config.param_dtype_of(dtype).itemsize,
+                wire_bytes=config.wire_dtype_of(dtype).itemsize,
+                is_trained=is_trained,
+            )
+            for (dtype, is_trained), numel in numels.items()
+        ),
+        slots_bytes=root + min(config.prefetch + 1, len(layers)) * max(layers, default=0),
+        memory_bytes=memory_bytes,
+    )
+
+
+def _device_memory_bytes(device: torch.device, ranks_per_node: int) -> int:
+    """Memory of one rank: all of its GPU, or its share of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
