@@ -105,6 +105,7 @@ def _run(job: Job) -> Reply:
         except Exception as error:  # reported to the test
             return Reply(value=value, cleanup_failure=Failure.of(error).portable())
     gc.collect()
+    gc.freeze()  # what is left lives on: modules and caches
     return Reply(value=value)
 
 

@@ -5,7 +5,8 @@ import os
 import pytest
 
 from mics_strategy import ConfigError, ShardConfig, Topology
-from mics_strategy.engine.setup.resolve import discover_topology
+from mics_strategy.comm.consensus import gather_objects
+from mics_strategy.engine.setup.resolve import node_name, resolve_topology
 from mics_strategy.scopes import resolve_scopes
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
@@ -17,7 +18,7 @@ def ranks_per_node(ctx: RankContext, variable: str, nodes: list[int]) -> int:
     for name in TORCHRUN:
         os.environ.pop(name, None)
     os.environ[variable] = str(nodes[ctx.rank])
-    return discover_topology(ShardConfig()).ranks_per_node
+    return resolve_topology(ShardConfig(), gather_objects(node_name())).ranks_per_node
 
 
 @pytest.mark.parametrize("variable", LAUNCHERS.values(), ids=LAUNCHERS)
@@ -29,7 +30,7 @@ def test_nodes_come_from_the_launcher(ranks: RankPool, variable: str, nodes: lis
 def without_a_launcher(ctx: RankContext) -> int:
     for name in (*TORCHRUN, *LAUNCHERS.values()):
         os.environ.pop(name, None)
-    return discover_topology(ShardConfig()).ranks_per_node
+    return resolve_topology(ShardConfig(), gather_objects(node_name())).ranks_per_node
 
 
 def test_without_a_launcher_the_ranks_of_a_host_are_a_node(ranks: RankPool) -> None:
@@ -49,7 +50,7 @@ def test_cyclic_placement_is_refused(ranks: RankPool, variable: str) -> None:
 
 
 def scope_of_params(ctx: RankContext, config: ShardConfig) -> int:
-    return resolve_scopes(config, discover_topology(config), ctx.world_size).params
+    return resolve_scopes(config, resolve_topology(config, gather_objects(node_name())), ctx.world_size).params
 
 
 @pytest.mark.parametrize(("partition_size", "expected"), [("auto", 2), ("node", 2), ("world", 4), (1, 1), (4, 4)])

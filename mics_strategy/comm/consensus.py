@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -17,6 +17,7 @@ from mics_strategy.comm.desync import BoundedStore
 from mics_strategy.comm.transport import backend_of
 
 T = TypeVar("T")
+S = TypeVar("S")
 _LONG_S = 2.0  # after which missing ranks are named
 _PAUSE_S = 0.02  # between two looks at the store
 _num_calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -74,7 +75,26 @@ def run_on_all_ranks(action: Callable[[], T], foreign: type[errors.MiCSError] | 
         MiCSError: The first failing rank's error, of the same class, with the ranks that raised one.
         Exception: The exception of this rank that is no `MiCSError`.
     """
-    result: T | None = None
+    return run_and_gather(lambda: (action(), None), foreign)[0]
+
+
+def run_and_gather(
+    action: Callable[[], tuple[T, S]], foreign: type[errors.MiCSError] | None = None
+) -> tuple[T, list[S]]:
+    """Run a local function as `run_on_all_ranks`, and gather part of its result.
+
+    Args:
+        action: Function to run. It returns a result for this rank, and an object for all ranks.
+        foreign: See `run_on_all_ranks`.
+
+    Returns:
+        The result for this rank, and the objects of all ranks in rank order.
+
+    Raises:
+        MiCSError: The first failing rank's error, of the same class, with the ranks that raised one.
+        Exception: The exception of this rank that is no `MiCSError`.
+    """
+    result: tuple[T, S] | None = None
     failure: tuple[str, str] | None = None
     local_error: Exception | None = None
     try:
@@ -85,14 +105,14 @@ def run_on_all_ranks(action: Callable[[], T], foreign: type[errors.MiCSError] | 
         if foreign is None:
             raise
         local_error, failure = error, (foreign.__name__, f"{type(error).__name__}: {error}")
-    failures = gather_objects(failure)
+    gathered = gather_objects((failure, None if result is None else result[1]))
     if local_error is not None and not isinstance(local_error, errors.MiCSError):
         raise local_error
-    failing = [rank for rank, other in enumerate(failures) if other is not None]
-    if not failing:
-        return result  # type: ignore[return-value]
-    name, message = failures[failing[0]] or ("MiCSError", "")
-    where = "" if len(failing) == len(failures) else f" (found on rank {', '.join(map(str, failing))})"
+    failing = [rank for rank, (other, _) in enumerate(gathered) if other is not None]
+    if not failing and result is not None:
+        return result[0], cast("list[S]", [shared for _, shared in gathered])
+    name, message = gathered[failing[0]][0] or ("MiCSError", "")
+    where = "" if len(failing) == len(gathered) else f" (found on rank {', '.join(map(str, failing))})"
     raise getattr(errors, name)(message + where) from local_error
 
 
@@ -134,16 +154,15 @@ class Rendezvous:
         return []
 
 
-def check_equal_across_ranks(values: dict[str, str]) -> None:
-    """Check that values are equal on all ranks. Collective.
+def check_equal(by_rank: Sequence[dict[str, str]]) -> None:
+    """Check that values are equal on all ranks.
 
     Args:
-        values: Values that must be equal, as text, by the name that an error shows.
+        by_rank: Values of each rank, as text, by the name that an error shows.
 
     Raises:
-        ConfigError: On every rank, with the value and two ranks that differ.
+        ConfigError: Two ranks differ. The error names the value and both ranks.
     """
-    by_rank = gather_objects(values)
     for name, value in by_rank[0].items():
         for rank, other in enumerate(by_rank):
             if other.get(name) != value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mics_strategy.comm.codecs.format import LARGEST_BOUND_BLOCK
-from mics_strategy.comm.consensus import check_equal_across_ranks, gather_objects, run_on_all_ranks
+from mics_strategy.comm.consensus import check_equal, run_and_gather
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
 from mics_strategy.config import ShardConfig
@@ -27,7 +28,7 @@ from mics_strategy.engine.hooks import install
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.setup import guards, materialize, validate
 from mics_strategy.engine.setup.generation import prepare_generation
-from mics_strategy.engine.setup.resolve import choose_scopes, discover_topology
+from mics_strategy.engine.setup.resolve import choose_scopes, node_name, resolve_topology
 from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, unused_codecs
@@ -80,21 +81,32 @@ def shard(
         raise ConfigError(
             "`shard()` was called before the process group exists. Call `torch.distributed.init_process_group()` first."
         )
-    resolved, target, modules = run_on_all_ranks(lambda: _checked(model, config, units, device, initializer))
+    (resolved, target, modules), by_rank = run_and_gather(lambda: _checked(model, config, units, device, initializer))
+    check_equal([setup.arguments for setup in by_rank])
     if target.type == "cuda":
         torch.cuda.set_device(target)  # streams, contexts and new tensors of the process belong there
-    facts = {
-        "model": validate.model_fingerprint(model),
-        "meta tensors": validate.count_meta_tensors(model),
-        "units": ", ".join(module.name for module in modules),
-    }
-    check_equal_across_ranks({**resolved.describe(), **facts})
-    topology = run_on_all_ranks(lambda: discover_topology(resolved))
-    scopes = run_on_all_ranks(lambda: choose_scopes(resolved, modules, topology, target))
+    topology = resolve_topology(resolved, [setup.node for setup in by_rank])
+    scopes = choose_scopes(resolved, modules, topology, target)
     _log_codecs(resolved, scopes)
-    context = BuildContext(config=resolved, groups=_make_groups(scopes, target), device=target, memory=MemoryTracker())
+    groups = _make_groups(scopes, target, by_rank[0].seed)
+    context = BuildContext(config=resolved, groups=groups, device=target, memory=MemoryTracker())
     with torch.inference_mode(False), torch.no_grad():
         return _build(model, modules, context, initializer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankSetup:
+    """Properties of one rank that all ranks must know.
+
+    Attributes:
+        arguments: Arguments of `shard` as text, by name. They must be equal on all ranks.
+        node: Name of the rank's node.
+        seed: Seed of the rank's random numbers.
+    """
+
+    arguments: dict[str, str]
+    node: str
+    seed: int
 
 
 def _checked(
@@ -103,17 +115,24 @@ def _checked(
     units: UnitRule,
     device: torch.device | str,
     initializer: Initializer | str,
-) -> tuple[ShardConfig, torch.device, list[UnitSpec]]:
+) -> tuple[tuple[ShardConfig, torch.device, list[UnitSpec]], _RankSetup]:
     """Check the arguments of `shard` as far as one rank can.
 
-    Returns the configuration, the device and the units.
+    Returns the configuration, the device and the units; and the `_RankSetup` of this rank.
     """
     resolved = ShardConfig.preset(config) if isinstance(config, str) else config
     _ = resolved.grad_codec_steps  # raises where the training's length is missing
     validate.check_initializer(initializer)
     target = validate.target_device(device)
     validate.check_model(model, target)
-    return resolved, target, find_units(model, units)
+    modules = find_units(model, units)
+    arguments = {
+        **resolved.describe(),
+        "model": validate.model_fingerprint(model),
+        "meta tensors": validate.count_meta_tensors(model),
+        "units": ", ".join(module.name for module in modules),
+    }
+    return (resolved, target, modules), _RankSetup(arguments=arguments, node=node_name(), seed=torch.initial_seed())
 
 
 def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
@@ -131,7 +150,7 @@ def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
         print(f"`{name}={getattr(config, name)!r}` encodes nothing in this job of one node, with {links}.", flush=True)
 
 
-def _make_groups(scopes: Scopes, device: torch.device) -> ProcessGroups:
+def _make_groups(scopes: Scopes, device: torch.device, seed: int) -> ProcessGroups:
     """Make the process groups of this job, after tuning. Rank 0 prints the results."""
     resources = CommResources(scopes.world_size, device)
     results = autotune(scopes, resources)
@@ -139,7 +158,7 @@ def _make_groups(scopes: Scopes, device: torch.device) -> ProcessGroups:
     if resources.rank == 0 and tuning_report:
         print(tuning_report, flush=True)
     thresholds = {(result.collective, result.span): result.from_bytes for result in results}
-    return ProcessGroups(scopes.with_tuning(thresholds), resources, seed=gather_objects(torch.initial_seed())[0])
+    return ProcessGroups(scopes.with_tuning(thresholds), resources, seed)
 
 
 def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, initializer: Initializer | str) -> Sharded:

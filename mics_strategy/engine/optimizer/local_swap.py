@@ -61,13 +61,16 @@ class _SwappedParam:
             self.local.grad = grad._local_tensor if isinstance(grad, DTensor) else grad  # `to_local` costs more
 
     def swap_grad_out(self) -> None:
-        """Clear the gradient that the step, or `zero_grad` after an error, cleared."""
+        """Clear the gradient if the local tensor has lost it.
+
+        The step cleared it, or `zero_grad` after a step that raised.
+        """
         if self.shows_grad and self.local.grad is None:
             self.sharded.grad = None
         self.local.grad = None
 
     def restore_storage(self) -> None:
-        """Restore the local tensor's memory where ``parameter.data = ...`` replaced it."""
+        """Copy the values where ``parameter.data = ...`` has replaced the memory."""
         if self.local.data_ptr() != self.storage.data_ptr():
             self.storage.copy_(self.local.detach())
             self.local.data = self.storage
@@ -80,9 +83,10 @@ class _SwappedParam:
                 state[key] = value._local_tensor
 
     def wrap(self, state: dict[Any, Any]) -> None:
-        """Replace local tensors of the parameter's shape by DTensors, in place.
+        """Replace local tensors by DTensors like the parameter, in place.
 
-        Other states, such as counters, stay unchanged, and so do states of whole tensors, which only the owner has.
+        Only those of the parameter's shape. Other states, such as counters, stay unchanged, and so do states of whole
+        tensors, which only the owner has.
         """
         shape = self.sharded.local.shape
         for key, value in state.items():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,30 +63,50 @@ def materialize(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=is_meta):
         if is_meta:
             torch.manual_seed(seed)
+        differing = set() if is_meta else _differing([value for module, _ in units for value in _values_of(module)])
         for module, unit in sorted(units, key=lambda pair: -pair[0].depth):
-            values = {entry.name: entry.parameter.detach() for entry in module.parameters}
+            values = dict(_values_of(module))
             values.update(initialized_values(module, initialize, device))
             if is_auto:  # the author of an initializer may load the rest later
                 check_initialized(modules_of(module))
-            _load_shards(values, unit.buckets, groups, device)
+            if is_meta:
+                differing = _differing(values.items())
+            _load_shards(values, unit.buckets, groups, differing)
             _put_parameters(module, {entry.name: entry.parameter for entry in module.parameters})
 
 
-def _load_shards(
-    values: dict[str, torch.Tensor], buckets: list[Bucket], groups: ProcessGroups, device: torch.device
-) -> None:
-    """Load shards of whole values, with rank 0's where ranks differ. Collective.
+def _values_of(unit: UnitSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of a unit's parameters."""
+    return ((entry.name, entry.parameter.detach()) for entry in unit.parameters)
+
+
+def _differing(values: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Names of the tensors that are not equal on all ranks. Collective.
 
     Cost:
-        One gather of a small object, and a broadcast of every parameter that differs.
+        One gather of a small object.
     """
-    fingerprints = gather_objects({name: fingerprint(value) for name, value in values.items()})
+    first, *others = gather_objects({name: fingerprint(value) for name, value in values})
+    return {name for other in others for name in first if other[name] != first[name]}
+
+
+def _load_shards(
+    values: dict[str, torch.Tensor],
+    buckets: list[Bucket],
+    groups: ProcessGroups,
+    differing: set[str],
+) -> None:
+    """Load shards of whole values, with rank 0's where ranks differ.
+
+    Collective where they differ.
+
+    Cost:
+        A broadcast of every parameter that differs.
+    """
     for bucket in buckets:
         for position, param_slice in enumerate(bucket.layout.param_slices):
-            value = values[param_slice.name].to(device)
-            if groups.world_group is not None and any(
-                by_name[param_slice.name] != fingerprints[0][param_slice.name] for by_name in fingerprints
-            ):
+            value = values[param_slice.name].to(groups.device)
+            if groups.world_group is not None and param_slice.name in differing:
                 value = value.clone()
                 groups.world_group.broadcast(value, param_slice.name)
             bucket.load(position, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,18 +26,19 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")
 
 
-def discover_topology(config: ShardConfig) -> Topology:
-    """The topology of `config`, or the one of the ranks' environments. Collective.
+def resolve_topology(config: ShardConfig, nodes: Iterable[str]) -> Topology:
+    """The topology of `config`, or the one of the ranks' nodes.
 
-    Cost:
-        One gather of a small object over the world, unless `config.topology` is a `Topology`.
+    Args:
+        config: Configuration, whose topology may be ``"auto"``.
+        nodes: Name of each rank's node; see `node_name`.
 
     Raises:
         ConfigError: Nodes hold different numbers of ranks, or the ranks of a node are not consecutive.
     """
     if isinstance(config.topology, Topology):
         return config.topology
-    return topology_from_locations(gather_objects(RankLocation(node=node_name())))
+    return topology_from_locations([RankLocation(node=node) for node in nodes])
 
 
 def node_name() -> str:
@@ -51,7 +53,10 @@ def node_name() -> str:
 
 
 def choose_scopes(config: ShardConfig, modules: list[UnitSpec], topology: Topology, device: torch.device) -> Scopes:
-    """The scopes of this job; rank 0 prints the choice for ``"auto"``. Collective."""
+    """The scopes of this job; rank 0 prints the choice for ``"auto"``.
+
+    Collective for ``"auto"``. All arguments are equal on all ranks, so that all raise or none.
+    """
     world_size = dist.get_world_size()
     if not config.is_auto:
         return resolve_scopes(config, topology, world_size)
