@@ -82,10 +82,10 @@ def shard(
             "`shard()` was called before the process group exists. Call `torch.distributed.init_process_group()` first."
         )
     (resolved, target, modules), by_rank = run_and_gather(lambda: _checked(model, config, units, device, initializer))
-    check_equal([facts.arguments for facts in by_rank])
+    check_equal([setup.arguments for setup in by_rank])
     if target.type == "cuda":
         torch.cuda.set_device(target)  # streams, contexts and new tensors of the process belong there
-    topology = resolve_topology(resolved, [facts.node for facts in by_rank])
+    topology = resolve_topology(resolved, [setup.node for setup in by_rank])
     scopes = choose_scopes(resolved, modules, topology, target)
     _log_codecs(resolved, scopes)
     groups = _make_groups(scopes, target, by_rank[0].seed)
@@ -95,8 +95,8 @@ def shard(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RankFacts:
-    """Facts about one rank that all ranks must know.
+class _RankSetup:
+    """Properties of one rank that all ranks must know.
 
     Attributes:
         arguments: Arguments of `shard` as text, by name. They must be equal on all ranks.
@@ -115,10 +115,10 @@ def _checked(
     units: UnitRule,
     device: torch.device | str,
     initializer: Initializer | str,
-) -> tuple[tuple[ShardConfig, torch.device, list[UnitSpec]], _RankFacts]:
+) -> tuple[tuple[ShardConfig, torch.device, list[UnitSpec]], _RankSetup]:
     """Check the arguments of `shard` as far as one rank can.
 
-    Returns the configuration, the device and the units; and the facts about this rank.
+    Returns the configuration, the device and the units; and the `_RankSetup` of this rank.
     """
     resolved = ShardConfig.preset(config) if isinstance(config, str) else config
     _ = resolved.grad_codec_steps  # raises where the training's length is missing
@@ -132,7 +132,7 @@ def _checked(
         "meta tensors": guards.count_meta_tensors(model),
         "units": ", ".join(module.name for module in modules),
     }
-    return (resolved, target, modules), _RankFacts(arguments=arguments, node=node_name(), seed=torch.initial_seed())
+    return (resolved, target, modules), _RankSetup(arguments=arguments, node=node_name(), seed=torch.initial_seed())
 
 
 def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
@@ -179,7 +179,7 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
         if handle is not None:
             handle.pre_forward()
 
-    def recover() -> None:
+    def reset_after_error() -> None:
         handle = weak()
         if handle is not None:
             handle.reset_after_error()
@@ -191,7 +191,7 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     guards.block_conversions(unit.module for unit in built_units)
     guards.block_copies({unit.module for unit in built_units} | {model})
     guards.block_saving_shards(model.modules())
-    guards.reset_before_access(model, recover)
+    guards.reset_before_access(model, reset_after_error)
     guards.mark_sharded(model, sharded)
     prepare_generation(model, is_forward_collective=sharded.scopes.params > 1)
     context.groups.traffic_log.drain()

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mics_strategy.comm.communicator import Communicator, SizeDispatch
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.comm.transport import backend_of
@@ -43,13 +42,14 @@ from mics_strategy.tuning.threshold import (
 from mics_strategy.version import package_version
 
 if TYPE_CHECKING:
+    from mics_strategy.comm.communicator import Communicator, SizeDispatch
     from mics_strategy.comm.control import ControlGroup
     from mics_strategy.comm.resources import CommResources
     from mics_strategy.scopes import Scopes
     from mics_strategy.topology import Span
 
 _log = logging.getLogger(__name__)
-CACHE_DIR = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/decisions"
+CACHE_DIR = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/tuning"
 _FORMAT = 2  # raised when collectives change so much that earlier measurements are void
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_NET")
 _LABEL = "a benchmark"
@@ -147,8 +147,8 @@ def _tune(
         return TuningResult(collective=collective, span=span, from_bytes=cached_bytes)
     timings: tuple[SizeTiming, ...] = ()
     workspace = Workspace()
-    comm = resources.communicator(role, scopes.with_both_algorithms(), workspace)
-    if isinstance(comm, SizeDispatch):
+    comm = resources.size_dispatch(role, scopes.with_both_algorithms(), workspace)
+    if comm is not None:
         timings = benchmark(collective, comm, workspace, control, resources.device)
     return TuningResult(collective=collective, span=span, from_bytes=threshold_bytes(timings), timings=timings)
 
@@ -314,7 +314,7 @@ class TuningKey:
 
 def cache_folder() -> Path:
     """`CACHE_DIR`, for this user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mics_strategy" / "decisions"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mics_strategy" / "tuning"
 
 
 def load_cached(key: TuningKey) -> int | None:

@@ -25,7 +25,12 @@ from mics_strategy.comm.workspace import Workspace
 from mics_strategy.config import sum_dtype_of
 from mics_strategy.engine.bucket import param_comms
 from mics_strategy.engine.schedule import unshard_role
-from mics_strategy.engine.zero_copy import CoalescedGrads, coalesced_comm_for, coalesced_gather
+from mics_strategy.engine.zero_copy import (
+    CoalescedGrads,
+    can_reduce_in_place,
+    coalesced_comm_for,
+    coalesced_gather,
+)
 from mics_strategy.errors import ConfigError, LifecycleError
 from mics_strategy.tuning.autotune import (
     CACHE_DIR,
@@ -141,7 +146,7 @@ def _candidates(spec: BucketSpec, config: ShardConfig, groups: ProcessGroups) ->
     candidates = []
     gather_comm, gather_role = _all_gather_candidate(spec, groups)
     wire_dtype = config.wire_dtype_of(spec.master_dtype)
-    grad_comm = groups.grad_comm if spec.trainable and spec.param_dtype == wire_dtype else None
+    grad_comm = groups.grad_comm if can_reduce_in_place(spec, wire_dtype) else None
     for comm, role, dtype in (
         (gather_comm, gather_role, spec.param_dtype),
         (grad_comm, REDUCE_SCATTER, wire_dtype),

@@ -1,4 +1,4 @@
-"""Is what was decided on some links found again, on these links only, and does a bad cache harm nobody?"""
+"""Is what was measured on some links found again, on these links only, and does a bad cache harm nobody?"""
 
 import json
 import logging
@@ -19,7 +19,7 @@ TIMINGS = (SizeTiming(1024, 1e-3, 2e-3, True), SizeTiming(4096, 3e-3, 2e-3, Fals
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    return tmp_path / "mics_strategy" / "decisions"
+    return tmp_path / "mics_strategy" / "tuning"
 
 
 def links(
@@ -27,9 +27,9 @@ def links(
     span: Span = TWO_BY_TWO,
     hosts: tuple[str, ...] = ("a", "b"),
     per_node: int = 2,
-    moved_by: str = "gloo on cpu",
+    backend_key: str = "gloo on cpu",
 ) -> TuningKey:
-    return TuningKey.for_this_job(collective, span, hosts, per_node, moved_by)
+    return TuningKey.for_this_job(collective, span, hosts, per_node, backend_key)
 
 
 def test_what_was_kept_is_recalled(folder: Path) -> None:
@@ -49,7 +49,7 @@ def test_what_was_kept_is_recalled(folder: Path) -> None:
         {"per_node": 4},
         {"collective": "reduce_scatter"},
         {"span": TWO_BY_FOUR},
-        {"moved_by": "nccl on NVIDIA H100"},
+        {"backend_key": "nccl on NVIDIA H100"},
     ],
     ids=str,
 )

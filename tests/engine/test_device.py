@@ -187,8 +187,8 @@ def test_process_groups_send_tensors_on_the_models_device() -> None:
 def device_of_a_calibration(ctx: RankContext) -> list[torch.device]:
     seen: list[torch.device] = []
 
-    def calibrate(_: object, site: Any) -> list[object]:
-        seen.append(site.device)
+    def calibrate(_: object, context: Any) -> list[object]:
+        seen.append(context.device)
         return []
 
     device = torch.device("cpu", 0)

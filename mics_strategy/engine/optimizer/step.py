@@ -59,7 +59,7 @@ class StepHooks:
         if target is not None:
             _check_not_stale(optimizer, target.sharded_param_for)
 
-    def recover(self) -> None:
+    def reset_after_error(self) -> None:
         """Swap out of optimizers whose step raised. Collective.
 
         Called before new gradients are accumulated.
