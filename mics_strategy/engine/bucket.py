@@ -24,6 +24,7 @@ from torch import nn
 
 from mics_strategy.comm.placement import digest
 from mics_strategy.engine.autograd import SavedVersions, UnshardedParameter
+from mics_strategy.engine.parameter import WriteCount
 from mics_strategy.engine.schedule import ParamVersions, full_numel, unshard_role
 from mics_strategy.engine.zero_copy import plan_in_place_gather
 from mics_strategy.errors import LifecycleError
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from mics_strategy.engine.parameter import ShardedParameter
 
 _NUM_WRITES = attrgetter("_version")
-_NUM_DECLARED_WRITES = attrgetter("mics_write_count")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -113,6 +113,7 @@ class Bucket:
         placement: Shard that this rank holds.
         unsharded: The unsharded parameters.
         sharded_params: The sharded parameters, views of `master_shard`.
+        writes: Writes to the sharded parameters that torch's version counters may miss.
         versions: Versions of the parameters in the buffers.
     """
 
@@ -134,6 +135,7 @@ class Bucket:
         self.secondary_shard = secondary_shard
         self.unsharded = UnshardedParams(spec, unsharded_buffer)
         self.sharded_params: list[ShardedParameter] = []
+        self.writes = WriteCount()
         self.versions = ParamVersions(has_secondary=secondary_shard is not None)
         self._comms: dict[str, Communicator | None] = {}
         for role, comm in param_comms(groups, trainable=spec.trainable).items():
@@ -148,9 +150,9 @@ class Bucket:
     def version(self) -> int:
         """Version of the parameters, which grows whenever one of them may have changed.
 
-        Read often, so the loops are C's.
+        Read often, so the loop is C's.
         """
-        return int(sum(map(_NUM_WRITES, self._counted)) + sum(map(_NUM_DECLARED_WRITES, self.sharded_params)))
+        return int(sum(map(_NUM_WRITES, self._counted)) + self.writes.num)
 
     @cached_property
     def _counted(self) -> list[torch.Tensor]:
@@ -278,7 +280,7 @@ class Bucket:
             shard = param_slice.view_in(master, index)
             local = param_slice.narrow(self.unsharded.views[position], index)
             shard.copy_(torch.where(local == shard.to(local.dtype), shard, local.to(shard.dtype)))
-            self.sharded_params[position].mics_write_count += 1
+            self.writes.num += 1
             self.groups.write_digests.append(digest(self.unsharded.views[position]))
         self.unsharded.saved_versions.accept_writes(self.version)
         return True

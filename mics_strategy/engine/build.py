@@ -178,7 +178,11 @@ def add_sharded_parameters(units: list[Unit], modules: list[UnitSpec], context: 
         for bucket in unit.buckets:
             for param_slice in bucket.layout.param_slices:
                 sharded = make_sharded_parameter(
-                    bucket.master_shard, param_slice, bucket.placement, requires_grad[param_slice.name]
+                    bucket.master_shard,
+                    param_slice,
+                    bucket.placement,
+                    bucket.writes,
+                    requires_grad=requires_grad[param_slice.name],
                 )
                 bucket.sharded_params.append(sharded)
         unit.register_sharded()

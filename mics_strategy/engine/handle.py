@@ -134,7 +134,7 @@ class Sharded:
         The engine detects all others.
         """
         for parameter in self.parameters:
-            parameter.mics_write_count += 1
+            parameter.mics_writes.num += 1
 
     def reset_after_error(self) -> None:
         """Clean up after a backward that raised, before the model's parameters are read."""

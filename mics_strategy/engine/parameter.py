@@ -8,6 +8,7 @@ ranks in any training loop. Setting `grad` to None clears the accumulators.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
@@ -93,6 +94,13 @@ class ShardedGradient(_FullTensorDTensor):
     """
 
 
+@dataclass(slots=True)
+class WriteCount:
+    """Number of writes to the parameters of one bucket, besides torch's counts."""
+
+    num: int = 0
+
+
 class ShardedParameter(_FullTensorDTensor):
     """A parameter of which this rank holds one shard.
 
@@ -103,7 +111,7 @@ class ShardedParameter(_FullTensorDTensor):
         mics_name: Name of the parameter in the model.
         mics_owner: Engine's interface to the gradient.
         mics_position: Position of the parameter in its bucket.
-        mics_write_count: Number of detected writes, counted in addition to torch's version counter.
+        mics_writes: Writes to the parameters of the bucket that torch's version counters may miss.
         mics_slice: Slice of the parameter in its bucket.
         mics_index: Index of this rank's shard.
     """
@@ -111,7 +119,7 @@ class ShardedParameter(_FullTensorDTensor):
     mics_name: str
     mics_owner: GradientOwner
     mics_position: int
-    mics_write_count: int
+    mics_writes: WriteCount
     mics_slice: ParamSlice
     mics_index: int
 
@@ -182,7 +190,7 @@ class ShardedParameter(_FullTensorDTensor):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for parameter in value if isinstance(value, (list, tuple)) else (value,):
                         if isinstance(parameter, ShardedParameter):
-                            parameter.mics_write_count += 1
+                            parameter.mics_writes.num += 1
         return result
 
     @override
@@ -282,7 +290,7 @@ def is_sharded(parameter: torch.Tensor) -> bool:
 
 
 def make_sharded_parameter(
-    master: torch.Tensor, slice_: ParamSlice, placement: ShardPlacement, requires_grad: bool
+    master: torch.Tensor, slice_: ParamSlice, placement: ShardPlacement, writes: WriteCount, *, requires_grad: bool
 ) -> ShardedParameter:
     """Wrap this rank's part of a parameter in a sharded parameter.
 
@@ -290,6 +298,7 @@ def make_sharded_parameter(
         master: [shard_numel], the bucket's piece of the optimizer arena. It stays the storage.
         slice_: Slice of the parameter in the bucket.
         placement: Index of this rank's shard, and device mesh of all shards.
+        writes: Count of writes of the bucket.
         requires_grad: Whether the plain parameter requires gradients.
     """
     tensor = as_dtensor(slice_.view_in(master, placement.index), slice_, placement)
@@ -297,7 +306,7 @@ def make_sharded_parameter(
     sharded = cast("ShardedParameter", parameter)
     sharded.__class__ = ShardedParameter
     sharded.mics_name = slice_.name
-    sharded.mics_write_count = 0
+    sharded.mics_writes = writes
     sharded.mics_slice = slice_
     sharded.mics_index = placement.index
     sharded.mics_random = placement.random
