@@ -14,11 +14,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 from mics_strategy.accelerate import MiCSAccelerator
-from mics_strategy.errors import ConfigError, LifecycleError
+from mics_strategy.errors import ConfigError, LifecycleError, MiCSError
 from tests.accelerate.runs import PLAIN, accelerator, assert_same, run, values
 from tests.accelerate.test_training import adamw, loader, loss_of, transformer
 from tests.models import Block, Transformer
-from tests.ranks import RankContext, RankPool, raises_on_every_rank
+from tests.ranks import RankContext, RankPool, assert_refused, refusal
 
 
 def train(acc: Any, model: Any, optimizer: Any, data: DataLoader, clip: float | None = 0.3) -> list[float]:
@@ -67,6 +67,7 @@ def two_models(ctx: RankContext, config: str, clip: str, limit: float) -> tuple[
     return {**values(first), **values(second)}, told
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("limit", [0.3, 300.0], ids=["above the limit", "below the limit"])
 @pytest.mark.parametrize("clip", ["together", "each"])
 def test_several_models_are_clipped_and_trained_as_with_ddp(ranks: RankPool, clip: str, limit: float) -> None:
@@ -178,6 +179,7 @@ def compiled(ctx: RankContext, config: str, form: str) -> tuple[dict[str, Tensor
     return values(plain), told
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("form", ["regional", "whole", "by the script"])
 def test_compiled_models_train_and_are_saved_under_plain_names(ranks: RankPool, form: str) -> None:
     equal_to_ddp(ranks, compiled, form, tolerance=2e-5)
@@ -347,5 +349,5 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("job", "error", "words"), REFUSALS, ids=[job.__name__ for job, _, _ in REFUSALS])
-def test_refused_on_every_rank(ranks: RankPool, job: Any, error: type[Exception], words: str) -> None:
-    raises_on_every_rank(lambda: run(ranks, 2, job), error, words)
+def test_refused_on_every_rank(ranks: RankPool, job: Any, error: type[MiCSError], words: str) -> None:
+    assert_refused(run(ranks, 2, refusal, job), error, words)

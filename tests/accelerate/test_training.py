@@ -92,6 +92,7 @@ def test_training_equals_ddp_in_every_order_of_preparing(ranks: RankPool, order:
         assert own["lr"] == plain["lr"]
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("config", ["ddp", "zero1", "zero2", "zero3", "zeropp", "paro-nig"])
 def test_every_preset_equals_ddp(ranks: RankPool, config: str) -> None:
     expected = run(ranks, 4, trained, PLAIN, "together", {}, ranks_per_node=2)[0]
