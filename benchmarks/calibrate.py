@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 0 when all ranks have ended well."""
     options = parser().parse_args(arguments)
     try:
-        print(found(options.nodes, options.ranks_per_node, options.rate_mbit, options.preset))
+        print(calibrate_on(options.nodes, options.ranks_per_node, options.rate_mbit, options.preset))
     except (TestbedError, RankFailedError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def found(nodes: int, ranks_per_node: int, rate_mbit: float, preset: str) -> str:
+def calibrate_on(nodes: int, ranks_per_node: int, rate_mbit: float, preset: str) -> str:
     """What rank 0 prints on nodes with such links; nothing of it is kept for other jobs.
 
     Raises:

@@ -161,7 +161,7 @@ def measure_step(contestant: Contestant) -> float:
 
 def measure(name: str, contestant: Contestant, save: Save, folder: Path, rounds: int) -> Row:
     """Save again and again, and train until each save is whole. One round before them does not count."""
-    found = []
+    measurements = []
     for number in range(rounds + 1):
         contestant.step(number)
         path = folder / f"{name.replace(', ', '-')}-{number}"
@@ -175,11 +175,11 @@ def measure(name: str, contestant: Contestant, save: Save, folder: Path, rounds:
                 contestant.step(steps)
         training_s = time.perf_counter() - start_s
         wait()
-        found.append((stall_s, max(time.perf_counter() - start_s, training_s), float(steps)))
+        measurements.append((stall_s, max(time.perf_counter() - start_s, training_s), float(steps)))
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(path)
-    slowest = torch.tensor(found[1:]).median(dim=0).values
+    slowest = torch.tensor(measurements[1:]).median(dim=0).values
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     stall_s, whole_s, steps_made = slowest.tolist()
     return Row(name=name, stall_s=stall_s, whole_s=whole_s, steps=steps_made)

@@ -137,23 +137,23 @@ def parser() -> argparse.ArgumentParser:
 def rows(curves: list[Curve]) -> list[Row]:
     """Compare the ends of curves, in the order in which variants come first."""
     base = {curve.seed: curve for curve in curves if curve.variant == UNCOMPRESSED}
-    found = []
+    table_rows = []
     for variant in dict.fromkeys(curve.variant for curve in curves):
-        own = [curve for curve in curves if curve.variant == variant]
-        found.append(
+        variant_curves = [curve for curve in curves if curve.variant == variant]
+        table_rows.append(
             Row(
                 variant=variant,
-                loss=statistics.fmean(curve.losses[-1] for curve in own),
-                distances=tuple(curve.losses[-1] / base[curve.seed].losses[-1] - 1 for curve in own),
-                sent_share=own[0].sent_bytes / base[own[0].seed].sent_bytes,
+                loss=statistics.fmean(curve.losses[-1] for curve in variant_curves),
+                distances=tuple(curve.losses[-1] / base[curve.seed].losses[-1] - 1 for curve in variant_curves),
+                sent_share=variant_curves[0].sent_bytes / base[variant_curves[0].seed].sent_bytes,
             )
         )
-    return found
+    return table_rows
 
 
-def table(found: list[Row]) -> str:
+def table(rows_by_variant: list[Row]) -> str:
     """Rows as text."""
-    num_seeds = len(found[0].distances)
+    num_seeds = len(rows_by_variant[0].distances)
     heads = ["variant", "loss", *(f"seed {index + 1}" for index in range(num_seeds)), "largest", "sent"]
     return _aligned(
         [
@@ -165,7 +165,7 @@ def table(found: list[Row]) -> str:
                     *(f"{distance:+.2%}" for distance in (*row.distances, row.largest)),
                     f"{row.sent_share:.3f}",
                 ]
-                for row in found
+                for row in rows_by_variant
             ),
         ]
     )
@@ -177,8 +177,10 @@ def curve_table(curves: list[Curve]) -> str:
     chosen = sorted({round(index * (points - 1) / (_SHOWN - 1)) for index in range(_SHOWN)})
     lines = [["steps", *(str(curves[0].steps[point]) for point in chosen)]]
     for variant in dict.fromkeys(curve.variant for curve in curves):
-        own = [curve for curve in curves if curve.variant == variant]
-        lines.append([variant, *(f"{statistics.fmean(c.losses[point] for c in own):.3f}" for point in chosen)])
+        variant_curves = [curve for curve in curves if curve.variant == variant]
+        lines.append(
+            [variant, *(f"{statistics.fmean(c.losses[point] for c in variant_curves):.3f}" for point in chosen)]
+        )
     return _aligned(lines)
 
 
@@ -270,8 +272,10 @@ def _plot(curves: list[Curve], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for variant in dict.fromkeys(curve.variant for curve in curves):
-        own = [curve.losses for curve in curves if curve.variant == variant]
-        axes.plot(curves[0].steps, [statistics.fmean(losses) for losses in zip(*own, strict=True)], label=variant)
+        losses_by_seed = [curve.losses for curve in curves if curve.variant == variant]
+        axes.plot(
+            curves[0].steps, [statistics.fmean(losses) for losses in zip(*losses_by_seed, strict=True)], label=variant
+        )
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel("loss on held-out text, mean over seeds")
     axes.legend()

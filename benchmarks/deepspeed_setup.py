@@ -19,7 +19,7 @@ def environment(python: str, ranks_per_node: int) -> dict[str, str]:
     return {
         "DS_ACCELERATOR": "cpu",
         "LOCAL_SIZE": str(ranks_per_node),
-        "TORCHDYNAMO_DISABLE": "1",  # MiCS compiles a helper anew for every list of tensors; here it runs as written
+        "TORCHDYNAMO_DISABLE": "1",  # MiCS compiles a helper again for every list of tensors; here it runs as written
         "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",  # ninja
     }
 

@@ -90,7 +90,7 @@ def peer(name: str) -> Entry:
     Raises:
         ValueError: There is none of that name.
     """
-    known = (*PEERS, *OPTIONAL_PEERS, COMPUTE)
-    if name not in known:
-        raise ValueError(f"`{name}` is not known. Use {', '.join(known)}.")
+    names = (*PEERS, *OPTIONAL_PEERS, COMPUTE)
+    if name not in names:
+        raise ValueError(f"`{name}` is not known. Use {', '.join(names)}.")
     return Entry(label=name, name=name, is_ours=False)

@@ -56,13 +56,13 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
     """A default process group of `world_size` ranks of which only rank 0 runs; the others say what it says."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def everyone_alike(value: object) -> list[object]:
+    def same_on_all_ranks(value: object) -> list[object]:
         return [value] * world_size
 
     with ExitStack() as stack:
-        for module in ("comm.process_groups", "engine.api", "engine.step", "engine.setup.materialize"):
-            stack.enter_context(mock.patch(f"mics_strategy.{module}.gather_objects", everyone_alike))
-        # Nobody sends the others', which make the sums 0.
+        for module in ("comm.process_groups", "comm.consensus", "engine.step", "engine.setup.materialize"):
+            stack.enter_context(mock.patch(f"mics_strategy.{module}.gather_objects", same_on_all_ranks))
+        # No rank sends the other digests, which make the sums 0.
         stack.enter_context(mock.patch.object(ProcessGroups, "desync_digest", 0))
         stack.enter_context(mock.patch("mics_strategy.engine.rank_agreement.digest_weight", return_value=0))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -76,7 +76,7 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
 class Mark:
     """A moment on the stream on which `what` happens to a unit; marks are listed in the order of the host."""
 
-    what: str
+    event: str
     unit: str
     stamp: Stamp
 
@@ -93,10 +93,10 @@ class Trace:
         self.marks: list[Mark] = []
         self._meter = meter
 
-    def mark(self, what: str, unit: str) -> None:
+    def mark(self, event: str, unit: str) -> None:
         """Note that something begins or ends now."""
         if self.is_on:
-            self.marks.append(Mark(what, unit, self._meter.mark()))
+            self.marks.append(Mark(event, unit, self._meter.mark()))
 
     @contextmanager
     def gathers(self) -> Iterator[None]:
@@ -168,14 +168,16 @@ def overlap_rows(marks: list[Mark], meter: Meter) -> Iterator[Row]:
     ``issued early`` counts in the order of the host, ``begun early`` in the time of the device; ``hidden`` is the share
     of the gathers' time in which the block ahead computed. Without streams there are no times.
     """
-    turn = next(index for index, mark in enumerate(marks) if mark.what == "backward begins")
+    turn = next(index for index, mark in enumerate(marks) if mark.event == "backward begins")
     for phase, of_phase in (("forward", marks[:turn]), ("backward", marks[turn:])):
-        begins = {mark.unit: index for index, mark in enumerate(of_phase) if mark.what == f"{phase} begins"}
-        ends = {mark.unit: index for index, mark in enumerate(of_phase) if mark.what == "forward ends"}
+        begins = {mark.unit: index for index, mark in enumerate(of_phase) if mark.event == f"{phase} begins"}
+        ends = {mark.unit: index for index, mark in enumerate(of_phase) if mark.event == "forward ends"}
         if phase == "backward":  # a block ends when the gradient of the one before it in the model is there
             ends = dict(zip(begins, list(begins.values())[1:], strict=False))
-        gathers = {mark.unit: index for index, mark in reversed([*enumerate(of_phase)]) if mark.what == "gather begins"}
-        arrivals = {mark.unit: index for index, mark in reversed([*enumerate(of_phase)]) if mark.what == "gather ends"}
+        gathers = {
+            mark.unit: index for index, mark in reversed([*enumerate(of_phase)]) if mark.event == "gather begins"
+        }
+        arrivals = {mark.unit: index for index, mark in reversed([*enumerate(of_phase)]) if mark.event == "gather ends"}
         places = [
             (begins[ahead], ends[ahead], gathers[unit], arrivals[unit])
             for ahead, unit in itertools.pairwise(begins)
@@ -183,11 +185,11 @@ def overlap_rows(marks: list[Mark], meter: Meter) -> Iterator[Row]:
         ]
         row: Row = {"phase": phase, "gathers": len(places), "issued early": sum(g < end for _, end, g, _ in places)}
         if meter.is_cuda:
-            row |= _hidden([[meter.seconds(marks[0].stamp, of_phase[i].stamp) for i in place] for place in places])
+            row |= _overlap_row([[meter.seconds(marks[0].stamp, of_phase[i].stamp) for i in place] for place in places])
         yield row
 
 
-def _hidden(times: list[list[float]]) -> Row:
+def _overlap_row(times: list[list[float]]) -> Row:
     """From when the block ahead begins and ends, and the gather begins and ends."""
     hidden = sum(max(0.0, min(end, arrival) - max(begin, gather)) for begin, end, gather, arrival in times)
     gathering = sum(arrival - gather for _, _, gather, arrival in times)

@@ -58,7 +58,7 @@ class Meter:
         return float(begin.elapsed_time(end)) / 1e3
 
     def release(self) -> None:
-        """Free what nobody refers to any more."""
+        """Free memory without references."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.empty_cache()
@@ -136,14 +136,14 @@ def measure_codecs(device: torch.device, sizes: Sizes) -> Iterator[Row]:
 def median_s(meter: Meter, call: Callable[[], object], sizes: Sizes) -> float:
     """Time of one call, the median of several measurements. What the first call compiles is left out."""
     call()
-    found = []
+    times_s = []
     for _ in range(sizes.rounds):
         call()  # keeps the device busy until the host is ahead of it
         begin = meter.mark()
         for _ in range(sizes.calls):
             call()
-        found.append(meter.seconds(begin, meter.mark()) / sizes.calls)
-    return statistics.median(found)
+        times_s.append(meter.seconds(begin, meter.mark()) / sizes.calls)
+    return statistics.median(times_s)
 
 
 def _copy_bytes_per_s(device: torch.device, sizes: Sizes) -> float:
@@ -191,11 +191,12 @@ def _measure_sums(codec: Codec, device: torch.device, sizes: Sizes, copy_bytes_p
     meter = Meter(device)
     fused_s = median_s(meter, lambda: coder.encode_sum(pieces, numel, out), sizes)
     separate_s = median_s(meter, separate, sizes)
-    fused, apart = (moved_bytes(name, codec, numel, _FP32_BYTES, sizes.pieces) for name in ("encode_sum", "separate"))
+    fused_bytes = moved_bytes("encode_sum", codec, numel, _FP32_BYTES, sizes.pieces)
+    separate_bytes = moved_bytes("separate", codec, numel, _FP32_BYTES, sizes.pieces)
     row = {"codec": _name(codec), "dtype": "float32"}
-    ratios = {"time of separate": fused_s / separate_s, "bytes of separate": fused / apart}
-    yield {"operation": "encode_sum", **row, **_rates(fused, fused_s, copy_bytes_per_s), **ratios}
-    yield {"operation": "separate", **row, **_rates(apart, separate_s, copy_bytes_per_s)}
+    ratios = {"time of separate": fused_s / separate_s, "bytes of separate": fused_bytes / separate_bytes}
+    yield {"operation": "encode_sum", **row, **_rates(fused_bytes, fused_s, copy_bytes_per_s), **ratios}
+    yield {"operation": "separate", **row, **_rates(separate_bytes, separate_s, copy_bytes_per_s)}
 
 
 def _rates(num_bytes: int, taken_s: float, copy_bytes_per_s: float) -> Row:

@@ -229,7 +229,7 @@ OURS = ("mics", "zero3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """How often engines are measured; in each round every engine is built anew.
+    """How often engines are measured; in each round every engine is built again.
 
     Attributes:
         rounds: Of all engines in turn.
@@ -245,7 +245,7 @@ class Rounds:
 
 
 @dataclass(slots=True)
-class Found:
+class EngineResult:
     """What one engine did, over all rounds."""
 
     step_s: list[float] = field(default_factory=list)
@@ -258,9 +258,9 @@ def compare_engines(
     shape: Shape, device: torch.device, rounds: Rounds, say: Callable[[str], None] = print
 ) -> Iterator[Row]:
     """Train with every engine in turn at world size 1; an engine that fails has a row that says so."""
-    found, meter = {name: Found() for name in BUILDERS}, Meter(device)
+    results, meter = {name: EngineResult() for name in BUILDERS}, Meter(device)
     with _own_group(device):
-        for index, (name, engine) in itertools.product(range(rounds.rounds), found.items()):
+        for index, (name, engine) in itertools.product(range(rounds.rounds), results.items()):
             if engine.failure:
                 continue
             try:
@@ -268,7 +268,7 @@ def compare_engines(
                 say(f"round {index}: {name} {statistics.median(engine.step_s[-rounds.steps :]):.4f} s a step")
             except Exception as error:  # out of memory, say; the others have their rows
                 engine.failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        yield from engine_rows(found, shape, rounds.loss_tolerance)
+        yield from engine_rows(results, shape, rounds.loss_tolerance)
 
 
 @contextmanager
@@ -284,7 +284,7 @@ def _own_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _train(name: str, found: Found, shape: Shape, meter: Meter, rounds: Rounds) -> None:
+def _train(name: str, result: EngineResult, shape: Shape, meter: Meter, rounds: Rounds) -> None:
     meter.release()
     before = meter.allocated_bytes
     engine = BUILDERS[name](shape, meter.device)
@@ -295,24 +295,24 @@ def _train(name: str, found: Found, shape: Shape, meter: Meter, rounds: Rounds) 
     for batch in batches[rounds.warm_up :]:
         losses.append(engine.step(batch))
         marks.append(meter.mark())
-    found.step_s += [meter.seconds(begin, end) for begin, end in itertools.pairwise(marks)]
-    found.losses.append([float(loss) for loss in losses])
-    found.peak_bytes.append(meter.peak_bytes - before)
+    result.step_s += [meter.seconds(begin, end) for begin, end in itertools.pairwise(marks)]
+    result.losses.append([float(loss) for loss in losses])
+    result.peak_bytes.append(meter.peak_bytes - before)
 
 
-def engine_rows(found: dict[str, Found], shape: Shape, loss_tolerance: float) -> Iterator[Row]:
+def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: float) -> Iterator[Row]:
     """A row for each engine, with ratios of tokens/s: ours to the faster FSDP2, and to the faster plain loop.
 
     Args:
-        found: By engine; the losses of the first one's first round are those of the others.
+        results: Results by engine; the losses of the first engine in its first round are the reference.
         shape: That was trained.
         loss_tolerance: See `Rounds`.
     """
-    speeds = {name: shape.tokens / statistics.median(each.step_s) for name, each in found.items() if not each.failure}
+    speeds = {name: shape.tokens / statistics.median(each.step_s) for name, each in results.items() if not each.failure}
     fsdp2 = max((speed for name, speed in speeds.items() if name.startswith("fsdp2")), default=None)
     plain = max((speed for name, speed in speeds.items() if name.startswith("plain")), default=None)
-    expected = next((each.losses[0] for each in found.values() if not each.failure), [])
-    for name, each in found.items():
+    expected = next((each.losses[0] for each in results.values() if not each.failure), [])
+    for name, each in results.items():
         if each.failure:
             yield {"engine": name, "problem": each.failure}
             continue

@@ -51,9 +51,9 @@ class _Rank:
     process: subprocess.Popen[bytes]
     output: Path
 
-    def describe(self, what: str) -> str:
+    def describe(self, problem: str) -> str:
         lines = self.output.read_text(errors="replace").splitlines()
-        return "\n".join([f"Rank {self.rank} {what}. The end of its output:", *lines[-_SHOWN_LINES:]])
+        return "\n".join([f"Rank {self.rank} {problem}. The end of its output:", *lines[-_SHOWN_LINES:]])
 
 
 def launch(bed: Testbed, job: Launch) -> list[str]:

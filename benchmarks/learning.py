@@ -53,7 +53,7 @@ def learn(recipe: Recipe, variant: str, config: ShardConfig, *, every: int) -> C
     Args:
         recipe: Its trainer gives steps and seed.
         variant: The name of `config`.
-        config: How the model states travel.
+        config: Sharding of the model states.
         every: Optimizer steps between evaluations; the last step is always followed by one.
     """
     start, num_steps, seed = time.perf_counter(), recipe.trainer.max_steps, recipe.trainer.seed

@@ -75,7 +75,7 @@ def run(job: RankJob) -> RankRecord:
     """Build the engine and train, with the default process group."""
     ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     record = RankRecord(node=int(os.environ["GROUP_RANK"]), before_bytes=_memory_bytes("VmRSS"))
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew at what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM restarts at what is resident now
     try:
         engine = build(job.entry, job.workload, world_size=dist.get_world_size(), ranks_per_node=ranks_per_node)
     except RefusedError as error:
@@ -101,8 +101,8 @@ def _step(engine: Engine, job: RankJob, step: int, record: RankRecord) -> None:
 
 
 def _memory_bytes(name: str) -> int:
-    found: list[Any] = re.findall(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
-    return int(found[0]) * 1024
+    matches: list[Any] = re.findall(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
+    return int(matches[0]) * 1024
 
 
 def main(job_path: str, folder: str) -> None:

@@ -188,7 +188,7 @@ def _floor_s(micro_step_s: float, workload: Workload, cluster: Cluster) -> float
 
 
 def _micro_step_s(rounds: list[Round], num_micro_steps: int) -> float:
-    return statistics.median(value for found in rounds for value in found.micro_steps_s) / num_micro_steps
+    return statistics.median(value for one_round in rounds for value in one_round.micro_steps_s) / num_micro_steps
 
 
 def _row(item: Measured, workload: Workload, num_tokens: int) -> Row:
@@ -196,8 +196,8 @@ def _row(item: Measured, workload: Workload, num_tokens: int) -> Row:
     if item.refused or item.failed:
         outcome = f"refused: {item.refused}" if item.refused else f"failed: {item.failed}"
         return Row(label=item.entry.label, kind=kind, outcome=outcome)
-    step_s = [value for found in item.rounds for value in found.step_s]
-    planned = [value for found in item.rounds for value in found.planned_bytes]
+    step_s = [value for one_round in item.rounds for value in one_round.step_s]
+    planned = [value for one_round in item.rounds for value in one_round.planned_bytes]
     return Row(
         label=item.entry.label,
         kind=kind,
@@ -205,10 +205,10 @@ def _row(item: Measured, workload: Workload, num_tokens: int) -> Row:
         step_s=statistics.median(step_s),
         step_s_range=(min(step_s), max(step_s)),
         tokens_per_s=num_tokens / statistics.median(step_s),
-        sent_bytes=statistics.median(value for found in item.rounds for value in found.sent_bytes),
+        sent_bytes=statistics.median(value for one_round in item.rounds for value in one_round.sent_bytes),
         planned_bytes=statistics.median(planned) if planned else None,
-        peak_bytes=max(found.peak_bytes for found in item.rounds),
-        training_bytes=max(found.training_bytes for found in item.rounds),
+        peak_bytes=max(one_round.peak_bytes for one_round in item.rounds),
+        training_bytes=max(one_round.training_bytes for one_round in item.rounds),
         losses=tuple(item.rounds[-1].losses),
     )
 
@@ -229,17 +229,18 @@ def _is_exact(item: Measured, workload: Workload) -> bool:
 def _disagreements(measured: list[Measured], workload: Workload, tolerance: float) -> list[str]:
     """Every round of every exact engine beside the first round of the first one."""
     exact = [item for item in measured if item.rounds and _is_exact(item, workload)]
-    found = []
+    disagreements = []
     for item in exact:
         reference = exact[0].rounds[0].losses
-        pairs = [pair for found in item.rounds for pair in zip(found.losses, reference, strict=True)]
-        wrong = [(own, other) for own, other in pairs if not abs(own - other) <= tolerance * abs(other)]  # NaN is wrong
+        pairs = [pair for one_round in item.rounds for pair in zip(one_round.losses, reference, strict=True)]
+        # NaN is wrong.
+        wrong = [(loss, other) for loss, other in pairs if not abs(loss - other) <= tolerance * abs(other)]
         if wrong:
-            found.append(
+            disagreements.append(
                 f"{item.entry.label} has {wrong[0][0]:.6f} where {exact[0].entry.label} has {wrong[0][1]:.6f}; "
                 f"at most {tolerance:g} of it is allowed"
             )
-    return found
+    return disagreements
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ class Workload:
         sequence: Tokens of one sequence.
         micro_batch: Sequences of one micro-step on one rank.
         accumulation: Micro-steps of an optimizer step.
-        dtype: ``"float32"``, or ``"bfloat16"`` for compute and what travels, with fp32 states.
+        dtype: ``"float32"``, or ``"bfloat16"`` for compute and payloads, with fp32 states.
         learning_rate: Of AdamW.
     """
 

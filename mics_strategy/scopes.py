@@ -249,7 +249,7 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
     scopes = Scopes(
         world_size=world_size,
         ranks_per_node=per_node,
-        axes=_cut_axes(sorted({*degrees.values(), secondary}), per_node, world_size),
+        axes=_make_axes(sorted({*degrees.values(), secondary}), per_node, world_size),
         secondary=secondary,
         is_hierarchical=config.hierarchical is not False,
         two_stages=_two_stages_of(config),
@@ -334,18 +334,18 @@ def _check_degree(name: str, degree: int, per_node: int, world_size: int) -> Non
     raise ConfigError(f"`{name}={degree}` {problem}. Use {', '.join(map(str, allowed))}.")
 
 
-def _cut_axes(degrees: list[int], per_node: int, world_size: int) -> tuple[Axis, ...]:
-    cuts = sorted({*degrees, per_node, world_size} - {1})
+def _make_axes(degrees: list[int], per_node: int, world_size: int) -> tuple[Axis, ...]:
+    nested_degrees = sorted({*degrees, per_node, world_size} - {1})
     sizes: list[tuple[int, int]] = []
     inner = 1
-    for cut in cuts:
-        if cut % inner:
+    for degree in nested_degrees:
+        if degree % inner:
             raise ConfigError(
-                f"Scopes of {inner} and {cut} ranks do not nest. Choose numbers of ranks each of which divides the "
+                f"Scopes of {inner} and {degree} ranks do not nest. Choose numbers of ranks each of which divides the "
                 "next larger one."
             )
-        sizes.append((cut // inner, inner))
-        inner = cut
+        sizes.append((degree // inner, inner))
+        inner = degree
     links = ["intra_node" if size * stride <= per_node else "inter_node" for size, stride in sizes]
     names = [link if links.count(link) == 1 else f"{link}.{links[:i].count(link)}" for i, link in enumerate(links)]
     return tuple(Axis(name=name, size=size, stride=stride) for name, (size, stride) in zip(names, sizes, strict=True))

@@ -18,10 +18,10 @@ from recipes.errors import RecipeError
 from recipes.schedule import ScheduleName
 
 
-def _require(is_met: bool, name: str, found: object, rule: str) -> None:
+def _require(is_met: bool, name: str, value: object, rule: str) -> None:
     if not is_met:
         raise RecipeError(
-            f"`{name}={found}` cannot be used: it must be {rule}. Change it in the YAML or with --{name}."
+            f"`{name}={value}` cannot be used: it must be {rule}. Change it in the YAML or with --{name}."
         )
 
 
@@ -194,7 +194,7 @@ class TrainerConfig:
         checkpoint_every_steps: optimizer steps between two checkpoints, or `never`.
         checkpoint_format: `full` is one file, which rank 0 writes; `sharded` a folder to which every rank writes while
             training goes on (`mics` only). A run resumes from either, on any number of ranks.
-        resume: `auto` continues the last checkpoint in `output_dir` if there is one; `never` starts anew.
+        resume: `auto` continues the last checkpoint in `output_dir` if there is one; `never` starts from the beginning.
         peak_tflop_per_s: of one device, for the utilisation (MFU); `auto` looks it up, and shows none when
             unknown.
     """
@@ -283,8 +283,8 @@ def load_recipe(arguments: Sequence[str], *, has_cuda: bool) -> Recipe:
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", action="append", default=[])
-    found, overrides = finder.parse_known_args(list(arguments))
-    files = [f"--config={file}" for file in found.config]
+    options, overrides = finder.parse_known_args(list(arguments))
+    files = [f"--config={file}" for file in options.config]
     if has_cuda:
         quiet = [text for text in overrides if not text.startswith(("--print_config", "--help", "-h"))]
         first = _parse([*files, *quiet])

@@ -70,25 +70,25 @@ def checkpoint_callbacks(config: TrainerConfig, accumulation: int) -> list[Callb
 
 
 def checkpoint_to_resume(config: TrainerConfig) -> Path | None:
-    """Return the newest checkpoint of the output folder when the recipe resumes; None starts anew.
+    """Return the newest checkpoint of the output folder when the recipe resumes; None starts from the beginning.
 
     Where that is a sharded one, return the folder of all: the strategy takes the newest that is whole.
 
     Raises:
         RecipeError: a new run would mix its checkpoints with those of an earlier one.
     """
-    found = sorted((Path(config.output_dir) / _FOLDER).glob("step=*.ckpt"), key=_step_of)
-    if not found:
+    checkpoints = sorted((Path(config.output_dir) / _FOLDER).glob("step=*.ckpt"), key=_step_of)
+    if not checkpoints:
         return None
     if config.resume == "never" and config.checkpoint_every_steps != "never":
         raise RecipeError(
-            f"A new run was asked to write checkpoints to {found[-1].parent}, which holds {found[-1].name} "
+            f"A new run was asked to write checkpoints to {checkpoints[-1].parent}, which holds {checkpoints[-1].name} "
             "of an earlier run. Continue it with `--trainer.resume=auto`, or choose another "
             "`--trainer.output_dir`."
         )
     if config.resume == "never":
         return None
-    return found[-1].parent if found[-1].is_dir() else found[-1]
+    return checkpoints[-1].parent if checkpoints[-1].is_dir() else checkpoints[-1]
 
 
 def _step_of(path: Path) -> int:

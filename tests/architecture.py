@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule"),
         *("planner.cost", "checkpoint.manifest", "checkpoint.reshard"),
     ),
-    ("comm", "tuning.cache", "tuning.autotune"),
+    ("comm", "tuning.autotune"),
     ("engine", "tuning"),
     ("checkpoint",),
     ("",),

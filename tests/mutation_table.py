@@ -43,8 +43,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="layout",
         claim="parameters begin at aligned places",
-        old="offset += _aligned(region.chunk_numel, block_numel)",
-        new="offset += region.chunk_numel",
+        old="offset += _aligned(param_slice.chunk_numel, block_numel)",
+        new="offset += param_slice.chunk_numel",
         tests=("tests/engine/test_layout.py",),
     ),
     Mutation(
@@ -64,8 +64,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="layout",
         claim="only whole chunks are one view",
-        old="0 < region.chunk * self.ranks == region.shape[0]",
-        new="0 < region.chunk * self.ranks >= region.shape[0]",
+        old="0 < param_slice.chunk * self.ranks == param_slice.shape[0]",
+        new="0 < param_slice.chunk * self.ranks >= param_slice.shape[0]",
         tests=(
             "tests/engine/test_layout.py",
             "tests/engine/test_coalesce.py",
@@ -95,8 +95,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="order",
         claim="units are reduced in the order of the backward",
-        old="return [*dict.fromkeys(entered)][::-1]",
-        new="return [*dict.fromkeys(entered)]",
+        old="return [*dict.fromkeys(forward_order)][::-1]",
+        new="return [*dict.fromkeys(forward_order)]",
         tests=(
             "tests/engine/test_order.py",
             "tests/engine/test_overlap.py",
@@ -126,9 +126,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         area="gradients",
-        claim="a reopened window forgets what the accumulator held",
-        old='"reopen_window": ((GradFlag.MAYBE_USED,), (GradFlag.ACCUMULATED,))',
-        new='"reopen_window": ((GradFlag.MAYBE_USED,), ())',
+        claim="an accumulation that resumes forgets what the accumulator held",
+        old='"resume_accumulation": ((GradFlag.MAYBE_USED,), (GradFlag.ACCUMULATED,))',
+        new='"resume_accumulation": ((GradFlag.MAYBE_USED,), ())',
         tests=(
             "tests/engine/test_gradients.py",
             "tests/engine/test_unused.py",
@@ -137,7 +137,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="gradients",
         claim="a parameter without a gradient counts as zero",
-        old="self._zero(flat, self.flags.lacking(GradFlag.ARRIVED))",
+        old="self._zero(flat, self.flags.positions_without(GradFlag.ARRIVED))",
         new="pass",
         tests=(
             "tests/engine/test_gradients.py",
@@ -185,8 +185,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="gradients",
         claim="what was cleared is gone",
-        old='"clear": ((), (GradFlag.USED, GradFlag.MAYBE_USED, GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN))',
-        new='"clear": ((), (GradFlag.USED, GradFlag.MAYBE_USED, GradFlag.HAS_PRIOR_MEAN))',
+        old='"zero_grad": ((), (GradFlag.USED, GradFlag.MAYBE_USED, GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN))',
+        new='"zero_grad": ((), (GradFlag.USED, GradFlag.MAYBE_USED, GradFlag.HAS_PRIOR_MEAN))',
         tests=(
             "tests/engine/test_gradients.py",
             "tests/engine/test_unused.py",
@@ -205,7 +205,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="used parameters",
         claim="a rank asks the others of parameters that it has not used",
-        old="if not gradient.flags.lacking(GradFlag.USED):",
+        old="if not gradient.flags.positions_without(GradFlag.USED):",
         new="if gradient.flags.any(GradFlag.USED):",
         tests=(
             "tests/engine/test_unused.py",
@@ -414,9 +414,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         area="plan",
-        claim="values and gradients travel to owners",
-        old="2 * bucket.dtype.itemsize",
-        new="bucket.dtype.itemsize",
+        claim="a rank does not send the tensors that it owns",
+        old="sent_bytes = full_bytes - numels[index] * itemsize",
+        new="sent_bytes = full_bytes",
         tests=(
             "tests/engine/optimizer/test_owner_exchange.py",
             "tests/engine/test_plan_arithmetic.py",
@@ -486,15 +486,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         area="lifecycle",
-        claim="only a running gather arrives",
-        old='(UnshardState.UNSHARDING, "arrive")',
-        new='(UnshardState.SHARDED, "arrive")',
+        claim="only a started all-gather is finished",
+        old='(UnshardState.UNSHARDING, "finish_unshard")',
+        new='(UnshardState.SHARDED, "finish_unshard")',
         tests=("tests/engine/test_lifecycle.py",),
     ),
     Mutation(
         area="checkpoint",
         claim="random generators go on where they were",
-        old="rng.restore_rng(target.values[rng.KEY], rank, sharded.generators)",
+        old="restore_rng(target.values[RNG_KEY], rank, sharded.generators)",
         new="pass",
         tests=(
             "tests/checkpoint/test_resuming.py",

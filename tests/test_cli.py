@@ -80,7 +80,7 @@ def test_estimate_says_what_each_rank_needs(tmp_path: Path, capsys: pytest.Captu
     assert first == f"LlamaForCausalLM, {numel / 1e9:.3f} B parameters in 5 units, on 32 ranks"
     assert scopes == "parameters over 8, gradients over 8, optimizer states over 8 ranks"
     gigabytes = {row[:30].strip(): float(row[30:].split()[0]) for row in rows}
-    assert gigabytes["optimizer shards"] == pytest.approx(4 * numel / 8 / 1e9, rel=0.01)
+    assert gigabytes["master shards"] == pytest.approx(4 * numel / 8 / 1e9, rel=0.01)
     assert gigabytes["optimizer states"] == pytest.approx(8 * numel / 8 / 1e9, rel=0.01)
     assert gigabytes.pop("total per rank") == pytest.approx(sum(gigabytes.values()), abs=0.005)
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.wide
 
 DOCS = Path(__file__).parents[1] / "docs"
 PRESETS: dict[str, Any] = runpy.run_path(str(DOCS / "presets.py"))
-STATES = ("optimizer shards", "parameter shards", "secondary parameter shards", "unsharded parameters", "gradients")
+STATES = ("master shards", "parameter shards", "secondary shards", "unsharded parameters", "gradients")
 STATES += ("reduced gradients",)
 
 

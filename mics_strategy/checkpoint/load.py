@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mics_strategy.checkpoint import atomic, rng
+from mics_strategy.checkpoint import atomic
+from mics_strategy.checkpoint.rank_local import RNG_KEY, request_rng, restore_rng
 from mics_strategy.checkpoint.safe_reader import SafeReader, check_listed, read
 from mics_strategy.checkpoint.save import EXTRA, finish_saves
 from mics_strategy.checkpoint.state import (
@@ -82,9 +83,9 @@ class OpenCheckpoint:
             lambda: LoadTarget(sharded, optimizers, self._saved(), strict=strict, has_model=has_model)
         )
         if self._manifest is not None:
-            requested = rng.request_rng(rank, world_size, self._manifest.world_size)
+            requested = request_rng(rank, world_size, self._manifest.world_size)
             saved = self._metadata.state_dict_metadata  # checkpoints without optimizers have no random states
-            target.values[rng.KEY] = {k: v for k, v in requested.items() if f"{rng.KEY}.{k}" in saved}
+            target.values[RNG_KEY] = {k: v for k, v in requested.items() if f"{RNG_KEY}.{k}" in saved}
 
         def fill() -> None:
             """Read the model last: it is read in place, and afterwards only reading may fail."""
@@ -95,7 +96,7 @@ class OpenCheckpoint:
 
         run_on_all_ranks(lambda: self._as_checkpoint_error(fill))
         if self._manifest is not None:
-            rng.restore_rng(target.values[rng.KEY], rank, sharded.generators)
+            restore_rng(target.values[RNG_KEY], rank, sharded.generators)
             sharded.steps_done = self._manifest.step
             if self._manifest.pending_micro_steps and optimizers and rank == 0:
                 _log.warning(

@@ -60,12 +60,12 @@ class Manifest:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, where: str) -> Manifest:
+    def from_json(cls, text: str, file: str) -> Manifest:
         """Parse a manifest.
 
         Args:
             text: Text of the file.
-            where: Name of the file in errors.
+            file: Name of the file in errors.
 
         Raises:
             CheckpointError: The text is not a manifest, or is one of a later format.
@@ -74,7 +74,7 @@ class Manifest:
             values = json.loads(text)
             if _count("format", values["format"], 1) > FORMAT:
                 raise CheckpointError(
-                    f"`{where}` has format {values['format']}, written by mics_strategy {values['package_version']}. "
+                    f"`{file}` has format {values['format']}, written by mics_strategy {values['package_version']}. "
                     f"This version reads formats up to {FORMAT}. Upgrade mics_strategy."
                 )
             fields = {field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values}
@@ -89,7 +89,7 @@ class Manifest:
             return cls(**fields)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"`{where}` is not a complete manifest ({type(error).__name__}: {error}). Load an older checkpoint: "
+                f"`{file}` is not a complete manifest ({type(error).__name__}: {error}). Load an older checkpoint: "
                 "`newest_checkpoint(folder)` returns the newest intact one."
             ) from error
 

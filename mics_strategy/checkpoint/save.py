@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from mics_strategy.checkpoint import atomic, rng, shard_report
+from mics_strategy.checkpoint import atomic, shard_report
 from mics_strategy.checkpoint.manifest import Manifest
-from mics_strategy.checkpoint.rank_local import class_name
+from mics_strategy.checkpoint.rank_local import RNG_KEY, class_name, save_rng
 from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlanner, check_replica_counts
 from mics_strategy.checkpoint.shard_report import ShardReport, StoreChannel
-from mics_strategy.checkpoint.state import Optimizers, by_key, local_state
+from mics_strategy.checkpoint.state import SOLE, Optimizers, by_key, local_state
 from mics_strategy.comm.consensus import check_same_keys_across_ranks, gather_objects, run_on_all_ranks
 from mics_strategy.errors import CheckpointError, MiCSError
 from mics_strategy.version import package_version
@@ -234,8 +234,8 @@ def _make_planner(
 ) -> ShardedSavePlanner:
     local = local_state(sharded, optimizers, None if model_state is None else dict(model_state))
     if optimizers:  # without optimizers, no training is resumed
-        local.values[rng.KEY], copies = rng.save_rng(dist.get_rank(), sharded.generators)
-        local.copies.update(copies)
+        states = local.values[RNG_KEY] = save_rng(dist.get_rank(), sharded.generators)
+        local.copies.update({f"{RNG_KEY}.{name}": SOLE for name in states})
     return ShardedSavePlanner(local, host=_host_memory.setdefault(sharded, HostCopyPool()) if is_copied else None)
 
 

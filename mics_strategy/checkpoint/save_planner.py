@@ -1,7 +1,9 @@
 """Save planner: which items this rank writes, and from which memory.
 
 Items are those of torch's distributed checkpoint, so that its tools can read them. Of several equal copies, one rank
-writes one; all ranks compute the same choice (see `replicas`). Plans of items that other ranks write stay local.
+writes one. The choice depends only on names and sizes, so it needs no communication: all ranks that hold the same items
+compute the same writers, and each writes about the same number of bytes. Plans of items that other ranks write stay
+local.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from typing_extensions import override
 
 from mics_strategy.checkpoint.rank_local import RankLocalState
-from mics_strategy.checkpoint.replicas import SaveItem, items_to_write
-from mics_strategy.checkpoint.state import LocalState
+from mics_strategy.checkpoint.state import LocalState, ReplicaId
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.engine.optimizer.quantized import dequantize, is_quantized
 from mics_strategy.errors import CheckpointError
@@ -148,3 +151,41 @@ def _is_empty(item: WriteItem) -> bool:
     """Whether an item is the empty shard of a tensor with fewer rows than ranks."""
     data = item.tensor_data
     return data is not None and data.chunk.sizes.numel() == 0 != data.size.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveItem:
+    """One tensor shard or object of a checkpoint, which exactly one rank writes.
+
+    Attributes:
+        name: Name of the item, unique on a rank and equal on all ranks that hold the item.
+        num_bytes: Size of the data in bytes; 0 if unknown.
+        replica: Index of this rank's copy among the equal ones.
+    """
+
+    name: str
+    num_bytes: int
+    replica: ReplicaId
+
+
+def items_to_write(items: Iterable[SaveItem]) -> set[str]:
+    """Return the names of the items that this rank writes.
+
+    Items are assigned largest first, each to the copy with the fewest bytes so far. Among copies with equally few bytes
+    the checksum of the name decides, which also spreads items of unknown size. No copy writes more than an equal share
+    plus one item.
+
+    Args:
+        items: All items that this rank holds. Ranks with other copies of an item hold the same items with the same
+            number of copies.
+    """
+    names: set[str] = set()
+    loads: dict[int, list[int]] = {}  # by the number of copies
+    for item in sorted(items, key=lambda item: (-item.num_bytes, item.name)):
+        load = loads.setdefault(item.replica.count, [0] * item.replica.count)
+        first = zlib.crc32(item.name.encode()) % item.replica.count
+        writer = min(range(len(load)), key=lambda copy: (load[copy], (copy - first) % len(load)))
+        load[writer] += item.num_bytes
+        if writer == item.replica.index:
+            names.add(item.name)
+    return names

@@ -28,7 +28,7 @@ from mics_strategy.checkpoint.manifest import FileEntry, file_entry, inside
 from mics_strategy.errors import CheckpointError
 
 T = TypeVar("T")
-_PULSE_S = 5.0  # interval of the heartbeat
+_HEARTBEAT_S = 5.0  # interval of the heartbeat
 _SILENT_S = 120.0  # without a heartbeat, after which a rank counts as dead
 _POLL_S = (0.001, 0.05)  # first and longest polling interval
 
@@ -198,11 +198,11 @@ class StoreChannel:
         Raises:
             CheckpointError: The rank has written no heartbeat for two minutes, or the store cannot be reached.
         """
-        pause_s, pulse, heard_s = _POLL_S[0], b"", time.monotonic()
+        pause_s, last_heartbeat, heard_s = _POLL_S[0], b"", time.monotonic()
         while not self._ask("check", topic):
-            now, latest_pulse = time.monotonic(), self._pulse_of(rank)
-            if latest_pulse != pulse:
-                pulse, heard_s = latest_pulse, now
+            now, heartbeat = time.monotonic(), self._heartbeat_of(rank)
+            if heartbeat != last_heartbeat:
+                last_heartbeat, heard_s = heartbeat, now
             elif now - heard_s > _SILENT_S:
                 raise CheckpointError(
                     f"Rank {rank} has written no heartbeat for {_SILENT_S:.0f} s while a checkpoint was being saved. "
@@ -224,14 +224,14 @@ class StoreChannel:
 
         def beat() -> None:
             count = 0
-            while not done.wait(_PULSE_S):
+            while not done.wait(_HEARTBEAT_S):
                 count += 1
                 try:
-                    self.send(f"pulse {self._rank}", str(count).encode())
+                    self.send(f"heartbeat {self._rank}", str(count).encode())
                 except CheckpointError:
                     return  # the receiver of this store raises
 
-        thread = threading.Thread(target=beat, name=f"pulse of {self._name}")
+        thread = threading.Thread(target=beat, name=f"heartbeat of {self._name}")
         thread.start()
         try:
             yield
@@ -239,8 +239,8 @@ class StoreChannel:
             done.set()
             thread.join()
 
-    def _pulse_of(self, rank: int) -> bytes:
-        return self._ask("get", f"pulse {rank}") if self._ask("check", f"pulse {rank}") else b""
+    def _heartbeat_of(self, rank: int) -> bytes:
+        return self._ask("get", f"heartbeat {rank}") if self._ask("check", f"heartbeat {rank}") else b""
 
     def _ask(self, operation: str, topic: str, *value: bytes) -> Any:
         key = f"mics/save/{self._name}/{topic}"

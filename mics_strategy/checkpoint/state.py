@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from mics_strategy.checkpoint import rank_local
-from mics_strategy.checkpoint.replicas import ReplicaId
 from mics_strategy.engine.optimizer.quantized import is_quantized, to_local
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import CheckpointError
@@ -40,6 +39,17 @@ def by_key(optimizers: Optimizers) -> dict[str, Optimizer]:
     if isinstance(optimizers, Mapping):
         return dict(optimizers)
     return {f"{OPTIMIZER}_{position}": optimizer for position, optimizer in enumerate(optimizers)}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaId:
+    """Position of a rank among the ranks with equal copies: number `index` of `count`."""
+
+    index: int
+    count: int
+
+
+SOLE = ReplicaId(0, 1)
 
 
 @dataclass(slots=True)

@@ -3,6 +3,8 @@
 A stage is one step of a collective inside one group. It is started, which posts the sends, and finished, which waits
 and puts the result in place. Several stages may be in flight. A stage runs within a task of a queue (see `queue`).
 
+`make_algorithm` chooses the algorithm of a hop.
+
 Sums add the pieces in the order of the ranks, in the dtype of the sum, fp32 or wider. That makes one rounding per
 contribution of a narrow wire dtype instead of one per step of a ring, and the same bits in every run.
 """
@@ -15,11 +17,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from typing_extensions import override
 
+from mics_strategy.comm.codecs.quantizer import Quantizer
+from mics_strategy.comm.route import Algorithm
+from mics_strategy.comm.transport import BackendTransport, GlooTransport
 from mics_strategy.comm.workspace import Workspace, aligned_bytes, as_one_view
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.codecs.quantizer import Quantizer
-    from mics_strategy.comm.transport import BackendTransport, GlooTransport, Transport
+    from mics_strategy.comm.route import Hop
+    from mics_strategy.comm.transport import Transport
 
 Completion = Callable[[], None]  # waits for the stage, and puts its result in place
 SumCompletion = Callable[[torch.Tensor, bool], None]  # the same for a sum: the output, and whether to add to it
@@ -324,3 +329,15 @@ class RingAlgorithm:
                 send.wait()
 
         return finish
+
+
+def make_algorithm(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> GroupAlgorithm:
+    """The algorithm for one hop of a route."""
+    if hop.codec is not None:
+        generator = workspace.generator_for(hop.codec, transport.fingerprint.ranks[transport.index])
+        return QuantizedAlgorithm(transport, workspace, Quantizer(hop.codec, device, generator))
+    if hop.algorithm is Algorithm.RING and isinstance(transport, GlooTransport):
+        return RingAlgorithm(transport, workspace)
+    if device.type == "cuda" and isinstance(transport, BackendTransport):
+        return BackendAlgorithm(transport, workspace)
+    return PlainAlgorithm(transport, workspace)

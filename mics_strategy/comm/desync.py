@@ -184,7 +184,7 @@ class DesyncWatchdog:
         if message:
             raise LifecycleError(message)
 
-    def forget(self) -> None:
+    def withdraw_report(self) -> None:
         """Withdraw the report: the collective for which this rank waited has completed."""
         if self._reported is not None:
             self._reported = None
@@ -292,15 +292,15 @@ class DesyncWatchdog:
         A silent rank waits for nothing.
         """
         silent: set[int] = set()
-        seen, ahead = {self._rank}, [op]
-        while ahead:
-            for rank in ahead.pop().ranks - seen:
+        seen, pending = {self._rank}, [op]
+        while pending:
+            for rank in pending.pop().ranks - seen:
                 seen.add(rank)
                 report = self._report_of(rank)
                 if report is None:
                     silent.add(rank)
                 else:
-                    ahead.append(report.op)
+                    pending.append(report.op)
         return silent
 
     def _key(self, suffix: int | str) -> str:

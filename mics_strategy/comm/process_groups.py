@@ -98,11 +98,11 @@ class ProcessGroups:
         self.scopes = self.scopes.without_grad_codecs()
 
     def _grad_communicators(self, scopes: Scopes) -> GradCommunicators:
-        reduce, scatter = (
+        first_hop, outer = (
             self.resources.communicator("grad_reduce_scatter", scopes),
             self.resources.communicator("second_hop_reduce_scatter", scopes),
         )
-        return reduce, scatter, self.resources.communicator("second_hop_all_reduce", scopes)
+        return first_hop, outer, self.resources.communicator("second_hop_all_reduce", scopes)
 
     def make_benchmark_communicator(self, role: str, workspace: Workspace) -> AnyCommunicator:
         """A second communicator of a role, which uses `workspace`, for timing. Collective."""

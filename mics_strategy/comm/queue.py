@@ -118,7 +118,7 @@ class WatchedWork:
         while not self._is_done(interval_s):
             self._watchdog.check(self._op)
             interval_s = min(2 * interval_s, MAX_STALL_CHECK_S)
-        self._watchdog.forget()
+        self._watchdog.withdraw_report()
 
     def _is_done(self, within_s: float) -> bool:
         try:
@@ -199,7 +199,7 @@ class _QueuedTask:
             interval_s = min(2 * interval_s, MAX_STALL_CHECK_S)
         if self._failure is not None:
             raise self._failure
-        self._watchdog.forget()
+        self._watchdog.withdraw_report()
 
     def _first_unfinished(self) -> _QueuedTask:
         """The task that runs now: this one, or a previous one of the queue."""
@@ -313,7 +313,7 @@ class ThreadQueue(CollectiveQueue):
     def submit(self, op: OpRequest, task: CommTask) -> Work:
         name = f"{op.name} over {self._where}"
         work = self._thread.submit(name, op.size, self._binding.ranks, partial(self._run, task))
-        return Work(name, [work], is_queued=True, on_failure=self._binding.watchdog.explain)
+        return Work(name, [work], is_ordered=True, on_failure=self._binding.watchdog.explain)
 
     def _run(self, task: CommTask) -> None:
         self._workspace.reset()

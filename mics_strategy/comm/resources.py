@@ -86,15 +86,28 @@ class CommResources:
             scopes: Ranks, axes and codecs of the role.
             workspace: Scratch memory; that of the role's queue by default.
         """
+        with_both_algorithms = self.size_dispatch(role, scopes, workspace)
+        routes = scopes.routes(role)
+        if with_both_algorithms is not None or routes is None:
+            return with_both_algorithms
+        return self._communicator_on(role, routes.hierarchical, scopes.span_of(role), workspace)
+
+    def size_dispatch(self, role: str, scopes: Scopes, workspace: Workspace | None = None) -> SizeDispatch | None:
+        """The communicator of a role that has both algorithms. Collective.
+
+        It is None where the role has at most one algorithm.
+
+        Args:
+            role: Role of the collectives; see `Scopes.routes`.
+            scopes: Ranks, axes and codecs of the role.
+            workspace: Scratch memory; that of the role's queue by default.
+        """
         routes, span = scopes.routes(role), scopes.span_of(role)
-        if routes is None:
+        if routes is None or routes.flat is None:
             return None
         hierarchical = self._communicator_on(role, routes.hierarchical, span, workspace)
-        if routes.flat is None:
-            return hierarchical
-        return SizeDispatch(
-            self._communicator_on(role, routes.flat, span, workspace), hierarchical, routes.hierarchical_from_bytes
-        )
+        flat = self._communicator_on(role, routes.flat, span, workspace)
+        return SizeDispatch(flat, hierarchical, routes.hierarchical_from_bytes)
 
     def _communicator_on(self, role: str, route: Route, span: Span, workspace: Workspace | None) -> Communicator:
         stages = span.split_by_link()[::-1] if route.intra is not None else (span,)

@@ -144,16 +144,15 @@ SENT_BYTES = {ALL_GATHER: all_gather_bytes, REDUCE_SCATTER: reduce_scatter_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class IssuedCollective:
-    """One issued stage of a collective, and the bytes that this rank sends.
+class HopTraffic:
+    """One stage of one collective, as planned and counted.
 
     Attributes:
         collective: Name of the collective: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
         axis: Names of the mesh axes that it spans.
         size: Ranks that take part.
         dtype: Dtype on the wire.
-        full_bytes: Bytes of the full tensor.
-        sent_bytes: Bytes that this rank sends.
+        full_bytes: Bytes of the full tensor of the stage.
     """
 
     collective: str
@@ -161,6 +160,12 @@ class IssuedCollective:
     size: int
     dtype: torch.dtype
     full_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTraffic(HopTraffic):
+    """One stage of a collective, and the bytes that this rank sends in it."""
+
     sent_bytes: int
 
 
@@ -168,36 +173,22 @@ class IssuedCollective:
 class TrafficLog:
     """The collectives issued since the log was last drained, with their counts."""
 
-    entries: Counter[IssuedCollective] = field(default_factory=Counter)
+    entries: Counter[CollectiveTraffic] = field(default_factory=Counter)
 
     def record(self, collective: str, axis: str, size: int, dtype: torch.dtype, full_bytes: int) -> None:
         """Record one collective whose full tensor has `full_bytes`."""
         sent_bytes = SENT_BYTES[collective](full_bytes, size)
-        self.entries[IssuedCollective(collective, axis, size, dtype, full_bytes, sent_bytes)] += 1
+        self.entries[CollectiveTraffic(collective, axis, size, dtype, full_bytes, sent_bytes)] += 1
 
     def record_all_to_all(self, axis: str, size: int, full: torch.Tensor, kept_numel: int) -> None:
         """Record an all-to-all of `full`, of which this rank keeps `kept_numel` elements."""
         full_bytes, sent_bytes = full.numel() * full.itemsize, (full.numel() - kept_numel) * full.itemsize
-        self.entries[IssuedCollective(ALL_TO_ALL, axis, size, full.dtype, full_bytes, sent_bytes)] += 1
+        self.entries[CollectiveTraffic(ALL_TO_ALL, axis, size, full.dtype, full_bytes, sent_bytes)] += 1
 
-    def drain(self) -> Counter[IssuedCollective]:
+    def drain(self) -> Counter[CollectiveTraffic]:
         """Return the entries so far, and empty the log."""
         entries, self.entries = self.entries, Counter()
         return entries
-
-
-@dataclass(frozen=True, slots=True)
-class HopTraffic:
-    """One stage of one collective, as planned and counted.
-
-    `full_bytes` is the size of the full tensor of the stage.
-    """
-
-    collective: str
-    axis: str
-    size: int
-    dtype: torch.dtype
-    full_bytes: int
 
 
 def pipeline_chunks(numel: int, itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:

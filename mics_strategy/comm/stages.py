@@ -13,30 +13,17 @@ import torch
 
 from mics_strategy.comm import route as routes
 from mics_strategy.comm.algorithms import (
-    BackendAlgorithm,
     Completion,
     GroupAlgorithm,
     PlainAlgorithm,
     QuantizedAlgorithm,
-    RingAlgorithm,
     SumCompletion,
+    make_algorithm,
 )
 from mics_strategy.comm.codecs.quantizer import Quantizer
-from mics_strategy.comm.route import Algorithm, Hop, Route
-from mics_strategy.comm.transport import BackendTransport, GlooTransport, Transport
+from mics_strategy.comm.route import Algorithm, Route
+from mics_strategy.comm.transport import BackendTransport, Transport
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
-
-
-def make_algorithm(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> GroupAlgorithm:
-    """The algorithm for one hop of a route."""
-    if hop.codec is not None:
-        generator = workspace.generator_for(hop.codec, transport.fingerprint.ranks[transport.index])
-        return QuantizedAlgorithm(transport, workspace, Quantizer(hop.codec, device, generator))
-    if hop.algorithm is Algorithm.RING and isinstance(transport, GlooTransport):
-        return RingAlgorithm(transport, workspace)
-    if device.type == "cuda" and isinstance(transport, BackendTransport):
-        return BackendAlgorithm(transport, workspace)
-    return PlainAlgorithm(transport, workspace)
 
 
 class StagePipeline:

@@ -26,9 +26,9 @@ from mics_strategy.engine.build import (
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.hooks import install
 from mics_strategy.engine.memory import MemoryTracker
-from mics_strategy.engine.setup import guards, materialize, validate
+from mics_strategy.engine.setup import guards, materialize
 from mics_strategy.engine.setup.generation import prepare_generation
-from mics_strategy.engine.setup.resolve import choose_scopes, node_name, resolve_topology
+from mics_strategy.engine.setup.resolve import choose_scopes, node_name, resolve_topology, target_device
 from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, unused_codecs
@@ -82,10 +82,10 @@ def shard(
             "`shard()` was called before the process group exists. Call `torch.distributed.init_process_group()` first."
         )
     (resolved, target, modules), by_rank = run_and_gather(lambda: _checked(model, config, units, device, initializer))
-    check_equal([facts.arguments for facts in by_rank])
+    check_equal([setup.arguments for setup in by_rank])
     if target.type == "cuda":
         torch.cuda.set_device(target)  # streams, contexts and new tensors of the process belong there
-    topology = resolve_topology(resolved, [facts.node for facts in by_rank])
+    topology = resolve_topology(resolved, [setup.node for setup in by_rank])
     scopes = choose_scopes(resolved, modules, topology, target)
     _log_codecs(resolved, scopes)
     groups = _make_groups(scopes, target, by_rank[0].seed)
@@ -95,8 +95,8 @@ def shard(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RankFacts:
-    """Facts about one rank that all ranks must know.
+class _RankSetup:
+    """Properties of one rank that all ranks must know.
 
     Attributes:
         arguments: Arguments of `shard` as text, by name. They must be equal on all ranks.
@@ -115,24 +115,24 @@ def _checked(
     units: UnitRule,
     device: torch.device | str,
     initializer: Initializer | str,
-) -> tuple[tuple[ShardConfig, torch.device, list[UnitSpec]], _RankFacts]:
+) -> tuple[tuple[ShardConfig, torch.device, list[UnitSpec]], _RankSetup]:
     """Check the arguments of `shard` as far as one rank can.
 
-    Returns the configuration, the device and the units; and the facts about this rank.
+    Returns the configuration, the device and the units; and the `_RankSetup` of this rank.
     """
     resolved = ShardConfig.preset(config) if isinstance(config, str) else config
     _ = resolved.grad_codec_steps  # raises where the training's length is missing
-    validate.check_initializer(initializer)
-    target = validate.target_device(device)
-    validate.check_model(model, target)
+    materialize.check_initializer(initializer)
+    target = target_device(device)
+    guards.check_model(model, target)
     modules = find_units(model, units)
     arguments = {
         **resolved.describe(),
-        "model": validate.model_fingerprint(model),
-        "meta tensors": validate.count_meta_tensors(model),
+        "model": guards.model_fingerprint(model),
+        "meta tensors": guards.count_meta_tensors(model),
         "units": ", ".join(module.name for module in modules),
     }
-    return (resolved, target, modules), _RankFacts(arguments=arguments, node=node_name(), seed=torch.initial_seed())
+    return (resolved, target, modules), _RankSetup(arguments=arguments, node=node_name(), seed=torch.initial_seed())
 
 
 def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:
@@ -179,7 +179,7 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
         if handle is not None:
             handle.pre_forward()
 
-    def recover() -> None:
+    def reset_after_error() -> None:
         handle = weak()
         if handle is not None:
             handle.reset_after_error()
@@ -191,8 +191,8 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     guards.block_conversions(unit.module for unit in built_units)
     guards.block_copies({unit.module for unit in built_units} | {model})
     guards.block_saving_shards(model.modules())
-    guards.reset_before_access(model, recover)
-    validate.mark_sharded(model, sharded)
+    guards.reset_before_access(model, reset_after_error)
+    guards.mark_sharded(model, sharded)
     prepare_generation(model, is_forward_collective=sharded.scopes.params > 1)
     context.groups.traffic_log.drain()
     return sharded

@@ -175,7 +175,7 @@ class Bucket:
         )
 
     @property
-    def cast_size(self) -> tuple[int, torch.dtype]:
+    def cast_shard_spec(self) -> tuple[int, torch.dtype]:
         """Elements and dtype of a param sync's payload that is not the master shard."""
         return self.layout.shard_numel if self.placement.sync_comm is not None else 0, self.spec.param_dtype
 

@@ -83,7 +83,7 @@ def build_units(modules: list[UnitSpec], specs: list[list[BucketSpec]], context:
     """
     all_specs = [spec for unit_specs in specs for spec in unit_specs]
     sizes = [(spec.layout.shard_numel, spec.master_dtype) for spec in all_specs]
-    masters = arena(context.memory, "optimizer shards", sizes, context.device)
+    masters = arena(context.memory, "master shards", sizes, context.device)
     param_shards = _allocate_param_shards(all_specs, masters, context)
     secondary_shards = _allocate_secondary_shards(all_specs, context)
     slots = _slots(modules, specs, context)
@@ -122,7 +122,7 @@ def _allocate_secondary_shards(specs: list[BucketSpec], context: BuildContext) -
     if not context.groups.scopes.has_secondary:
         return [None] * len(specs)
     sizes = [(spec.layout.numel_at(context.groups.scopes.secondary), spec.param_dtype) for spec in specs]
-    return [*arena(context.memory, "secondary parameter shards", sizes, context.device)]
+    return [*arena(context.memory, "secondary shards", sizes, context.device)]
 
 
 def _persistent_param_buffers(
@@ -224,13 +224,13 @@ def _gather_resources(units: list[Unit], stream: OpStream, context: BuildContext
     groups, memory, count = context.groups, context.memory, context.config.prefetch
     staged = [unit.buckets if unit.needs_staging else [] for unit in units]
     flat = [packed_bytes([(b.layout.full_numel, b.spec.param_dtype) for b in buckets]) for buckets in staged]
-    cast = [packed_bytes([bucket.cast_size for bucket in unit.buckets]) for unit in units]
+    cast = [packed_bytes([bucket.cast_shard_spec for bucket in unit.buckets]) for unit in units]
     sends_syncs = groups.trainable_placement.sync_comm is not None
     needs_cast = sends_syncs and any(bucket.needs_cast for unit in units for bucket in unit.buckets)
     return GatherResources(
         stream=stream,
-        flat=StagingPool(memory, "gather stagings", count, max(flat), context.device),
-        cast=StagingPool(memory, "cast stagings", count, max(cast) if needs_cast else 0, context.device),
+        flat=StagingPool(memory, "all-gather staging buffers", count, max(flat), context.device),
+        cast=StagingPool(memory, "cast staging buffers", count, max(cast) if needs_cast else 0, context.device),
     )
 
 
@@ -275,7 +275,7 @@ def _reducer_buffers(
     flat_pools: dict[int, StagingPool] = {}
     for indices in by_depth.values():
         count = min(len(indices), 2 if "reduce" in context.config.overlap else 1)
-        pool = StagingPool(memory, "gradient stagings", count, max(flat[index] for index in indices), device)
+        pool = StagingPool(memory, "gradient staging buffers", count, max(flat[index] for index in indices), device)
         flat_pools.update(dict.fromkeys(indices, pool))
     largest = max(flat.values(), default=0)
     wires = [g.second_hop_wire_bytes for unit_gradients in gradients.values() for g in unit_gradients]
@@ -283,8 +283,8 @@ def _reducer_buffers(
     return ReducerBuffers(
         flat_pools=flat_pools,
         zero_grad_pool=memory.zeros("zero gradients", largest, torch.uint8, device) if largest else _NO_BYTES,
-        second_hop=StagingPool(memory, "second hop stagings", 2, max(wires, default=0), device),
-        usage=memory.zeros("parameter usage", usage_numel(num_parameters), USAGE_DTYPE, device),
+        second_hop=StagingPool(memory, "second-hop staging buffers", 2, max(wires, default=0), device),
+        usage=memory.zeros("used parameters", usage_numel(num_parameters), USAGE_DTYPE, device),
     )
 
 

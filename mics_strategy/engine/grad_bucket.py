@@ -85,7 +85,7 @@ class BackwardGrads:
     def bind_buffer(self, flat: torch.Tensor, *, is_zero: bool) -> None:
         """Use `flat` until the first hop of this backward has completed."""
         self.flat, self.is_zero = flat, is_zero
-        self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "collect", self._name)
+        self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "bind_buffer", self._name)
 
     def stage(self, flat: torch.Tensor, position: int, grad: torch.Tensor) -> None:
         """Keep one gradient until the first hop, in the flat buffer or in place.
@@ -120,15 +120,15 @@ class BackwardGrads:
         for flat_part, grad_part in layout.copy_pairs(flat, grad, position):
             flat_part.add_(grad_part) if add else flat_part.copy_(grad_part)
 
-    def launch(self) -> None:
+    def start_reduce(self) -> None:
         """The first hop takes the buffer."""
-        self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "launch", self._name)
+        self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "start_reduce", self._name)
         self.flat = None
         self.num_arrived = 0
 
-    def land(self) -> None:
+    def finish_reduce(self) -> None:
         """The first hop has completed."""
-        self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "land", self._name)
+        self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "finish_reduce", self._name)
 
     def end(self) -> None:
         """The backward has ended; the next one starts with nothing collected."""
@@ -142,7 +142,7 @@ class BackwardGrads:
         if self._in_place is not None:
             self._in_place.clear()
         if self.state is not GradBufferState.REDUCING:
-            self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "abandon", self._name)
+            self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "discard", self._name)
 
 
 class GradBucket:
@@ -214,7 +214,7 @@ class GradBucket:
             backward.copy_in(self.accumulator, position, grad, add=flags.has(GradFlag.ACCUMULATED, position))
             flags.apply("accumulate", position)
         backward.num_arrived += not flags.has(GradFlag.ARRIVED, position)
-        flags.apply("arrive", position)
+        flags.apply("add_grad", position)
 
     def reduce_scatter(self) -> Work | None:
         """Start the first hop of the collected gradients; missing gradients are zeros."""
@@ -222,23 +222,23 @@ class GradBucket:
         if comm is None or flat is None:
             return None
         if not self.backward.is_zero:
-            self._zero(flat, self.flags.lacking(GradFlag.ARRIVED))
+            self._zero(flat, self.flags.positions_without(GradFlag.ARRIVED))
             if self.bucket.groups.scopes.codecs.first_hop is not None:
                 self._zero_padding(flat, degree=1)
             if self._predivisor > 1:
                 flat.div_(self._predivisor)
-        self.backward.launch()
+        self.backward.start_reduce()
         self._start_accumulating()
         accumulate = self.flags.any(GradFlag.ACCUMULATED)
         if accumulate:
-            self._zero(self.accumulator, self.flags.lacking(GradFlag.ACCUMULATED))
-        self.flags.apply("reduce")
+            self._zero(self.accumulator, self.flags.positions_without(GradFlag.ACCUMULATED))
+        self.flags.apply("start_reduce")
         if self._in_place is not None:
             work = self._in_place.reduce_scatter(self.accumulator, flat, accumulate, self.name)
         else:
             comm = comm.for_bytes(flat.numel() * flat.itemsize)
             work = comm.reduce_scatter(self.accumulator, flat, accumulate, self.name)
-        return work.then(self.backward.land)
+        return work.then(self.backward.finish_reduce)
 
     def _start_accumulating(self) -> None:
         """Make the gradient a sum to which more can be added."""
@@ -247,12 +247,12 @@ class GradBucket:
             return
         self.state = transition(ACCUMULATOR_TRANSITIONS, previous, "accumulate", self.name)
         if previous is AccumulatorState.NONE:
-            self.flags.apply("start_window")
+            self.flags.apply("start_accumulation")
             return
         self._mean_to_sum()
-        self.flags.apply("reopen_window")
+        self.flags.apply("resume_accumulation")
         if self.accumulator.data_ptr() == self.result.data_ptr():
-            for position in self.flags.having(GradFlag.HAS_PRIOR_MEAN):
+            for position in self.flags.positions_with(GradFlag.HAS_PRIOR_MEAN):
                 self.flags.apply("accumulate", position)
 
     def _mean_to_sum(self) -> None:
@@ -279,7 +279,7 @@ class GradBucket:
         """
         if self.state is not AccumulatorState.PARTIAL:
             self._start_accumulating()  # other ranks have a sum; this rank adds zeros
-        self._zero(self.accumulator, self.flags.lacking(GradFlag.ACCUMULATED))
+        self._zero(self.accumulator, self.flags.positions_without(GradFlag.ACCUMULATED))
         self.flags.apply("accumulate")
         scopes = self.bucket.groups.scopes
         if scopes.codecs.second_hop is not None:
@@ -289,7 +289,7 @@ class GradBucket:
             return None
         accumulate = self.flags.any(GradFlag.HAS_PRIOR_MEAN)
         if accumulate:
-            self._zero(self.result, self.flags.lacking(GradFlag.HAS_PRIOR_MEAN))
+            self._zero(self.result, self.flags.positions_without(GradFlag.HAS_PRIOR_MEAN))
         full = wire.copy_(self.accumulator) if self.casts_second_hop else self.accumulator
         return comm.for_bytes(full.numel() * full.itemsize).reduce_scatter(self.result, full, accumulate, self.name)
 
@@ -312,7 +312,7 @@ class GradBucket:
 
     def discard_unused(self) -> None:
         """Drop the gradient: no rank has used any parameter of the bucket."""
-        self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "clear", self.name)
+        self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "zero_grad", self.name)
 
     def expose(self, position: int) -> None:
         """Expose the gradient on the parameter at `position`.
@@ -326,11 +326,11 @@ class GradBucket:
             exposed.to_local().add_(stored.to_local() if isinstance(stored, DTensor) else stored)
         parameter.raw_grad = exposed
 
-    def clear(self, position: int) -> None:
+    def zero_grad(self, position: int) -> None:
         """Drop one parameter's gradient."""
-        self.flags.apply("clear", position)
+        self.flags.apply("zero_grad", position)
         if not self.flags.any(GradFlag.MAYBE_USED):
-            self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "clear", self.name)
+            self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "zero_grad", self.name)
 
     def _zero(self, buffer: torch.Tensor, positions: list[int]) -> None:
         if not positions:

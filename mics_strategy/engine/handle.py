@@ -100,7 +100,7 @@ class Sharded:
         Raises:
             LifecycleError: Parameters were added, replaced or removed since `shard`.
         """
-        self._step_hooks.recover()
+        self._step_hooks.reset_after_error()
         target = self._target
         if target.is_check_due:
             buckets = [bucket for unit in self._units for bucket in unit.buckets]
@@ -109,7 +109,7 @@ class Sharded:
                 for bucket in buckets
                 for pair in zip(bucket.sharded_params, bucket.layout.param_slices, strict=True)
             ]
-            names_by_id = {id(sharded): region.name for sharded, region in pairs}
+            names_by_id = {id(sharded): param_slice.name for sharded, param_slice in pairs}
             target.is_check_due = not guards.check_parameters_unchanged(self.model, names_by_id)
         if target.is_step_over and self.model.training and torch.is_grad_enabled():
             self._begin_step()

@@ -44,9 +44,9 @@ def install(engine: Engine, before_root_forward: Callable[[], None]) -> None:
     """
     modules = {unit.module for unit in engine.units}
     for unit in engine.units:
-        entered = _hook_forward(engine, unit, before_root_forward if unit.index == 0 else None)
+        active_calls = _hook_forward(engine, unit, before_root_forward if unit.index == 0 else None)
         if unit.slot.is_shared and not unit.trainable:
-            _hook_inner_modules(engine, unit.module, entered, modules)
+            _hook_inner_modules(engine, unit.module, active_calls, modules)
         for gradient in engine.reducer.gradients.get(unit.index, []):
             for position, parameter in enumerate(gradient.bucket.unsharded.params):
                 parameter.register_post_accumulate_grad_hook(_gradient_hook(engine, unit, gradient, position))
@@ -64,7 +64,9 @@ def _gradient_hook(engine: Engine, unit: Unit, gradient: GradBucket, position: i
     return hook
 
 
-def _hook_inner_modules(engine: Engine, module: nn.Module, entered: list[ForwardCall], units: set[nn.Module]) -> None:
+def _hook_inner_modules(
+    engine: Engine, module: nn.Module, active_calls: list[ForwardCall], units: set[nn.Module]
+) -> None:
     """Hook the outputs of modules inside a frozen unit, but not inside other units.
 
     A backward may enter there, at features that a user's hook has kept. No gradient arrives at a frozen parameter that
@@ -73,18 +75,18 @@ def _hook_inner_modules(engine: Engine, module: nn.Module, entered: list[Forward
     Args:
         engine: Engine that the hooks call.
         module: Module of the unit, or one inside it.
-        entered: Calls of the unit that have not ended.
+        active_calls: Calls of the unit that have not ended.
         units: Modules of all units.
     """
 
     def after(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> None:
-        if entered and torch.is_grad_enabled():
-            engine.watch(entered[-1], tensors_in(outputs))
+        if active_calls and torch.is_grad_enabled():
+            engine.watch(active_calls[-1], tensors_in(outputs))
 
     for child in module.children():
         if child not in units:
             child.register_forward_hook(cast("Any", torch.compiler.disable)(after))
-            _hook_inner_modules(engine, child, entered, units)
+            _hook_inner_modules(engine, child, active_calls, units)
 
 
 def _hook_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) -> list[ForwardCall]:
@@ -92,7 +94,7 @@ def _hook_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) 
 
     Returns the list of its calls that have not ended.
     """
-    entered: list[ForwardCall] = []
+    active_calls: list[ForwardCall] = []
     compute_dtype = next((b.spec.param_dtype for b in unit.buckets if b.needs_cast), None)
 
     def before(
@@ -100,26 +102,26 @@ def _hook_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) 
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if first is not None:
             first()
-        entered.append(engine.pre_forward(unit))
+        active_calls.append(engine.pre_forward(unit))
         if compute_dtype is None or torch.is_autocast_enabled(unit.buckets[0].master_shard.device.type):
             return None
         return cast_floating(args, compute_dtype), cast_floating(kwargs, compute_dtype)
 
     def after(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> Any:
-        if not entered:
+        if not active_calls:
             return None
         tensors = list(tensors_in(outputs))
         returns_slot_views = unit.slot.is_shared and any(map(unit.slot.holds, tensors))
         if returns_slot_views:
             outputs = _clone_slot_views(unit, outputs)
             tensors = list(tensors_in(outputs))
-        engine.post_forward(entered.pop(), tensors)
+        engine.post_forward(active_calls.pop(), tensors)
         return outputs if returns_slot_views else None
 
     disable: Any = torch.compiler.disable
     unit.module.register_forward_pre_hook(disable(before), prepend=True, with_kwargs=True)
     unit.module.register_forward_hook(disable(after), always_call=True)
-    return entered
+    return active_calls
 
 
 def _clone_slot_views(unit: Unit, outputs: T) -> T:
@@ -201,7 +203,7 @@ class EngineLink:
         """See `GradientOwner`."""
         engine, gradient = self._engine(), None if self._gradient is None else self._gradient()
         if engine is not None and gradient is not None:
-            engine.reducer.clear(gradient, position)
+            engine.reducer.zero_grad(gradient, position)
 
     def unsharded(self, position: int) -> nn.Parameter | None:
         """See `GradientOwner`."""

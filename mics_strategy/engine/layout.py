@@ -30,6 +30,8 @@ import torch
 from torch import nn
 
 ALIGN_NUMEL = 8  # pieces start at multiples of 16 bytes in bf16; whole blocks for vectorized kernels
+TENSORS_TO_OWNERS = 2  # of each parameter with an owner: value and gradient
+TENSORS_TO_SHARDS = 1  # of each parameter with an owner: new value
 _ALIGN_BYTES = 16  # alignment that fp8 matrix products and compiled kernels require
 _MAX_PADDING = 1 / 8  # share of the parameter
 
@@ -137,7 +139,7 @@ class BucketLayout:
     @property
     def padding_numel(self) -> int:
         """Elements of the flat buffer that belong to no parameter."""
-        return self.full_numel - sum(region.numel for region in self.param_slices)
+        return self.full_numel - sum(param_slice.numel for param_slice in self.param_slices)
 
     def numel_at(self, degree: int) -> int:
         """Elements of a shard over `degree` ranks; `degree` divides `ranks`."""
@@ -151,15 +153,15 @@ class BucketLayout:
         """
         if self.ranks == 1:
             return self.shard_numel
-        return sum(_aligned(region.numel, self.align) for region in self.param_slices)
+        return sum(_aligned(param_slice.numel, self.align) for param_slice in self.param_slices)
 
     def unpadded_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The whole parameters in turn, as contiguous views of `buffer` [unpadded_numel]."""
         views, offset = [], 0
-        for region in self.param_slices:
-            start = region.offset if self.ranks == 1 else offset
-            views.append(buffer[start : start + region.numel].view(region.shape))
-            offset += _aligned(region.numel, self.align)
+        for param_slice in self.param_slices:
+            start = param_slice.offset if self.ranks == 1 else offset
+            views.append(buffer[start : start + param_slice.numel].view(param_slice.shape))
+            offset += _aligned(param_slice.numel, self.align)
         return views
 
     def padding_views(self, slice_: torch.Tensor, rows: range) -> list[torch.Tensor]:
@@ -170,23 +172,27 @@ class BucketLayout:
             rows: Numbers of these rows in the flat buffer.
         """
         table, views = slice_.view(len(rows), self.shard_numel), []
-        starts = [region.offset for region in self.param_slices]
-        for region, end in zip(self.param_slices, [*starts[1:], self.shard_numel], strict=True):
-            end_of_piece = region.offset + region.chunk_numel
+        starts = [param_slice.offset for param_slice in self.param_slices]
+        for param_slice, end in zip(self.param_slices, [*starts[1:], self.shard_numel], strict=True):
+            end_of_piece = param_slice.offset + param_slice.chunk_numel
             views.append(table[:, end_of_piece:end])
-            if region.dim is None or not region.chunk:
+            if param_slice.dim is None or not param_slice.chunk:
                 continue
-            short_row = region.shape[region.dim] // region.chunk  # row of the shorter piece; later rows have none
+            # The row of the shorter piece; later rows have none.
+            short_row = param_slice.shape[param_slice.dim] // param_slice.chunk
             if short_row in rows:
-                numel = region.local_shape(short_row).numel()
-                views.append(table[short_row - rows.start, region.offset + numel : end_of_piece])
-            views.append(table[max(0, short_row + 1 - rows.start) :, region.offset : end_of_piece])
+                numel = param_slice.local_shape(short_row).numel()
+                views.append(table[short_row - rows.start, param_slice.offset + numel : end_of_piece])
+            views.append(table[max(0, short_row + 1 - rows.start) :, param_slice.offset : end_of_piece])
         return [view for view in views if view.numel()]
 
     @property
     def is_evenly_divisible(self) -> bool:
         """Whether every parameter has a full piece along dimension 0 for each rank."""
-        return all(region.dim == 0 and 0 < region.chunk * self.ranks == region.shape[0] for region in self.param_slices)
+        return all(
+            param_slice.dim == 0 and 0 < param_slice.chunk * self.ranks == param_slice.shape[0]
+            for param_slice in self.param_slices
+        )
 
     def strided_view(self, flat: torch.Tensor, position: int) -> torch.Tensor | None:
         """One parameter in the flat buffer as a view [pieces, piece elements], or None.
@@ -198,11 +204,11 @@ class BucketLayout:
             flat: [full_numel], the flat buffer.
             position: Position of the parameter in the bucket.
         """
-        region = self.param_slices[position]
-        if region.dim != 0 or not region.chunk or region.shape[0] % region.chunk:
+        param_slice = self.param_slices[position]
+        if param_slice.dim != 0 or not param_slice.chunk or param_slice.shape[0] % param_slice.chunk:
             return None
-        table = flat.view(self.ranks, self.shard_numel)[: region.shape[0] // region.chunk]
-        return table[:, region.offset : region.offset + region.chunk_numel]
+        table = flat.view(self.ranks, self.shard_numel)[: param_slice.shape[0] // param_slice.chunk]
+        return table[:, param_slice.offset : param_slice.offset + param_slice.chunk_numel]
 
     def shard_slices(self, count: int) -> list[range]:
         """Rows of the flat buffer in each of `count` shards; `count` divides `ranks`."""
@@ -213,10 +219,11 @@ class BucketLayout:
         """Contiguous runs of elements in some rows, in order, without padding."""
         runs = []
         for index, row in enumerate(rows):
-            for position, region in enumerate(self.param_slices):
-                numel, offset = region.local_shape(row).numel(), self.shard_numel * index + region.offset
+            for position, param_slice in enumerate(self.param_slices):
+                numel, offset = param_slice.local_shape(row).numel(), self.shard_numel * index + param_slice.offset
                 if numel:
-                    start = None if region.dim else region.shard_range(row)[0] * (region.chunk_numel // region.chunk)
+                    row_numel = param_slice.chunk_numel // param_slice.chunk
+                    start = None if param_slice.dim else param_slice.shard_range(row)[0] * row_numel
                     runs.append(Extent(position=position, row=row, numel=numel, offset=offset, start=start))
         return runs
 
@@ -235,30 +242,33 @@ class BucketLayout:
             full: Whole parameter, or a tensor of its shape.
             position: Position of the parameter in the bucket.
         """
-        region = self.param_slices[position]
-        table = flat.view(self.ranks, self.shard_numel)[:, region.offset : region.offset + region.chunk_numel]
-        if region.dim is None:
-            yield table.view(self.ranks, *region.shape), full.expand(self.ranks, *region.shape)
+        param_slice = self.param_slices[position]
+        shape, dim, chunk = param_slice.shape, param_slice.dim, param_slice.chunk
+        end = param_slice.offset + param_slice.chunk_numel
+        table = flat.view(self.ranks, self.shard_numel)[:, param_slice.offset : end]
+        if dim is None:
+            yield table.view(self.ranks, *shape), full.expand(self.ranks, *shape)
             return
-        num_full = region.shape[region.dim] // region.chunk if region.chunk else 0
-        if region.dim == 0 and num_full and full.is_contiguous():  # the usual case, with fewer views
-            yield table[:num_full], full.narrow(0, 0, num_full * region.chunk).view(num_full, -1)
-            yield from self._rest(table, full, region, num_full)
+        num_full = shape[dim] // chunk if chunk else 0
+        if dim == 0 and num_full and full.is_contiguous():  # the usual case, with fewer views
+            yield table[:num_full], full.narrow(0, 0, num_full * chunk).view(num_full, -1)
+            yield from self._rest(table, full, param_slice, num_full)
             return
-        outer, inner = region.shape[: region.dim], region.shape[region.dim + 1 :]
+        outer, inner = shape[:dim], shape[dim + 1 :]
         if num_full:
-            full_pieces = full.narrow(region.dim, 0, num_full * region.chunk).unflatten(
-                region.dim, (num_full, region.chunk)
+            full_pieces = full.narrow(dim, 0, num_full * chunk).unflatten(dim, (num_full, chunk))
+            yield (
+                table[:num_full].unflatten(1, (*outer, chunk, *inner)),
+                full_pieces.movedim(dim, 0),
             )
-            yield table[:num_full].unflatten(1, (*outer, region.chunk, *inner)), full_pieces.movedim(region.dim, 0)
-        yield from self._rest(table, full, region, num_full)
+        yield from self._rest(table, full, param_slice, num_full)
 
     def _rest(
-        self, table: torch.Tensor, full: torch.Tensor, region: ParamSlice, num_full: int
+        self, table: torch.Tensor, full: torch.Tensor, param_slice: ParamSlice, num_full: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The pair of the piece that is shorter than the others, if there is one."""
-        if num_full < self.ranks and (shape := region.local_shape(num_full)).numel():
-            yield table[num_full, : shape.numel()].view(shape), region.narrow(full, num_full)
+        if num_full < self.ranks and (shape := param_slice.local_shape(num_full)).numel():
+            yield table[num_full, : shape.numel()].view(shape), param_slice.narrow(full, num_full)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,15 +312,15 @@ def make_layout(
     """
     align = max(ALIGN_NUMEL, _ALIGN_BYTES // itemsize)
     block_numel = math.lcm(align, block_numel)
-    regions: list[ParamSlice] = []
+    param_slices: list[ParamSlice] = []
     offset = 0
     for name, shape in parameters:
         dim = _choose_dim(shape, ranks)
         chunk = 1 if dim is None else -(-shape[dim] // ranks)
-        region = ParamSlice(name=name, shape=shape, dim=dim, chunk=chunk, offset=offset)
-        regions.append(region)
-        offset += _aligned(region.chunk_numel, block_numel)
-    return BucketLayout(param_slices=tuple(regions), ranks=ranks, shard_numel=offset, align=align)
+        param_slice = ParamSlice(name=name, shape=shape, dim=dim, chunk=chunk, offset=offset)
+        param_slices.append(param_slice)
+        offset += _aligned(param_slice.chunk_numel, block_numel)
+    return BucketLayout(param_slices=tuple(param_slices), ranks=ranks, shard_numel=offset, align=align)
 
 
 def _choose_dim(shape: torch.Size, ranks: int) -> int | None:
@@ -349,21 +359,23 @@ class OwnerAssignment:
     """Owners of the tensors of one bucket that are updated as a whole.
 
     Attributes:
-        regions: Slice of each tensor in the bucket.
+        param_slices: Slice of each tensor in the bucket.
         owners: Rank of the optimizer scope that updates each tensor.
         ranks: Number of ranks of the optimizer scope.
     """
 
-    regions: tuple[ParamSlice, ...]
+    param_slices: tuple[ParamSlice, ...]
     owners: tuple[int, ...]
     ranks: int
 
     def numel(self, owner: int, index: int) -> int:
         """Elements in shard `index` of the tensors of `owner`. A scalar is in every shard."""
-        regions = (
-            region for region, region_owner in zip(self.regions, self.owners, strict=True) if region_owner == owner
+        param_slices = (
+            param_slice
+            for param_slice, slice_owner in zip(self.param_slices, self.owners, strict=True)
+            if slice_owner == owner
         )
-        return sum(region.local_shape(index).numel() for region in regions)
+        return sum(param_slice.local_shape(index).numel() for param_slice in param_slices)
 
     def rows_numels(self, index: int) -> list[int]:
         """Elements in shard `index`, by the owner of their tensor."""
@@ -372,3 +384,18 @@ class OwnerAssignment:
     def whole_numels(self, owner: int) -> list[int]:
         """Elements of the tensors of `owner`, by shard."""
         return [self.numel(owner, index) for index in range(self.ranks)]
+
+    def to_owners_numels(self, index: int) -> tuple[list[int], list[int]]:
+        """Elements of values and gradients that rank `index` sends and receives.
+
+        It sends them to each owner, and receives them from each shard.
+        """
+        sent, received = self.rows_numels(index), self.whole_numels(index)
+        return [TENSORS_TO_OWNERS * numel for numel in sent], [TENSORS_TO_OWNERS * numel for numel in received]
+
+    def to_shards_numels(self, index: int) -> tuple[list[int], list[int]]:
+        """Elements of new values that rank `index` sends and receives.
+
+        It sends them to each shard, and receives them from each owner.
+        """
+        return self.whole_numels(index), self.rows_numels(index)

@@ -86,15 +86,15 @@ class GradFlag(IntEnum):
 GRAD_FLAG_EVENTS: dict[
     str, tuple[tuple[GradFlag, ...], tuple[GradFlag, ...]]
 ] = {  # flags that an event sets, and flags that it clears
-    "arrive": ((GradFlag.USED, GradFlag.ARRIVED), ()),
+    "add_grad": ((GradFlag.USED, GradFlag.ARRIVED), ()),
     "accumulate": ((GradFlag.ACCUMULATED,), ()),
-    "reduce": ((GradFlag.ACCUMULATED,), (GradFlag.ARRIVED,)),
+    "start_reduce": ((GradFlag.ACCUMULATED,), (GradFlag.ARRIVED,)),
     "end_backward": ((), (GradFlag.ARRIVED,)),
-    "start_window": ((GradFlag.MAYBE_USED,), (GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN)),
-    "reopen_window": ((GradFlag.MAYBE_USED,), (GradFlag.ACCUMULATED,)),
+    "start_accumulation": ((GradFlag.MAYBE_USED,), (GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN)),
+    "resume_accumulation": ((GradFlag.MAYBE_USED,), (GradFlag.ACCUMULATED,)),
     "finish": ((GradFlag.HAS_PRIOR_MEAN,), (GradFlag.MAYBE_USED,)),
     "expose": ((GradFlag.MAYBE_USED,), ()),
-    "clear": ((), (GradFlag.USED, GradFlag.MAYBE_USED, GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN)),
+    "zero_grad": ((), (GradFlag.USED, GradFlag.MAYBE_USED, GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN)),
 }
 
 
@@ -132,11 +132,11 @@ class GradFlags:
         """Whether any parameter has `flag`."""
         return self._bits[flag] != 0
 
-    def having(self, flag: GradFlag) -> list[int]:
+    def positions_with(self, flag: GradFlag) -> list[int]:
         """Positions of the parameters that have `flag`."""
         return self._positions(self._bits[flag])
 
-    def lacking(self, flag: GradFlag) -> list[int]:
+    def positions_without(self, flag: GradFlag) -> list[int]:
         """Positions of the parameters that lack `flag`."""
         return self._positions(self._everywhere & ~self._bits[flag])
 
@@ -147,9 +147,9 @@ class GradFlags:
 S = TypeVar("S", UnshardState, UnitPhase, GradBufferState, AccumulatorState)
 
 UNSHARD_TRANSITIONS: dict[tuple[UnshardState, str], UnshardState] = {
-    (UnshardState.SHARDED, "gather"): UnshardState.UNSHARDING,
-    (UnshardState.UNSHARDING, "arrive"): UnshardState.UNSHARDED,
-    (UnshardState.UNSHARDED, "evict"): UnshardState.SHARDED,
+    (UnshardState.SHARDED, "start_unshard"): UnshardState.UNSHARDING,
+    (UnshardState.UNSHARDING, "finish_unshard"): UnshardState.UNSHARDED,
+    (UnshardState.UNSHARDED, "reshard"): UnshardState.SHARDED,
 }
 
 PHASE_TRANSITIONS: dict[tuple[UnitPhase, str], UnitPhase] = {
@@ -163,13 +163,13 @@ PHASE_TRANSITIONS: dict[tuple[UnitPhase, str], UnitPhase] = {
 }
 
 GRAD_BUFFER_TRANSITIONS: dict[tuple[GradBufferState, str], GradBufferState] = {
-    (GradBufferState.EMPTY, "collect"): GradBufferState.FILLING,
-    (GradBufferState.FILLING, "collect"): GradBufferState.FILLING,
-    (GradBufferState.EMPTY, "launch"): GradBufferState.REDUCING,
-    (GradBufferState.FILLING, "launch"): GradBufferState.REDUCING,
-    (GradBufferState.REDUCING, "land"): GradBufferState.EMPTY,
-    (GradBufferState.FILLING, "abandon"): GradBufferState.EMPTY,
-    (GradBufferState.EMPTY, "abandon"): GradBufferState.EMPTY,
+    (GradBufferState.EMPTY, "bind_buffer"): GradBufferState.FILLING,
+    (GradBufferState.FILLING, "bind_buffer"): GradBufferState.FILLING,
+    (GradBufferState.EMPTY, "start_reduce"): GradBufferState.REDUCING,
+    (GradBufferState.FILLING, "start_reduce"): GradBufferState.REDUCING,
+    (GradBufferState.REDUCING, "finish_reduce"): GradBufferState.EMPTY,
+    (GradBufferState.FILLING, "discard"): GradBufferState.EMPTY,
+    (GradBufferState.EMPTY, "discard"): GradBufferState.EMPTY,
 }
 
 ACCUMULATOR_TRANSITIONS: dict[tuple[AccumulatorState, str], AccumulatorState] = {
@@ -177,9 +177,9 @@ ACCUMULATOR_TRANSITIONS: dict[tuple[AccumulatorState, str], AccumulatorState] = 
     (AccumulatorState.PARTIAL, "accumulate"): AccumulatorState.PARTIAL,
     (AccumulatorState.SHARDED, "accumulate"): AccumulatorState.PARTIAL,
     (AccumulatorState.PARTIAL, "finish"): AccumulatorState.SHARDED,
-    (AccumulatorState.NONE, "clear"): AccumulatorState.NONE,
-    (AccumulatorState.PARTIAL, "clear"): AccumulatorState.NONE,
-    (AccumulatorState.SHARDED, "clear"): AccumulatorState.NONE,
+    (AccumulatorState.NONE, "zero_grad"): AccumulatorState.NONE,
+    (AccumulatorState.PARTIAL, "zero_grad"): AccumulatorState.NONE,
+    (AccumulatorState.SHARDED, "zero_grad"): AccumulatorState.NONE,
 }
 
 

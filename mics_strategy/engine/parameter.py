@@ -307,9 +307,9 @@ def make_sharded_parameter(
     return sharded
 
 
-def grad_as_dtensor(local: torch.Tensor, region: ParamSlice, placement: ShardPlacement) -> ShardedGradient:
+def grad_as_dtensor(local: torch.Tensor, param_slice: ParamSlice, placement: ShardPlacement) -> ShardedGradient:
     """Wrap this rank's part of a gradient in a `ShardedGradient`; see `as_dtensor`."""
-    dtensor = as_dtensor(local, region, placement)
+    dtensor = as_dtensor(local, param_slice, placement)
     dtensor.__class__ = ShardedGradient
     gradient = cast("ShardedGradient", dtensor)
     gradient.mics_random = placement.random
@@ -321,21 +321,23 @@ def _like_parameter(grad: torch.Tensor, placements: tuple[Placement, ...]) -> to
     return grad.redistribute(placements=placements) if isinstance(grad, DTensor) else grad
 
 
-def as_dtensor(local: torch.Tensor, region: ParamSlice, placement: ShardPlacement) -> DTensor:
+def as_dtensor(local: torch.Tensor, param_slice: ParamSlice, placement: ShardPlacement) -> DTensor:
     """A DTensor with the local part `local` and the global shape of a parameter slice.
 
     Args:
         local: Part of this rank, a view of a flat shard.
-        region: Slice of the parameter in its bucket.
+        param_slice: Slice of the parameter in its bucket.
         placement: Index of this rank's shard, and device mesh of all shards.
     """
     mesh = placement.device_mesh
     names = mesh.mesh_dim_names or ()
-    shard_placement: Placement = Replicate() if region.dim is None or placement.degree == 1 else Shard(region.dim)
+    shard_placement: Placement = (
+        Replicate() if param_slice.dim is None or placement.degree == 1 else Shard(param_slice.dim)
+    )
     placements = [Replicate() if name == "replicate" else shard_placement for name in names]
-    stride = torch.empty(region.shape, device="meta").stride()
+    stride = torch.empty(param_slice.shape, device="meta").stride()
     local_part = _with_own_storage(local)
-    return DTensor.from_local(local_part, mesh, placements, run_check=False, shape=region.shape, stride=stride)
+    return DTensor.from_local(local_part, mesh, placements, run_check=False, shape=param_slice.shape, stride=stride)
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from mics_strategy.comm.route import (
     ALL_REDUCE,
     ALL_TO_ALL,
     SENT_BYTES,
+    CollectiveTraffic,
     HopTraffic,
     all_gather_traffic,
     all_reduce_traffic,
@@ -36,7 +37,6 @@ from mics_strategy.engine.schedule import (
 )
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.route import IssuedCollective
     from mics_strategy.engine.layout import BucketLayout, OwnerAssignment
     from mics_strategy.scopes import Scopes
 
@@ -105,18 +105,15 @@ class StepOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedCollective:
-    """One collective of a step; bytes are per rank.
+class PlannedCollective(CollectiveTraffic):
+    """One collective of a step.
 
-    `phase` is forward, backward, second_hop or update.
+    Attributes:
+        unit: Name of the unit, or of the bucket with owners.
+        phase: Phase of the step: "forward", "backward", "second_hop" or "update".
+        micro_step: Index of the micro-step.
     """
 
-    collective: str
-    axis: str
-    size: int
-    dtype: torch.dtype
-    full_bytes: int
-    sent_bytes: int
     unit: str
     phase: str
     micro_step: int
@@ -124,7 +121,7 @@ class PlannedCollective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Every collective of one optimizer step, in the order of its moment."""
+    """Every collective of one optimizer step, in the order in which they are issued."""
 
     collectives: tuple[PlannedCollective, ...]
     num_micro_steps: int
@@ -134,14 +131,14 @@ class Plan:
         return sum(planned.sent_bytes for planned in self.collectives if axis in (None, planned.axis))
 
     def table(self) -> str:
-        """The collectives grouped by moment, axis, kind and dtype, as text."""
+        """The collectives grouped by phase, axis, kind and dtype, as text."""
         counts: Counter[tuple[str, str, str, str]] = Counter()
         sent: Counter[tuple[str, str, str, str]] = Counter()
         for planned in self.collectives:
             key = (planned.phase, planned.axis, planned.collective, str(planned.dtype).removeprefix("torch."))
             counts[key] += 1
             sent[key] += planned.sent_bytes
-        rows = [("moment", "axis", "collective", "dtype", "count", "sent MB")]
+        rows = [("phase", "axis", "collective", "dtype", "count", "sent MB")]
         rows += [(*key, str(count), f"{sent[key] / 1e6:.3f}") for key, count in counts.items()]
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         return "\n".join(
@@ -224,10 +221,10 @@ class _Planner:
             self._unshard(index, "forward")
         for index in shape.backward:
             self._unshard(index, "backward")
-        entered: Iterable[int] = (index for index in shape.forward if index in shape.backward)
+        forward_order: Iterable[int] = (index for index in shape.forward if index in shape.backward)
         if reduces_every_unit(self.scopes):
-            entered = range(len(self.units))
-        for index in reduction_order(entered):
+            forward_order = range(len(self.units))
+        for index in reduction_order(forward_order):
             for bucket in self._reduced(index):
                 messages = self._reduce_scatter("grad_reduce_scatter", bucket)
                 self._add(messages, self.units[index].plan.name, "backward")
@@ -279,10 +276,10 @@ class _Planner:
     def update(self, owned: tuple[OwnedPlan, ...]) -> None:
         span = self.scopes.span(1, self.scopes.optimizer)
         for bucket in owned:
-            rows, fulls = bucket.assignment.rows_numels(bucket.index), bucket.assignment.whole_numels(bucket.index)
-            for numels, num_bytes in ((rows, 2 * bucket.dtype.itemsize), (fulls, bucket.dtype.itemsize)):
-                full_bytes = sum(numels) * num_bytes  # values and gradients to the owners; new values back
-                sent_bytes = full_bytes - numels[bucket.index] * num_bytes
+            assignment, index, itemsize = bucket.assignment, bucket.index, bucket.dtype.itemsize
+            for numels, _ in (assignment.to_owners_numels(index), assignment.to_shards_numels(index)):
+                full_bytes = sum(numels) * itemsize
+                sent_bytes = full_bytes - numels[index] * itemsize
                 self.planned.append(
                     PlannedCollective(
                         collective=ALL_TO_ALL,
@@ -338,7 +335,7 @@ class TrafficRow:
     sent_bytes: int
 
 
-def compare(plan: Plan, issued: Counter[IssuedCollective]) -> tuple[TrafficRow, ...]:
+def compare(plan: Plan, issued: Counter[CollectiveTraffic]) -> tuple[TrafficRow, ...]:
     """The planned and the issued traffic of a step, by axis and collective.
 
     Args:

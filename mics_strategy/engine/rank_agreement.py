@@ -53,7 +53,7 @@ class UsedParamMap:
             offset = self._offsets[gradient] = len(local_counts)
             due = _DUE if gradient.state is AccumulatorState.PARTIAL else 0
             local_counts += [due] * len(gradient.bucket.sharded_params)
-            for position in gradient.flags.having(GradFlag.USED):
+            for position in gradient.flags.positions_with(GradFlag.USED):
                 local_counts[offset + position] += 1
         local_counts.append(groups.desync_digest)
         self._counts = counts
@@ -65,7 +65,7 @@ class UsedParamMap:
         if groups.world_group is not None and gradients:
             if difference is not None:
                 counts[-1:] += difference
-            self._work = groups.world_group.all_reduce(counts, "parameter usage")
+            self._work = groups.world_group.all_reduce(counts, "used parameters")
 
     def wait(self) -> None:
         """Wait for the all-reduce, whether its result was read or not."""
@@ -90,7 +90,7 @@ class UsedParamMap:
 
     def positions(self, gradient: GradBucket) -> list[int]:
         """Positions of the parameters of the bucket that any rank has used."""
-        if not gradient.flags.lacking(GradFlag.USED):
+        if not gradient.flags.positions_without(GradFlag.USED):
             return list(range(len(gradient.bucket.sharded_params)))
         return [position for position, count in enumerate(self._by_position(gradient)) if count % _DUE]
 

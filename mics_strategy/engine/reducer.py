@@ -233,7 +233,7 @@ class Reducer:
         self.launch(self._order.take_due())
         return bool(previous) and previous != self._expected
 
-    def collect(self, unit: Unit, gradient: GradBucket, position: int, parameter: torch.Tensor) -> bool:
+    def add_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: torch.Tensor) -> bool:
         """Take the gradient that autograd has accumulated on a parameter.
 
         Returns whether it was the unit's last one.
@@ -385,12 +385,12 @@ class Reducer:
         self.desync_check.record()
         self._second_hops.expose(usage)
 
-    def clear(self, gradient: GradBucket, position: int) -> None:
+    def zero_grad(self, gradient: GradBucket, position: int) -> None:
         """Drop one parameter's gradient, with its parts in flight."""
         if self._first_hops:
             self._second_hops.start(self._complete(down_to=0))
         self._second_hops.wait(gradient)
-        gradient.clear(position)
+        gradient.zero_grad(position)
 
     def discard(self) -> None:
         """Drop the gradients of an interrupted backward."""

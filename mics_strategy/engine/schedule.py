@@ -123,13 +123,13 @@ def reduces_every_unit(scopes: Scopes) -> bool:
     return scopes.params == 1 or scopes.grads == 1
 
 
-def reduction_order(entered: Iterable[T]) -> list[T]:
+def reduction_order(forward_order: Iterable[T]) -> list[T]:
     """The order of first hops: by the first forward of each unit, latest first.
 
     Args:
-        entered: Units in the order in which forwards entered them; a unit may occur several times.
+        forward_order: Units in the order in which forwards entered them; a unit may occur several times.
     """
-    return [*dict.fromkeys(entered)][::-1]
+    return [*dict.fromkeys(forward_order)][::-1]
 
 
 def second_hop_order(indices: Iterable[int]) -> list[int]:

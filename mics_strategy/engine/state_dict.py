@@ -226,9 +226,9 @@ def _piece(value: Any, parameter: object) -> Any:
     if not value.dim():
         return DTensor.from_local(value.clone(), parameter.device_mesh, parameter.placements, run_check=False)
     if is_quantized(value):
-        region = parameter.mics_slice
+        param_slice = parameter.mics_slice
         return parameter.like_self(
-            slice_quantized(value, region.dim, *region.shard_range(parameter.mics_index)).to(parameter.device)
+            slice_quantized(value, param_slice.dim, *param_slice.shard_range(parameter.mics_index)).to(parameter.device)
         )
     local = parameter.mics_slice.narrow(value, parameter.mics_index).to(parameter.device, copy=True)
     return parameter.like_self(local)

@@ -164,7 +164,7 @@ class Engine:
         """
         if not self._in_backward:
             self._on_backward_start()
-        if self.reducer.collect(unit, gradient, position, parameter):
+        if self.reducer.add_grad(unit, gradient, position, parameter):
             self.reducer.launch(self.reducer.take_ready(unit))
 
     def post_backward(self) -> None:

@@ -39,7 +39,7 @@ class OpChain:
         if work is None:
             return
         self._keepalive += work.keepalive
-        if work.is_queued:
+        if work.is_ordered:
             self._works.append(work)
         else:
             work.wait()

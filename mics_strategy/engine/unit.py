@@ -98,8 +98,8 @@ class Unit:
             for bucket in self.buckets:
                 bucket.unsharded.saved_versions.reshard()  # also if memory of its own gets other values
             if self.unshard_state is UnshardState.UNSHARDED:
-                self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
-            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "gather", self.name)
+                self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "reshard", self.name)
+            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "start_unshard", self.name)
             ops: list[Op] = []
             for bucket, flat, cast_shard in self._staging.acquire(resources, self.finish_unshard):
                 if bucket.versions.needs_sync(bucket.version):
@@ -132,7 +132,7 @@ class Unit:
             return
         with outside_transforms():
             self._pending_unshard.wait()
-            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "arrive", self.name)
+            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "finish_unshard", self.name)
             for bucket in self.buckets:
                 bucket.unsharded.saved_versions.unshard(bucket.versions.unsharded)
 
@@ -149,7 +149,7 @@ class Unit:
                 "`prefetch`."
             )
         if self.unshard_state is UnshardState.UNSHARDED:
-            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "evict", self.name)
+            self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "reshard", self.name)
         for bucket in self.buckets:
             bucket.unsharded.saved_versions.reshard()
 
@@ -180,12 +180,12 @@ class Unit:
             if self.phase is UnitPhase.IDLE:
                 self._register_sharded()
 
-    def enter_backward(self, entered: int) -> None:
+    def enter_backward(self, enter_clock: int) -> None:
         """Register the unsharded parameters for the backward of one forward.
 
-        The forward was entered at `entered`.
+        The forward was entered at `enter_clock`.
         """
-        self.backward_enter = entered
+        self.backward_enter = enter_clock
         self.phase = transition(PHASE_TRANSITIONS, self.phase, "enter_backward", self.name)
         self._register_unsharded()
 
@@ -242,7 +242,7 @@ class _StagingViews:
         self.needs_flat = any(bucket.needs_staging for bucket in buckets)
         self._buckets = buckets
         self._flats = CachedViews([(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in buckets])
-        self._casts = CachedViews([bucket.cast_size for bucket in buckets])
+        self._casts = CachedViews([bucket.cast_shard_spec for bucket in buckets])
 
     def acquire(
         self, resources: GatherResources, on_reuse: Callable[[], None]

@@ -95,11 +95,16 @@ def peer_read_gather(
     return lambda shard: peer_memory.all_gather(targets, shard, label)
 
 
+def can_reduce_in_place(spec: BucketSpec, wire_dtype: torch.dtype) -> bool:
+    """Whether gradients can be sent as autograd stores them: in the parameters' dtype."""
+    return spec.trainable and spec.param_dtype == wire_dtype
+
+
 def plan_in_place_reduce(
     comm: AnyCommunicator | None, spec: BucketSpec, wire_dtype: torch.dtype
 ) -> InPlaceGrads | None:
     """The in-place gradients of a bucket; None where they take the flat buffer."""
-    if comm is None or spec.param_dtype != wire_dtype:
+    if comm is None or not can_reduce_in_place(spec, wire_dtype):
         return None
     layout = spec.layout
     coalesced = coalesced_comm_for(comm, layout, wire_dtype.itemsize) if spec.coalesce_reduce_scatter else None

@@ -29,9 +29,9 @@ from mics_strategy.lightning.framework import (
     unwrap_module,
     unwrap_optimizer,
 )
+from mics_strategy.lightning.modules import UnitRule, move_unsharded, unit_rule_for
 from mics_strategy.lightning.process_group import ProcessGroupMixin, is_initialized
-from mics_strategy.lightning.signature import make_strategy_class
-from mics_strategy.lightning.units import UnitRule, move_unsharded, unit_rule_for
+from mics_strategy.lightning.registration import make_strategy_class
 
 _CLASS_NAMES = {"MiCSFabricStrategy": "lightning.fabric", "LightningFabricMiCSStrategy": "lightning_fabric"}
 

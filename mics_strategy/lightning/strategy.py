@@ -26,16 +26,18 @@ from mics_strategy.lightning.framework import (
     load_framework,
     throttle_sigterm_check,
 )
-from mics_strategy.lightning.module_patches import (
+from mics_strategy.lightning.modules import (
+    UnitRule,
     grad_codec_steps,
     log_dtensors,
+    move_unsharded,
     run_as_forward,
+    unit_rule_for,
     with_frozen_as_trainable,
     without_codec_schedule,
 )
 from mics_strategy.lightning.process_group import ProcessGroupMixin, full_weights_launcher, skip_group_teardown
-from mics_strategy.lightning.signature import make_strategy_class
-from mics_strategy.lightning.units import UnitRule, move_unsharded, unit_rule_for
+from mics_strategy.lightning.registration import make_strategy_class
 
 _HANDLE = "_mics_of_strategy"  # on the module, so that every strategy object finds the handle
 _CLASS_NAMES = {"MiCSStrategy": "lightning.pytorch", "PytorchLightningMiCSStrategy": "pytorch_lightning"}

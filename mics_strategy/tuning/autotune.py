@@ -1,30 +1,36 @@
-"""Autotuner of the size threshold of hierarchical collectives.
+"""Autotuner of the size threshold of hierarchical collectives, and its cache.
 
 Each size is timed several times with both algorithms in turn, flat and hierarchical, by the communicators that the
 model will use. Ranks synchronize before each run, and the time of the slowest rank counts.
+
+A result is a number in a small JSON file in the user's cache folder, named by a digest of all that it depends on, the
+links among it. Sums in one and in two stages round differently, so results are kept: the same job on the same nodes is
+then bitwise reproducible. A cache that cannot be used costs a measurement and a warning, never the job.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import logging
+import os
 import socket
 import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from mics_strategy.comm.communicator import Communicator, SizeDispatch
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.comm.transport import backend_of
 from mics_strategy.comm.workspace import Workspace
-from mics_strategy.tuning import cache
-from mics_strategy.tuning.cache import TuningKey
 from mics_strategy.tuning.threshold import (
     RUNS,
     SIZES_BYTES,
@@ -33,13 +39,19 @@ from mics_strategy.tuning.threshold import (
     is_next_affordable,
     threshold_bytes,
 )
+from mics_strategy.version import package_version
 
 if TYPE_CHECKING:
+    from mics_strategy.comm.communicator import Communicator, SizeDispatch
     from mics_strategy.comm.control import ControlGroup
     from mics_strategy.comm.resources import CommResources
     from mics_strategy.scopes import Scopes
     from mics_strategy.topology import Span
 
+_log = logging.getLogger(__name__)
+CACHE_DIR = "$XDG_CACHE_HOME (or ~/.cache)/mics_strategy/tuning"
+_FORMAT = 2  # raised when collectives change so much that earlier measurements are void
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_NET")
 _LABEL = "a benchmark"
 _DTYPE = torch.float32
 _TIMED_BACKENDS = ("gloo", "nccl")
@@ -97,12 +109,12 @@ def autotune(scopes: Scopes, resources: CommResources) -> list[TuningResult]:
         tuning_keys = {
             tunable: TuningKey.for_this_job(*tunable, hosts, scopes.ranks_per_node, key) for tunable in missing
         }
-        loaded = [cache.load(tuning_key) for tuning_key in tuning_keys.values()] if control.index == 0 else []
+        loaded = [load_cached(tuning_key) for tuning_key in tuning_keys.values()] if control.index == 0 else []
         cached = dict(zip(missing, control.broadcast_object(loaded, 0), strict=True))
         for tunable, role in missing.items():
             result = _tune(tunable, role, cached[tunable], resources=resources, control=control, scopes=scopes)
             if cached[tunable] is None and control.index == 0:
-                cache.store(tuning_keys[tunable], result.from_bytes, result.timings)
+                store_result(tuning_keys[tunable], result.from_bytes, result.timings)
             in_process[key, tunable] = result
         resources.traffic_log.drain()
     results = {tunable: in_process[key, tunable] for tunable in untuned}
@@ -135,8 +147,8 @@ def _tune(
         return TuningResult(collective=collective, span=span, from_bytes=cached_bytes)
     timings: tuple[SizeTiming, ...] = ()
     workspace = Workspace()
-    comm = resources.communicator(role, scopes.with_both_algorithms(), workspace)
-    if isinstance(comm, SizeDispatch):
+    comm = resources.size_dispatch(role, scopes.with_both_algorithms(), workspace)
+    if comm is not None:
         timings = benchmark(collective, comm, workspace, control, resources.device)
     return TuningResult(collective=collective, span=span, from_bytes=threshold_bytes(timings), timings=timings)
 
@@ -235,7 +247,7 @@ def report(results: Iterable[TuningResult]) -> str:
     ]
     pin = f"`hierarchical={max(thresholds) or True}`"
     lines.append(
-        f"The choice is cached in {cache.CACHE_DIR} for the next job on the same nodes. {pin} pins it, so that sums "
+        f"The choice is cached in {CACHE_DIR} for the next job on the same nodes. {pin} pins it, so that sums "
         "round equally in every job; True means always two stages, False never."
     )
     return "\n".join(lines)
@@ -250,3 +262,96 @@ def _table(timings: Sequence[SizeTiming]) -> list[str]:
         "hierarchical, ms": [f"{1e3 * timing.hierarchical_s:.2f}" for timing in timings],
     }
     return [f"{name:17}" + "".join(f"{cell:>10}" for cell in cells) for name, cells in rows.items()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningKey:
+    """All that a tuning result depends on.
+
+    Attributes:
+        hosts: Names of the nodes, in order.
+        ranks_per_node: Ranks of a node.
+        collective: Collective that was measured.
+        span: Sizes and strides of the axes that it spans.
+        backend_key: Backend and device.
+        interfaces: Environment variables that choose network interfaces.
+        version: Versions of torch, of this package, and of the cache format.
+    """
+
+    hosts: tuple[str, ...]
+    ranks_per_node: int
+    collective: str
+    span: str
+    backend_key: str
+    interfaces: str
+    version: str
+
+    @classmethod
+    def for_this_job(
+        cls, collective: str, span: Span, hosts: Sequence[str], ranks_per_node: int, backend_key: str
+    ) -> TuningKey:
+        """The key of one collective over one span in this process."""
+        return cls(
+            hosts=tuple(hosts),
+            ranks_per_node=ranks_per_node,
+            collective=collective,
+            span=" ".join(f"{axis.name}:{axis.size}x{axis.stride}" for axis in span.axes),
+            backend_key=backend_key,
+            interfaces=" ".join(f"{name}={os.environ[name]}" for name in _INTERFACES if name in os.environ),
+            version=f"torch {torch.__version__}, mics_strategy {package_version()}, format {_FORMAT}",
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The fields as stored in JSON."""
+        return {**dataclasses.asdict(self), "hosts": [*self.hosts]}
+
+    @property
+    def file_name(self) -> str:
+        """Name of the cache file: equal for equal keys only."""
+        text = json.dumps(self.describe(), sort_keys=True)
+        return f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.json"
+
+
+def cache_folder() -> Path:
+    """`CACHE_DIR`, for this user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mics_strategy" / "tuning"
+
+
+def load_cached(key: TuningKey) -> int | None:
+    """The cached result for a key; None where there is no usable one."""
+    try:
+        entry = json.loads((cache_folder() / key.file_name).read_text())
+        decision = entry["decision"]
+        if entry["links"] == key.describe() and type(decision) is int and decision >= 0:
+            return decision
+        reason = "its contents do not match its name"
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:  # RuntimeError: there is no home
+        reason = repr(error)
+    _log.warning("The cache of measurements for 'auto' cannot be read, so they are repeated: %s", reason)
+    return None
+
+
+def store_result(key: TuningKey, decision: int, timings: Sequence[Any]) -> None:
+    """Store a result and its measurements for later jobs, atomically."""
+    text = json.dumps(
+        {
+            "decision": decision,
+            "links": key.describe(),
+            "timings": [dataclasses.asdict(timing) for timing in timings],
+        },
+        indent=1,
+    )
+    try:
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{key.file_name}.{os.getpid()}.partial"
+        partial.write_text(text)
+        partial.replace(folder / key.file_name)
+    except (OSError, RuntimeError) as error:
+        _log.warning(
+            "The cache of measurements for 'auto' cannot be written, so the next job measures again and its sums may "
+            "round differently: %r. Pin the values that rank 0 prints, or set XDG_CACHE_HOME to a writable folder.",
+            error,
+        )

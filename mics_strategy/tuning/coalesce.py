@@ -25,11 +25,21 @@ from mics_strategy.comm.workspace import Workspace
 from mics_strategy.config import sum_dtype_of
 from mics_strategy.engine.bucket import param_comms
 from mics_strategy.engine.schedule import unshard_role
-from mics_strategy.engine.zero_copy import CoalescedGrads, coalesced_comm_for, coalesced_gather
+from mics_strategy.engine.zero_copy import (
+    CoalescedGrads,
+    can_reduce_in_place,
+    coalesced_comm_for,
+    coalesced_gather,
+)
 from mics_strategy.errors import ConfigError, LifecycleError
-from mics_strategy.tuning import cache
-from mics_strategy.tuning.autotune import backend_key, time_slowest_rank
-from mics_strategy.tuning.cache import TuningKey
+from mics_strategy.tuning.autotune import (
+    CACHE_DIR,
+    TuningKey,
+    backend_key,
+    load_cached,
+    store_result,
+    time_slowest_rank,
+)
 from mics_strategy.tuning.threshold import RUNS
 
 if TYPE_CHECKING:
@@ -136,7 +146,7 @@ def _candidates(spec: BucketSpec, config: ShardConfig, groups: ProcessGroups) ->
     candidates = []
     gather_comm, gather_role = _all_gather_candidate(spec, groups)
     wire_dtype = config.wire_dtype_of(spec.master_dtype)
-    grad_comm = groups.grad_comm if spec.trainable and spec.param_dtype == wire_dtype else None
+    grad_comm = groups.grad_comm if can_reduce_in_place(spec, wire_dtype) else None
     for comm, role, dtype in (
         (gather_comm, gather_role, spec.param_dtype),
         (grad_comm, REDUCE_SCATTER, wire_dtype),
@@ -171,7 +181,7 @@ def _benchmarked(candidates: dict[str, Candidate], groups: ProcessGroups, device
             text: TuningKey.for_this_job(text, spans[text], hosts, groups.scopes.ranks_per_node, key)
             for text in missing
         }
-        loaded = [cache.load(tuning_keys[text]) for text in missing] if groups.rank == 0 else []
+        loaded = [load_cached(tuning_keys[text]) for text in missing] if groups.rank == 0 else []
         cached = dict(zip(missing, groups.world_group.broadcast_object(loaded, 0), strict=True))
         measured = {
             text: benchmark(candidates[text], groups, groups.world_group, device)
@@ -181,7 +191,7 @@ def _benchmarked(candidates: dict[str, Candidate], groups: ProcessGroups, device
         groups.traffic_log.drain()
         if groups.rank == 0:
             for text, measurement in measured.items():
-                cache.store(tuning_keys[text], int(measurement.coalesces), [measurement])
+                store_result(tuning_keys[text], int(measurement.coalesces), [measurement])
             print(report({text: (candidates[text], measured.get(text), cached[text]) for text in missing}), flush=True)
         for text in missing:
             in_process[key, text, spans[text]] = measured[text].coalesces if text in measured else bool(cached[text])
@@ -208,8 +218,7 @@ def report(results: dict[str, tuple[Candidate, Measurement | None, int | None]])
             times = f"{1e3 * measurement.coalesced_s:.2f} ms in one launch, {1e3 * measurement.flat_s:.2f} ms flat"
             lines.append(f"  {collective} of {size}: {choice}, measured now ({times})")
     lines.append(
-        f"The choice is cached in {cache.CACHE_DIR} for the next job on the same nodes. `coalesce=True` or False "
-        "pins it."
+        f"The choice is cached in {CACHE_DIR} for the next job on the same nodes. `coalesce=True` or False pins it."
     )
     return "\n".join(lines)
 

@@ -92,7 +92,7 @@ def prose_paragraphs(text: str) -> list[str]:
 
     Doctests, tables, parameter lists, headings and code are dropped; markup of single words is removed.
     """
-    kept = []
+    paragraphs = []
     for block in re.split(r"\n\s*\n", text):
         lines = block.strip("\n").splitlines()
         if not lines or lines[0].strip().rstrip(":").lower() in _HEADINGS:
@@ -102,8 +102,8 @@ def prose_paragraphs(text: str) -> list[str]:
             continue
         paragraph = _MARKS.sub("", _ROLE.sub(r"\1", " ".join(" ".join(lines).split())))
         if _is_prose(paragraph):
-            kept.append(paragraph)
-    return kept
+            paragraphs.append(paragraph)
+    return paragraphs
 
 
 def _is_prose(paragraph: str) -> bool:

@@ -2,7 +2,7 @@
 
 A Feistel network scrambles the numbers 0 .. 4**k - 1 one to one whatever its round function; numbers beyond
 the size are sent through it again until they fall inside (cycle walking), which keeps the map one to one. So
-the sequence at any position is found in constant memory, on every rank alike, and training resumes anywhere.
+the sequence at any position is found in constant memory, on every rank, and training resumes anywhere.
 """
 
 from dataclasses import dataclass

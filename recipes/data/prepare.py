@@ -1,6 +1,6 @@
 """How does text become tokens on disk, once per machine and never half?
 
-Preparation needs no process group, so it can run long before ranks meet. Whoever comes first takes a lock,
+Preparation needs no process group, so it can run long before the ranks start. The first process takes a lock,
 writes into a folder beside the final one and renames it; the others wait for the lock and find the work done.
 The lock is the operating system's and dies with its holder.
 """
@@ -113,9 +113,9 @@ def _read_corpus(config: DataConfig) -> Corpus:
     return read_local_docs(config.packages)
 
 
-def _cache_folder(asked: str) -> Path:
-    if asked != "auto":
-        return Path(asked).expanduser()
+def _cache_folder(cache_dir: str) -> Path:
+    if cache_dir != "auto":
+        return Path(cache_dir).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mics_strategy" / "recipes"
 

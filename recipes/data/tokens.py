@@ -2,7 +2,7 @@
 
 Tokens lie packed in one array: documents end with an end-of-text token and are cut into sequences without
 padding. The order is a function of (seed, epoch, position), and a global batch is the next `global_size`
-positions, whoever reads them. So the batches do not depend on the number of ranks, and the only state is how
+positions, on any ranks. So the batches do not depend on the number of ranks, and the only state is how
 many sequences were read: a run may resume on another number of ranks and see exactly the data it would have
 seen.
 """

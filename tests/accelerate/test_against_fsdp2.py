@@ -28,18 +28,18 @@ def job(engine: str, **options: Any) -> tuple[Any, ...]:
 
 def epoch(acc: Any, model: Any, optimizer: Any, data: Any) -> list[float]:
     """Windows of two micro-steps and an odd one, clipped; losses and norms."""
-    told = []
+    numbers = []
     for (tokens,) in data:
         with acc.accumulate(model):
             loss = loss_of(model, tokens)
             acc.backward(loss)
             if acc.sync_gradients:
                 norm = acc.clip_grad_norm_(model.parameters(), 0.3)
-                told.append(full(norm).item())
+                numbers.append(full(norm).item())
             optimizer.step()
             optimizer.zero_grad()
-        told.append(loss.item())
-    return told
+        numbers.append(loss.item())
+    return numbers
 
 
 def end(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -49,18 +49,18 @@ def end(model: Any, optimizer: Any) -> dict[str, Any]:
 
 def trained(ctx: RankContext, engine: str) -> tuple[list[float], dict[str, Any], list[str]]:
     acc, model, optimizer, data = job(engine)
-    told = epoch(acc, model, optimizer, data)
+    numbers = epoch(acc, model, optimizer, data)
     state = acc.get_state_dict(model)
     assert all(type(value) is Tensor for value in state.values())
-    return told, end(model, optimizer), [*state]
+    return numbers, end(model, optimizer), [*state]
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "hsdp"])
 def test_training_and_what_a_script_gets_equal_fsdp2(ranks: RankPool, engine: str) -> None:
     expected = run(ranks, 4, trained, engine, ranks_per_node=2)
     found = run(ranks, 4, trained, "mics", ranks_per_node=2)
-    for (told, own, names), (other_told, other, other_names) in zip(found, expected, strict=True):
-        assert told == pytest.approx(other_told, rel=1e-5)
+    for (numbers, own, names), (other_numbers, other, other_names) in zip(found, expected, strict=True):
+        assert numbers == pytest.approx(other_numbers, rel=1e-5)
         assert_same(own["values"], other["values"])
         for state, other_state in zip(own["states"], other["states"], strict=True):
             assert_same(state, other_state)

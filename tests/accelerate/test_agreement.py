@@ -55,7 +55,7 @@ class FailsToSave:
 
 def mixed(ctx: RankContext, folder: str) -> tuple[str, str]:
     """A save among other things that stops in the middle; what saving and loading say."""
-    acc, told = accelerator(), []
+    acc, errors = accelerator(), []
     own = FailsToSave(fails=False)
     acc.prepare(transformer())
     acc.register_for_checkpointing(own)
@@ -64,8 +64,8 @@ def mixed(ctx: RankContext, folder: str) -> tuple[str, str]:
     for action in (acc.save_state, acc.load_state):
         with pytest.raises(CheckpointError) as error:
             action(folder)
-        told.append(str(error.value))
-    return told[0], told[1]
+        errors.append(str(error.value))
+    return errors[0], errors[1]
 
 
 def test_parts_of_different_saves_are_never_loaded_together(ranks: RankPool, tmp_path: Path) -> None:

@@ -180,19 +180,19 @@ def test_a_folder_with_other_things_is_saved_into_and_nothing_is_lost(ranks: Ran
 
 
 def hooks_called(ctx: RankContext, folder: str) -> list[str]:
-    job, told = Run("mics"), []
+    job, restored = Run("mics"), []
 
     def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
         assert models == [job.model]
         Path(output_dir, f"hook_{ctx.rank}.txt").write_text("saved")
 
     def load_hook(models: list[Any], input_dir: str) -> None:
-        told.append(Path(input_dir, f"hook_{ctx.rank}.txt").read_text())
+        restored.append(Path(input_dir, f"hook_{ctx.rank}.txt").read_text())
 
     job.acc.register_save_state_pre_hook(save)
     job.acc.register_load_state_pre_hook(load_hook)
     job.acc.load_state(job.acc.save_state(folder))
-    return told
+    return restored
 
 
 def test_hooks_write_into_the_checkpoint_and_read_from_it(ranks: RankPool, tmp_path: Path) -> None:
@@ -246,10 +246,10 @@ def one_rank_fails(ctx: RankContext, folder: str) -> tuple[str, int]:
     try:
         job.acc.save_state(folder)
     except (CheckpointError, OSError) as error:
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     job.acc._custom_objects[0] = Counter()
     job.acc.load_state(folder)
-    return told, job.acc.sharded_of(job.model).steps_done
+    return message, job.acc.sharded_of(job.model).steps_done
 
 
 def test_a_failure_on_one_rank_is_raised_on_all_and_the_older_checkpoint_stays(ranks: RankPool, tmp_path: Path) -> None:

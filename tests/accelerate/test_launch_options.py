@@ -287,9 +287,9 @@ def test_questions_are_asked_until_the_answer_fits(
     monkeypatch.setattr("builtins.input", lambda _: next(answers))
     file = tmp_path / "mics.yaml"
     assert main(["config", "--output", str(file)]) == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for message in typed.values():
-        assert message in told
+        assert message in printed
     assert load_config_from_file(str(file)).main_process_port == 29600
     assert "partition_size: node" in file.read_text()
 

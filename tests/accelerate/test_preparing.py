@@ -23,25 +23,25 @@ from tests.ranks import RankContext, RankPool, assert_refused, refusal
 
 def train(acc: Any, model: Any, optimizer: Any, data: DataLoader, clip: float | None = 0.3) -> list[float]:
     """One epoch; the losses and norms."""
-    told = []
+    numbers = []
     for (tokens,) in data:
         loss = loss_of(model, tokens)
         acc.backward(loss)
         if clip is not None:
-            told.append(acc.clip_grad_norm_(model.parameters(), clip).item())
+            numbers.append(acc.clip_grad_norm_(model.parameters(), clip).item())
         optimizer.step()
         optimizer.zero_grad()
-        told.append(loss.item())
-    return told
+        numbers.append(loss.item())
+    return numbers
 
 
 def equal_to_ddp(ranks: RankPool, fn: Callable[..., Any], *args: Any, tolerance: float = 1e-6) -> None:
     """Whether a job gives the same values and numbers with the preset "mics" on two nodes of two ranks."""
     plain = run(ranks, 4, fn, PLAIN, *args, ranks_per_node=2)
     sharded = run(ranks, 4, fn, "mics", *args, ranks_per_node=2)
-    for (found, own), (expected, numbers) in zip(sharded, plain, strict=True):
+    for (found, numbers), (expected, expected_numbers) in zip(sharded, plain, strict=True):
         assert_same(found, expected, tolerance)
-        assert own == pytest.approx(numbers, rel=max(1e-5, tolerance))
+        assert numbers == pytest.approx(expected_numbers, rel=max(1e-5, tolerance))
 
 
 def two_models(ctx: RankContext, config: str, clip: str, limit: float) -> tuple[dict[str, Tensor], list[float]]:
@@ -53,18 +53,18 @@ def two_models(ctx: RankContext, config: str, clip: str, limit: float) -> tuple[
         second.bias.zero_()
     optimizers = adamw(first), adamw(second)
     first, second, *optimizers = acc.prepare(first, second, *optimizers)
-    data, told = acc.prepare(loader()), []
+    data, numbers = acc.prepare(loader()), []
     for (tokens,) in data:
         logits = second(first(tokens))
         acc.backward(nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()))
         if clip == "together":
-            told.append(acc.clip_grad_norm_([*first.parameters(), *second.parameters()], limit).item())
+            numbers.append(acc.clip_grad_norm_([*first.parameters(), *second.parameters()], limit).item())
         else:
-            told += [acc.clip_grad_norm_(model.parameters(), limit).item() for model in (first, second)]
+            numbers += [acc.clip_grad_norm_(model.parameters(), limit).item() for model in (first, second)]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    return {**values(first), **values(second)}, told
+    return {**values(first), **values(second)}, numbers
 
 
 @pytest.mark.wide
@@ -94,9 +94,9 @@ def in_bfloat16(ctx: RankContext, config: str) -> tuple[dict[str, Tensor], list[
     acc = accelerator(config, accelerator_mixed_precision="bf16")
     model = transformer()
     model, optimizer, data = acc.prepare(model, adamw(model), loader())
-    told = train(acc, model, optimizer, data)
+    numbers = train(acc, model, optimizer, data)
     assert model(next(iter(data))[0]).dtype == torch.float32
-    return values(model), told
+    return values(model), numbers
 
 
 def test_mixed_precision_is_autocast_as_with_ddp(ranks: RankPool) -> None:
@@ -127,20 +127,20 @@ def scaled(ctx: RankContext, config: str) -> tuple[dict[str, Tensor], list[float
     acc.scaler, acc.native_amp = GradScaler("cpu", init_scale=2.0**10), True
     model = transformer()
     model, optimizer, data = acc.prepare(model, adamw(model), loader())
-    told = []
+    numbers = []
     for index, (tokens,) in enumerate(data):
         loss = loss_of(model, tokens)
         acc.backward(loss * float("inf") if index == 2 and ctx.rank == 1 else loss)
         optimizer.step()
         optimizer.zero_grad()
-        told += [float(optimizer.step_was_skipped), acc.scaler.get_scale()]
-    return values(model), told
+        numbers += [float(optimizer.step_was_skipped), acc.scaler.get_scale()]
+    return values(model), numbers
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool) -> None:
     equal_to_ddp(ranks, scaled)
-    told = run(ranks, 4, scaled, "mics", ranks_per_node=2)[3][1]
-    assert told[4:6] == [1.0, 2.0**9]
+    numbers = run(ranks, 4, scaled, "mics", ranks_per_node=2)[3][1]
+    assert numbers[4:6] == [1.0, 2.0**9]
 
 
 def recomputed(ctx: RankContext, config: str) -> tuple[dict[str, Tensor], list[float]]:
@@ -151,11 +151,11 @@ def recomputed(ctx: RankContext, config: str) -> tuple[dict[str, Tensor], list[f
     calls = []
     model.blocks[1].qkv.register_forward_hook(lambda *_: calls.append(1))
     model, optimizer, data = acc.prepare(model, adamw(model), loader(16))
-    told = train(acc, model, optimizer, data)
+    numbers = train(acc, model, optimizer, data)
     assert len(calls) == len(data) * (1 if config == PLAIN else 2)
     if config != PLAIN:
         assert all(row.planned_bytes == row.sent_bytes for row in acc.sharded_of(model).traffic())
-    return values(model), told
+    return values(model), numbers
 
 
 def test_activation_checkpointing_recomputes_units_and_sends_nothing_more(ranks: RankPool) -> None:
@@ -171,12 +171,12 @@ def compiled(ctx: RankContext, config: str, form: str) -> tuple[dict[str, Tensor
     if form == "by the script" and config != PLAIN:
         model = torch.compile(model, backend="aot_eager")
     model, optimizer, data = acc.prepare(model, optimizer, loader(16))
-    told = train(acc, model, optimizer, data)
+    numbers = train(acc, model, optimizer, data)
     if config != PLAIN:
         acc.load_state(acc.save_state(str(ctx.tmp_path / "state")))
     plain = acc.unwrap_model(model, keep_torch_compile=False)
     assert isinstance(plain, Transformer)
-    return values(plain), told
+    return values(plain), numbers
 
 
 @pytest.mark.wide(every=2)
@@ -190,12 +190,12 @@ def evaluated(ctx: RankContext, config: str) -> tuple[dict[str, Tensor], list[fl
     acc = accelerator(config)
     model, data = acc.prepare(transformer(), loader(21))
     model.eval()
-    told: list[float] = []
+    numbers: list[float] = []
     for (tokens,) in data:
         with torch.no_grad():
-            told += acc.gather_for_metrics(model(tokens).sum((1, 2))).tolist()
-    assert len(told) == 21
-    return values(model), told
+            numbers += acc.gather_for_metrics(model(tokens).sum((1, 2))).tolist()
+    assert len(numbers) == 21
+    return values(model), numbers
 
 
 def test_evaluation_needs_no_optimizer_and_counts_every_sample_once(ranks: RankPool) -> None:
@@ -208,15 +208,15 @@ def twice(ctx: RankContext, config: str) -> tuple[dict[str, Tensor], list[float]
     model = transformer()
     model, optimizer, data = acc.prepare(model, adamw(model), loader(16))
     model, optimizer = acc.prepare(model, optimizer)
-    told = train(acc, model, optimizer, data)
+    numbers = train(acc, model, optimizer, data)
     model, optimizer, data = acc.free_memory(model, optimizer, data)
     assert model is None
     gc.collect()
     assert config == PLAIN or not acc.handles
     model = transformer()
     model, optimizer, data = acc.prepare(model, adamw(model), loader(16))
-    assert train(acc, model, optimizer, data) == pytest.approx(told)
-    return values(model), told
+    assert train(acc, model, optimizer, data) == pytest.approx(numbers)
+    return values(model), numbers
 
 
 def test_preparing_again_changes_nothing_and_freed_memory_is_used_anew(ranks: RankPool) -> None:
@@ -253,15 +253,15 @@ def habits(ctx: RankContext, config: str) -> tuple[dict[str, Tensor], list[float
     acc.free_memory()
     model, optimizer, data, settings = acc.prepare(model, optimizer, loader(16), Settings())
     assert settings == Settings()
-    around, told = nn.Sequential(model), []
+    around, numbers = nn.Sequential(model), []
     for (tokens,) in data:
         with acc.accumulate(around):
             acc.backward(loss_of(around, tokens))
             if acc.sync_gradients:
-                told += [acc.clip_grad_norm_(listed, 0.3).item(), acc.clip_grad_norm_([], 0.3).item()]
+                numbers += [acc.clip_grad_norm_(listed, 0.3).item(), acc.clip_grad_norm_([], 0.3).item()]
             optimizer.step()
             optimizer.zero_grad()
-    return values(model), told
+    return values(model), numbers
 
 
 def test_habits_of_scripts_work_as_with_ddp(ranks: RankPool) -> None:

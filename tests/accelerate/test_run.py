@@ -79,9 +79,9 @@ def test_a_script_finds_what_it_finds_without_us(
 )
 def test_what_is_not_there_is_told(here: Path, capsys: pytest.CaptureFixture[str], what: list[str], match: str) -> None:
     assert main(what) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert re.search(match, told.err)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.search(match, printed.err)
 
 
 @pytest.mark.parametrize("other", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu import PARTS, Mark, main, overlap_rows, parser, table
 from benchmarks.gpu_codecs import Meter, moved_bytes, wrong_operations
-from benchmarks.gpu_training import BUILDERS, SIZES, Found, engine_rows
+from benchmarks.gpu_training import BUILDERS, SIZES, EngineResult, engine_rows
 from mics_strategy import Codec
 from tests.ranks import RankContext, RankPool
 
@@ -163,8 +163,8 @@ def test_times_on_the_device_say_what_was_hidden() -> None:
     }
 
 
-def found(step_s: float, loss: float) -> Found:
-    return Found(step_s=[step_s, step_s, 9.0], peak_bytes=[1000], losses=[[5.0, loss]])
+def found(step_s: float, loss: float) -> EngineResult:
+    return EngineResult(step_s=[step_s, step_s, 9.0], peak_bytes=[1000], losses=[[5.0, loss]])
 
 
 def test_ratios_are_those_of_the_faster_peers() -> None:
@@ -176,7 +176,7 @@ def test_ratios_are_those_of_the_faster_peers() -> None:
 
 @pytest.mark.parametrize("loss", [4.1, float("nan")])
 def test_other_losses_and_failures_are_wrong(loss: float) -> None:
-    engines = {"plain": found(1.0, 4.0), "fsdp2": Found(failure="out of memory"), "mics": found(1.0, loss)}
+    engines = {"plain": found(1.0, 4.0), "fsdp2": EngineResult(failure="out of memory"), "mics": found(1.0, loss)}
     plain, fsdp2, mics = engine_rows(engines, SIZES["tiny"], 0.02)
     assert (plain["problem"], fsdp2["problem"]) == ("", "out of memory")
     assert "where 4.0000 is expected" in mics["problem"]

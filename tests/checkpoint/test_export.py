@@ -25,15 +25,15 @@ def saved(ranks: RankPool, path: Path) -> dict[str, Tensor]:
 
 def test_one_file(ranks: RankPool, tmp_path: Path) -> None:
     expected = saved(ranks, tmp_path / "step-2")
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     [file] = export_safetensors(
-        tmp_path / "step-2", Export(folder=tmp_path / "hf"), lambda done, total: told.append((done, total))
+        tmp_path / "step-2", Export(folder=tmp_path / "hf"), lambda done, total: progress.append((done, total))
     )
     assert [entry.name for entry in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
     found = load_file(file)
     assert_identical(dict(sorted(found.items())), expected)
-    assert told[-1][0] == told[-1][1] == sum(value.numel() * value.itemsize for value in expected.values())
-    assert len(told) == len(expected)
+    assert progress[-1][0] == progress[-1][1] == sum(value.numel() * value.itemsize for value in expected.values())
+    assert len(progress) == len(expected)
 
 
 def test_several_files_and_another_dtype(ranks: RankPool, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Script:
         self.schedule: LRScheduler = OneCycleLR(self.optimizer, 0.02, STEPS)
         self.data = Positioned(ctx)
         self.indices = iter(self.data)
-        self.told: list[Any] = []
+        self.records: list[Any] = []
 
     def step(self) -> None:
         indices = next(self.indices)
@@ -82,7 +82,7 @@ class Script:
         reductions = [p for p in sharded.plan.collectives if "reduce" in p.collective]
         encoded = any(p.dtype is torch.uint8 for p in reductions)
         rates = self.schedule.get_last_lr()
-        self.told.append((indices, loss.item(), self.scaler.get_scale(), rates, sharded.steps_done, encoded))
+        self.records.append((indices, loss.item(), self.scaler.get_scale(), rates, sharded.steps_done, encoded))
 
     def extra(self) -> dict[str, Any]:
         parts = {"scaler": self.scaler.state_dict(), "schedule": self.schedule.state_dict()}
@@ -103,7 +103,7 @@ def run_through(ctx: RankContext, run: Run, folder: Path) -> tuple[dict[str, Ten
             training = script.training
             save_checkpoint(folder / "4", training.sharded, [script.optimizer], script.extra(), asynchronous=True)
     finish_saves(script.training.sharded)
-    return script.training.parameters(), script.told, torch.rand(()).item()
+    return script.training.parameters(), script.records, torch.rand(()).item()
 
 
 def run_on(ctx: RankContext, run: Run, folder: Path) -> tuple[dict[str, Tensor], list[Any], float]:
@@ -113,7 +113,7 @@ def run_on(ctx: RankContext, run: Run, folder: Path) -> tuple[dict[str, Tensor],
     script.restore(extra)
     for _ in range(STEPS - 4):
         script.step()
-    return script.training.parameters(), script.told, torch.rand(()).item()
+    return script.training.parameters(), script.records, torch.rand(()).item()
 
 
 CODECS: dict[str, Any] = {"int8": "int8", "stochastic": Codec(bits=8, rounding="stochastic")}
@@ -131,12 +131,12 @@ def test_a_script_goes_on_with_all_that_it_has(ranks: RankPool, tmp_path: Path, 
         assert_identical(found[0], expected[0])
         assert found[1] == expected[1][4:]
         assert found[2] == expected[2]
-    told = through[0][1]
-    *_, encoded = zip(*told, strict=True)
-    scales = [scale for _, _, scale, *_ in told]
+    records = through[0][1]
+    *_, encoded = zip(*records, strict=True)
+    scales = [scale for _, _, scale, *_ in records]
     assert len(set(scales)) > 2
     assert (encoded[4], encoded[-1]) == (True, False)  # it ends after the resume
-    assert len({loss for _, told, _ in through for _, loss, *_ in told}) > STEPS
+    assert len({loss for _, records, _ in through for _, loss, *_ in records}) > STEPS
 
 
 @pytest.mark.parametrize("other", ["zero3", "ddp", "paro-nig"])

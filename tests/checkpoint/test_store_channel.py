@@ -23,7 +23,7 @@ from tests.ranks import RankContext, RankPool
 
 @pytest.fixture
 def _impatient() -> Iterator[None]:
-    with mock.patch.multiple(shard_report, _PULSE_S=0.05, _SILENT_S=0.5):
+    with mock.patch.multiple(shard_report, _HEARTBEAT_S=0.05, _SILENT_S=0.5):
         yield
 
 
@@ -51,7 +51,7 @@ def late(ctx: RankContext, folder: Path) -> None:
         return write(*args)  # type: ignore[arg-type]
 
     with (
-        mock.patch.multiple(shard_report, _PULSE_S=0.05, _SILENT_S=0.5),
+        mock.patch.multiple(shard_report, _HEARTBEAT_S=0.05, _SILENT_S=0.5),
         mock.patch.object(FileSystemWriter, "write_data", slowly),
     ):
         save_checkpoint(folder / "one", training.sharded, [training.optimizer])
@@ -66,7 +66,7 @@ def _end(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _saving(rank: int, store_file: Path, folder: Path, told: Path) -> None:
+def _saving(rank: int, store_file: Path, folder: Path, errors_folder: Path) -> None:
     """A process of its own, which no launcher watches; rank 1 is killed while it writes."""
     store = dist.FileStore(str(store_file), 3)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
@@ -74,28 +74,28 @@ def _saving(rank: int, store_file: Path, folder: Path, told: Path) -> None:
     sharded = shard(model, "zero3")
     if rank == 1:
         mock.patch.object(FileSystemWriter, "write_data", _end).start()
-    with mock.patch.multiple(shard_report, _PULSE_S=0.1, _SILENT_S=1.0):
+    with mock.patch.multiple(shard_report, _HEARTBEAT_S=0.1, _SILENT_S=1.0):
         try:
             save_checkpoint(folder / "one", sharded)
         except CheckpointError as error:
-            (told / str(rank)).write_bytes(pickle.dumps(str(error)))
+            (errors_folder / str(rank)).write_bytes(pickle.dumps(str(error)))
     os._exit(0)
 
 
 def test_a_rank_that_dies_while_it_writes_is_named_on_all_others(tmp_path: Path) -> None:
-    folder, told = tmp_path / "saves", tmp_path / "told"
+    folder, errors_folder = tmp_path / "saves", tmp_path / "errors"
     folder.mkdir()
-    told.mkdir()
+    errors_folder.mkdir()
     children = []
     for rank in range(3):
         child = os.fork()
         if child == 0:
-            _saving(rank, tmp_path / "store", folder, told)
+            _saving(rank, tmp_path / "store", folder, errors_folder)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert codes == [0, -signal.SIGKILL, 0]
     for rank in (0, 2):
-        assert "Rank 1 has written no heartbeat" in pickle.loads((told / str(rank)).read_bytes())
+        assert "Rank 1 has written no heartbeat" in pickle.loads((errors_folder / str(rank)).read_bytes())
     assert not list(folder.iterdir())
 
 

@@ -227,10 +227,10 @@ def load_into_another(ctx: RankContext, folder: Path) -> list[Any]:
     forget_meshes()
     model = Noted()
     sharded = shard(model, ShardConfig.preset("zero3", param_dtype="bfloat16"))
-    loose = load_weights(folder / "head.pt", sharded, strict=False)
+    keys = load_weights(folder / "head.pt", sharded, strict=False)
     weight = whole(model.linear.weight)
     load_weights(folder / "two.pt", sharded, rename=lambda name: name.removeprefix("b.") if name[0] == "b" else None)
-    return [loose, weight, whole(model.linear.weight), model.note]
+    return [keys, weight, whole(model.linear.weight), model.note]
 
 
 def test_names_dtypes_and_extra_states(ranks: RankPool, tmp_path: Path) -> None:
@@ -238,8 +238,8 @@ def test_names_dtypes_and_extra_states(ranks: RankPool, tmp_path: Path) -> None:
     head = {"enc.linear.weight": one["linear.weight"].to(torch.bfloat16), "head.weight": torch.ones(1), "epoch": 3}
     torch.save(head, tmp_path / "head.pt")
     torch.save(with_prefix(one, "a.") | with_prefix(other, "b."), tmp_path / "two.pt")
-    for loose, weight, last, note in ranks(2, load_into_another, tmp_path):
-        assert loose == IncompatibleKeys(missing_keys=["_extra_state", "linear.bias"], unexpected_keys=["head.weight"])
+    for keys, weight, last, note in ranks(2, load_into_another, tmp_path):
+        assert keys == IncompatibleKeys(missing_keys=["_extra_state", "linear.bias"], unexpected_keys=["head.weight"])
         assert weight.dtype == torch.float32
         assert torch.equal(weight, head["enc.linear.weight"].float())
         assert torch.equal(last, other["linear.weight"])

@@ -1,4 +1,4 @@
-"""How does a test get collectives over all ranks of a job, in one stage or two, or directly?"""
+"""How does a test get collectives over all ranks of a job, in one stage or two, or all-to-all?"""
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ from mics_strategy.topology import Axis
 from mics_strategy.tuning.threshold import HierarchicalThreshold
 from tests.ranks import RankContext
 
-Stages = int | str  # 2, 1 (round a ring where links differ) or DIRECT
-DIRECT = "direct"
+Stages = int | str  # 2, 1 (round a ring where links differ) or ALL_TO_ALL
+ALL_TO_ALL = "all_to_all"
 NAN_BYTE = 255  # four of them are NaN in every floating dtype: what is read before it is written shows
 
 
 def scopes_of(ctx: RankContext, codec: Codec | None = None, links: str = "slow", stages: Stages = 2) -> Scopes:
-    """Everything sharded over all ranks, in as many stages as there are kinds of links, or in one, or directly."""
+    """Everything sharded over all ranks, in as many stages as there are kinds of links, or in one, or all-to-all."""
     sizes = {"intra_node": ctx.ranks_per_node, "inter_node": ctx.num_nodes}
     strides = {"intra_node": 1, "inter_node": ctx.ranks_per_node}
     return Scopes(
@@ -31,16 +31,16 @@ def scopes_of(ctx: RankContext, codec: Codec | None = None, links: str = "slow",
         secondary=ctx.world_size,
         axes=tuple(Axis(name=name, size=size, stride=strides[name]) for name, size in sizes.items() if size > 1),
         is_hierarchical=stages != 1,
-        two_stages=HierarchicalThreshold(from_bytes=1 << 60 if stages == DIRECT else 0),
+        two_stages=HierarchicalThreshold(from_bytes=1 << 60 if stages == ALL_TO_ALL else 0),
         codecs=Codecs(params=codec, first_hop=codec, is_on_all_links=links == "all"),
     )
 
 
 class Network:
-    """Two lanes over all ranks: collectives that gather parameters, and collectives that reduce gradients.
+    """Two queues over all ranks: collectives that gather parameters, and collectives that reduce gradients.
 
     Attributes:
-        one: The collective of the first lane; it can do all three kinds.
+        one: The collective of the first queue; it can do all three kinds.
         other: That of the second.
     """
 
@@ -51,11 +51,11 @@ class Network:
 
     @property
     def workspace(self) -> Workspace:
-        """Of the first lane."""
+        """Of the first queue."""
         return self.groups.workspaces["gather"]
 
     def lend(self, spare_bytes: int = 0) -> None:
-        """Give each lane the memory that was announced for it, and forget the announcements."""
+        """Give each queue the memory that was announced for it, and forget the announcements."""
         for workspace in self.groups.workspaces.values():
             num_bytes = max(0, workspace.needed_bytes + spare_bytes)
             workspace.bind(torch.full((num_bytes,), NAN_BYTE, dtype=torch.uint8))
@@ -65,16 +65,16 @@ class Network:
         """What the rank of that index brings."""
         return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * salt + index)).to(dtype)
 
-    def gather(self, numel: int, what: str = "block", salt: int = 0) -> bool:
-        """Gather `numel` numbers of each rank in the first lane; whether the result is right."""
+    def gather(self, numel: int, label: str = "block", salt: int = 0) -> bool:
+        """Gather `numel` numbers of each rank in the first queue; whether the result is right."""
         self.one.reserve_all_gather(numel, torch.float32)
         self.lend()
         out = torch.empty(self.one.size * numel)
-        self.one.all_gather(out, self.values(self.one.index, numel, salt=salt), what).wait()
+        self.one.all_gather(out, self.values(self.one.index, numel, salt=salt), label).wait()
         return torch.equal(out, torch.cat([self.values(i, numel, salt=salt) for i in range(self.one.size)]))
 
 
-def _only(found: AnyCommunicator | None) -> Communicator:
+def _only(comm: AnyCommunicator | None) -> Communicator:
     """The collective that is ever used."""
-    assert found is not None
-    return found.flat if isinstance(found, SizeDispatch) else found
+    assert comm is not None
+    return comm.flat if isinstance(comm, SizeDispatch) else comm

@@ -19,20 +19,19 @@ from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.tuning import autotune
-from mics_strategy.tuning import cache as decisions
 from mics_strategy.tuning.autotune import TuningResult, report
 from mics_strategy.tuning.threshold import SIZES_BYTES, SizeTiming, TunableCollective, threshold_bytes
 from tests.ranks import RankContext, RankPool, simulate
 
-LOG = "mics_strategy.tuning.cache"
+LOG = "mics_strategy.tuning.autotune"
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one rank saw of one groups."""
+    """Results of one rank for one model."""
 
-    findings: list[TuningResult]
-    decided: tuple[tuple[TunableCollective, int], ...]
+    results: list[TuningResult]
+    thresholds: tuple[tuple[TunableCollective, int], ...]
     measured: list[str]
     warnings: list[str]
 
@@ -94,24 +93,24 @@ def test_ranks_measure_agree_and_keep_what_they_found(ranks: RankPool, tmp_path:
     assert [by_model == found[0] for by_model in found] == [True] * 4
     first, second, third = found[0]
     assert first.measured == ["all_gather", "reduce_scatter"]
-    for finding in first.findings:
-        assert [timing.full_bytes for timing in finding.timings] == [*SIZES_BYTES[: len(finding.timings)]]
-        assert all(timing.flat_s > 0 < timing.hierarchical_s for timing in finding.timings)
-        assert finding.from_bytes == threshold_bytes(finding.timings)
+    for result in first.results:
+        assert [timing.full_bytes for timing in result.timings] == [*SIZES_BYTES[: len(result.timings)]]
+        assert all(timing.flat_s > 0 < timing.hierarchical_s for timing in result.timings)
+        assert result.from_bytes == threshold_bytes(result.timings)
     # A second model of the job has the same, and measures nothing; another one only what is new.
-    assert (second.measured, second.decided) == ([], first.decided)
-    assert not any(finding.was_measured for finding in second.findings)
+    assert (second.measured, second.thresholds) == ([], first.thresholds)
+    assert not any(result.was_measured for result in second.results)
     assert third.measured == ["all_reduce"]
     # Another job finds it on the disk.
     [[again]] = [found[:1] for found in calibrated(ranks, tmp_path, ["zero3"])[:1]]
-    assert (again.measured, again.decided, again.warnings) == ([], first.decided, [])
-    assert all(finding.was_measured and not finding.timings for finding in again.findings)
+    assert (again.measured, again.thresholds, again.warnings) == ([], first.thresholds, [])
+    assert all(result.was_measured and not result.timings for result in again.results)
 
 
 def test_a_damaged_cache_costs_a_measurement_and_a_line_of_rank_0(ranks: RankPool, tmp_path: Path) -> None:
     calibrated(ranks, tmp_path, ["ddp"])
-    [kept] = (tmp_path / "mics_strategy" / "decisions").iterdir()
-    kept.write_text("{")
+    [cache_file] = (tmp_path / "mics_strategy" / "tuning").iterdir()
+    cache_file.write_text("{")
     found = calibrated(ranks, tmp_path, ["ddp"])
     assert [[seen.measured for seen in by_model] for by_model in found] == [[["all_reduce"]]] * 4
     assert [len(seen.warnings) for [seen] in found] == [1, 0, 0, 0]
@@ -124,9 +123,9 @@ def test_all_ranks_take_what_rank_0_knows(ranks: RankPool, tmp_path: Path) -> No
 
 def _see_apart(ctx: RankContext, cache: Path) -> tuple[dict[str, int], list[str]]:
     """Only rank 0 finds something in its cache."""
-    with mock.patch.object(decisions, "load", return_value=12345 if ctx.rank == 0 else None):
+    with mock.patch.object(autotune, "load_cached", return_value=12345 if ctx.rank == 0 else None):
         [seen] = see(ctx, cache / str(ctx.rank), ["zero3"])
-    return {collective: from_bytes for (collective, _), from_bytes in seen.decided}, seen.measured
+    return {collective: from_bytes for (collective, _), from_bytes in seen.thresholds}, seen.measured
 
 
 @pytest.mark.parametrize(
@@ -174,7 +173,7 @@ def test_a_transport_that_moves_nothing_measures_nothing(ranks: RankPool) -> Non
 
 def _chosen(ctx: RankContext, from_bytes: int) -> list[tuple[str, bool]]:
     """Which of two transfers, of fewer bytes than `from_bytes` and of as many, goes in which way."""
-    with mock.patch.object(decisions, "load", return_value=from_bytes):
+    with mock.patch.object(autotune, "load_cached", return_value=from_bytes):
         _, groups = tuned_groups(scopes_of(ctx))
     both, found = groups.param_comm, []
     assert isinstance(both, SizeDispatch)

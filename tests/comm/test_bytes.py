@@ -1,4 +1,4 @@
-"""Are the bytes that leave a rank those of the ledger, and those of the formulas?"""
+"""Are the bytes that leave a rank those of the traffic log, and those of the formulas?"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.communicator import Communicator
 from mics_strategy.comm.route import SENT_BYTES, HopTraffic, TrafficLog
 from mics_strategy.comm.work import Work
-from tests.comm.networks import DIRECT, Network, Stages
+from tests.comm.networks import ALL_TO_ALL, Network, Stages
 from tests.engine.counting import CountC10d, Kind
 from tests.ranks import RankContext, RankPool
 
@@ -26,9 +26,9 @@ def kinds_of(messages: Iterable[HopTraffic]) -> Counter[Kind]:
     return kinds
 
 
-def written(ledger: TrafficLog) -> Counter[Kind]:
+def issued(traffic_log: TrafficLog) -> Counter[Kind]:
     kinds: Counter[Kind] = Counter()
-    for sent, times in ledger.drain().items():
+    for sent, times in traffic_log.drain().items():
         kinds[sent.dtype, sent.size] += times * sent.sent_bytes
     return kinds
 
@@ -63,7 +63,7 @@ def different(ctx: RankContext, codec: Codec | None, links: str, num_stages: Sta
                 handle, messages = started(one, kind, numel)
                 handle.wait()
             planned = kinds_of(messages)
-            if not counted.kinds == written(network.groups.traffic_log) == planned:
+            if not counted.kinds == issued(network.groups.traffic_log) == planned:
                 found.append(f"{kind} of {numel}: {counted.kinds} sent, {planned} planned")
     return found
 
@@ -72,7 +72,7 @@ def different(ctx: RankContext, codec: Codec | None, links: str, num_stages: Sta
 @pytest.mark.parametrize("codec", [None, INT8, INT4], ids=["plain", "int8", "int4"])
 @pytest.mark.parametrize(
     ("nodes", "per_node", "stages", "links"),
-    [(2, 2, 1, "slow"), (2, 2, DIRECT, "slow"), (4, 1, 1, "all"), (4, 2, 2, "slow"), (2, 4, 2, "all")],
+    [(2, 2, 1, "slow"), (2, 2, ALL_TO_ALL, "slow"), (4, 1, 1, "all"), (4, 2, 2, "slow"), (2, 4, 2, "all")],
 )
 def test_bytes_sent_are_those_written_and_those_planned(
     ranks: RankPool, nodes: int, per_node: int, stages: Stages, links: str, codec: Codec | None

@@ -9,7 +9,7 @@ from mics_strategy.comm import route as routes
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.route import Algorithm, Route
 from mics_strategy.errors import LifecycleError, ShapeError
-from tests.comm.networks import DIRECT, Network, Stages
+from tests.comm.networks import ALL_TO_ALL, Network, Stages
 from tests.comm.plain import Plain
 from tests.ranks import RankContext, RankPool, simulate
 
@@ -18,13 +18,13 @@ WIRES = (FP32, BF16, FP16)
 SMALL, EIGHT_PIECES = (1, 5, 8, 24), (150_000, 150_001)
 INT8, INT4 = Codec(bits=8, block_size=6), Codec(bits=4, block_size=64)
 
-WAYS: tuple[Stages, ...] = (1, 2, DIRECT)
+STAGES: tuple[Stages, ...] = (1, 2, ALL_TO_ALL)
 networks = pytest.mark.parametrize(
     ("nodes", "per_node", "stages"),
-    [(1, 4, 1), (4, 1, 1), *((2, 2, n) for n in WAYS), *((2, 4, n) for n in WAYS), (4, 2, 2), (4, 2, DIRECT)],
+    [(1, 4, 1), (4, 1, 1), *((2, 2, n) for n in STAGES), *((2, 4, n) for n in STAGES), (4, 2, 2), (4, 2, ALL_TO_ALL)],
     ids=lambda number: str(number),
 )
-stages = pytest.mark.parametrize("stages", [2, 1, DIRECT], ids=["two-stages", "one-stage", "direct"])
+stages = pytest.mark.parametrize("stages", [2, 1, ALL_TO_ALL], ids=["two-stages", "one-stage", "all-to-all"])
 codecs = pytest.mark.parametrize("codec", [None, INT8, INT4], ids=["plain", "int8", "int4"])
 links = pytest.mark.parametrize("links", ["slow", "all"])
 kinds = pytest.mark.parametrize("kind", ["gather", "reduce", "all_reduce"])
@@ -126,15 +126,15 @@ def test_encoded_results_are_those_of_the_plain_version(
 @pytest.mark.parametrize(
     ("nodes", "per_node", "stages", "codec"),
     [
-        *[(2, 4, 1, INT8), (2, 4, 2, INT8), (2, 4, 1, None), (2, 4, DIRECT, None)],
-        *[(4, 4, 2, INT4), (4, 4, 1, None), (4, 4, 2, None), (4, 4, DIRECT, None)],
+        *[(2, 4, 1, INT8), (2, 4, 2, INT8), (2, 4, 1, None), (2, 4, ALL_TO_ALL, None)],
+        *[(4, 4, 2, INT4), (4, 4, 1, None), (4, 4, 2, None), (4, 4, ALL_TO_ALL, None)],
     ],
     ids=str,
 )
 def test_torch_s_own_collectives_give_the_same_bits(
     nodes: int, per_node: int, stages: Stages, codec: Codec | None, kind: str
 ) -> None:
-    """On simulated ranks, where programs run at once and nothing is sent point to point."""
+    """On simulated ranks, where tasks run at once and nothing is sent point to point."""
 
     def job(ctx: RankContext) -> list[str]:
         network = Network(ctx, codec, "slow", stages)
@@ -173,23 +173,23 @@ def test_all_ranks_end_with_the_same_bits(ranks: RankPool, codec: Codec | None, 
 
 
 def asked_at_once(ctx: RankContext, order: list[int]) -> bool:
-    """Six collectives in each of two lanes, waited for in another order and twice."""
+    """Six collectives in each of two queues, waited for in another order and twice."""
     network = Network(ctx)
     one, other = network.one, network.other
-    for lane in (one, other):
-        lane.reserve_all_gather(8, FP32)
-        lane.reserve_reduce_scatter(4 * 8, FP32, FP32)
-        lane.reserve_all_reduce(8, BF16, FP32)
+    for comm in (one, other):
+        comm.reserve_all_gather(8, FP32)
+        comm.reserve_reduce_scatter(4 * 8, FP32, FP32)
+        comm.reserve_all_reduce(8, BF16, FP32)
     network.lend()
     handles, outs, expected = [], [], []
     for salt in range(2):
-        for place, lane in enumerate((one, other)):
-            plain, number = Plain.of(lane), 10 * salt + place
+        for place, comm in enumerate((one, other)):
+            plain, number = Plain.of(comm), 10 * salt + place
             given = [network.values(i, 32, salt=number) for i in range(4)]
-            gathered, total, for_all = torch.empty(128), torch.empty(8), given[lane.index].clone()
-            handles.append(lane.all_gather(gathered[:32], given[lane.index][:8], "gathered"))
-            handles.append(lane.reduce_scatter(total, given[lane.index], False, "reduced"))
-            handles.append(lane.all_reduce(for_all[:8], BF16, "summed"))
+            gathered, total, for_all = torch.empty(128), torch.empty(8), given[comm.index].clone()
+            handles.append(comm.all_gather(gathered[:32], given[comm.index][:8], "gathered"))
+            handles.append(comm.reduce_scatter(total, given[comm.index], False, "reduced"))
+            handles.append(comm.all_reduce(for_all[:8], BF16, "summed"))
             outs += [gathered[:32], total, for_all[:8]]
             expected += [plain.gather([each[:8] for each in given]), plain.reduce(given, FP32, None)]
             expected.append(plain.all_reduce([each[:8] for each in given], BF16))

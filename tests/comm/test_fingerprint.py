@@ -1,38 +1,38 @@
-"""Does one number per rank tell whether trails agree?"""
+"""Does one number per rank show whether fingerprints agree?"""
 
 import pytest
 
 from mics_strategy.comm.desync import CollectiveFingerprint, first_mismatch
 
 
-def _trails(*moved: str) -> list[dict[str, CollectiveFingerprint]]:
-    """One group; what each of its ranks has moved, a letter each."""
+def _fingerprints(*moved: str) -> list[dict[str, CollectiveFingerprint]]:
+    """Fingerprints of one group, by rank. A letter of `moved` is one collective of a rank."""
     ranks = tuple(range(4, 4 + len(moved)))
     by_rank: list[dict[str, CollectiveFingerprint]] = [{} for _ in range(4)]
     for index, letters in enumerate(moved):
-        trail = CollectiveFingerprint(ranks=ranks, index=index)
+        fingerprint = CollectiveFingerprint(ranks=ranks, index=index)
         for letter in letters:
-            trail.update(letter)
-        by_rank.append({"gathers": trail})
+            fingerprint.update(letter)
+        by_rank.append({"gathers": fingerprint})
     return by_rank
 
 
-def _balance(*moved: str) -> int:
-    return sum(trail.digest for of_rank in _trails(*moved) for trail in of_rank.values())
+def _digest_sum(*moved: str) -> int:
+    return sum(fingerprint.digest for fingerprints in _fingerprints(*moved) for fingerprint in fingerprints.values())
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize("moved", ["", "a", "abcab", "a" * 1000])
-def test_equal_trails_are_in_balance(size: int, moved: str) -> None:
-    assert _balance(*[moved] * size) == 0
+def test_digests_of_equal_fingerprints_add_up_to_zero(size: int, moved: str) -> None:
+    assert _digest_sum(*[moved] * size) == 0
 
 
 @pytest.mark.parametrize("moved", [("ab", "ba"), ("ab", "ab", "a"), ("", "a"), ("abc", "abd", "abd"), ("aab", "abb")])
-def test_different_trails_are_not(moved: tuple[str, ...]) -> None:
-    assert _balance(*moved) != 0
+def test_digests_of_different_fingerprints_do_not(moved: tuple[str, ...]) -> None:
+    assert _digest_sum(*moved) != 0
 
 
-def test_balances_of_a_thousand_ranks_fit_into_32_bits() -> None:
+def test_digests_of_a_thousand_ranks_fit_into_32_bits() -> None:
     largest = max(
         abs(CollectiveFingerprint(ranks=tuple(range(1024)), index=0, _hash=hash_).digest)
         for hash_ in range(0, 2**20, 997)
@@ -49,5 +49,5 @@ def test_balances_of_a_thousand_ranks_fit_into_32_bits() -> None:
         (("a" + "x" * 300, "b" + "x" * 300), "they diverged before the oldest recorded collective"),
     ],
 )
-def test_first_difference_is_named(moved: tuple[str, ...], words: str) -> None:
-    assert first_mismatch(_trails(*moved)) == words
+def test_first_mismatch_is_named(moved: tuple[str, ...], words: str) -> None:
+    assert first_mismatch(_fingerprints(*moved)) == words

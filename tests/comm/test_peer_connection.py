@@ -33,8 +33,8 @@ READ = readv.read_into
 
 
 @contextmanager
-def neighbours() -> Iterator[tuple[PeerConnection, PeerConnection]]:
-    """Two that know each other, in one process, which reads its own memory."""
+def connected_pair() -> Iterator[tuple[PeerConnection, PeerConnection]]:
+    """Two connections to each other, in one process, which reads its own memory."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pair = PeerConnection(one, 1), PeerConnection(other, 0)
     try:
@@ -47,48 +47,48 @@ def neighbours() -> Iterator[tuple[PeerConnection, PeerConnection]]:
 @pytest.mark.parametrize("numel", [1, 3, 1000, 3_000_000])
 def test_a_piece_is_read(numel: int) -> None:
     piece, out = torch.randn(numel), torch.full((numel,), torch.nan)
-    with neighbours() as (one, other):
-        reading, offer = other.post_recv(out, 2), one.post_send(piece, 2)
-        reading.wait()
-        offer.wait()
+    with connected_pair() as (one, other):
+        recv, send = other.post_recv(out, 2), one.post_send(piece, 2)
+        recv.wait()
+        send.wait()
     assert torch.equal(out, piece)
 
 
 def test_pieces_of_a_tag_come_in_the_order_of_sending_and_others_when_they_are_asked_for() -> None:
     outs = [torch.zeros(2) for _ in range(4)]
-    with neighbours() as (one, other):
-        offers = [one.post_send(torch.full((2,), float(number)), tag=number // 2) for number in range(4)]
+    with connected_pair() as (one, other):
+        sends = [one.post_send(torch.full((2,), float(number)), tag=number // 2) for number in range(4)]
         for place in (2, 0, 3, 1):
             other.post_recv(outs[place], tag=place // 2).wait()
-        for offer in reversed(offers):
-            offer.wait()
+        for send in reversed(sends):
+            send.wait()
     assert [out.tolist() for out in outs] == [[float(number)] * 2 for number in range(4)]
 
 
-def test_more_notes_than_a_socket_holds_may_be_under_way_both_ways() -> None:
-    count, given = 5000, torch.arange(5000.0)
+def test_more_descriptors_than_a_socket_holds_may_be_in_flight_both_ways() -> None:
+    count, values = 5000, torch.arange(5000.0)
     outs = [torch.zeros(count), torch.zeros(count)]
 
-    def exchange(own: PeerConnection, out: Tensor) -> None:
-        offers = [own.post_send(given[n : n + 1], 1) for n in range(count)]
+    def exchange(connection: PeerConnection, out: Tensor) -> None:
+        sends = [connection.post_send(values[n : n + 1], 1) for n in range(count)]
         for n in range(count):
-            own.post_recv(out[n : n + 1], 1).wait()
-        for offer in offers:
-            offer.wait()
+            connection.post_recv(out[n : n + 1], 1).wait()
+        for send in sends:
+            send.wait()
 
-    with neighbours() as pair:
+    with connected_pair() as pair:
         threads = [threading.Thread(target=exchange, args=each) for each in zip(pair, outs, strict=True)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(TIMEOUT_S)
-    assert all(torch.equal(out, given) for out in outs)
+    assert all(torch.equal(out, values) for out in outs)
 
 
 def test_a_piece_may_not_be_overwritten_before_it_was_read() -> None:
-    with neighbours() as (one, other):
-        offer, is_free = one.post_send(torch.ones(3), 1), threading.Event()
-        thread = threading.Thread(target=lambda: (offer.wait(), is_free.set()))
+    with connected_pair() as (one, other):
+        send, is_free = one.post_send(torch.ones(3), 1), threading.Event()
+        thread = threading.Thread(target=lambda: (send.wait(), is_free.set()))
         thread.start()
         assert not is_free.wait(0.1)
         other.post_recv(torch.zeros(3), 1).wait()
@@ -97,7 +97,7 @@ def test_a_piece_may_not_be_overwritten_before_it_was_read() -> None:
 
 
 def test_a_piece_of_another_size_is_found() -> None:
-    with neighbours() as (one, other):
+    with connected_pair() as (one, other):
         one.post_send(torch.zeros(5), 1)
         with pytest.raises(RuntimeError, match="rank 0 sends 20 bytes, but 16 are expected"):
             other.post_recv(torch.zeros(4), 1).wait()
@@ -109,13 +109,13 @@ def test_a_piece_of_another_size_is_found() -> None:
     ids=["cancelled-here", "cancelled-there", "closed-there"],
 )
 def test_who_waits_is_woken(ends: Callable[[PeerConnection], None], of_other: bool) -> None:
-    found: list[str] = []
-    with neighbours() as (one, other):
+    errors: list[str] = []
+    with connected_pair() as (one, other):
 
         def wait() -> None:
             with pytest.raises(RuntimeError) as failure:
                 one.post_recv(torch.zeros(1), 1).wait()
-            found.append(str(failure.value))
+            errors.append(str(failure.value))
 
         thread = threading.Thread(target=wait)
         thread.start()
@@ -123,19 +123,19 @@ def test_who_waits_is_woken(ends: Callable[[PeerConnection], None], of_other: bo
         thread.join(TIMEOUT_S)
         with pytest.raises(RuntimeError, match="no message can be sent to rank 1"):
             one.post_send(torch.zeros(1), 1)
-    assert found == ["rank 1 has closed the connection"]
+    assert errors == ["rank 1 has closed the connection"]
 
 
 @pytest.mark.parametrize("limits", [{}, {"IOV_MAX": 2}, {"_MAX_BYTES": 60}], ids=["one-call", "ranges", "bytes"])
-def test_a_piece_is_read_in_stretches_and_what_is_in_none_is_left_out(limits: dict[str, int]) -> None:
+def test_a_piece_is_scattered_and_its_padding_is_left_out(limits: dict[str, int]) -> None:
     piece, other_piece = torch.randn(100), torch.randn(100)
     starts, outs = (0, 40, 30, 90), [torch.full((numel,), torch.nan) for numel in (7, 50, 5, 1)]
-    stretches = ScatterTarget([(start, out.view(1, -1)) for start, out in zip(starts, outs, strict=True)], 100, FP32)
+    target = ScatterTarget([(start, out.view(1, -1)) for start, out in zip(starts, outs, strict=True)], 100, FP32)
     fillings = [
-        (piece, lambda: readv.read_into(stretches, os.getpid(), [piece.data_ptr()])),
-        (other_piece, lambda: readv.read_into(stretches, os.getpid(), [other_piece.data_ptr()])),
-        (piece, lambda: stretches.copy(piece)),
-        (other_piece, lambda: stretches.copy(other_piece)),
+        (piece, lambda: readv.read_into(target, os.getpid(), [piece.data_ptr()])),
+        (other_piece, lambda: readv.read_into(target, os.getpid(), [other_piece.data_ptr()])),
+        (piece, lambda: target.copy(piece)),
+        (other_piece, lambda: target.copy(other_piece)),
     ]
     with ExitStack() as patched:
         for name, limit in limits.items():
@@ -150,16 +150,16 @@ def test_a_piece_is_read_in_stretches_and_what_is_in_none_is_left_out(limits: di
 
 def test_a_piece_of_padding_goes_nowhere() -> None:
     nothing = ScatterTarget([], 8, FP32)
-    with neighbours() as (one, other):
-        offer = one.post_send(torch.zeros(8), 1)
+    with connected_pair() as (one, other):
+        send = one.post_send(torch.zeros(8), 1)
         nothing.copy(torch.zeros(8))
         other.post_recv(nothing, 1).wait()
-        offer.wait()
+        send.wait()
 
 
-def test_a_piece_that_is_read_in_stretches_has_the_size_of_all_of_it() -> None:
+def test_a_scattered_piece_has_the_size_of_all_of_it() -> None:
     out, piece = torch.zeros(2), torch.arange(5.0)
-    with neighbours() as (one, other):
+    with connected_pair() as (one, other):
         one.post_send(piece, 1)
         other.post_recv(ScatterTarget([(3, out)], 5, FP32), 1).wait()
         assert out.tolist() == [3.0, 4.0]
@@ -169,33 +169,33 @@ def test_a_piece_that_is_read_in_stretches_has_the_size_of_all_of_it() -> None:
 
 
 @pytest.mark.parametrize("limits", [{}, {"IOV_MAX": 2}, {"_MAX_BYTES": 60}], ids=["one-call", "ranges", "bytes"])
-def test_a_piece_that_is_spread_is_put_together(limits: dict[str, int]) -> None:
-    given = [torch.randn(numel) for numel in (7, 50, 5, 1)]
+def test_a_gathered_piece_is_put_together(limits: dict[str, int]) -> None:
+    sources = [torch.randn(numel) for numel in (7, 50, 5, 1)]
     piece = torch.full((100,), torch.nan)
-    parts = [piece[start : start + part.numel()] for start, part in zip((0, 40, 30, 90), given, strict=True)]
-    spread = SourceVec([part.data_ptr() for part in given], 400)
-    with neighbours() as (one, other), ExitStack() as patched:
+    parts = [piece[start : start + part.numel()] for start, part in zip((0, 40, 30, 90), sources, strict=True)]
+    source_vec = SourceVec([part.data_ptr() for part in sources], 400)
+    with connected_pair() as (one, other), ExitStack() as patched:
         for name, limit in limits.items():
             patched.enter_context(mock.patch.object(readv, name, limit))
-        offer = one.post_send(spread, 1)
+        send = one.post_send(source_vec, 1)
         other.post_recv(GatherTarget(parts, 100, FP32), 1).wait()
-        offer.wait()
-    assert all(torch.equal(part, source) for part, source in zip(parts, given, strict=True))
+        send.wait()
+    assert all(torch.equal(part, source) for part, source in zip(parts, sources, strict=True))
     assert piece.isnan().sum() == 100 - 63
 
 
-def test_a_piece_that_is_all_padding_is_offered_and_read() -> None:
-    with neighbours() as (one, other):
-        offers = [one.post_send(SourceVec([], 8), 1), one.post_send(torch.ones(2), 1)]
+def test_a_piece_that_is_all_padding_is_sent_and_read() -> None:
+    with connected_pair() as (one, other):
+        sends = [one.post_send(SourceVec([], 8), 1), one.post_send(torch.ones(2), 1)]
         other.post_recv(GatherTarget([], 2, FP32), 1).wait()
         other.post_recv(torch.zeros(2), 1).wait()
-        for offer in reversed(offers):
-            offer.wait()
+        for send in reversed(sends):
+            send.wait()
 
 
 def test_a_piece_that_is_spread_otherwise_than_expected_is_not_read() -> None:
     out = torch.zeros(4)
-    with neighbours() as (one, other):
+    with connected_pair() as (one, other):
         one.post_send(SourceVec([out.data_ptr()], 16), 1)
         with pytest.raises(RuntimeError, match="rank 0 sends 1 extents, but 2 are expected"):
             other.post_recv(GatherTarget([out[:2], out[2:]], 4, FP32), 1).wait()

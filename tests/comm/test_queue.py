@@ -1,4 +1,4 @@
-"""Do lanes run programs in order, say what failed, and end?"""
+"""Do communication threads run tasks in order, say what failed, and end?"""
 
 import gc
 import os
@@ -36,17 +36,17 @@ class NullWatchdog:
     def check(self, op: OpId) -> None:
         pass
 
-    def forget(self) -> None:
+    def withdraw_report(self) -> None:
         pass
 
 
 @contextmanager
 def opened(name: str = "test") -> Iterator[CommThread]:
-    lane = CommThread(name, NullWatchdog())
+    comm_thread = CommThread(name, NullWatchdog())
     try:
-        yield lane
+        yield comm_thread
     finally:
-        lane.close([])
+        comm_thread.close([])
     assert not threads_of(name)
 
 
@@ -54,8 +54,8 @@ def threads_of(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == f"mics {name}"]
 
 
-def run(thread: CommThread, program: CommTask) -> BackendWork:
-    return thread.submit("Program", "1 number", frozenset([0]), program)
+def run(thread: CommThread, task: CommTask) -> BackendWork:
+    return thread.submit("Task", "1 number", frozenset([0]), task)
 
 
 def submit(thread: CommThread | None, task: CommTask) -> Work:
@@ -68,53 +68,53 @@ def submit(thread: CommThread | None, task: CommTask) -> Work:
     return queue.submit(OpRequest("All-gather of block", "1 number", 0), task)
 
 
-def test_programs_run_one_after_the_other_in_the_order_of_asking() -> None:
+def test_tasks_run_one_after_the_other_in_the_order_of_submission() -> None:
     events: list[tuple[str, int]] = []
 
-    def program(number: int) -> None:
+    def task(number: int) -> None:
         events.append(("begin", number))
         time.sleep(0.001)
         events.append(("end", number))
 
-    with opened() as lane:
-        works = [run(lane, lambda number=number: program(number)) for number in range(20)]
+    with opened() as comm_thread:
+        works = [run(comm_thread, lambda number=number: task(number)) for number in range(20)]
         for work in reversed(works):
             work.wait()
     assert events == [(what, number) for number in range(20) for what in ("begin", "end")]
 
 
-def test_a_program_runs_while_nobody_waits_for_it() -> None:
+def test_a_task_runs_without_a_waiting_caller() -> None:
     ran = threading.Event()
-    with opened() as lane:
-        run(lane, ran.set)
+    with opened() as comm_thread:
+        run(comm_thread, ran.set)
         assert ran.wait(10.0)
 
 
-def test_work_is_completed_when_its_program_has_ended() -> None:
+def test_work_is_completed_when_its_task_has_ended() -> None:
     go_on = threading.Event()
-    with opened() as lane:
-        work = run(lane, go_on.wait)
+    with opened() as comm_thread:
+        work = run(comm_thread, go_on.wait)
         assert not work.is_completed()
         go_on.set()
         work.wait()
         assert work.is_completed()
 
 
-def test_a_program_that_fails_fails_all_after_it_and_none_before_it() -> None:
+def test_a_task_that_fails_fails_all_after_it_and_none_before_it() -> None:
     ran: list[str] = []
 
     def fail() -> None:
         raise ValueError("the second")
 
-    with opened() as lane:
-        first, second = run(lane, lambda: ran.append("first")), run(lane, fail)
-        later = [run(lane, lambda: ran.append("later")) for _ in range(3)]
+    with opened() as comm_thread:
+        first, second = run(comm_thread, lambda: ran.append("first")), run(comm_thread, fail)
+        later = [run(comm_thread, lambda: ran.append("later")) for _ in range(3)]
         first.wait()
         for work in (second, *later, second):
             with pytest.raises(ValueError, match="the second"):
                 work.wait()
         with pytest.raises(ValueError, match="the second"):
-            run(lane, lambda: ran.append("much later")).wait()
+            run(comm_thread, lambda: ran.append("much later")).wait()
     assert ran == ["first"]
 
 
@@ -131,8 +131,8 @@ def test_a_failure_reaches_all_who_wait() -> None:
         except ValueError as error:
             found.append(str(error))
 
-    with opened() as lane:
-        work = run(lane, fail)
+    with opened() as comm_thread:
+        work = run(comm_thread, fail)
         threads = [threading.Thread(target=wait_for, args=(work,)) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -142,71 +142,71 @@ def test_a_failure_reaches_all_who_wait() -> None:
     assert found == ["for all"] * 4
 
 
-@pytest.mark.parametrize("is_lane", [True, False], ids=["lane", "inline"])
+@pytest.mark.parametrize("is_thread", [True, False], ids=["comm_thread", "inline"])
 @pytest.mark.parametrize(
     ("error", "expected"),
     [(RuntimeError("connection lost"), CommunicationError), (LifecycleError("too early"), LifecycleError)],
     ids=["transport", "schedule"],
 )
 def test_errors_of_the_transport_become_errors_of_communication(
-    is_lane: bool, error: Exception, expected: type[Exception]
+    is_thread: bool, error: Exception, expected: type[Exception]
 ) -> None:
     def fail() -> None:
         raise error
 
-    with opened() as lane, pytest.raises(expected, match=str(error)):
-        submit(lane if is_lane else None, fail).wait()
+    with opened() as comm_thread, pytest.raises(expected, match=str(error)):
+        submit(comm_thread if is_thread else None, fail).wait()
 
 
-def test_nothing_of_a_program_is_for_autograd() -> None:
+def test_nothing_of_a_task_is_for_autograd() -> None:
     with torch.inference_mode():
         made_elsewhere = torch.zeros(2)
     found: list[bool] = []
 
-    def program() -> None:
+    def task() -> None:
         found.append(torch.is_inference_mode_enabled())
         found.append((torch.ones(2, requires_grad=True) * 2).requires_grad)
         made_elsewhere.add_(1)
 
-    with opened() as lane:
-        run(lane, program).wait()
+    with opened() as comm_thread:
+        run(comm_thread, task).wait()
     assert found == [True, False]
     assert made_elsewhere.tolist() == [1.0, 1.0]
     assert not torch.is_inference_mode_enabled()
 
 
-def test_a_lane_without_programs_has_no_thread_and_closes() -> None:
-    lane = CommThread("idle", NullWatchdog())
+def test_a_thread_without_tasks_has_no_thread_and_closes() -> None:
+    comm_thread = CommThread("idle", NullWatchdog())
     assert not threads_of("idle")
-    lane.close([])
+    comm_thread.close([])
 
 
 def test_closing_twice_and_asking_again_is_fine() -> None:
-    lane, ran = CommThread("again", NullWatchdog()), []
+    comm_thread, ran = CommThread("again", NullWatchdog()), []
     for number in range(2):
-        run(lane, lambda number=number: ran.append(number)).wait()
-        lane.close([])
-        lane.close([])
+        run(comm_thread, lambda number=number: ran.append(number)).wait()
+        comm_thread.close([])
+        comm_thread.close([])
         assert not threads_of("again")
     assert ran == [0, 1]
 
 
-def test_closing_lets_programs_end_that_can() -> None:
+def test_closing_lets_tasks_end_that_can() -> None:
     ran: list[int] = []
-    with opened() as lane:
+    with opened() as comm_thread:
         for number in range(3):
-            run(lane, lambda number=number: (time.sleep(0.05), ran.append(number)))
+            run(comm_thread, lambda number=number: (time.sleep(0.05), ran.append(number)))
     assert ran == [0, 1, 2]
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["after success", "after a failure"])
-def test_a_forgotten_lane_ends_its_thread(fails: bool) -> None:
-    def use_and_forget(lane: CommThread) -> None:
-        def program() -> None:
+def test_a_forgotten_queue_ends_its_thread(fails: bool) -> None:
+    def use_and_forget(comm_thread: CommThread) -> None:
+        def task() -> None:
             if fails:
-                raise ValueError(f"of {lane}")
+                raise ValueError(f"of {comm_thread}")
 
-        work = run(lane, program)
+        work = run(comm_thread, task)
         with pytest.raises(ValueError, match="CommThread") if fails else nullcontext():
             work.wait()
 
@@ -218,20 +218,20 @@ def test_a_forgotten_lane_ends_its_thread(fails: bool) -> None:
     assert not threads_of("forgotten")
 
 
-def test_tensors_of_a_program_are_freed_when_it_has_ended() -> None:
-    with opened() as lane:
+def test_tensors_of_a_task_are_freed_when_it_has_ended() -> None:
+    with opened() as comm_thread:
         tensor = torch.zeros(2)
         seen = weakref.ref(tensor)
-        work = run(lane, lambda tensor=tensor: tensor.add_(1))
+        work = run(comm_thread, lambda tensor=tensor: tensor.add_(1))
         work.wait()
         del tensor
-        run(lane, lambda: None).wait()
+        run(comm_thread, lambda: None).wait()
         gc.collect()
         assert seen() is None
 
 
-def close_what_never_ends(ctx: RankContext, lanes: int) -> tuple[bool, int]:
-    """Rank 0 asks for what the others never will, in each lane, and stops. Returns whether it failed well."""
+def close_what_never_ends(ctx: RankContext, num_queues: int) -> tuple[bool, int]:
+    """Rank 0 asks for what the others never will, in each queue, and stops. Returns whether it failed well."""
     network = Network(ctx)
     one, other = network.one, network.other
     for collective in (one, other):
@@ -240,7 +240,9 @@ def close_what_never_ends(ctx: RankContext, lanes: int) -> tuple[bool, int]:
     assert network.gather(8)
     if ctx.rank:
         return True, 0
-    handles = [lane.all_gather(torch.empty(8 * lane.size), torch.ones(8), "alone") for lane in (one, other)[:lanes]]
+    handles = [
+        comm.all_gather(torch.empty(8 * comm.size), torch.ones(8), "alone") for comm in (one, other)[:num_queues]
+    ]
     start_s = time.monotonic()
     network.groups.resources.stop()
     assert time.monotonic() - start_s < WITHIN_S
@@ -250,12 +252,12 @@ def close_what_never_ends(ctx: RankContext, lanes: int) -> tuple[bool, int]:
     return True, sum(thread.name.startswith("mics ") for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("num_queues", [1, 2])
 @pytest.mark.parametrize(("world", "per_node"), [(2, 2), (4, 2)])
-def test_closing_ends_programs_that_wait_for_what_never_comes(
-    ranks: RankPool, world: int, per_node: int, lanes: int
+def test_closing_ends_tasks_that_wait_for_what_never_comes(
+    ranks: RankPool, world: int, per_node: int, num_queues: int
 ) -> None:
-    assert ranks(world, close_what_never_ends, lanes, ranks_per_node=per_node) == [(True, 0)] * world
+    assert ranks(world, close_what_never_ends, num_queues, ranks_per_node=per_node) == [(True, 0)] * world
 
 
 def close_after_a_peer_has_died(ctx: RankContext) -> None:
@@ -281,7 +283,7 @@ def close_after_a_peer_has_died(ctx: RankContext) -> None:
         has_closed.touch()
 
 
-def test_closing_ends_a_program_although_another_peer_has_died(ranks: RankPool) -> None:
+def test_closing_ends_a_task_although_another_peer_has_died(ranks: RankPool) -> None:
     with pytest.raises(RankError) as failure:
         ranks(4, close_after_a_peer_has_died)
     assert list(failure.value.by_rank) == [1], failure.value
@@ -303,5 +305,5 @@ def fail_in_the_middle(ctx: RankContext) -> bool:
     return True
 
 
-def test_after_a_collective_that_fails_the_lane_gives_no_result(ranks: RankPool) -> None:
+def test_after_a_collective_that_fails_the_queue_gives_no_result(ranks: RankPool) -> None:
     assert ranks(4, fail_in_the_middle, ranks_per_node=2) == [True] * 4

@@ -36,12 +36,12 @@ def route(nodes: int, per_node: int = 1, codec: Codec | None = None, links: str 
     return Route(inter=Hop(axis="inter_node", size=nodes, codec=codec), intra=fast if per_node > 1 else None)
 
 
-def slow(what: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> HopTraffic:
-    return HopTraffic(what, "inter_node", ranks, dtype, full_bytes)
+def inter_hop(collective: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> HopTraffic:
+    return HopTraffic(collective, "inter_node", ranks, dtype, full_bytes)
 
 
-def fast(what: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> HopTraffic:
-    return HopTraffic(what, "intra_node", ranks, dtype, full_bytes)
+def intra_hop(collective: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> HopTraffic:
+    return HopTraffic(collective, "intra_node", ranks, dtype, full_bytes)
 
 
 @pytest.mark.parametrize("numel", NUMELS)
@@ -87,11 +87,11 @@ def test_pieces_of_what_is_encoded_hold_whole_blocks_and_equal_shares(numel: int
 @pytest.mark.parametrize(
     ("given", "messages"),
     [
-        (route(4), [slow(GATHER, 4, FP32, 256)]),
-        (route(4, codec=INT8), [slow(GATHER, 4, U8, 4 * 32)]),
-        (route(4, 2), [slow(GATHER, 4, FP32, 128), fast(GATHER, 2, FP32, 256)]),
-        (route(4, 2, INT8), [slow(GATHER, 4, U8, 4 * 16), fast(GATHER, 2, FP32, 256)]),
-        (route(4, 2, INT8, "all"), [slow(GATHER, 4, U8, 4 * 16), fast(GATHER, 2, U8, 8 * 16)]),
+        (route(4), [inter_hop(GATHER, 4, FP32, 256)]),
+        (route(4, codec=INT8), [inter_hop(GATHER, 4, U8, 4 * 32)]),
+        (route(4, 2), [inter_hop(GATHER, 4, FP32, 128), intra_hop(GATHER, 2, FP32, 256)]),
+        (route(4, 2, INT8), [inter_hop(GATHER, 4, U8, 4 * 16), intra_hop(GATHER, 2, FP32, 256)]),
+        (route(4, 2, INT8, "all"), [inter_hop(GATHER, 4, U8, 4 * 16), intra_hop(GATHER, 2, U8, 8 * 16)]),
     ],
 )
 def test_a_gather_of_64_numbers(given: Route, messages: list[HopTraffic]) -> None:
@@ -101,11 +101,11 @@ def test_a_gather_of_64_numbers(given: Route, messages: list[HopTraffic]) -> Non
 @pytest.mark.parametrize(
     ("given", "messages"),
     [
-        (route(4), [slow(REDUCE, 4, BF16, 128)]),
-        (route(4, codec=INT8), [slow(REDUCE, 4, U8, 4 * 32)]),
-        (route(4, 2), [fast(REDUCE, 2, BF16, 128), slow(REDUCE, 4, BF16, 64)]),
-        (route(4, 2, INT8), [fast(REDUCE, 2, BF16, 128), slow(REDUCE, 4, U8, 4 * 16)]),
-        (route(4, 2, INT8, "all"), [fast(REDUCE, 2, U8, 2 * (32 + 16)), slow(REDUCE, 4, U8, 4 * 16)]),
+        (route(4), [inter_hop(REDUCE, 4, BF16, 128)]),
+        (route(4, codec=INT8), [inter_hop(REDUCE, 4, U8, 4 * 32)]),
+        (route(4, 2), [intra_hop(REDUCE, 2, BF16, 128), inter_hop(REDUCE, 4, BF16, 64)]),
+        (route(4, 2, INT8), [intra_hop(REDUCE, 2, BF16, 128), inter_hop(REDUCE, 4, U8, 4 * 16)]),
+        (route(4, 2, INT8, "all"), [intra_hop(REDUCE, 2, U8, 2 * (32 + 16)), inter_hop(REDUCE, 4, U8, 4 * 16)]),
     ],
 )
 def test_a_reduction_of_64_numbers(given: Route, messages: list[HopTraffic]) -> None:
@@ -115,23 +115,23 @@ def test_a_reduction_of_64_numbers(given: Route, messages: list[HopTraffic]) -> 
 @pytest.mark.parametrize(
     ("given", "wire", "messages"),
     [
-        (route(4), FP32, [slow(ALL_REDUCE, 4, FP32, 4 * 61)]),
-        (route(4), BF16, [slow(ALL_REDUCE, 4, BF16, 2 * 64)]),
-        (route(4, codec=INT8), FP32, [slow(ALL_REDUCE, 4, U8, 4 * 32)]),
+        (route(4), FP32, [inter_hop(ALL_REDUCE, 4, FP32, 4 * 61)]),
+        (route(4), BF16, [inter_hop(ALL_REDUCE, 4, BF16, 2 * 64)]),
+        (route(4, codec=INT8), FP32, [inter_hop(ALL_REDUCE, 4, U8, 4 * 32)]),
         (
             route(4, 2),
             BF16,
-            [fast(REDUCE, 2, BF16, 128), slow(ALL_REDUCE, 4, BF16, 64), fast(GATHER, 2, BF16, 128)],
+            [intra_hop(REDUCE, 2, BF16, 128), inter_hop(ALL_REDUCE, 4, BF16, 64), intra_hop(GATHER, 2, BF16, 128)],
         ),
         (
             route(4, 2, INT8),
             FP32,
-            [fast(REDUCE, 2, FP32, 512), slow(ALL_REDUCE, 4, U8, 4 * 32), fast(GATHER, 2, FP32, 512)],
+            [intra_hop(REDUCE, 2, FP32, 512), inter_hop(ALL_REDUCE, 4, U8, 4 * 32), intra_hop(GATHER, 2, FP32, 512)],
         ),
         (
             route(4, 2, INT8, "all"),
             FP32,
-            [fast(REDUCE, 2, U8, 2 * 80), slow(ALL_REDUCE, 4, U8, 4 * 32), fast(GATHER, 2, FP32, 512)],
+            [intra_hop(REDUCE, 2, U8, 2 * 80), inter_hop(ALL_REDUCE, 4, U8, 4 * 32), intra_hop(GATHER, 2, FP32, 512)],
         ),
     ],
 )
@@ -160,7 +160,7 @@ def test_only_one_plain_stage_is_left_to_the_transport() -> None:
 def test_a_direct_all_reduce_is_made_of_equal_shares() -> None:
     direct = Route(inter=Hop(axis="inter_node", size=4, algorithm=Algorithm.ALL_TO_ALL))
     assert not is_plain_all_reduce(direct, FP32, FP32)
-    assert all_reduce_traffic(direct, 61, FP32, FP32) == [slow(ALL_REDUCE, 4, FP32, 4 * 64)]
+    assert all_reduce_traffic(direct, 61, FP32, FP32) == [inter_hop(ALL_REDUCE, 4, FP32, 4 * 64)]
 
 
 def test_a_route_is_chosen_by_the_bytes_of_the_whole_tensor() -> None:

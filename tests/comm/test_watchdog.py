@@ -22,7 +22,7 @@ from mics_strategy.comm.work import Work
 from mics_strategy.errors import CommunicationError, LifecycleError
 from mics_strategy.scopes import Scopes
 from mics_strategy.topology import Axis
-from tests.comm.networks import DIRECT, Network, Stages
+from tests.comm.networks import ALL_TO_ALL, Network, Stages
 from tests.ranks import RankContext, RankError, RankPool, raises_on_every_rank
 
 pytestmark = pytest.mark.wide
@@ -150,7 +150,7 @@ def test_ranks_that_are_asked_for_different_sizes_say_so(
 
 
 def be_slow(ctx: RankContext) -> bool:
-    """Each rank in turn lets the others wait, in both lanes, once before it asks and once between two transfers."""
+    """Each rank in turn lets the others wait, in both queues, once before it asks and once between two transfers."""
     network = ready(ctx)
     with impatient(0.05):
         for slow in range(ctx.world_size):
@@ -236,7 +236,7 @@ def dying(after: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("codec", [None, INT8], ids=["plain", "int8"])
-@pytest.mark.parametrize("stages", [1, 2, DIRECT], ids=["one-stage", "two-stages", "direct"])
+@pytest.mark.parametrize("stages", [1, 2, ALL_TO_ALL], ids=["one-stage", "two-stages", "all-to-all"])
 @pytest.mark.parametrize(
     ("kind", "name"), [("gather", "All-gather"), ("reduce", "Reduce-scatter"), ("all_reduce", "All-reduce")]
 )

@@ -9,41 +9,41 @@ class Chain:
     """What a side stream did between two waits for another one.
 
     Attributes:
-        purposes: Of its collectives, in order.
+        roles: Roles of its collectives, in order.
         collectives: Calls of c10d.
         kernels: Other launches, copies included.
     """
 
-    purposes: list[str] = field(default_factory=list)
+    roles: list[str] = field(default_factory=list)
     collectives: int = 0
     kernels: int = 0
 
     @property
     def name(self) -> str:
-        return "+".join(self.purposes)
+        return "+".join(self.roles)
 
 
 def chains(log: Iterable[tuple[str, int, str]]) -> list[Chain]:
     """All chains with a collective, in the order in which they began."""
-    found: list[Chain] = []
+    all_chains: list[Chain] = []
     running: dict[int, Chain] = {}
-    for what, stream, name in log:
-        if what == "wait":
+    for kind, stream, name in log:
+        if kind == "wait":
             running[stream] = Chain()
-            found.append(running[stream])
+            all_chains.append(running[stream])
         elif stream in running:
             chain = running[stream]
-            if what == "kernel":
+            if kind == "kernel":
                 chain.kernels += 1
             else:
                 chain.collectives += 1
-                purpose = name.split(".")[1] if name.startswith("mics.") else name
-                chain.purposes += [purpose] if purpose not in chain.purposes else []
-    return [chain for chain in found if chain.collectives]
+                role = name.split(".")[1] if name.startswith("mics.") else name
+                chain.roles += [role] if role not in chain.roles else []
+    return [chain for chain in all_chains if chain.collectives]
 
 
 def table(log: Iterable[tuple[str, int, str]]) -> dict[str, tuple[int, int, int]]:
-    """By purpose: chains, and the collectives and kernels of the one that has the most."""
+    """By roles: chains, and the collectives and kernels of the one that has the most."""
     rows: dict[str, tuple[int, int, int]] = {}
     for chain in chains(log):
         count, collectives, kernels = rows.get(chain.name, (0, 0, 0))
@@ -53,5 +53,5 @@ def table(log: Iterable[tuple[str, int, str]]) -> dict[str, tuple[int, int, int]
 
 def totals(log: Iterable[tuple[str, int, str]]) -> tuple[int, int]:
     """Collectives and kernels of all streams together."""
-    names = [what for what, _, _ in log]
+    names = [kind for kind, _, _ in log]
     return names.count("collective"), names.count("kernel")

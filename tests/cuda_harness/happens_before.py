@@ -22,7 +22,7 @@ class Access:
     stream: int
     tick: int
     is_write: bool
-    what: str
+    label: str
 
 
 @dataclass(slots=True, eq=False)
@@ -38,12 +38,12 @@ class Orders:
     """The clocks of all streams, and what they say of accesses.
 
     Attributes:
-        found: Races, and frees of memory in use, in words.
+        violations: Races, and frees of memory in use, in words.
     """
 
     names: list[str] = field(default_factory=lambda: ["host"])
     clocks: list[Clock] = field(default_factory=lambda: [{}])
-    found: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
     _freed: dict[int, list[Access]] = field(default_factory=dict)  # uses of what was freed, by its owner
 
     def stream(self, name: str) -> int:
@@ -62,37 +62,37 @@ class Orders:
         """Order what `stream` does next behind an event; of the host, block until it."""
         _join(self.clocks[stream], event)
 
-    def launch(self, stream: int, uses: Iterable[tuple[Memory, Range, bool]], what: str) -> int:
+    def launch(self, stream: int, uses: Iterable[tuple[Memory, Range, bool]], label: str) -> int:
         """An operation that reads and writes. Returns its tick.
 
         Args:
             stream: On which it runs.
             uses: Memory, bytes, and whether they are written.
-            what: For a report.
+            label: Label in a report.
         """
         clock = self.clocks[stream]
         _join(clock, self.clocks[HOST])
         tick = clock[stream] = clock.get(stream, 0) + 1
         for memory, range_, is_write in uses:
-            self._use(memory, Access(range_, stream, tick, is_write, what))
+            self._use(memory, Access(range_, stream, tick, is_write, label))
         return tick
 
     def _use(self, memory: Memory, now: Access) -> None:
-        clock, kept = self.clocks[now.stream], []
+        clock, still_relevant = self.clocks[now.stream], []
         start, end = now.range
         for past in memory.accesses:
             first, last = past.range
             if past.tick == now.tick and past.stream == now.stream:  # of the same operation
-                kept.append(past)
+                still_relevant.append(past)
                 continue
             is_before = clock.get(past.stream, 0) >= past.tick
             if not is_before and first < end and start < last and (past.is_write or now.is_write):
                 self._report("race", past, now)
             is_covered = is_before and start <= first and last <= end
             if not (is_covered and (now.is_write or (past.stream == now.stream and not past.is_write))):
-                kept.append(past)
-        kept.append(now)
-        memory.accesses = kept
+                still_relevant.append(past)
+        still_relevant.append(now)
+        memory.accesses = still_relevant
 
     def allocate(self, owner: int) -> Memory:
         """Memory for `owner`, which may be any that was freed and is its own, as torch's allocator gives it."""
@@ -109,10 +109,10 @@ class Orders:
         memory.accesses = []
 
     def _report(self, kind: str, past: Access, now: Access) -> None:
-        uses = [f"{'write' if a.is_write else 'read'} by {a.what} on {self.names[a.stream]}" for a in (past, now)]
+        uses = [f"{'write' if a.is_write else 'read'} by {a.label} on {self.names[a.stream]}" for a in (past, now)]
         line = f"{kind}: nothing orders the {uses[0]} before the {uses[1]}"
-        if line not in self.found:
-            self.found.append(line)
+        if line not in self.violations:
+            self.violations.append(line)
 
 
 def _join(clock: Clock, other: Clock) -> None:

@@ -17,29 +17,29 @@ class Launch:
 
     Attributes:
         node: The same on all ranks that take part.
-        what: Operator and size, the same on all ranks that take part.
+        label: Operator and size, the same on all ranks that take part.
         behind: Collectives that must have ended on this rank before this one starts.
     """
 
     node: Node
-    what: str
+    label: str
     behind: tuple[Node, ...]
 
 
 def find_mismatch(by_rank: Sequence[Sequence[Launch]]) -> str:
     """What ranks of one communicator launched differently, in words; empty where nothing is."""
-    known: dict[Node, tuple[int, str]] = {}
+    first_launches: dict[Node, tuple[int, str]] = {}
     counts: dict[Group, dict[int, int]] = {}
     for rank, launches in enumerate(by_rank):
         for launch in launches:
-            other, what = known.setdefault(launch.node, (rank, launch.what))
-            if what != launch.what:
-                return f"{_words(launch.node)}: rank {other} launched `{what}`, rank {rank} `{launch.what}`"
-            of_rank = counts.setdefault(launch.node[0], {})
-            of_rank[rank] = of_rank.get(rank, 0) + 1
-    for group, of_rank in counts.items():
-        if len({of_rank.get(rank, 0) for rank in group[1]}) > 1:
-            return f"{group[0]} of ranks {list(group[1])}: launches by rank {of_rank}"
+            other, label = first_launches.setdefault(launch.node, (rank, launch.label))
+            if label != launch.label:
+                return f"{_words(launch.node)}: rank {other} launched `{label}`, rank {rank} `{launch.label}`"
+            counts_by_rank = counts.setdefault(launch.node[0], {})
+            counts_by_rank[rank] = counts_by_rank.get(rank, 0) + 1
+    for group, counts_by_rank in counts.items():
+        if len({counts_by_rank.get(rank, 0) for rank in group[1]}) > 1:
+            return f"{group[0]} of ranks {list(group[1])}: launches by rank {counts_by_rank}"
     return ""
 
 
@@ -55,7 +55,7 @@ def find_circle(by_rank: Sequence[Sequence[Launch]], *, blocking: bool = False) 
     for launches in by_rank:
         before: Node | None = None
         for launch in launches:
-            names[launch.node] = launch.what
+            names[launch.node] = launch.label
             for node in (*launch.behind, *([before] if blocking and before is not None else [])):
                 following.setdefault(node, set()).add(launch.node)
             before = launch.node

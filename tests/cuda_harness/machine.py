@@ -38,7 +38,7 @@ from tests.cuda_harness.operators import (
     signature_of,
     tensors_in,
 )
-from tests.cuda_harness.streams import Here, Stream, as_thread, current_stream, here, place
+from tests.cuda_harness.streams import Here, Stream, as_thread, current_stream, here, source_line
 from tests.cuda_harness.works import Works, group_of, is_async, work_of, written_and_read
 
 _COPIES = frozenset(("copy_", "_to_copy", "clone", "_foreach_copy_"))
@@ -89,7 +89,7 @@ class Machine:
     @property
     def races(self) -> list[str]:
         """What no stream, event or reference orders, in words."""
-        return self.orders.found
+        return self.orders.violations
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -111,15 +111,15 @@ class Machine:
 
     # -- the host --------------------------------------------------------------------------------------------
 
-    def note_wait(self, what: str) -> None:
+    def note_wait(self, reason: str) -> None:
         """The host waits here for what the device has to do."""
-        line = f"{what} at {place()}"
+        line = f"{reason} at {source_line()}"
         if self._is_in_step and line not in self.waits:
             self.waits.append(line)
 
-    def wait_on_host(self, stream: int, what: str) -> None:
+    def wait_on_host(self, stream: int, reason: str) -> None:
         """The host blocks until a stream has done everything."""
-        self.note_wait(what)
+        self.note_wait(reason)
         self.orders.wait(HOST, self.orders.record(stream))
 
     def synchronize(self) -> None:
@@ -147,7 +147,7 @@ class Machine:
             return result
         uses = [*self._uses(inputs), *self._uses([(tensor, True) for tensor in made])]
         if not on_device and not (made and kind == DEVICE):
-            self.orders.launch(HOST, uses, f"{name} at {place()}" if uses else name)
+            self.orders.launch(HOST, uses, f"{name} at {source_line()}" if uses else name)
             return result
         flags = dict(zip(signature_of(operator).names, args, strict=False)) | kwargs
         is_non_blocking = here().is_non_blocking or bool(flags.get("non_blocking"))
@@ -186,10 +186,10 @@ class Machine:
     @staticmethod
     def _uses(tensors: Iterable[tuple[torch.Tensor, bool]]) -> Iterator[tuple[Memory, Range, bool]]:
         for tensor, is_written in tensors:
-            found = allocation_of(tensor)
-            if found is not None:
+            allocation = allocation_of(tensor)
+            if allocation is not None:
                 for range_ in ranges_of(tensor):
-                    yield found.memory, range_, is_written
+                    yield allocation.memory, range_, is_written
 
     def _kernel(
         self,
@@ -202,7 +202,7 @@ class Machine:
         """Something runs on the current stream; its result, where it has one, is memory of `kind`."""
         of_host = [t for t, _ in inputs if kind_of(t) != DEVICE]
         if name not in _COPIES and any(t.dim() for t in of_host):
-            raise RuntimeError(f"Expected all tensors of {name} to be on the same device, at {place()}")
+            raise RuntimeError(f"Expected all tensors of {name} to be on the same device, at {source_line()}")
         stream = self._launch_kernel(name, uses)
         if name in WAITS_FOR_VALUES or (name.startswith(("index", "_index")) and _has_mask(inputs)):
             self.wait_on_host(stream, f"`{name}` of values on the device")
@@ -212,7 +212,7 @@ class Machine:
     def _launch_kernel(self, name: str, uses: Iterable[tuple[Memory, Range, bool]]) -> int:
         stream = current_stream(self.device).number
         self.log.append(("kernel", stream, name))
-        self.orders.launch(stream, uses, f"{name} at {place()}")
+        self.orders.launch(stream, uses, f"{name} at {source_line()}")
         return stream
 
     def kernel(self, name: str, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
@@ -250,7 +250,7 @@ class Machine:
         reads, writes = (list(self._uses((t, side is outs) for t in side)) for side in (ins, outs))
         if name in GATHERS:  # in place: NCCL leaves alone what each rank already has where it belongs
             writes = [(memory, rest, True) for memory, range_, _ in writes for rest in _without(memory, range_, reads)]
-        tick = self.orders.launch(stream, [*reads, *writes], f"{name} of {group.group_desc} at {place()}")
+        tick = self.orders.launch(stream, [*reads, *writes], f"{name} of {group.group_desc} at {source_line()}")
         number = self._counts[key] = self._counts.get(key, 0) + 1
         node = ((f"{group.group_desc} ({key})", tuple(dist.get_process_group_ranks(group))), number)
         self._launched.setdefault(stream, []).append((tick, node))

@@ -141,7 +141,7 @@ def _tensor() -> dict[str, Callable[..., Any]]:
     to, numpy, tolist, deepcopy = torch.Tensor.to, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__deepcopy__
 
     def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        target, args, kwargs = _asked(args, kwargs)
+        target, args, kwargs = _device_argument(args, kwargs)
         if target is None or real_device.__get__(tensor).type != "cpu":
             return to(tensor, *args, **(kwargs if target is None else {**kwargs, "device": target}))
         if target.type not in ("cuda", "cpu"):
@@ -171,7 +171,7 @@ def _tensor() -> dict[str, Callable[..., Any]]:
     }
 
 
-def _asked(args: tuple, kwargs: dict[str, Any]) -> tuple[torch.device | None, tuple, dict[str, Any]]:
+def _device_argument(args: tuple, kwargs: dict[str, Any]) -> tuple[torch.device | None, tuple, dict[str, Any]]:
     """The device that the arguments of `to` name, and the arguments without it."""
     if args and isinstance(args[0], torch.Tensor):
         return args[0].device, (args[0].dtype, *args[1:]), kwargs
@@ -248,8 +248,8 @@ def equal_replicas() -> Iterator[None]:
     original = ReplicaCheck.difference
 
     def difference(check: ReplicaCheck) -> torch.Tensor | None:
-        found = original(check)
-        return None if found is None else found.zero_()
+        digest = original(check)
+        return None if digest is None else digest.zero_()
 
     with mock.patch.object(ReplicaCheck, "difference", difference):
         yield
@@ -287,7 +287,7 @@ def _backward(original: Callable[..., None]) -> Callable[..., None]:
 
 def _backend(original: Callable[..., str]) -> Callable[..., str]:
     def get_backend(*args: Any, **kwargs: Any) -> str:
-        found = original(*args, **kwargs)
-        return "nccl" if here().machine is not None and found == "threaded" else found
+        backend = original(*args, **kwargs)
+        return "nccl" if here().machine is not None and backend == "threaded" else backend
 
     return get_backend

@@ -131,14 +131,14 @@ def run(config: ShardConfig, loop: Loop, *, recomputes: str = "") -> Machine:
 # -- loops --------------------------------------------------------------------------------------------------
 
 
-def told(training: Training) -> None:
-    """Three steps of two micro-steps, and the engine knows which is the last."""
+def declared(training: Training) -> None:
+    """Three steps of two micro-steps, the last of which is declared to the engine."""
     for _ in range(3):
         training.step()
 
 
-def untold(training: Training) -> None:
-    """Nobody says which micro-step is the last."""
+def undeclared(training: Training) -> None:
+    """The last micro-step is not declared."""
     for _ in range(3):
         with training.machine.step():
             for _ in range(training.micro_steps):
@@ -232,4 +232,14 @@ def two_forwards(training: Training) -> None:
             training.update()
 
 
-LOOPS: tuple[Loop, ...] = (told, untold, evaluating, raising, two_optimizers, reading, unused, left_out, two_forwards)
+LOOPS: tuple[Loop, ...] = (
+    declared,
+    undeclared,
+    evaluating,
+    raising,
+    two_optimizers,
+    reading,
+    unused,
+    left_out,
+    two_forwards,
+)

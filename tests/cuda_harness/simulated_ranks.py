@@ -76,12 +76,12 @@ def _noting(original: Callable[..., Any], how: tuple[str, int, int], moves_data:
     name, written, read = how
 
     def method(group: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        outs, ins = tensors_in(given[written]), tensors_in(given[read])
+        arguments = [*args, *kwargs.values()]
+        outs, ins = tensors_in(arguments[written]), tensors_in(arguments[read])
         machine = here().machine
         if machine is None or not any(kind_of(tensor) == DEVICE for tensor in (*outs, *ins)):
             return original(group, *args, **kwargs)
-        options = given[-1]
+        options = arguments[-1]
         if moves_data or group.group_desc.startswith(_DECIDED_BY):
             with alone():  # one rank's thread copies for all
                 work = original(group, *args, **kwargs)

@@ -28,7 +28,7 @@ class Stream:
         self.machine = machine()
         self.device_index = index_of(device)
         self.priority = priority
-        self.number = self.machine.orders.stream(f"the stream made at {place()}")
+        self.number = self.machine.orders.stream(f"the stream made at {source_line()}")
 
     @property
     def device(self) -> torch.device:
@@ -121,10 +121,10 @@ def alone() -> Iterator[None]:
 
 def machine() -> "Machine":
     """Of this thread."""
-    found = here().machine
-    if found is None:
+    current = here().machine
+    if current is None:
         raise RuntimeError("no pretended GPU in this thread")
-    return found
+    return current
 
 
 def index_of(device: Any = None) -> int:
@@ -141,15 +141,15 @@ def current_stream(device: Any = None) -> Stream:
     return here().streams.get(index) or machine().default_stream(index)
 
 
-def place() -> str:
+def source_line() -> str:
     """The line that is being run: of the package where one is on the stack, else of a test."""
     frame, fallback = sys._getframe(1), "?"
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_OURS) and name not in _HARNESS:
-            found = f"{name[len(str(ROOT)) + 1 :]}:{frame.f_lineno}"
+            line = f"{name[len(str(ROOT)) + 1 :]}:{frame.f_lineno}"
             if name.startswith(_OURS[0]):
-                return found
-            fallback = found if fallback == "?" else fallback
+                return line
+            fallback = line if fallback == "?" else fallback
         frame = frame.f_back  # type: ignore[assignment]
     return fallback

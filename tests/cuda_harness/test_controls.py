@@ -8,7 +8,7 @@ import pytest
 
 from mics_strategy.comm.work import Work
 from mics_strategy.engine.streams import OpChain
-from tests.cuda_harness.runs import config_of, one_of_many, run, start, told
+from tests.cuda_harness.runs import config_of, declared, one_of_many, run, start
 from tests.cuda_harness.streams import Stream
 from tests.cuda_harness.works import Works
 
@@ -27,17 +27,17 @@ TAKEN_AWAY: dict[str, tuple[object, str, Callable[..., Any], dict[str, Any]]] = 
 def test_without_it_something_is_found(what: str, preset: str) -> None:
     owner, name, instead, options = TAKEN_AWAY[what]
     with mock.patch.object(owner, name, instead):
-        found = run(config_of(preset, **options), told).races
+        found = run(config_of(preset, **options), declared).races
     assert any(line.startswith("freed while in use" if name == "keep_alive" else "race") for line in found)
 
 
 def test_it_was_there() -> None:
     for preset in ("mics", "zero3"):
         for options in ({}, COALESCED):
-            assert run(config_of(preset, **options), told).races == []
+            assert run(config_of(preset, **options), declared).races == []
 
 
 def test_a_model_on_another_device_than_the_current_one_is_waited_for() -> None:
     with one_of_many(index=1) as machine:
-        told(start(machine, config_of("mics")))
+        declared(start(machine, config_of("mics")))
     assert machine.races == []

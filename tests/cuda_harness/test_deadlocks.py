@@ -1,6 +1,6 @@
 """Do the collectives of all ranks wait for one another in a circle, on a GPU, where launches do not block?
 
-On gloo the two hops of gradients have lanes of their own; on a GPU they have streams, of which each waits.
+On gloo the two hops of gradients have threads of their own; on a GPU they have streams, of which each waits.
 """
 
 from itertools import product
@@ -33,10 +33,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def _job(ctx: RankContext, machine: Machine, preset: str, options: dict[str, Any]) -> None:
     training = start(machine, config_of(preset, ranks_per_node=PER_NODE, **options), rank=ctx.rank)
-    what = "left_out" if training.sharded.scopes.params == 1 else "unused"  # whole parameters: layers need not even run
+    # With whole parameters, layers need not even run.
+    option = "left_out" if training.sharded.scopes.params == 1 else "unused"
     training.micro_steps = 1
     for by_rank in STEPS:
-        training.options = {what: by_rank.get(ctx.rank, ())}
+        training.options = {option: by_rank.get(ctx.rank, ())}
         training.step()
 
 
@@ -63,10 +64,10 @@ def test_ranks_that_use_different_layers_do_not_wait_in_a_circle(preset: str, op
 def _two_hops(ctx: RankContext, machine: Machine, shares: bool) -> None:
     """Sums in a node and sums across nodes; ranks 0 and 3 start the second hop earlier than ranks 1 and 2."""
     groups = [(ranks, dist.new_group(ranks)) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    node, across = (group for ranks, group in groups if ctx.rank in ranks)
+    intra_node, inter_node = (group for ranks, group in groups if ctx.rank in ranks)
     first = torch.cuda.Stream()
     second = first if shares else torch.cuda.Stream()
-    hops = [(first, node, 2), (second, across, 2), (first, node, 1)]
+    hops = [(first, intra_node, 2), (second, inter_node, 2), (first, intra_node, 1)]
     for stream, group, numel in hops if ctx.rank in (0, 3) else [hops[0], hops[2], hops[1]]:
         with torch.cuda.stream(stream):
             dist.all_reduce(torch.ones(numel, device=machine.device), group=group, async_op=True).wait()

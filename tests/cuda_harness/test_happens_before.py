@@ -27,7 +27,7 @@ class Two:
 
     @property
     def is_racy(self) -> bool:
-        return bool(self.orders.found)
+        return bool(self.orders.violations)
 
 
 @pytest.mark.parametrize(("first", "second"), [("write", "read"), ("read", "write"), ("write", "write")])
@@ -130,4 +130,6 @@ def test_a_report_names_both_sides() -> None:
     two = Two()
     two.write(two.first)
     two.read(two.second)
-    assert two.orders.found == ["race: nothing orders the write by write on first before the read by read on second"]
+    assert two.orders.violations == [
+        "race: nothing orders the write by write on first before the read by read on second"
+    ]

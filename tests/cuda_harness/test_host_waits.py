@@ -9,8 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda_harness.runs import PRESETS, Loop, Training, config_of, left_out, one_of_many, reading, run, start, told
-from tests.cuda_harness.runs import untold as told_nothing
+from tests.cuda_harness.runs import (
+    PRESETS,
+    Loop,
+    Training,
+    config_of,
+    declared,
+    left_out,
+    one_of_many,
+    reading,
+    run,
+    start,
+    undeclared,
+)
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "no_overlap": {"overlap": "none"},
@@ -32,17 +43,17 @@ def _waits(preset: str, loop: Loop, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_host_waits_for_nothing_in_a_step(preset: str) -> None:
-    assert _waits(preset, told) == []
+    assert _waits(preset, declared) == []
 
 
 @pytest.mark.parametrize("preset", ["mics", "ddp"])
 def test_the_host_waits_for_nothing_where_the_last_micro_step_is_not_known(preset: str) -> None:
-    assert _waits(preset, told_nothing) == []
+    assert _waits(preset, undeclared) == []
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_host_waits_for_nothing_with_other_options(option: str) -> None:
-    assert _waits("mics", told, **OPTIONS[option]) == []
+    assert _waits("mics", declared, **OPTIONS[option]) == []
 
 
 @pytest.mark.wide(every=3)
@@ -53,7 +64,7 @@ def test_the_host_waits_for_the_counts_of_users_and_nothing_else(preset: str, lo
 
 
 def test_with_a_second_hop_in_every_backward_the_host_waits_for_the_one_before() -> None:
-    found = _waits("mics", told, second_hop="micro_step")
+    found = _waits("mics", declared, second_hop="micro_step")
     assert len(found) == 1
     assert found[0].startswith(f"synchronisation of an event of the same step at {COUNTS}")
 

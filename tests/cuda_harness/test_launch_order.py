@@ -13,12 +13,12 @@ class Rank:
         self._last: dict[str, Node] = {}
         self._counts: dict[Group, int] = {}
 
-    def launch(self, stream: str, group: Group, what: str) -> None:
+    def launch(self, stream: str, group: Group, label: str) -> None:
         self._counts[group] = self._counts.get(group, 0) + 1
         node = group, self._counts[group]
         behind = (self._last[stream],) if stream in self._last else ()
         self._last[stream] = node
-        self.launches.append(Launch(node, what, behind))
+        self.launches.append(Launch(node, label, behind))
 
 
 def job(second_stream: str) -> list[list[Launch]]:

@@ -21,7 +21,7 @@ PER_NODE = 4
 WIDE = 512  # a layer of 4 MB, of which shards go in pieces
 Rows = dict[str, tuple[int, int, int]]
 
-# Preset, nodes of 4 ranks, codec of gradients: by purpose the chains of a step of one micro-step over 5 units, and of
+# Preset, nodes of 4 ranks, codec of gradients: by roles the chains of a step of one micro-step over 5 units, and of
 # one chain the calls of collectives and the kernels.
 LAUNCHES: dict[tuple[str, int, str], Rows] = {
     ("ddp", 2, "none"): {"second_hop_all_reduce": (5, 4, 8)},

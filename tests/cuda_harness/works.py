@@ -23,15 +23,15 @@ class Works:
 
     def __init__(self, wait: Callable[[Any], None]) -> None:
         self._wait = wait
-        self._known: dict[int, tuple[Any, Any, list[torch.Tensor]]] = {}
+        self._works: dict[int, tuple[Any, Any, list[torch.Tensor]]] = {}
 
     def add(self, work: Any, end: Any, stash: list[torch.Tensor]) -> None:
-        """A collective is under way; NCCL's stash keeps its tensors until somebody has waited."""
-        self._known[id(work)] = work, end, stash
+        """A collective is in flight; NCCL's stash keeps its tensors until a caller has waited."""
+        self._works[id(work)] = work, end, stash
 
     def waited_for(self, work: Any) -> None:
-        """Somebody waits."""
-        _, end, stash = self._known.get(id(work), (None, None, []))
+        """A caller waits for `work`."""
+        _, end, stash = self._works.get(id(work), (None, None, []))
         if end is not None:
             self._wait(end)
         stash.clear()
@@ -39,7 +39,7 @@ class Works:
 
 @contextmanager
 def watched(works_here: Callable[[], Works | None]) -> Iterator[None]:
-    """Tell the works of the thread's machine when somebody waits."""
+    """Tell the works of the thread's machine when a caller waits."""
     with ExitStack() as stack:
         for kind in (dist.Work, *dist.Work.__subclasses__()):
             if "wait" in vars(kind):
@@ -60,22 +60,22 @@ def _waiting(original: Any, works_here: Callable[[], Works | None]) -> Callable[
 
 def group_of(args: tuple) -> Any:
     """The process group of an operator of c10d."""
-    return next(dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject))
+    return next(dist.ProcessGroup.unbox(argument) for argument in args if isinstance(argument, torch.ScriptObject))
 
 
 def work_of(result: Any) -> Any:
     """The work that an operator of c10d has given."""
     leaves = result if isinstance(result, (tuple, list)) else [result]
-    return next(dist.Work.unbox(each) for each in leaves if isinstance(each, torch.ScriptObject))
+    return next(dist.Work.unbox(leaf) for leaf in leaves if isinstance(leaf, torch.ScriptObject))
 
 
 def is_async(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether a collective runs on a stream of its communicator: else on the current one."""
-    given = dict(zip(signature_of(operator).names, args, strict=False)) | kwargs
-    return bool(given.get("async_op", given.get("asyncOp", True)))
+    arguments = dict(zip(signature_of(operator).names, args, strict=False)) | kwargs
+    return bool(arguments.get("async_op", arguments.get("asyncOp", True)))
 
 
 def written_and_read(name: str, args: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors of a collective."""
-    out, own = COLLECTIVES[name]
-    return tensors_in(args[out]), tensors_in(args[own])
+    out, full = COLLECTIVES[name]
+    return tensors_in(args[out]), tensors_in(args[full])

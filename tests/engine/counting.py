@@ -56,7 +56,7 @@ class CountC10d(TorchDispatchMode):
             return all_reduce(group, tensors, *args)
 
         receive, read_into = GlooTransport.recv, readv.read_into
-        gather_apart, exchange_apart = GlooTransport.all_gather_into, GlooTransport.all_to_all_scattered
+        all_gather_into, all_to_all_scattered = GlooTransport.all_gather_into, GlooTransport.all_to_all_scattered
         groups: dict[int, Any] = {}  # by the place of what they are to receive
 
         def noted(transport: GlooTransport, tensor: torch.Tensor, *args: Any) -> Any:
@@ -65,11 +65,11 @@ class CountC10d(TorchDispatchMode):
 
         def noted_apart(transport: GlooTransport, rows: list[ScatterTarget], *args: Any) -> Any:
             groups.update(dict.fromkeys(map(_place, rows), transport.group))
-            return gather_apart(transport, rows, *args)
+            return all_gather_into(transport, rows, *args)
 
         def noted_exchange(transport: GlooTransport, incoming: dict[int, GatherTarget], *args: Any) -> Any:
             groups.update(dict.fromkeys(map(_place, incoming.values()), transport.group))
-            return exchange_apart(transport, incoming, *args)
+            return all_to_all_scattered(transport, incoming, *args)
 
         def counted_read(out: Target, *args: Any) -> None:
             read_into(out, *args)

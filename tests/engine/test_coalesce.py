@@ -179,10 +179,10 @@ def test_gradients_not_in_the_wire_dtype_are_copied_and_parameters_are_not() -> 
 
 
 def test_coalesced_units_allocate_no_flat_buffer() -> None:
-    def stagings(ctx: RankContext, run: Run) -> int:
-        return start(ctx, run).sharded.memory.bytes_by_purpose.get("gather stagings", 0)
+    def staging_bytes(ctx: RankContext, run: Run) -> int:
+        return start(ctx, run).sharded.memory.bytes_by_purpose.get("all-gather staging buffers", 0)
 
-    coalesced, flat = (simulate(2, stagings, run_of("mics", coalesce=coalesce)) for coalesce in (True, False))
+    coalesced, flat = (simulate(2, staging_bytes, run_of("mics", coalesce=coalesce)) for coalesce in (True, False))
     assert max(coalesced) < min(flat)  # the root is not even
 
 

@@ -99,13 +99,14 @@ def test_no_block_holds_two_parameters_wherever_shards_begin() -> None:
     for ranks, block in itertools.product((1, 2, 6), (2, 6, 256)):
         layout = make_layout([(name, torch.Size(shape)) for name, shape in shapes], ranks, block)
         owners = torch.full((ranks, layout.shard_numel), -1)
-        for number, region in enumerate(layout.param_slices):
-            owners[:, region.offset : region.offset + region.chunk_numel] = number
+        for number, param_slice in enumerate(layout.param_slices):
+            owners[:, param_slice.offset : param_slice.offset + param_slice.chunk_numel] = number
         for of_block in owners.flatten().split(block):
             assert len({*of_block.tolist()} - {-1}) < 2
         assert all(layout.numel_at(degree) % block == 0 for degree in (1, 2, 3) if ranks % degree == 0)
         assert layout.padding_numel <= sum(
-            ranks * (region.chunk_numel + math.lcm(8, block)) - region.numel for region in layout.param_slices
+            ranks * (param_slice.chunk_numel + math.lcm(8, block)) - param_slice.numel
+            for param_slice in layout.param_slices
         )
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from mics_strategy import ShardConfig, shard
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.optimizer.step import total_norm
-from mics_strategy.engine.setup.validate import target_device
+from mics_strategy.engine.setup.resolve import target_device
 from mics_strategy.engine.streams import OpChain, Streams
 from tests.ranks import RankContext, RankPool
 
@@ -187,8 +187,8 @@ def test_process_groups_send_tensors_on_the_models_device() -> None:
 def device_of_a_calibration(ctx: RankContext) -> list[torch.device]:
     seen: list[torch.device] = []
 
-    def calibrate(_: object, site: Any) -> list[object]:
-        seen.append(site.device)
+    def calibrate(_: object, context: Any) -> list[object]:
+        seen.append(context.device)
         return []
 
     device = torch.device("cpu", 0)

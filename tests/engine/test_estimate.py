@@ -37,7 +37,7 @@ def allocated(ctx: RankContext, config: ShardConfig) -> tuple[dict[str, int], in
     return sharded.memory.bytes_by_purpose, sum(each.numel() * each.itemsize for each in states)
 
 
-STAGING = ("workspaces", "gather stagings")
+STAGING = ("workspaces", "all-gather staging buffers")
 
 
 def estimated(config: ShardConfig) -> MemoryEstimate:
@@ -58,7 +58,7 @@ def test_estimated_memory_equals_allocated_memory(ranks: RankPool, config: Shard
     for found, bytes_of_states in ranks(4, allocated, config, ranks_per_node=2):
         own, other = ({k: v for k, v in each.items() if v and k not in STAGING} for each in (found, by_purpose))
         assert own == other
-        assert found.get("gather stagings", 0) <= by_purpose.get("gather stagings", 0)
+        assert found.get("all-gather staging buffers", 0) <= by_purpose.get("all-gather staging buffers", 0)
         assert bytes_of_states <= 8 * expected.num_trained <= 1.3 * bytes_of_states  # odd rows are padded
 
 
@@ -66,7 +66,7 @@ def test_a_model_of_many_ranks_needs_little_time_and_no_memory() -> None:
     with torch.device("meta"):
         model: Any = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(32)))
     found = estimate_memory(model, ShardConfig.preset("mics"), num_nodes=64, ranks_per_node=8)
-    assert found.bytes_by_purpose["optimizer shards"] >= 32 * 4096 * 4096 * 4 // 8
+    assert found.bytes_by_purpose["master shards"] >= 32 * 4096 * 4096 * 4 // 8
     assert found.total_bytes() - found.total_bytes(0) == 8 * found.num_trained
     assert found.scopes.world_size == 512
 

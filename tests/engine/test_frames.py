@@ -13,7 +13,7 @@ from torch import nn
 
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.comm.transport import BackendTransport, GlooTransport
-from tests.cuda_harness.runs import config_of, run, told
+from tests.cuda_harness.runs import config_of, declared, run
 from tests.ranks import RankContext, RankPool
 
 MAX_FRAMES = 11  # FSDP2 (torch 2.13) has 5 to the wire; two stages, codecs, queues and lazy second hops cost the rest
@@ -72,7 +72,7 @@ def test_the_counted_methods_exist() -> None:
 @pytest.mark.parametrize("preset", ["mics", "zero3", "zeropp", "zero1", "ddp", "paro-iig"])
 def test_on_a_gpu_every_collective_is_near_its_hook(preset: str) -> None:
     with stacks_to_the_wire() as stacks:
-        run(config_of(preset), told)
+        run(config_of(preset), declared)
     kinds = {stack[0] for stack in stacks}
     assert "transport.py:all_gather" in kinds
     assert kinds & {"transport.py:reduce_scatter", "transport.py:all_reduce"}

@@ -49,15 +49,15 @@ def _flat(layout: BucketLayout, fulls: list[torch.Tensor]) -> torch.Tensor:
 @ranks_
 @shapes
 def test_shards_are_the_chunks_of_dtensor(shape: tuple[int, ...], ranks: int) -> None:
-    region = _plan(ranks, shape).param_slices[0]
+    param_slice = _plan(ranks, shape).param_slices[0]
     full = _numbered(shape)
-    if region.dim is None:
-        assert all(torch.equal(region.narrow(full, index), full) for index in range(ranks))
+    if param_slice.dim is None:
+        assert all(torch.equal(param_slice.narrow(full, index), full) for index in range(ranks))
         return
-    chunks, _ = Shard(region.dim)._split_tensor(full, ranks, with_padding=False, contiguous=True)
+    chunks, _ = Shard(param_slice.dim)._split_tensor(full, ranks, with_padding=False, contiguous=True)
     for index, chunk in enumerate(chunks):
-        assert region.local_shape(index) == chunk.shape
-        assert torch.equal(region.narrow(full, index), chunk)
+        assert param_slice.local_shape(index) == chunk.shape
+        assert torch.equal(param_slice.narrow(full, index), chunk)
 
 
 @ranks_
@@ -84,18 +84,18 @@ def test_copy_pairs_restore_the_parameters(shape: tuple[int, ...], ranks: int) -
 @shapes
 def test_strided_view_equals_the_pairs_where_pieces_are_full(shape: tuple[int, ...], ranks: int) -> None:
     layout = _plan(ranks, (3, 2), shape)
-    fulls, region = [_numbered((3, 2)), _numbered(shape)], layout.param_slices[1]
+    fulls, param_slice = [_numbered((3, 2)), _numbered(shape)], layout.param_slices[1]
     flat = torch.full((layout.full_numel,), -1.0, dtype=torch.float64)
     view = layout.strided_view(flat, 1)
-    is_even = region.dim == 0 and region.chunk > 0 and shape[0] % region.chunk == 0
+    is_even = param_slice.dim == 0 and param_slice.chunk > 0 and shape[0] % param_slice.chunk == 0
     assert (view is not None) == is_even
     if view is not None:
         view.copy_(fulls[1].view(view.shape))
         expected = _flat(layout, fulls)
         for index in range(ranks):
             assert torch.equal(
-                region.view_in(flat.view(ranks, -1)[index], index),
-                region.view_in(expected.view(ranks, -1)[index], index),
+                param_slice.view_in(flat.view(ranks, -1)[index], index),
+                param_slice.view_in(expected.view(ranks, -1)[index], index),
             )
 
 
@@ -103,7 +103,7 @@ def test_strided_view_equals_the_pairs_where_pieces_are_full(shape: tuple[int, .
 def test_extents_of_all_shards_are_the_parameters_without_padding(ranks: int) -> None:
     """Whatever the scope at which the slices are."""
     layout = _plan(ranks, *SHAPES)
-    fulls = [_numbered(region.shape) for region in layout.param_slices]
+    fulls = [_numbered(param_slice.shape) for param_slice in layout.param_slices]
     flat = _flat(layout, fulls)
     for count in (each for each in range(1, ranks + 1) if ranks % each == 0):
         rest = flat.clone()
@@ -111,13 +111,13 @@ def test_extents_of_all_shards_are_the_parameters_without_padding(ranks: int) ->
             layout.shard_slices(count), flat.view(count, -1), rest.view(count, -1), strict=True
         ):
             for extent in layout.extents(rows):
-                region, elements = (
+                param_slice, elements = (
                     layout.param_slices[extent.position],
                     slice(extent.offset, extent.offset + extent.numel),
                 )
-                expected = region.narrow(fulls[extent.position], extent.row).reshape(-1)
+                expected = param_slice.narrow(fulls[extent.position], extent.row).reshape(-1)
                 assert torch.equal(shard[elements], expected)
-                assert (extent.start is None) == bool(region.dim)
+                assert (extent.start is None) == bool(param_slice.dim)
                 if extent.start is not None:
                     full = fulls[extent.position].view(-1)
                     assert torch.equal(full[extent.start : extent.start + extent.numel], expected)
@@ -144,9 +144,9 @@ def test_copy_pairs_cover_every_element_once(ranks: int) -> None:
 @ranks_
 def test_slices_are_aligned_and_disjoint(ranks: int) -> None:
     layout = _plan(ranks, *SHAPES)
-    for region, following in pairwise(layout.param_slices):
-        assert region.offset % ALIGN_NUMEL == 0
-        assert region.offset + region.chunk_numel <= following.offset
+    for param_slice, following in pairwise(layout.param_slices):
+        assert param_slice.offset % ALIGN_NUMEL == 0
+        assert param_slice.offset + param_slice.chunk_numel <= following.offset
     assert layout.param_slices[-1].offset + layout.param_slices[-1].chunk_numel <= layout.shard_numel
 
 
@@ -154,19 +154,19 @@ def test_slices_are_aligned_and_disjoint(ranks: int) -> None:
 @shapes
 def test_padding_is_less_than_one_row_and_one_alignment_per_rank(shape: tuple[int, ...], ranks: int) -> None:
     layout = _plan(ranks, shape)
-    region = layout.param_slices[0]
-    row = region.numel // max(1, shape[region.dim]) if region.dim is not None else region.numel
+    param_slice = layout.param_slices[0]
+    row = param_slice.numel // max(1, shape[param_slice.dim]) if param_slice.dim is not None else param_slice.numel
     assert 0 <= layout.padding_numel < ranks * (row + ALIGN_NUMEL)
 
 
 @ranks_
 @shapes
 def test_no_other_dimension_would_pad_much_less(shape: tuple[int, ...], ranks: int) -> None:
-    region = _plan(ranks, shape).param_slices[0]
-    if region.dim is None or not region.numel:
+    param_slice = _plan(ranks, shape).param_slices[0]
+    if param_slice.dim is None or not param_slice.numel:
         return
     padded = {dim: -(-length // ranks) * ranks / length for dim, length in enumerate(shape)}
-    assert padded[region.dim] <= max(min(padded.values()), 1 + 1 / 8)
+    assert padded[param_slice.dim] <= max(min(padded.values()), 1 + 1 / 8)
 
 
 def test_large_model_pads_little() -> None:
@@ -213,7 +213,7 @@ def test_bucket_of_nothing_is_empty() -> None:
 def test_every_parameter_and_every_shard_of_it_starts_at_a_multiple_of_16_bytes(dtype: torch.dtype) -> None:
     shapes = [(f"p{i}", torch.Size(shape)) for i, shape in enumerate([(3, 5), (1,), (8, 3), (7,)])]
     layout = make_layout(shapes, 2, itemsize=dtype.itemsize)
-    assert [region.offset * dtype.itemsize % 16 for region in layout.param_slices] == [0] * 4
+    assert [param_slice.offset * dtype.itemsize % 16 for param_slice in layout.param_slices] == [0] * 4
     whole = torch.zeros(layout.unpadded_numel, dtype=dtype)
     assert [(view.data_ptr() - whole.data_ptr()) % 16 for view in layout.unpadded_views(whole)] == [0] * 4
 

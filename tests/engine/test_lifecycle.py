@@ -3,6 +3,7 @@
 import itertools
 import random
 from enum import Enum
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,7 @@ ILLEGAL = [
     for event in EVENTS
     if (state, event) not in table
 ]
+README = Path(__file__).parents[2] / "mics_strategy" / "engine" / "README.md"
 tables = pytest.mark.parametrize("states", TABLES, ids=lambda states: states.__name__)
 
 
@@ -77,7 +79,12 @@ def test_random_legal_events_lead_to_known_states(states: type[Enum], seed: int)
 @pytest.mark.parametrize(
     ("table", "state", "events", "end"),
     [
-        (UNSHARD_TRANSITIONS, UnshardState.SHARDED, ["gather", "arrive", "evict"], UnshardState.SHARDED),
+        (
+            UNSHARD_TRANSITIONS,
+            UnshardState.SHARDED,
+            ["start_unshard", "finish_unshard", "reshard"],
+            UnshardState.SHARDED,
+        ),
         (
             PHASE_TRANSITIONS,
             UnitPhase.IDLE,
@@ -88,19 +95,19 @@ def test_random_legal_events_lead_to_known_states(states: type[Enum], seed: int)
         (
             GRAD_BUFFER_TRANSITIONS,
             GradBufferState.EMPTY,
-            ["collect", "collect", "launch", "land"],
+            ["bind_buffer", "bind_buffer", "start_reduce", "finish_reduce"],
             GradBufferState.EMPTY,
         ),
-        (GRAD_BUFFER_TRANSITIONS, GradBufferState.EMPTY, ["launch", "land"], GradBufferState.EMPTY),
+        (GRAD_BUFFER_TRANSITIONS, GradBufferState.EMPTY, ["start_reduce", "finish_reduce"], GradBufferState.EMPTY),
         (
             ACCUMULATOR_TRANSITIONS,
             AccumulatorState.NONE,
-            ["accumulate", "accumulate", "finish", "clear"],
+            ["accumulate", "accumulate", "finish", "zero_grad"],
             AccumulatorState.NONE,
         ),
         (ACCUMULATOR_TRANSITIONS, AccumulatorState.SHARDED, ["accumulate", "finish"], AccumulatorState.SHARDED),
     ],
-    ids=["gather", "step", "recompute", "collect", "unused", "window", "reopen"],
+    ids=["unshard", "step", "recompute", "start_reduce", "unused", "accumulate", "resume"],
 )
 def test_life_of_a_step(table: dict, state: Enum, events: list[str], end: Enum) -> None:
     for event in events:
@@ -120,15 +127,15 @@ def test_parameters_cannot_be_lost_in_the_forward() -> None:
 
 FLAG_SETS = [set(flags) for n in range(len(GradFlag) + 1) for flags in itertools.combinations(GradFlag, n)]
 FINAL = {  # for each flag, in the order of GradFlag: + set, - cleared, . unchanged
-    "arrive": "+.+..",
+    "add_grad": "+.+..",
     "accumulate": "...+.",
-    "reduce": "..-+.",
+    "start_reduce": "..-+.",
     "end_backward": "..-..",
-    "start_window": ".+.--",
-    "reopen_window": ".+.-.",
+    "start_accumulation": ".+.--",
+    "resume_accumulation": ".+.-.",
     "finish": ".-..+",
     "expose": ".+...",
-    "clear": "--.--",
+    "zero_grad": "--.--",
 }
 
 
@@ -170,19 +177,28 @@ def test_event_sets_and_clears_the_flags_of_one_parameter(before: set[GradFlag],
     assert _flags(one, 1) == _flags(all_of_one, 0) == after
     assert _flags(one, 0) == _flags(one, 2) == set()
     for flag in GradFlag:
-        assert one.having(flag) == ([1] if flag in after else [])
-        assert one.lacking(flag) == ([0, 2] if flag in after else [0, 1, 2])
+        assert one.positions_with(flag) == ([1] if flag in after else [])
+        assert one.positions_without(flag) == ([0, 2] if flag in after else [0, 1, 2])
         assert one.any(flag) == (flag in after)
 
 
 def test_event_on_all_reaches_every_parameter() -> None:
     flags = GradFlags(70)  # more than a machine word
-    flags.apply("arrive")
+    flags.apply("add_grad")
     flags.apply("end_backward", 69)
-    assert flags.having(GradFlag.USED) == list(range(70))
-    assert flags.lacking(GradFlag.ARRIVED) == [69]
+    assert flags.positions_with(GradFlag.USED) == list(range(70))
+    assert flags.positions_without(GradFlag.ARRIVED) == [69]
 
 
 def test_unknown_event_on_flags_raises() -> None:
-    with pytest.raises(LifecycleError, match=r"`dance`.*arrive"):
+    with pytest.raises(LifecycleError, match=r"`dance`.*add_grad"):
         GradFlags(1).apply("dance", 0)
+
+
+def test_the_engines_page_has_the_tables() -> None:
+    rows = [
+        f"{states.__name__:<18}{state.value:<12}{event:<16}-> {following.value}"
+        for states, table in TABLES.items()
+        for (state, event), following in table.items()
+    ]
+    assert "\n".join(rows) in README.read_text()

@@ -118,7 +118,7 @@ def test_states_take_their_share_of_the_model(ranks: RankPool, preset: str) -> N
     words = {"none": 1, "partition": 2, "world": 4}
     params, grads, optimizer = (words[scope] for scope in (config.params, config.grads, config.optimizer))
     flat_bytes = 4 * _flat_numel(models.transformer(), optimizer)
-    assert purposes["optimizer shards"] == flat_bytes // optimizer
+    assert purposes["master shards"] == flat_bytes // optimizer
     assert purposes["gradients"] == flat_bytes // grads
     assert purposes.get("reduced gradients", 0) == (flat_bytes // optimizer if grads != optimizer else 0)
     assert purposes.get("parameter shards", 0) == (flat_bytes // params if 1 < params < optimizer else 0)

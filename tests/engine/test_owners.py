@@ -37,9 +37,9 @@ def test_earlier_assignments_count() -> None:
 def test_every_element_is_sent_once(ranks: int) -> None:
     """Scalars, that every rank has, once from each."""
     shapes = [(7, 3), (), (2,), (1, 9), (16, 4), (0, 3)]
-    regions = make_layout([(str(i), torch.Size(shape)) for i, shape in enumerate(shapes)], ranks).param_slices
-    owners = assign_owners([region.numel for region in regions], [0] * ranks)
-    found = OwnerAssignment(regions=regions, owners=tuple(owners), ranks=ranks)
+    param_slices = make_layout([(str(i), torch.Size(shape)) for i, shape in enumerate(shapes)], ranks).param_slices
+    owners = assign_owners([param_slice.numel for param_slice in param_slices], [0] * ranks)
+    found = OwnerAssignment(param_slices=param_slices, owners=tuple(owners), ranks=ranks)
     rows, wholes = zip(*((found.rows_numels(i), found.whole_numels(i)) for i in range(ranks)), strict=True)
     assert [list(column) for column in zip(*rows, strict=True)] == [*wholes]
     assert sum(map(sum, rows)) == 21 + ranks + 2 + 9 + 64

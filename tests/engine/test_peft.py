@@ -178,7 +178,7 @@ def test_only_trained_parameters_have_gradient_memory(ranks: RankPool, case: Mak
         assert purposes["gradients"] == trained // grads
         assert purposes["reduced gradients"] == (trained // optimizer if grads != optimizer else 0)
         assert purposes["cast gradients"] == 0
-        assert purposes["optimizer shards"] == trained // optimizer + frozen // optimizer
+        assert purposes["master shards"] == trained // optimizer + frozen // optimizer
 
 
 def count_second_step(ctx: RankContext, runs: list[Run]) -> list[tuple[Counter[Kind], Counter[Kind]]]:

@@ -59,8 +59,8 @@ def test_sends_what_was_planned(ranks: RankPool, chain: tuple[int, int, int, int
         assert issued == planned
 
 
-def _gathered(plan: Plan, moment: str) -> set[str]:
-    return {p.axis for p in plan.collectives if p.collective == "all_gather" and p.phase == moment}
+def _gathered(plan: Plan, phase: str) -> set[str]:
+    return {p.axis for p in plan.collectives if p.collective == "all_gather" and p.phase == phase}
 
 
 def test_backward_stays_in_the_node(ranks: RankPool) -> None:
@@ -84,7 +84,7 @@ def memory(ctx: RankContext, run: Run) -> dict[str, int]:
 def test_copy_takes_its_share_and_no_more(ranks: RankPool, chain: tuple[int, int, int, int]) -> None:
     run = Run(case=models.transformer, config=_config(chain))
     bytes_ = ranks(4, memory, run, ranks_per_node=2)[0]
-    assert bytes_["secondary parameter shards"] * chain[1] == bytes_["optimizer shards"] * chain[3]
+    assert bytes_["secondary shards"] * chain[1] == bytes_["master shards"] * chain[3]
 
 
 def test_on_one_node_there_is_no_copy(ranks: RankPool) -> None:

@@ -99,9 +99,9 @@ def gather_objects_without_a_rank(ctx: RankContext) -> None:
 
 
 def kill_the_stalled_rank(ctx: RankContext) -> None:
-    """When all others have been told."""
-    Path(f"told {ctx.rank}").touch()
-    while len(list(Path().glob("told *"))) < ctx.world_size - 1:
+    """Kill it when all other ranks have written their file."""
+    Path(f"timed out {ctx.rank}").touch()
+    while len(list(Path().glob("timed out *"))) < ctx.world_size - 1:
         time.sleep(0.02)
     with suppress(ProcessLookupError):
         os.kill(int(Path("silent").read_text()), signal.SIGKILL)

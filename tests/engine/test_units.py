@@ -156,10 +156,10 @@ def test_tied_parameter_stays_inside_a_unit_with_all_its_modules() -> None:
 
 def test_tied_parameter_lists_all_its_locations() -> None:
     model = Transformer(tie=True)
-    homes = next(
+    locations = next(
         e.locations for unit in find_units(model, Block) for e in unit.parameters if e.name == "embedding.weight"
     )
-    assert homes == [(model.embedding, "weight"), (model.head, "weight")]
+    assert locations == [(model.embedding, "weight"), (model.head, "weight")]
 
 
 def test_unit_name_that_begins_like_another_is_not_inside_it() -> None:

@@ -24,7 +24,7 @@ MICRO_STEPS = 3
 
 
 class _Traffic(Callback):
-    """What every optimizer step sent: (axis, collective) to number, as the ledger of the engine says."""
+    """What every optimizer step sent: (axis, collective) to number, as the traffic log of the engine has it."""
 
     def __init__(self) -> None:
         self.steps: list[Counter[tuple[str, str]]] = []
@@ -60,7 +60,7 @@ def test_gradients_are_scattered_in_every_micro_step_and_reduced_once_a_step(ran
 
 @contextmanager
 def _counting_all_reduces() -> Iterator[list[int]]:
-    """Sizes of the groups in which gradients are all-reduced; an independent count of what the ledger says."""
+    """Sizes of the groups in which gradients are all-reduced; an independent count of what the traffic log holds."""
     sizes: list[int] = []
     original = dist.all_reduce
 

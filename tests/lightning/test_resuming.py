@@ -59,11 +59,11 @@ def fit(
 ) -> tuple[dict[str, Tensor], list[str]]:
     options = {"max_epochs": 2, "accumulate_grad_batches": 2, "callbacks": [] if callback is None else [callback]}
     fitting = trainer(ctx, strategy, **options)
-    with listening() as said:
+    with listening() as messages:
         fitting.fit(Regression("adam_scheduler"), Resumable(ctx.rank), ckpt_path=resumed)
         if hasattr(fitting.strategy, "finish_saves"):
             fitting.strategy.finish_saves()
-    return whole(fitting), said
+    return whole(fitting), messages
 
 
 def fit_ours(ctx: RankContext, kind: str, path: str, saves_after: int | None) -> tuple[dict[str, Tensor], list[str]]:
@@ -84,7 +84,7 @@ def test_a_save_inside_an_accumulation_is_told_and_resumes_as_with_ddp(
     """Gradients since the last step are not in it, as they are not in DDP's."""
     ours, theirs = str(tmp_path / "ours.ckpt"), str(tmp_path / "theirs.ckpt")
     saved = run(ranks, 2, fit_ours, kind, ours, 3)
-    assert ["1 micro-steps whose gradients" in said for _, told in saved for said in told] == [True]
+    assert ["1 micro-steps whose gradients" in message for _, messages in saved for message in messages] == [True]
     run(ranks, 2, fit_ddp, theirs, 3)
     expected = run(ranks, 2, fit_ddp, theirs, None)
     found = run(ranks, 2, fit_ours, kind, ours, None)
@@ -92,7 +92,7 @@ def test_a_save_inside_an_accumulation_is_told_and_resumes_as_with_ddp(
         assert_same(parameters, reference)
     if kind == "sharded":
         assert atomic.read_manifest(Path(ours)).pending_micro_steps == 1
-        assert ["of an unfinished accumulation" in said for _, told in found for said in told] == [True]
+        assert ["of an unfinished accumulation" in message for _, messages in found for message in messages] == [True]
 
 
 def test_a_save_after_a_step_says_nothing(ranks: RankPool, tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_a_save_after_a_step_says_nothing(ranks: RankPool, tmp_path: Path) -> No
     through = run(ranks, 2, fit_ours, "sharded", path, 2)
     resumed = run(ranks, 2, fit_ours, "sharded", path, None)
     assert atomic.read_manifest(Path(path)).pending_micro_steps == 0
-    for (end, told), (found, retold) in zip(through, resumed, strict=True):
-        assert told == retold == []
+    for (end, messages), (found, resumed_messages) in zip(through, resumed, strict=True):
+        assert messages == resumed_messages == []
         assert_same(found, end, tolerance=0)
 
 

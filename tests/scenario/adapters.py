@@ -1,6 +1,6 @@
 """How is the task run through each adapter, as a user would write it?
 
-Every function trains from the start, or resumes what is in the folder, and writes what it has to tell after each epoch.
+Every function trains from the start, or resumes the checkpoint in the folder, and writes its result after each epoch.
 """
 
 import os
@@ -27,13 +27,13 @@ from tests.scenario.task import (
     EPOCHS,
     MICRO_STEPS,
     SAMPLES,
+    RankResult,
     Task,
-    Told,
     adamw,
     batches_of,
-    dealt,
     eval_set,
     loader,
+    sampled_loader,
     train_set,
 )
 
@@ -50,8 +50,8 @@ def mean(value: float) -> float:
     return total.item() / dist.get_world_size()
 
 
-def plain(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> Told:
-    told, state = Told(), folder / "state"
+def plain(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> RankResult:
+    result, state = RankResult(), folder / "state"
     sharded = shard(task, "mics")
     optimizer = adamw(task)
     if is_resumed:
@@ -61,22 +61,22 @@ def plain(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> Told:
             with sharded.micro_step(index % MICRO_STEPS, of=MICRO_STEPS):
                 (task(**batch)["loss"] / MICRO_STEPS).backward()
             if index % MICRO_STEPS == MICRO_STEPS - 1:
-                told.norms.append(sharded.clip_grad_norm_(CLIP).item())
+                result.norms.append(sharded.clip_grad_norm_(CLIP).item())
                 optimizer.step()
                 optimizer.zero_grad()
         task.eval()
         losses = [task(**batch)["loss"].item() for batch in batches_of(eval_set(), ctx)]
         task.train()
-        told.evaluations.append(mean(sum(losses) / len(losses)))
+        result.evaluations.append(mean(sum(losses) / len(losses)))
         save_checkpoint(state, sharded, [optimizer])
-        told.losses = task.losses
-        told.write(folder, ctx.rank)
-    told.values = values(task)
-    return told
+        result.losses = task.losses
+        result.write(folder, ctx.rank)
+    result.values = values(task)
+    return result
 
 
-def accelerate(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> Told:
-    told = Told()
+def accelerate(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> RankResult:
+    result = RankResult()
     accelerator = Accelerator(fsdp_plugin=MiCSPlugin("mics"), gradient_accumulation_steps=MICRO_STEPS)
     model, optimizer, data, evaluation = accelerator.prepare(
         task, adamw(task), loader(train_set(), ctx.world_size), loader(eval_set(), ctx.world_size)
@@ -88,62 +88,62 @@ def accelerate(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> 
             with accelerator.accumulate(model):
                 accelerator.backward(model(**batch)["loss"])
                 if accelerator.sync_gradients:
-                    told.norms.append(accelerator.clip_grad_norm_(model.parameters(), CLIP).item())
+                    result.norms.append(accelerator.clip_grad_norm_(model.parameters(), CLIP).item())
                 optimizer.step()
                 optimizer.zero_grad()
         model.eval()
         with torch.no_grad():
             losses = [accelerator.gather_for_metrics(model(**batch)["loss"]).mean().item() for batch in evaluation]
         model.train()
-        told.evaluations.append(sum(losses) / len(losses))
+        result.evaluations.append(sum(losses) / len(losses))
         accelerator.save_state(str(folder / "state"))
-        told.losses = task.losses
-        told.write(folder, ctx.rank)
-    told.values = values(task)
-    return told
+        result.losses = task.losses
+        result.write(folder, ctx.rank)
+    result.values = values(task)
+    return result
 
 
-def fabric(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> Told:
-    told = Told()
+def in_fabric(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> RankResult:
+    result = RankResult()
     strategy = MiCSFabricStrategy("mics", state_dict_type="sharded")
-    own = Fabric(strategy=strategy, accelerator="cpu", devices=ctx.ranks_per_node, num_nodes=ctx.num_nodes)
-    own.launch()
-    model, optimizer = own.setup(task, adamw(task))
-    data, evaluation = own.setup_dataloaders(
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=ctx.ranks_per_node, num_nodes=ctx.num_nodes)
+    fabric.launch()
+    model, optimizer = fabric.setup(task, adamw(task))
+    data, evaluation = fabric.setup_dataloaders(
         loader(train_set(), ctx.world_size), loader(eval_set(), ctx.world_size), use_distributed_sampler=True
     )
     if is_resumed:
-        own.load(folder / "state", {"model": model, "optimizer": optimizer})
+        fabric.load(folder / "state", {"model": model, "optimizer": optimizer})
     for _ in range(int(is_resumed), EPOCHS):
         for index, batch in enumerate(data):
             is_last = index % MICRO_STEPS == MICRO_STEPS - 1
-            with own.no_backward_sync(model, enabled=not is_last):
-                own.backward(model(**batch)["loss"] / MICRO_STEPS)
+            with fabric.no_backward_sync(model, enabled=not is_last):
+                fabric.backward(model(**batch)["loss"] / MICRO_STEPS)
             if is_last:
-                told.norms.append(own.clip_gradients(model, optimizer, max_norm=CLIP).item())
+                result.norms.append(fabric.clip_gradients(model, optimizer, max_norm=CLIP).item())
                 optimizer.step()
                 optimizer.zero_grad()
         model.eval()
-        losses = [own.all_reduce(model(**batch)["loss"].detach()).item() for batch in evaluation]
+        losses = [fabric.all_reduce(model(**batch)["loss"].detach()).item() for batch in evaluation]
         model.train()
-        told.evaluations.append(sum(losses) / len(losses))
-        own.save(folder / "state", {"model": model, "optimizer": optimizer})
-        told.losses = task.losses
-        told.write(folder, ctx.rank)
-    told.values = values(task)
-    return told
+        result.evaluations.append(sum(losses) / len(losses))
+        fabric.save(folder / "state", {"model": model, "optimizer": optimizer})
+        result.losses = task.losses
+        result.write(folder, ctx.rank)
+    result.values = values(task)
+    return result
 
 
-def in_lightning(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> Told:
-    return _trained_by(lightning.pytorch, ctx, task, folder, is_resumed)
+def in_lightning(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> RankResult:
+    return _train_with(lightning.pytorch, ctx, task, folder, is_resumed)
 
 
-def in_pytorch_lightning(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> Told:
-    return _trained_by(pytorch_lightning, ctx, task, folder, is_resumed)
+def in_pytorch_lightning(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> RankResult:
+    return _train_with(pytorch_lightning, ctx, task, folder, is_resumed)
 
 
-def _trained_by(namespace: ModuleType, ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> Told:
-    told = Told()
+def _train_with(namespace: ModuleType, ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> RankResult:
+    result = RankResult()
 
     class Module(namespace.LightningModule):
         def __init__(self) -> None:
@@ -159,12 +159,12 @@ def _trained_by(namespace: ModuleType, ctx: RankContext, task: Task, folder: Pat
         def configure_optimizers(self) -> Any:
             return adamw(self)
 
-    class Teller(namespace.callbacks.Callback):
+    class Recorder(namespace.callbacks.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            told.evaluations.append(trainer.callback_metrics["loss"].item())
-            told.losses = task.losses
+            result.evaluations.append(trainer.callback_metrics["loss"].item())
+            result.losses = task.losses
             trainer.save_checkpoint(folder / "state.ckpt")
-            told.write(folder, ctx.rank)
+            result.write(folder, ctx.rank)
 
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     trainer = namespace.Trainer(
@@ -176,15 +176,15 @@ def _trained_by(namespace: ModuleType, ctx: RankContext, task: Task, folder: Pat
         accumulate_grad_batches=MICRO_STEPS,
         gradient_clip_val=CLIP,
         num_sanity_val_steps=0,
-        callbacks=[Teller()],
+        callbacks=[Recorder()],
         use_distributed_sampler=False,  # Lightning's shuffles what is trained on
         default_root_dir=folder,
         **quiet,
     )
-    data = [dealt(each, ctx) for each in (train_set(), eval_set())]
+    data = [sampled_loader(samples, ctx) for samples in (train_set(), eval_set())]
     trainer.fit(Module(), *data, ckpt_path=folder / "state.ckpt" if is_resumed else None)
-    told.values = values(task)
-    return told
+    result.values = values(task)
+    return result
 
 
 class _Trainer(transformers.Trainer):
@@ -196,16 +196,16 @@ class _Trainer(transformers.Trainer):
         return self.optimizer
 
 
-def in_transformers(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> Told:
+def in_transformers(ctx: RankContext, task: Task, folder: Path, is_resumed: bool) -> RankResult:
     """As `accelerate launch --config_file mics.yaml` starts it. What it logs as norm depends on its version."""
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="mics", FSDP_SHARDING_STRATEGY="mics")
-    told = Told()
+    result = RankResult()
 
-    class Teller(transformers.TrainerCallback):
+    class Recorder(transformers.TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            told.evaluations.append(state.log_history[-1]["eval_loss"])
-            told.losses = task.losses
-            told.write(folder, ctx.rank)
+            result.evaluations.append(state.log_history[-1]["eval_loss"])
+            result.losses = task.losses
+            result.write(folder, ctx.rank)
 
     arguments = transformers.TrainingArguments(
         output_dir=str(folder / "trainer"),
@@ -223,17 +223,17 @@ def in_transformers(ctx: RankContext, task: Task, folder: Path, is_resumed: bool
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = _Trainer(task, arguments, train_dataset=train_set(), eval_dataset=eval_set(), callbacks=[Teller()])
+    trainer = _Trainer(task, arguments, train_dataset=train_set(), eval_dataset=eval_set(), callbacks=[Recorder()])
     trainer.train(resume_from_checkpoint=is_resumed)
-    told.values = values(task)
-    return told
+    result.values = values(task)
+    return result
 
 
 ADAPTERS = {
     "torch": plain,
     "lightning": in_lightning,
     "pytorch_lightning": in_pytorch_lightning,
-    "fabric": fabric,
+    "fabric": in_fabric,
     "accelerate": accelerate,
     "transformers": in_transformers,
 }

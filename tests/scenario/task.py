@@ -1,4 +1,4 @@
-"""What is trained in every adapter, and what is told of it?
+"""What is trained in every adapter, and what does a rank return of it?
 
 Two epochs of three optimizer steps of two micro-steps, clipped; an evaluation and a checkpoint after each epoch. The
 batch of a micro-step is the same eight samples in order, on however many ranks.
@@ -53,14 +53,14 @@ def loader(data: Dataset[Any], world_size: int) -> DataLoader[Any]:
     return DataLoader(data, batch_size=SAMPLES // world_size)
 
 
-def dealt(data: Dataset[Any], ctx: RankContext) -> DataLoader[Any]:
+def sampled_loader(data: Dataset[Any], ctx: RankContext) -> DataLoader[Any]:
     """This rank's batches, by a sampler."""
     sampler = DistributedSampler(data, ctx.world_size, ctx.rank, shuffle=False)
     return DataLoader(data, batch_size=SAMPLES // ctx.world_size, sampler=sampler)
 
 
 def batches_of(data: Samples, ctx: RankContext) -> Iterator[dict[str, Tensor]]:
-    """This rank's batches, for loops that deal them out themselves."""
+    """This rank's batches, for loops without a sampler."""
     for index, batch in enumerate(loader(data, ctx.world_size)):
         if index % ctx.world_size == ctx.rank:
             yield batch
@@ -94,14 +94,14 @@ def adamw(model: nn.Module) -> AdamW:
 
 
 @dataclass(slots=True)
-class Told:
-    """What one rank tells.
+class RankResult:
+    """Result of one rank.
 
     Attributes:
-        losses: Of its micro-steps.
-        evaluations: [epoch], over the whole evaluation set.
-        norms: [step], before clipping, where the adapter tells them.
-        values: The plain parameters at the end.
+        losses: Losses of its micro-steps.
+        evaluations: [epoch], losses of the whole evaluation set.
+        norms: [step], before clipping; empty where the adapter does not return them.
+        values: Plain parameters at the end.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -110,30 +110,30 @@ class Told:
     values: dict[str, Tensor] = field(default_factory=dict)
 
     def write(self, folder: Path, rank: int) -> None:
-        """Keep it for when the process is gone."""
-        torch.save([self.losses, self.evaluations, self.norms], folder / f"told_{rank}.pt")
+        """Write the result to a file, which outlives the process."""
+        torch.save([self.losses, self.evaluations, self.norms], folder / f"result_{rank}.pt")
 
     @classmethod
-    def read(cls, folder: Path, rank: int) -> "Told":
-        losses, evaluations, norms = torch.load(folder / f"told_{rank}.pt")
+    def read(cls, folder: Path, rank: int) -> "RankResult":
+        losses, evaluations, norms = torch.load(folder / f"result_{rank}.pt")
         return cls(losses, evaluations, norms)
 
 
-def reference() -> Told:
+def reference() -> RankResult:
     """One process, whole batches, plain torch; `losses` has one for each micro-step."""
-    task, told = Task(), Told()
+    task, result = Task(), RankResult()
     optimizer = adamw(task)
     evaluation = next(iter(DataLoader(eval_set(), batch_size=2 * SAMPLES)))
     for _ in range(EPOCHS):
         for index, batch in enumerate(DataLoader(train_set(), batch_size=SAMPLES)):
             (task(**batch)["loss"] / MICRO_STEPS).backward()
             if index % MICRO_STEPS == MICRO_STEPS - 1:
-                told.norms.append(nn.utils.clip_grad_norm_(task.parameters(), CLIP).item())
+                result.norms.append(nn.utils.clip_grad_norm_(task.parameters(), CLIP).item())
                 optimizer.step()
                 optimizer.zero_grad()
         task.eval()
-        told.evaluations.append(task(**evaluation)["loss"].item())
+        result.evaluations.append(task(**evaluation)["loss"].item())
         task.train()
-    told.losses = task.losses
-    told.values = {name: parameter.detach() for name, parameter in task.named_parameters()}
-    return told
+    result.losses = task.losses
+    result.values = {name: parameter.detach() for name, parameter in task.named_parameters()}
+    return result

@@ -133,15 +133,15 @@ def _array(ranges: list[_IoVec]) -> ctypes.Array[_IoVec]:
 
 def _batches(ranges: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
     batch: list[tuple[int, int, int]] = []
-    room = _MAX_BYTES
+    free_bytes = _MAX_BYTES
     for local, remote, num_bytes in ranges:
         for done in range(0, num_bytes, _MAX_BYTES):
             part = local + done, remote + done, min(num_bytes - done, _MAX_BYTES)
-            if len(batch) == IOV_MAX or part[2] > room:
+            if len(batch) == IOV_MAX or part[2] > free_bytes:
                 yield batch
-                batch, room = [], _MAX_BYTES
+                batch, free_bytes = [], _MAX_BYTES
             batch.append(part)
-            room -= part[2]
+            free_bytes -= part[2]
     if batch:
         yield batch
 

@@ -3,6 +3,8 @@
 A step runs on plain local tensors, because dispatching a fused update through DTensor costs several times the update.
 A local tensor holds this rank's rows of a parameter. For a parameter that is updated as a whole tensor, it holds all of
 it on the owner and nothing on other ranks.
+
+An optimizer whose update depends on more than these tensors is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
-from mics_strategy.engine.optimizer.validate import check_locality, check_param_groups_only
-from mics_strategy.errors import LifecycleError
+from mics_strategy.errors import ConfigError, LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from mics_strategy.engine.parameter import ShardedParameter
 
 T = TypeVar("T")
+_KEEPS_PARAMETERS = ("LBFGS",)  # keep a second list of the parameters, which a step hook cannot swap
+_SHARDS_BY_ITSELF = "ZeroRedundancyOptimizer"
+_ELEMENTWISE = "an elementwise optimizer (AdamW, SGD, ...)"
 
 
 @dataclass(slots=True, eq=False)
@@ -149,11 +153,11 @@ class LocalParamSwap:
         groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         if groups == self._groups:
             return
-        check_param_groups_only(optimizer)
+        _check_param_groups_only(optimizer)
         if not target.has_whole_states:
             fallback = UpdateLocality.PER_TENSOR if target.optimizer_layout == "tensors" else UpdateLocality.ELEMENTWISE
             localities = locality_by_group(optimizer, target.device, fallback)
-            check_locality(optimizer, localities, target.optimizer_layout)
+            _check_locality(optimizer, localities, target.optimizer_layout)
             grouped = zip(optimizer.param_groups, localities, strict=True)
             whole_params = [
                 p
@@ -269,3 +273,52 @@ def deref(reference: weakref.ref[T]) -> T:
             "The optimizer or the model of this step was deleted. Keep references to both as long as the model trains."
         )
     return referent
+
+
+def _check_param_groups_only(optimizer: Optimizer) -> None:
+    """Raise for optimizers with references to parameters outside of `param_groups`.
+
+    Args:
+        optimizer: Optimizer that is about to step.
+
+    Raises:
+        ConfigError: The optimizer is one of those known to do so.
+    """
+    if any(cls.__name__ == _SHARDS_BY_ITSELF for cls in type(optimizer).__mro__):
+        inner = getattr(optimizer, "_optim_constructor", None)
+        name = getattr(inner, "__name__", "its `optimizer_class`")
+        raise ConfigError(
+            f"{_SHARDS_BY_ITSELF} assigns whole parameters to ranks, but these parameters are sharded already. Use "
+            f"{name} itself. `ShardConfig.optimizer` shards its states."
+        )
+    if any(cls.__name__ in _KEEPS_PARAMETERS for cls in type(optimizer).__mro__):
+        raise ConfigError(
+            f"{type(optimizer).__name__} needs whole tensors of all parameters together. No scope provides them. Use "
+            f"{_ELEMENTWISE}."
+        )
+
+
+def _check_locality(optimizer: Optimizer, localities: list[UpdateLocality], optimizer_layout: str) -> None:
+    """Raise for an optimizer whose update depends on more than the tensors on a rank.
+
+    Args:
+        optimizer: Optimizer that is about to step.
+        localities: Update locality of each parameter group.
+        optimizer_layout: `ShardConfig.optimizer_layout`, `"rows"` or `"tensors"`.
+
+    Raises:
+        ConfigError: A group needs whole tensors and the layout is `"rows"`, or needs all tensors together.
+    """
+    name = type(optimizer).__name__
+    if UpdateLocality.GLOBAL in localities:
+        raise ConfigError(
+            f"{name} couples parameters: in a dry run on small tensors, the update of one tensor depended on other "
+            f"tensors. Each rank steps on its own shards only. Use {_ELEMENTWISE}, or replicate the optimizer states "
+            "with `optimizer='none'`."
+        )
+    if UpdateLocality.PER_TENSOR in localities and optimizer_layout == "rows":
+        raise ConfigError(
+            f"{name} needs whole tensors, but each rank holds rows of them. Assign whole tensors to ranks with "
+            "`optimizer_layout='tensors'`, replicate the optimizer states with `optimizer='none'`, or use "
+            f"{_ELEMENTWISE}."
+        )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mics_strategy.engine.layout import OwnerAssignment, assign_owners
+from mics_strategy.engine.layout import TENSORS_TO_OWNERS, TENSORS_TO_SHARDS, OwnerAssignment, assign_owners
 from mics_strategy.engine.memory import MemoryTracker, StagingPool, arena, carve_views, packed_bytes
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class OwnedBucket:
 
     Attributes:
         name: Name of the bucket.
-        parameters: Parameters of one dtype, in the order of `assignment.regions`.
+        parameters: Parameters of one dtype, in the order of `assignment.param_slices`.
         assignment: Owner of each parameter.
     """
 
@@ -72,7 +72,7 @@ def assign_owners_by_bucket(
             name=bucket.spec.name,
             parameters=tuple(members),
             assignment=OwnerAssignment(
-                regions=tuple(parameter.mics_slice for parameter in members),
+                param_slices=tuple(parameter.mics_slice for parameter in members),
                 owners=tuple(next(owners) for _ in members),
                 ranks=len(owner_bytes),
             ),
@@ -109,25 +109,25 @@ class OwnerExchange:
         self.buckets = tuple(buckets)
         self._comm = comm
         self._index = index
-        owned = [(bucket, region) for bucket in buckets for region, _ in self._owned(bucket)]
-        sizes = [(region.numel, bucket.dtype) for bucket, region in owned]
-        values, grads = (arena(memory, "whole tensors", sizes, device) for _ in range(2))
+        owned = [(bucket, param_slice) for bucket in buckets for param_slice, _ in self._owned(bucket)]
+        sizes = [(param_slice.numel, bucket.dtype) for bucket, param_slice in owned]
+        values, grads = (arena(memory, "owned tensors", sizes, device) for _ in range(2))
         self._values: dict[ShardedParameter, nn.Parameter] = {}
         self._grads: dict[ShardedParameter, torch.Tensor] = {}
         parameters = [parameter for bucket in buckets for _, parameter in self._owned(bucket)]
         for parameter, value, grad in zip(parameters, values, grads, strict=True):
             self._values[parameter] = nn.Parameter(value.view(parameter.shape), requires_grad=True)
             self._grads[parameter] = grad.view(parameter.shape)
-        staging = max((packed_bytes(self._staging_sizes(bucket, 2)) for bucket in buckets), default=0)
-        self._staging = StagingPool(memory, "whole tensor stagings", min(2, len(buckets)), staging, device)
+        staging = max((packed_bytes(self._staging_sizes(bucket, TENSORS_TO_OWNERS)) for bucket in buckets), default=0)
+        self._staging = StagingPool(memory, "owner staging buffers", min(2, len(buckets)), staging, device)
         self._empty = torch.empty(0, device=device)
 
     def _owned(self, bucket: OwnedBucket) -> Iterator[tuple[ParamSlice, ShardedParameter]]:
-        for region, owner, parameter in zip(
-            bucket.assignment.regions, bucket.assignment.owners, bucket.parameters, strict=True
+        for param_slice, owner, parameter in zip(
+            bucket.assignment.param_slices, bucket.assignment.owners, bucket.parameters, strict=True
         ):
             if owner == self._index:
-                yield region, parameter
+                yield param_slice, parameter
 
     def _staging_sizes(self, bucket: OwnedBucket, sides: int) -> list[tuple[int, torch.dtype]]:
         assignment = bucket.assignment
@@ -174,39 +174,33 @@ class OwnerExchange:
 
     def _send_to_owners(self, bucket: OwnedBucket) -> _InFlight:
         transfer = _InFlight()
-        sent, received = self._acquire_staging(bucket, transfer, 2)
+        sent, received = self._acquire_staging(bucket, transfer, TENSORS_TO_OWNERS)
         rows = ([parameter.local for parameter in bucket.parameters], [*map(_local_grad, bucket.parameters)])
-        for piece, side, position in self._row_views(bucket, sent, 2):
+        for piece, side, position in self._row_views(bucket, sent, TENSORS_TO_OWNERS):
             piece.copy_(rows[side][position])
 
         def unpack() -> None:
             for piece, part in self._full_views(bucket, received, (self._values, self._grads)):
                 part.copy_(piece)
 
-        assignment, index = bucket.assignment, self._index
-        recv_numels, send_numels = (
-            [2 * n for n in assignment.whole_numels(index)],
-            [2 * n for n in assignment.rows_numels(index)],
-        )
+        send_numels, recv_numels = bucket.assignment.to_owners_numels(self._index)
         label = f"values and gradients of {bucket.name}"
         transfer.work = self._comm.all_to_all(received, recv_numels, sent, send_numels, label).then(unpack)
         return transfer
 
     def _send_to_shards(self, bucket: OwnedBucket) -> _InFlight:
         transfer = _InFlight()
-        received, sent = self._acquire_staging(bucket, transfer, 1)
+        received, sent = self._acquire_staging(bucket, transfer, TENSORS_TO_SHARDS)
         for piece, part in self._full_views(bucket, sent, (self._values,)):
             piece.copy_(part)
 
         def unpack() -> None:
-            for piece, _, position in self._row_views(bucket, received, 1):
+            for piece, _, position in self._row_views(bucket, received, TENSORS_TO_SHARDS):
                 bucket.parameters[position].local.copy_(piece)
 
-        assignment, index = bucket.assignment, self._index
+        send_numels, recv_numels = bucket.assignment.to_shards_numels(self._index)
         label = f"new values of {bucket.name}"
-        transfer.work = self._comm.all_to_all(
-            received, assignment.rows_numels(index), sent, assignment.whole_numels(index), label
-        ).then(unpack)
+        transfer.work = self._comm.all_to_all(received, recv_numels, sent, send_numels, label).then(unpack)
         return transfer
 
     def _acquire_staging(self, bucket: OwnedBucket, transfer: _InFlight, sides: int) -> list[torch.Tensor]:
@@ -242,8 +236,8 @@ class OwnerExchange:
         """Views of `flat` by source rank, paired with the same rows of the whole tensors."""
         start = 0
         for index, tensors in product(range(bucket.assignment.ranks), tensors_by_side):
-            for region, parameter in self._owned(bucket):
-                part = region.narrow(tensors[parameter].detach(), index)
+            for param_slice, parameter in self._owned(bucket):
+                part = param_slice.narrow(tensors[parameter].detach(), index)
                 yield flat[start : start + part.numel()].view(part.shape), part
                 start += part.numel()
 

@@ -23,13 +23,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mics_strategy.engine.optimizer.local_swap import LocalParamSwap, deref
-from mics_strategy.engine.optimizer.validate import check_no_foreign_params, check_not_stale
+from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError
 
 if TYPE_CHECKING:
     from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.engine.optimizer.target import OptimizerTarget
-    from mics_strategy.engine.parameter import ShardedParameter
 
 
 class StepHooks:
@@ -58,9 +57,9 @@ class StepHooks:
         if swap is not None:
             swap.sync_owned()  # after a step that raised; as in torch, updates made before the error count
         if target is not None:
-            check_not_stale(optimizer, target.sharded_param_for)
+            _check_not_stale(optimizer, target.sharded_param_for)
 
-    def recover(self) -> None:
+    def reset_after_error(self) -> None:
         """Swap out of optimizers whose step raised. Collective.
 
         Called before new gradients are accumulated.
@@ -125,7 +124,7 @@ def _before_step(
     models = list(_all_models)
     for model in models:
         model.check(optimizer)
-    check_no_foreign_params(optimizer)
+    _check_no_foreign_params(optimizer)
     for model in models:
         args, kwargs, swap = model.before(optimizer, args, kwargs)
         if swap is not None:
@@ -138,6 +137,54 @@ def _after_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) ->
     if not _is_nested(optimizer):
         for model in reversed(list(_all_models)):  # random generators are restored in reverse order
             model.after(optimizer)
+
+
+def _check_no_foreign_params(optimizer: Optimizer) -> None:
+    """Raise for an optimizer with both sharded and plain parameters.
+
+    Gradients of plain parameters are not synchronized, so the plain parameters would diverge between ranks.
+
+    Args:
+        optimizer: Optimizer that is about to step.
+
+    Raises:
+        ConfigError: A trainable parameter belongs to no sharded model. The error names the first one.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    if not any(isinstance(parameter, ShardedParameter) for group in groups for parameter in group):
+        return
+    for index, group in enumerate(groups):
+        for position, parameter in enumerate(group):
+            if parameter.requires_grad and not isinstance(parameter, ShardedParameter):
+                raise ConfigError(
+                    f"Parameter {position} of group {index} of {type(optimizer).__name__}, shape "
+                    f"{tuple(parameter.shape)}, belongs to no sharded model. Its gradient would not be synchronized. "
+                    "Make it a parameter of the model before `shard()`, or give it its own optimizer."
+                )
+
+
+def _check_not_stale(
+    optimizer: Optimizer, sharded_param_for: Callable[[torch.Tensor], ShardedParameter | None]
+) -> None:
+    """Raise for an optimizer that holds plain parameters from before `shard()`.
+
+    The model no longer uses them, so steps on them would train nothing and raise no error.
+
+    Args:
+        optimizer: Optimizer that is about to step.
+        sharded_param_for: Function from a plain parameter to the sharded one that replaced it, or None.
+
+    Raises:
+        ConfigError: A parameter was replaced. The error names the first one.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        sharded = sharded_param_for(parameter)
+        if sharded is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__} was built before `shard()` and still holds the plain "
+                f"`{sharded.mics_name}`. The model no longer uses that parameter. Call `optimizer = "
+                "sharded.adopt(optimizer)`, or build the optimizer after `shard()`."
+            )
 
 
 def _is_nested(optimizer: Optimizer) -> bool:

@@ -14,7 +14,7 @@ from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.route import IssuedCollective
+    from mics_strategy.comm.route import CollectiveTraffic
     from mics_strategy.engine.build import BuildContext
     from mics_strategy.engine.step import Engine
 
@@ -52,7 +52,7 @@ class OptimizerTarget:
         self.optimizer_layout = context.config.optimizer_layout
         self.has_whole_states = context.groups.scopes.optimizer == 1
         self.steps_done = 0
-        self.last_step: tuple[int, Counter[IssuedCollective]] = (1, Counter())
+        self.last_step: tuple[int, Counter[CollectiveTraffic]] = (1, Counter())
         self.last_exchanges: list[OwnerExchange] = []
         self.is_check_due = self.is_step_over = True
         self._groups = context.groups

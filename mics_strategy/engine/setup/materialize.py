@@ -194,6 +194,18 @@ def empty_sentinel_like(like: torch.Tensor, device: torch.device) -> torch.Tenso
     return empty.fill_(math.nan) if empty.is_floating_point() else empty.zero_()
 
 
+def check_initializer(initializer: object) -> None:
+    """Raise for an `initializer` of `shard()` with no meaning.
+
+    Raises:
+        ConfigError: It is neither ``"auto"`` nor callable.
+    """
+    if initializer != "auto" and not callable(initializer):
+        raise ConfigError(
+            f"`initializer={initializer!r}` is neither 'auto' nor callable. Use 'auto', or a function of a module."
+        )
+
+
 def find_initializer(model: nn.Module) -> Initializer:
     """A function that initializes one module of `model` as on a real device.
 

@@ -1,4 +1,4 @@
-"""Resolution of "auto" for one job: the topology of its ranks, and the preset."""
+"""Resolution of "auto" for one job: the device, the topology, the preset."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mics_strategy.comm.consensus import gather_objects
+from mics_strategy.errors import ConfigError
 from mics_strategy.planner.cost import ParameterKind
 from mics_strategy.planner.presets import Workload, choose_preset, with_scopes_of
 from mics_strategy.scopes import Scopes, resolve_scopes
@@ -24,6 +25,45 @@ if TYPE_CHECKING:
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK")
+
+
+def target_device(device: torch.device | str) -> torch.device:
+    """The device to train on.
+
+    Args:
+        device: Argument of `shard()`; ``"auto"`` is this rank's GPU if the process group serves CUDA, else the CPU.
+
+    Raises:
+        ConfigError: The backend of the process group does not serve the device.
+    """
+    backend = dist.get_backend()
+    serves_cuda = torch.cuda.is_available() and ("nccl" in backend or backend in ("undefined", "fake"))
+    if device == "auto":
+        target = torch.device("cuda" if serves_cuda and backend != "fake" else "cpu")
+    else:
+        target = torch.device(device)
+    if target.type == "cuda" and serves_cuda and target.index is None:
+        target = _local_gpu()
+    if target.type != "cpu" and not (target.type == "cuda" and serves_cuda):
+        raise ConfigError(
+            f"`device={target}` cannot be used with the process group backend {backend!r} on this machine. Use NCCL "
+            "for CUDA, or gloo for the CPU."
+        )
+    return target
+
+
+def _local_gpu() -> torch.device:
+    """The GPU of this rank: the process group's, the current one, or by `LOCAL_RANK`.
+
+    A current device 0 counts as the default. Then `LOCAL_RANK` decides among the devices that the process can see.
+    """
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound is not None and bound.type == "cuda":
+        return torch.device("cuda", bound.index)
+    current = torch.cuda.current_device()
+    if current == 0 and "LOCAL_RANK" in os.environ:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    return torch.device("cuda", current)
 
 
 def resolve_topology(config: ShardConfig, nodes: Iterable[str]) -> Topology:

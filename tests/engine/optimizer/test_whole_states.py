@@ -34,7 +34,7 @@ def test_states_are_on_the_owners_only(ranks: RankPool) -> None:
     found = ranks(4, states)
     assert sum(state_bytes for state_bytes, _, _ in found) == plain
     for _, purposes, owned in found:
-        assert purposes["whole tensors"] == 2 * owned
+        assert purposes["owned tensors"] == 2 * owned
     assert sum(owned for _, _, owned in found) == sum(4 * p.numel() for p in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Do process groups have what the user gave for the default group, and what their purpose asks for?"""
+"""Do process groups have what the user gave for the default group, and what their role requires?"""
 
 from datetime import timedelta
 from types import SimpleNamespace

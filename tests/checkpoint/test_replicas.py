@@ -11,9 +11,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mics_strategy import CheckpointError, ShardConfig, Topology, save_checkpoint, shard
-from mics_strategy.checkpoint.replicas import ReplicaId, SaveItem, items_to_write
-from mics_strategy.checkpoint.save_planner import ShardedSavePlanner
-from mics_strategy.checkpoint.state import local_state
+from mics_strategy.checkpoint.save_planner import SaveItem, ShardedSavePlanner, items_to_write
+from mics_strategy.checkpoint.state import ReplicaId, local_state
 from tests.checkpoint.test_sharded import run_of
 from tests.engine.training import forget_meshes, start
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
@@ -39,17 +38,17 @@ def test_the_order_does_not_matter() -> None:
     assert items_to_write(pieces) == items_to_write(reversed(pieces))
 
 
-def _everyone_alike(value: object) -> list[object]:
-    """What 512 ranks with the same script and configuration say; the fake transport cannot bring it."""
+def _same_on_all_ranks(value: object) -> list[object]:
+    """The values of 512 ranks with the same script and configuration; the fake transport exchanges none."""
     return [value] * WORLD_SIZE
 
 
 def planned(ctx: RankContext, ranks: range) -> list[list[tuple[str, int]]]:
-    """Of each of these ranks of 512, what it would write: name and bytes. Nothing is trained, and no file is made."""
-    found = []
+    """Name and bytes of every item that each of `ranks`, of 512, would write. Nothing is trained or written."""
+    plans = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("comm.process_groups", "comm.consensus", "engine.setup.materialize", "engine.api"):
-            patch.setattr(f"mics_strategy.{name}.gather_objects", _everyone_alike)
+        for name in ("comm.process_groups", "comm.consensus", "engine.setup.materialize"):
+            patch.setattr(f"mics_strategy.{name}.gather_objects", _same_on_all_ranks)
         for rank in ranks:
             forget_meshes()
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD_SIZE)
@@ -60,9 +59,9 @@ def planned(ctx: RankContext, ranks: range) -> list[list[tuple[str, int]]]:
             for p in model.parameters():
                 optimizer.state[p] = {key: p.like_self(torch.zeros_like(p.local)) for key in ("exp_avg", "exp_avg_sq")}
             items = ShardedSavePlanner(local_state(sharded, [optimizer])).plan.items
-            found.append([(item.index.fqn, _num_bytes(item)) for item in items if item.tensor_data is not None])
+            plans.append([(item.index.fqn, _num_bytes(item)) for item in items if item.tensor_data is not None])
             dist.destroy_process_group()
-    return found
+    return plans
 
 
 def _num_bytes(item: WriteItem) -> int:
@@ -92,7 +91,7 @@ def save_without(ctx: RankContext, preset: str, path: Path) -> None:
 
 @pytest.mark.parametrize(("preset", "ranks_of_it"), [("ddp", "0, 1, 2, 3"), ("mics", "1, 3")])
 def test_copies_that_differ_are_refused(ranks: RankPool, tmp_path: Path, preset: str, ranks_of_it: str) -> None:
-    """Each rank computes who writes what; on different pieces they would not agree, and some be written by nobody."""
+    """Each rank computes who writes what. With different pieces the ranks would not agree, and some would be lost."""
     raises_on_every_rank(
         lambda: ranks(4, save_without, preset, tmp_path / "one"),
         CheckpointError,
