@@ -10,10 +10,19 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Algorithm, Hop, Route, SizedRoutes
+from mics_strategy.comm.route import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Algorithm,
+    HierarchicalThreshold,
+    Hop,
+    Route,
+    SizedRoutes,
+    TunableCollective,
+)
 from mics_strategy.errors import ConfigError
 from mics_strategy.topology import Axis, Span, Topology
-from mics_strategy.tuning.threshold import HierarchicalThreshold, TunableCollective
 
 if TYPE_CHECKING:
     from mics_strategy.comm.codecs.format import Codec

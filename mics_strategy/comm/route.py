@@ -27,11 +27,13 @@ import torch
 
 if TYPE_CHECKING:
     from mics_strategy.comm.codecs.format import Codec
+    from mics_strategy.topology import Span
 
 ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_REDUCE = "all_reduce"
 ALL_TO_ALL = "all_to_all"  # with pieces of any sizes: a rank sends what it holds for others
+TunableCollective = tuple[str, "Span"]  # a collective over ranks of several nodes, several of them in a node
 _MIN_CHUNK_BYTES = 64 * 1024
 _MAX_CHUNKS = 8  # measured: 2 chunks leave a tenth of the overlap, 32 cost more in messages than they gain
 
@@ -47,6 +49,27 @@ class Algorithm(enum.Enum):
     DEFAULT = "each piece directly to its rank; an all-reduce by the backend"
     RING = "from rank to rank in the order of the nodes; an all-reduce by the backend"
     ALL_TO_ALL = "each piece directly to its rank; an all-reduce as a reduce-scatter and an all-gather"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HierarchicalThreshold:
+    """Size threshold of hierarchical collectives, bytes of the full tensor.
+
+    Smaller ones are flat.
+
+    Attributes:
+        from_bytes: Threshold of collectives that are not in `measured`. 0: all are hierarchical.
+        measured: Measured thresholds.
+        is_untuned: Whether a job may measure thresholds that are missing.
+    """
+
+    from_bytes: int = 0
+    measured: tuple[tuple[TunableCollective, int], ...] = ()
+    is_untuned: bool = False
+
+    def for_collective(self, collective: TunableCollective) -> int:
+        """The threshold of one collective over one span, bytes."""
+        return dict(self.measured).get(collective, self.from_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

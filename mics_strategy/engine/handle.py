@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -89,6 +90,12 @@ class Sharded:
         """All sharded parameters, unit by unit."""
         return [sharded for unit in self._units for bucket in unit.buckets for sharded in bucket.sharded_params]
 
+    @cached_property
+    def _names_by_id(self) -> dict[int, str]:
+        """Names of the sharded parameters, by id."""
+        slices = (param_slice for unit in self._units for b in unit.buckets for param_slice in b.layout.param_slices)
+        return {id(sharded): param_slice.name for sharded, param_slice in zip(self.parameters, slices, strict=True)}
+
     @property
     def units(self) -> list[Unit]:
         """Units in module order, the root first."""
@@ -103,14 +110,7 @@ class Sharded:
         self._step_hooks.reset_after_error()
         target = self._target
         if target.is_check_due:
-            buckets = [bucket for unit in self._units for bucket in unit.buckets]
-            pairs = [
-                pair
-                for bucket in buckets
-                for pair in zip(bucket.sharded_params, bucket.layout.param_slices, strict=True)
-            ]
-            names_by_id = {id(sharded): param_slice.name for sharded, param_slice in pairs}
-            target.is_check_due = not guards.check_parameters_unchanged(self.model, names_by_id)
+            target.is_check_due = not guards.check_parameters_unchanged(self.model, self._names_by_id)
         if target.is_step_over and self.model.training and torch.is_grad_enabled():
             self._begin_step()
         self.buffers.pre_forward()

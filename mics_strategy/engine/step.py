@@ -189,7 +189,8 @@ class Engine:
 
         Does nothing inside a backward or if none is due.
         """
-        self.reset_after_error()
+        if self._in_backward:
+            self.reset_after_error()
         if self._in_backward or not self.reducer.is_dirty:
             return
         if self._keeps_params_unsharded:

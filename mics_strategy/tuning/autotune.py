@@ -28,14 +28,13 @@ import torch
 import torch.distributed as dist
 
 from mics_strategy.comm.consensus import gather_objects
-from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, TunableCollective
 from mics_strategy.comm.transport import backend_of
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.tuning.threshold import (
     RUNS,
     SIZES_BYTES,
     SizeTiming,
-    TunableCollective,
     is_next_affordable,
     threshold_bytes,
 )

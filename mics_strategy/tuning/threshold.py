@@ -1,4 +1,4 @@
-"""Size threshold of hierarchical collectives, and its choice from timings.
+"""Choice of the size from which a collective is hierarchical, from timings.
 
 A hierarchical collective (two stages) sends the fewest bytes over inter-node links. In a flat one, no message waits for
 another.
@@ -11,34 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mics_strategy.topology import Span
-
-TunableCollective = tuple[str, Span]  # a collective over ranks of several nodes, several of them in a node
 _GROWTH = 4
 SIZES_BYTES = tuple(1024 * _GROWTH**step for step in range(7))  # 1 KiB to 4 MiB
 RUNS = 6  # of each size with each algorithm; the first one warms up
 _BUDGET_S = 0.4  # for one collective over one span
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HierarchicalThreshold:
-    """Size threshold of hierarchical collectives, bytes of the full tensor.
-
-    Smaller ones are flat.
-
-    Attributes:
-        from_bytes: Threshold of collectives that are not in `measured`. 0: all are hierarchical.
-        measured: Measured thresholds.
-        is_untuned: Whether a job may measure thresholds that are missing.
-    """
-
-    from_bytes: int = 0
-    measured: tuple[tuple[TunableCollective, int], ...] = ()
-    is_untuned: bool = False
-
-    def for_collective(self, collective: TunableCollective) -> int:
-        """The threshold of one collective over one span, bytes."""
-        return dict(self.measured).get(collective, self.from_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.communicator import AnyCommunicator, Communicator, SizeDispatch
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
+from mics_strategy.comm.route import HierarchicalThreshold
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.scopes import Codecs, Scopes
 from mics_strategy.topology import Axis
-from mics_strategy.tuning.threshold import HierarchicalThreshold
 from tests.ranks import RankContext
 
 Stages = int | str  # 2, 1 (round a ring where links differ) or ALL_TO_ALL

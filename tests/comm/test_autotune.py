@@ -17,10 +17,11 @@ from mics_strategy import ShardConfig, Topology
 from mics_strategy.comm.communicator import SizeDispatch
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
+from mics_strategy.comm.route import TunableCollective
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.tuning import autotune
 from mics_strategy.tuning.autotune import TuningResult, report
-from mics_strategy.tuning.threshold import SIZES_BYTES, SizeTiming, TunableCollective, threshold_bytes
+from mics_strategy.tuning.threshold import SIZES_BYTES, SizeTiming, threshold_bytes
 from tests.ranks import RankContext, RankPool, simulate
 
 LOG = "mics_strategy.tuning.autotune"

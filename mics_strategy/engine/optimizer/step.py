@@ -178,7 +178,7 @@ def _check_not_stale(
         ConfigError: A parameter was replaced. The error names the first one.
     """
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        sharded = sharded_param_for(parameter)
+        sharded = None if isinstance(parameter, ShardedParameter) else sharded_param_for(parameter)
         if sharded is not None:
             raise ConfigError(
                 f"{type(optimizer).__name__} was built before `shard()` and still holds the plain "
