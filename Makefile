@@ -13,10 +13,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Two halves side by side, each with ranks of its own: alone, either leaves half of two cores idle.
 TEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
-ENGINE = tests/engine
-REST = tests --ignore=tests/engine
+ENGINE = tests/engine tests/cuda_harness --ignore=tests/engine/optimizer
+REST = tests --ignore-glob=tests/engine/test_*.py --ignore=tests/cuda_harness
 SLOW_ENGINE = tests/engine tests/checkpoint tests/lightning
-SLOW_REST = $(REST) --ignore=tests/checkpoint --ignore=tests/lightning
+SLOW_REST = tests $(SLOW_ENGINE:%=--ignore=%)
 
 test: venv
 	@echo "Two halves of the fast tier run side by side; each tells what it found when it ends."

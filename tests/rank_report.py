@@ -7,9 +7,11 @@ ranks in one process (`simulated.py`).
 import pickle
 import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from mics_strategy.errors import MiCSError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,3 +144,28 @@ def raises_on_every_rank(run: Callable[[], object], error_type: type[BaseExcepti
                 raise AssertionError(f"rank {rank}: {match!r} is not in {str(raised)!r}") from error
         return error
     raise AssertionError(f"no rank raised {error_type.__name__}")
+
+
+def refusal(ctx: RankContext, job: Callable[..., object], *args: object) -> MiCSError | None:
+    """Job: the error of the package that another job raises on this rank; None where it raises none.
+
+    Unlike a job that fails, it costs the pool no ranks, and other jobs may follow in the same process group.
+    """
+    try:
+        job(ctx, *args)
+    except MiCSError as error:
+        return error.with_traceback(None)
+    return None
+
+
+def assert_refused(errors: Sequence[MiCSError | None], error_type: type[MiCSError], match: str = "") -> None:
+    """Check that all ranks raised an error.
+
+    Args:
+        errors: Result of `refusal` on every rank.
+        error_type: Every rank must have raised it or a subclass.
+        match: Regular expression to be found in every rank's message.
+    """
+    for rank, error in enumerate(errors):
+        assert isinstance(error, error_type), f"rank {rank} raised {error!r}, not {error_type.__name__}"
+        assert re.search(match, str(error)), f"rank {rank}: {match!r} is not in {str(error)!r}"

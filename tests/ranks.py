@@ -29,10 +29,27 @@ from pathlib import Path
 from typing import Any
 
 from tests.rank_process import Job, Reply, serve_jobs
-from tests.rank_report import Failure, RankContext, RankError, node_environment, raises_on_every_rank
+from tests.rank_report import (
+    Failure,
+    RankContext,
+    RankError,
+    assert_refused,
+    node_environment,
+    raises_on_every_rank,
+    refusal,
+)
 from tests.simulated import simulate
 
-__all__ = ["MAX_RANKS", "RankContext", "RankError", "RankPool", "raises_on_every_rank", "simulate"]
+__all__ = [
+    "MAX_RANKS",
+    "RankContext",
+    "RankError",
+    "RankPool",
+    "assert_refused",
+    "raises_on_every_rank",
+    "refusal",
+    "simulate",
+]
 
 MAX_RANKS = 8
 USUAL_RANKS = 4

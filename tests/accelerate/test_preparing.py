@@ -14,11 +14,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 
 from mics_strategy.accelerate import MiCSAccelerator
-from mics_strategy.errors import ConfigError, LifecycleError
+from mics_strategy.errors import ConfigError, LifecycleError, MiCSError
 from tests.accelerate.runs import PLAIN, accelerator, assert_same, run, values
 from tests.accelerate.test_training import adamw, loader, loss_of, transformer
 from tests.models import Block, Transformer
-from tests.ranks import RankContext, RankPool, raises_on_every_rank
+from tests.ranks import RankContext, RankPool, assert_refused, refusal
 
 
 def train(acc: Any, model: Any, optimizer: Any, data: DataLoader, clip: float | None = 0.3) -> list[float]:
@@ -178,6 +178,7 @@ def compiled(ctx: RankContext, config: str, form: str) -> tuple[dict[str, Tensor
     return values(plain), numbers
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("form", ["regional", "whole", "by the script"])
 def test_compiled_models_train_and_are_saved_under_plain_names(ranks: RankPool, form: str) -> None:
     equal_to_ddp(ranks, compiled, form, tolerance=2e-5)
@@ -347,5 +348,5 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("job", "error", "words"), REFUSALS, ids=[job.__name__ for job, _, _ in REFUSALS])
-def test_refused_on_every_rank(ranks: RankPool, job: Any, error: type[Exception], words: str) -> None:
-    raises_on_every_rank(lambda: run(ranks, 2, job), error, words)
+def test_refused_on_every_rank(ranks: RankPool, job: Any, error: type[MiCSError], words: str) -> None:
+    assert_refused(run(ranks, 2, refusal, job), error, words)

@@ -1,5 +1,6 @@
 """Does an `Accelerator` with MiCS train what plain data parallel training trains?"""
 
+import functools
 from typing import Any
 
 import pytest
@@ -78,12 +79,18 @@ def trained(ctx: RankContext, config: str, order: str, options: dict[str, Any]) 
     return {"losses": losses, "norms": norms, "lr": schedule.get_last_lr(), "values": values(model)}
 
 
+@functools.cache
+def trained_by_ddp(ranks: RankPool, world_size: int, ranks_per_node: int) -> list[dict[str, Any]]:
+    """What every rank has after training without the plugin."""
+    return run(ranks, world_size, trained, PLAIN, "together", {}, ranks_per_node=ranks_per_node)
+
+
 ORDERS = ["together", "model last", "optimizer first", "optimizer built later"]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_training_equals_ddp_in_every_order_of_preparing(ranks: RankPool, order: str) -> None:
-    expected = run(ranks, 4, trained, PLAIN, "together", {}, ranks_per_node=2)
+    expected = trained_by_ddp(ranks, 4, 2)
     found = run(ranks, 4, trained, "mics", order, {}, ranks_per_node=2)
     for own, plain in zip(found, expected, strict=True):
         assert_same(own["values"], plain["values"])
@@ -92,9 +99,10 @@ def test_training_equals_ddp_in_every_order_of_preparing(ranks: RankPool, order:
         assert own["lr"] == plain["lr"]
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("config", ["ddp", "zero1", "zero2", "zero3", "zeropp", "paro-nig"])
 def test_every_preset_equals_ddp(ranks: RankPool, config: str) -> None:
-    expected = run(ranks, 4, trained, PLAIN, "together", {}, ranks_per_node=2)[0]
+    expected = trained_by_ddp(ranks, 4, 2)[0]
     found = run(ranks, 4, trained, config, "together", {}, ranks_per_node=2)[0]
     assert_same(found["values"], expected["values"])
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
@@ -102,7 +110,7 @@ def test_every_preset_equals_ddp(ranks: RankPool, config: str) -> None:
 
 @pytest.mark.parametrize(("world_size", "partition_size"), [(2, 1), (3, 3), (4, 1), (4, 4)])
 def test_partitions_of_one_rank_and_of_all_equal_ddp(ranks: RankPool, world_size: int, partition_size: int) -> None:
-    expected = run(ranks, world_size, trained, PLAIN, "together", {})[0]
+    expected = trained_by_ddp(ranks, world_size, world_size)[0]
     options = {"partition_size": partition_size}
     assert_same(run(ranks, world_size, trained, "mics", "together", options)[0]["values"], expected["values"])
 

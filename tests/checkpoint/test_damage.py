@@ -17,7 +17,7 @@ from mics_strategy.checkpoint.manifest import NAME
 from mics_strategy.checkpoint.save import save_checkpoint
 from tests.checkpoint.test_sharded import run_of, state_of
 from tests.engine.training import Run, assert_identical, start
-from tests.ranks import RankContext, RankPool, raises_on_every_rank
+from tests.ranks import RankContext, RankPool, assert_refused, refusal
 
 
 def save_three(ctx: RankContext, run: Run, folder: Path) -> list[dict[str, torch.Tensor]]:
@@ -69,9 +69,8 @@ def test_damage_is_found_and_the_newest_whole_one_loaded(ranks: RankPool, tmp_pa
     run = run_of("mics", ranks_per_node=1)
     saved = ranks(2, save_three, run, tmp_path)[0]
     damage(tmp_path / "step-3" / name)
-    raises_on_every_rank(
-        lambda: ranks(2, load, run, tmp_path / "step-3"), CheckpointError, rf"step-3/{re.escape(name)}.*{words}"
-    )
+    errors = ranks(2, refusal, load, run, tmp_path / "step-3")
+    assert_refused(errors, CheckpointError, rf"step-3/{re.escape(name)}.*{words}")
     for rank, (extra, found, said, steps) in enumerate(ranks(2, resume, run, tmp_path)):
         assert (extra, steps) == ({}, 2)
         assert_identical(found, saved[1])

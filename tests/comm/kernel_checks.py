@@ -1,7 +1,7 @@
 """Do kernels write the bits of the reference? On a GPU, or interpreted on a CPU.
 
-As a program, ``python -m tests.comm.kernel_checks`` prints what every check found, as JSON; the caller sets
-TRITON_INTERPRET, which Triton reads when kernels are defined.
+As a program, ``python -m tests.comm.kernel_checks encode-8 stochastic-4`` prints what these checks found with so many
+bits, as JSON; the caller sets TRITON_INTERPRET, which Triton reads when kernels are defined.
 """
 
 import itertools
@@ -126,5 +126,6 @@ CHECKS: dict[str, Callable[[int, torch.device], list[str]]] = {
 
 if __name__ == "__main__":
     seed_generators()
-    cpu = torch.device("cpu")
-    json.dump({f"{name}-{bits}": check(bits, cpu) for name, check in CHECKS.items() for bits in (8, 4)}, sys.stdout)
+    cases = {case: case.split("-") for case in sys.argv[1:]}
+    found = {case: CHECKS[name](int(bits), torch.device("cpu")) for case, (name, bits) in cases.items()}
+    json.dump(found, sys.stdout)

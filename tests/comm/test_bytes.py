@@ -68,6 +68,7 @@ def different(ctx: RankContext, codec: Codec | None, links: str, num_stages: Sta
     return found
 
 
+@pytest.mark.one_job
 @pytest.mark.parametrize("codec", [None, INT8, INT4], ids=["plain", "int8", "int4"])
 @pytest.mark.parametrize(
     ("nodes", "per_node", "stages", "links"),

@@ -97,6 +97,7 @@ def wrong(ctx: RankContext, kind: str, codec: Codec | None, links: str, num_stag
     return [case for numel in sizes_of(ctx, codec) for case in CHECKS[kind](network, numel)]
 
 
+@pytest.mark.one_job
 @kinds
 @networks
 def test_results_are_those_of_the_plain_version(
@@ -106,6 +107,8 @@ def test_results_are_those_of_the_plain_version(
     assert ranks(world, wrong, kind, None, "slow", stages, ranks_per_node=per_node) == [[]] * world
 
 
+@pytest.mark.wide
+@pytest.mark.one_job
 @kinds
 @pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
 @pytest.mark.parametrize(
@@ -160,6 +163,7 @@ def same_bits(ctx: RankContext, codec: Codec | None, links: str, num_stages: Sta
     return held
 
 
+@pytest.mark.one_job
 @stages
 @links
 @pytest.mark.parametrize("codec", [None, INT8, Codec(bits=4, block_size=6, rounding="stochastic")], ids=str)
@@ -212,6 +216,7 @@ def nothing_at_all(ctx: RankContext, codec: Codec | None, num_stages: Stages) ->
     one.all_reduce(empty, FP32, "block").wait()
 
 
+@pytest.mark.one_job
 @stages
 @codecs
 def test_nothing_may_be_gathered_and_summed(ranks: RankPool, codec: Codec | None, stages: Stages) -> None:

@@ -317,6 +317,7 @@ READERS = {  # in some a gather reads where the parameters are, in some it takes
 }
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("name", READERS)
 def test_training_ends_with_the_same_bits_whether_ranks_read_or_send(ranks: RankPool, name: str) -> None:
     case, config = READERS[name]

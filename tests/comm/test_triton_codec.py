@@ -42,12 +42,15 @@ def _python(args: list[str], **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, list[str]]:
-    printed = _python(["-m", "tests.comm.kernel_checks"], TRITON_INTERPRET="1")
-    return json.loads(printed)
+def interpreted(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    """What the selected checks find, by name and number of bits."""
+    cases = [item.callspec.params for item in request.session.items if "interpreted" in item.fixturenames]
+    selected = [f"{case['name']}-{case['bits']}" for case in cases]
+    return json.loads(_python(["-m", "tests.comm.kernel_checks", *selected], TRITON_INTERPRET="1"))
 
 
 @pytest.mark.interpreter
+@pytest.mark.wide
 @checks
 @bits
 def test_interpreted_kernels_write_the_bits_of_the_reference(

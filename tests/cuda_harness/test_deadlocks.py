@@ -46,9 +46,10 @@ def launch(preset: str, **options: Any) -> list[Machine]:
     return simulate_gpus(RANKS, _job, preset, options, ranks_per_node=PER_NODE, moves_data=False)[0]
 
 
-CELLS = [*product(PRESETS, ("overlap", "no_overlap")), ("zero3", "one_stage")]
+CELLS = [("zero3", "one_stage"), *product(PRESETS, ("overlap", "no_overlap"))]
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(("preset", "option"), CELLS)
 def test_ranks_that_use_different_layers_do_not_wait_in_a_circle(preset: str, option: str) -> None:
     """Not even where every launch blocks, as under CUDA_LAUNCH_BLOCKING=1; and nothing races on any rank."""

@@ -56,6 +56,7 @@ def test_the_host_waits_for_nothing_with_other_options(option: str) -> None:
     assert _waits("mics", declared, **OPTIONS[option]) == []
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(("preset", "loop"), list(zip(PRESETS, itertools.cycle((reading, left_out)), strict=False)))
 def test_the_host_waits_for_the_counts_of_users_and_nothing_else(preset: str, loop: Loop) -> None:
     """Where it must know: a rank that has left a layer out asks whether another rank has used it."""

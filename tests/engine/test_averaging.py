@@ -16,7 +16,6 @@ from tests import models
 from tests.engine.counting import CountC10d
 from tests.engine.training import (
     Run,
-    Training,
     assert_identical,
     assert_same,
     plain,
@@ -27,7 +26,7 @@ from tests.engine.training import (
 from tests.models import Case
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
-pytestmark = pytest.mark.wide(every=2)
+pytestmark = pytest.mark.wide
 
 WEIGHT = 0.1
 STEPS = 4
@@ -91,36 +90,34 @@ def _copies(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def averaged(ctx: RankContext, runs: list[tuple[Run, Average]]) -> list[dict[str, Tensor]]:
-    """The whole average at the end of every training."""
-    found = []
-    for run, average in runs:
-        training = start(ctx, run)
-        averages = _copies(training.model)
-        for step in range(run.steps):
-            training.step(step)
-            with torch.no_grad():
-                average([*averages.values()], [*training.model.parameters()], step)
-        found.append({name: whole(value) for name, value in averages.items()})
-    return found
+def averaged(ctx: RankContext, run: Run, average: Average) -> dict[str, Tensor]:
+    """The whole average at the end of a training."""
+    training = start(ctx, run)
+    averages = _copies(training.model)
+    for step in range(run.steps):
+        training.step(step)
+        with torch.no_grad():
+            average([*averages.values()], [*training.model.parameters()], step)
+    return {name: whole(value) for name, value in averages.items()}
 
 
-def _check_averages(ranks: RankPool, runs: list[tuple[Run, Average]]) -> None:
-    for by_run in ranks(4, averaged, runs, ranks_per_node=2):
-        for (run, average), found in zip(runs, by_run, strict=True):
-            expected = _plain_average(run, 4, average)
-            assert any(not torch.allclose(value, plain(run, 4).parameters[name]) for name, value in expected.items())
-            assert_same(found, expected)
+def _check_average(ranks: RankPool, run: Run, average: Average) -> None:
+    expected = _plain_average(run, 4, average)
+    assert any(not torch.allclose(value, plain(run, 4).parameters[name]) for name, value in expected.items())
+    for found in ranks(4, averaged, run, average, ranks_per_node=2):
+        assert_same(found, expected)
 
 
 @cases
-def test_average_of_shards_is_the_plain_one(ranks: RankPool, case: Callable[[], Case]) -> None:
-    _check_averages(ranks, [(_run(case, preset), by_parameter) for preset in PRESETS])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_average_of_shards_is_the_plain_one(ranks: RankPool, preset: str, case: Callable[[], Case]) -> None:
+    _check_average(ranks, _run(case, preset), by_parameter)
 
 
 @pytest.mark.parametrize("average", [*EXPONENTIAL, equally], ids=lambda average: average.__name__)
-def test_every_way_to_average_gives_the_plain_average(ranks: RankPool, average: Average) -> None:
-    _check_averages(ranks, [(_run(models.scalar, preset), average) for preset in ("ddp", "zero1", "mics")])
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "mics"])
+def test_every_way_to_average_gives_the_plain_average(ranks: RankPool, preset: str, average: Average) -> None:
+    _check_average(ranks, _run(models.scalar, preset), average)
 
 
 def cost_of_averaging(ctx: RankContext, run: Run) -> tuple[int, int, int]:
@@ -165,16 +162,9 @@ SWAPS = {"copy": _copy, "data": _copy_data, "set data": _set_data, "local": _cop
 Evaluated = tuple[list[float], dict[str, Tensor]]
 
 
-def evaluated_with_average(ctx: RankContext, runs: list[Run], swap: str) -> list[Evaluated]:
-    """Losses with the average after every step, and the final parameters.
-
-    One pair for every training.
-    """
-    return [_evaluated_with_average(start(ctx, run), SWAPS[swap]) for run in runs]
-
-
-def _evaluated_with_average(training: Training, swap: Callable[[list[Any], list[Any]], None]) -> Evaluated:
-    losses = []
+def evaluated_with_average(ctx: RankContext, run: Run, swap: str) -> Evaluated:
+    """Losses with the average after every step, and the final parameters."""
+    training, losses = start(ctx, run), []
     parameters = [*training.model.parameters()]
     averages = [parameter.detach().clone() for parameter in parameters]
     for step in range(training.run.steps):
@@ -182,16 +172,12 @@ def _evaluated_with_average(training: Training, swap: Callable[[list[Any], list[
         with torch.no_grad():
             by_parameter(averages, parameters, step)
             kept = [parameter.detach().clone() for parameter in parameters]
-            swap(parameters, averages)
+            SWAPS[swap](parameters, averages)
             training.model.eval()
             losses.append(training.loss(EVALUATION).item())
             training.model.train()
-            swap(parameters, kept)
+            SWAPS[swap](parameters, kept)
     return losses, training.parameters()
-
-
-def trained(ctx: RankContext, runs: list[Run]) -> list[dict[str, Tensor]]:
-    return [train_without_reading(ctx, run) for run in runs]
 
 
 def _plain_losses(run: Run, world_size: int) -> list[list[float]]:
@@ -207,15 +193,15 @@ def _plain_losses(run: Run, world_size: int) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("swap", SWAPS)
-def test_evaluation_with_the_average_is_plain_and_changes_nothing(ranks: RankPool, swap: str) -> None:
-    runs = [_run(models.tied, preset) for preset in (PRESETS if swap == "copy" else ("zero1", "mics"))]
-    expected = _plain_losses(runs[0], 4)
-    undisturbed = ranks(4, trained, runs, ranks_per_node=2)
-    for rank, by_run in enumerate(ranks(4, evaluated_with_average, runs, swap, ranks_per_node=2)):
-        for (losses, parameters), same in zip(by_run, undisturbed[rank], strict=True):
-            assert losses == pytest.approx([by_rank[rank] for by_rank in expected], rel=1e-5)
-            assert_identical(parameters, same)
+def test_evaluation_with_the_average_is_plain_and_changes_nothing(ranks: RankPool, swap: str, preset: str) -> None:
+    run = _run(models.tied, preset)
+    expected = _plain_losses(run, 4)
+    undisturbed = ranks(4, train_without_reading, run, ranks_per_node=2)
+    for rank, (losses, parameters) in enumerate(ranks(4, evaluated_with_average, run, swap, ranks_per_node=2)):
+        assert losses == pytest.approx([by_rank[rank] for by_rank in expected], rel=1e-5)
+        assert_identical(parameters, undisturbed[rank])
 
 
 def averaged_model(ctx: RankContext, run: Run) -> None:

@@ -117,7 +117,7 @@ def train_quantized(ctx: RankContext, run: Run) -> Found:
 ACCEPTED = [(preset, case) for preset in PRESETS for case in CASES if config_of(preset, case) is not None]
 
 
-@pytest.mark.wide(every=4)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize(("preset", "case"), ACCEPTED)
 def test_replicas_stay_equal_and_near_plain_training_and_send_what_was_planned(
     ranks: RankPool, preset: str, case: str

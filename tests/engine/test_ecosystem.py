@@ -62,16 +62,16 @@ def switched(loop: Loop, name: str) -> Seen:
     return [*seen, {"loss": loop.loss(200, 0, 0).detach() * len(loop.ranks)}, loop.values()]
 
 
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", ["adamw", "sgd foreach", "radam", "wrapper"])
-def test_evaluation_uses_values_written_by_the_switch(ranks: RankPool, name: str) -> None:
-    runs = [Run(case=models.mlp, config=config) for config in presets(PRESETS)]
-    assert_same_loop(ranks, 4, runs, switched, name)
+def test_evaluation_uses_values_written_by_the_switch(ranks: RankPool, name: str, preset: str) -> None:
+    assert_same_loop(ranks, 4, [Run(case=models.mlp, config=ShardConfig.preset(preset))], switched, name)
 
 
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "paro-iig"])
 @pytest.mark.parametrize("name", [name for name in SCHEDULE_FREE if name != "wrapper"])  # views scalars as bytes
-def test_scalars_and_tiny_parameters_are_averaged_equally(ranks: RankPool, name: str) -> None:
-    runs = [Run(case=models.scalar, config=config) for config in presets(("ddp", "zero1", "paro-iig"))]
-    assert_same_loop(ranks, 2, runs, switched, name)
+def test_scalars_and_tiny_parameters_are_averaged_equally(ranks: RankPool, name: str, preset: str) -> None:
+    assert_same_loop(ranks, 2, [Run(case=models.scalar, config=ShardConfig.preset(preset))], switched, name)
 
 
 def with_a_closure(loop: Loop, make: MakeOptimizer) -> Seen:

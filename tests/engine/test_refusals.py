@@ -14,7 +14,7 @@ from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.errors import ConfigError, LifecycleError, MiCSError
 from tests import models
 from tests.engine.training import forget_meshes
-from tests.ranks import RankContext, RankPool, raises_on_every_rank
+from tests.ranks import RankContext, RankPool, assert_refused, raises_on_every_rank, refusal
 
 Job = Callable[[RankContext], object]
 
@@ -356,9 +356,10 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
 ]
 
 
+@pytest.mark.one_job  # so that cases follow each other in one process group, which each has to leave usable
 @pytest.mark.parametrize(("job", "error", "message"), REFUSED, ids=[job.__name__ for job, _, _ in REFUSED])
 def test_every_rank_refuses(ranks: RankPool, job: Job, error: type[MiCSError], message: str) -> None:
-    raises_on_every_rank(lambda: ranks(4, job, timeout_s=15.0), error, f"(?s){message}")
+    assert_refused(ranks(4, refusal, job, timeout_s=15.0), error, f"(?s){message}")
 
 
 def shard_without_group(ctx: RankContext) -> None:

@@ -107,13 +107,14 @@ def kill_the_stalled_rank(ctx: RankContext) -> None:
         os.kill(int(Path("silent").read_text()), signal.SIGKILL)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize(
     ("world_size", "per_node", "preset", "options", "silent", "where"),
     [
         (2, 1, "mics", {"hierarchical": True}, 1, "backward"),  # through sockets
-        (4, 2, "mics", {}, 0, "backward"),  # in the memory of a neighbour
         (4, 2, "zero3", {}, 2, "backward"),
         (4, 2, "ddp", {}, 3, "clip"),
+        (4, 2, "mics", {}, 0, "backward"),  # in the memory of a neighbour
     ],
 )
 def test_all_other_ranks_name_a_stalled_rank_within_the_timeout(

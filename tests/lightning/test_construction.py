@@ -15,7 +15,7 @@ from mics_strategy.errors import ConfigError, LifecycleError
 from mics_strategy.lightning import MiCSStrategy
 from tests.lightning.modules import Plain, loader
 from tests.lightning.runs import mics, run, trainer
-from tests.ranks import RankContext, RankPool, raises_on_every_rank
+from tests.ranks import RankContext, RankPool, assert_refused, raises_on_every_rank, refusal
 
 
 def test_every_option_of_the_config_is_an_argument() -> None:
@@ -101,7 +101,7 @@ def _fit(ctx: RankContext, config: dict[str, Any]) -> None:
 def test_what_does_not_fit_the_job_is_refused_on_every_rank(
     ranks: RankPool, config: dict[str, Any], message: str
 ) -> None:
-    raises_on_every_rank(lambda: run(ranks, 4, _fit, config), ConfigError, message)
+    assert_refused(run(ranks, 4, refusal, _fit, config), ConfigError, message)
 
 
 def _fit_with(ctx: RankContext, callback: Any, arguments: Any) -> None:

@@ -26,6 +26,7 @@ def _like_ddp(
     return module.losses
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("config", ["ddp", "zero1", "zero2", "zero3", "mics", "paro-iig"])
 def test_every_kind_of_preset_equals_ddp(ranks: RankPool, config: str) -> None:
     losses = run(ranks, 4, _like_ddp, config, {}, "sgd", {}, ranks_per_node=2)

@@ -22,6 +22,7 @@ def _fit(ctx: RankContext, strategy: str) -> dict[str, Tensor]:
     return fitted(ctx, _strategy(strategy), Regression("adafactor"), loader(), max_epochs=2, **OPTIONS)
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("config", ["zero1", "zero3", "mics", "paro-iig"])
 def test_training_equals_ddp(ranks: RankPool, config: str) -> None:
     expected = run(ranks, 4, _fit, "ddp", ranks_per_node=2)
