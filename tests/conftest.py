@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 # Before torch is imported, for the sake of forking: no pool of compute threads, and
@@ -30,6 +31,8 @@ _batches = pytest.StashKey[dict[tuple[str, str], Batches]]()
 # Set by libraries on first use, for the rest of the process, without consequence for other tests.
 ENVIRONMENT_OF_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_")
 
+
+THREADS_END_S = 5.0  # for threads that a library has told to end and not waited for
 
 _interpreters: list[str] = []  # started by this process since the present test began
 
@@ -110,9 +113,13 @@ def _leaves_the_environment_alone() -> Iterator[None]:
 def _leaves_no_threads() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    left = [t.name for t in threading.enumerate() if t not in before and not t.daemon]
-    if left:
-        pytest.fail(f"the test left threads running: {left}")
+    left = [t for t in threading.enumerate() if t not in before and not t.daemon]
+    deadline_s = time.monotonic() + THREADS_END_S
+    for thread in left:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    names = [thread.name for thread in left if thread.is_alive()]
+    if names:
+        pytest.fail(f"the test left threads running: {names}")
 
 
 @pytest.fixture(autouse=True)

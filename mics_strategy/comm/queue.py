@@ -313,7 +313,7 @@ class ThreadQueue(CollectiveQueue):
     def submit(self, op: OpRequest, task: CommTask) -> Work:
         name = f"{op.name} over {self._where}"
         work = self._thread.submit(name, op.size, self._binding.ranks, partial(self._run, task))
-        return Work(name, [work], is_ordered=True, on_failure=self._binding.watchdog.explain)
+        return Work(name, [work], is_on_thread=True, on_failure=self._binding.watchdog.explain)
 
     def _run(self, task: CommTask) -> None:
         self._workspace.reset()

@@ -31,26 +31,26 @@ class Work:
     Args:
         label: Name of the collective, the unit and the axis, for errors.
         works: Started work of the transport; empty when nothing had to be sent.
-        is_ordered: Whether later collectives of the same queue wait for this one by themselves.
+        is_on_thread: Whether a communication thread runs this collective, before later ones of its queue.
         on_failure: Called when the transport has failed: returns what else is known, or raises a more precise error.
 
     Attributes:
         keepalive: Tensors that live as long as this object.
     """
 
-    __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "is_ordered", "keepalive", "label")
+    __slots__ = ("__weakref__", "_finish", "_on_failure", "_works", "is_on_thread", "keepalive", "label")
 
     def __init__(
         self,
         label: str,
         works: list[BackendWork],
         *,
-        is_ordered: bool = False,
+        is_on_thread: bool = False,
         on_failure: Callable[[], str] = str,
     ) -> None:
         self.label = label
         self._on_failure = on_failure
-        self.is_ordered = is_ordered
+        self.is_on_thread = is_on_thread
         self._works = works
         self._finish: Callable[[], None] | None = None
         self.keepalive: list[torch.Tensor] = []

@@ -206,7 +206,7 @@ def _in_graph(inputs: Iterable[Any]) -> list[torch.Tensor]:
     Forwards use the unsharded ones.
     """
     sharded = [tensor for tensor in inputs if isinstance(tensor, ShardedParameter)]
-    unsharded = [parameter.mics_owner.unsharded(parameter.mics_position) for parameter in sharded]
+    unsharded = [parameter.mics_link.unsharded(parameter.mics_position) for parameter in sharded]
     return [parameter for parameter in unsharded if parameter is not None]
 
 

@@ -3,11 +3,11 @@
 Each level is a tensor that may be the same memory as the one before:
 
 - `master_shard`: this rank's shard at the optimizer scope, in the parameters' own dtype, which the optimizer updates.
-  Frozen parameters, which no optimizer updates, have their full tensors here where parameters are unsharded.
+  Frozen parameters, which no optimizer updates, have their full tensors here where `params="none"`.
 - `param_shard`: this rank's shard at the parameter scope, in the compute dtype. It is `master_shard` itself when
-  scope and dtype agree, and None when parameters are unsharded.
+  scope and dtype agree, and None with `params="none"`.
 - `secondary_shard`: a shard at a smaller scope, which a forward leaves for the backward; mostly None.
-- `unsharded`: the parameters themselves, in a slot, or in memory of their own when parameters are unsharded.
+- `unsharded`: the parameters themselves, in a slot, or with `params="none"` in memory of their own.
 
 `sync_params` goes from the first level to the second, once per optimizer step. `unshard` goes from the second or third
 to the last.
@@ -195,7 +195,7 @@ class Bucket:
         """Bring the stepped parameters to the parameter scope.
 
         Args:
-            flat: [full_numel] in the compute dtype; used where parameters are unsharded.
+            flat: [full_numel] in the compute dtype; used with `params="none"`.
             cast: [shard_numel] in the compute dtype; used where a sync changes the dtype and sends something.
 
         Returns:

@@ -1,6 +1,6 @@
 """Construction of the engine of one model: memory, units, reducer.
 
-All memory that the engine will ever need is allocated here, once: arenas, slots, staging buffers and workspaces.
+The engine's memory is allocated here: arenas, slots, staging buffers and workspaces.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _allocate_secondary_shards(specs: list[BucketSpec], context: BuildContext) -
 def _persistent_param_buffers(
     specs: list[BucketSpec], masters: list[torch.Tensor], context: BuildContext
 ) -> list[torch.Tensor]:
-    """Memory of parameters that are not sharded."""
+    """Memory of the parameters with `params="none"`."""
     numels = [spec.layout.unpadded_numel for spec in specs]
     buffers = _masters_or_new("unsharded parameters", specs, masters, 1, numels, context)
     return [buffer.data for buffer in buffers]
@@ -240,7 +240,7 @@ def _gather_resources(units: list[Unit], stream: OpStream, context: BuildContext
 
 def _gradients(units: list[Unit], context: BuildContext) -> dict[int, list[GradBucket]]:
     scopes, memory, device = context.groups.scopes, context.memory, context.device
-    buckets = [bucket for unit in units for bucket in unit.trainable]
+    buckets = [bucket for unit in units for bucket in unit.trainable_buckets]
     sum_dtypes = [sum_dtype_of(bucket.spec.master_dtype) for bucket in buckets]
     sizes = [(b.layout.numel_at(scopes.grads), dtype) for b, dtype in zip(buckets, sum_dtypes, strict=True)]
     accumulators = results = arena(memory, "gradients", sizes, device)
@@ -260,7 +260,9 @@ def _gradients(units: list[Unit], context: BuildContext) -> dict[int, list[GradB
         )
         for i, bucket in enumerate(buckets)
     )
-    return {unit.index: [next(grad_buckets) for _ in unit.trainable] for unit in units if unit.trainable}
+    return {
+        unit.index: [next(grad_buckets) for _ in unit.trainable_buckets] for unit in units if unit.trainable_buckets
+    }
 
 
 def _reducer_buffers(
@@ -286,7 +288,7 @@ def _reducer_buffers(
     num_parameters = sum(len(g.bucket.layout.param_slices) for gs in gradients.values() for g in gs)
     return ReducerBuffers(
         flat_pools=flat_pools,
-        zero_grad_pool=memory.zeros("zero gradients", largest, torch.uint8, device) if largest else _NO_BYTES,
+        zero_grads=memory.zeros("zero gradients", largest, torch.uint8, device) if largest else _NO_BYTES,
         second_hop=StagingPool(memory, "second-hop staging buffers", 2, max(wires, default=0), device),
         usage=memory.zeros("used parameters", usage_numel(num_parameters), USAGE_DTYPE, device),
     )

@@ -103,7 +103,7 @@ def estimate_memory(
         built_units = build_units(modules, specs, context)
         add_sharded_parameters(built_units, modules, context)
         build_engine(built_units, modules, context)
-        trained = [bucket for unit in built_units for bucket in unit.trainable]
+        trained = [bucket for unit in built_units for bucket in unit.trainable_buckets]
         num_trained = sum(bucket.layout.shard_numel for bucket in trained)
     return MemoryEstimate(
         bytes_by_purpose=memory.bytes_by_purpose, num_trained=num_trained, scopes=scopes, num_units=len(modules)

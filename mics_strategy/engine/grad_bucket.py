@@ -184,7 +184,7 @@ class GradBucket:
         self._in_place = (
             plan_in_place_reduce(groups.grad_comm, bucket.spec, wire_dtype) if self._predivisor == 1 else None
         )
-        self.backward = BackwardGrads(self.name, bucket.layout, self.flags, self._in_place)
+        self.collected = BackwardGrads(self.name, bucket.layout, self.flags, self._in_place)
         self._padding_views: dict[int, list[torch.Tensor]] = {}
         shards = groups.trainable_placement
         self._dtensors: list[DTensor] = [
@@ -204,7 +204,7 @@ class GradBucket:
 
     def add(self, position: int, grad: torch.Tensor) -> None:
         """Take one parameter's gradient; the caller then drops its own reference."""
-        flags, backward = self.flags, self.backward
+        flags, backward = self.flags, self.collected
         if backward.flat is not None:
             backward.stage(backward.flat, position, grad)
         else:
@@ -218,16 +218,16 @@ class GradBucket:
 
     def reduce_scatter(self) -> Work | None:
         """Start the first hop of the collected gradients; missing gradients are zeros."""
-        comm, flat = self.bucket.groups.grad_comm, self.backward.flat
+        comm, flat = self.bucket.groups.grad_comm, self.collected.flat
         if comm is None or flat is None:
             return None
-        if not self.backward.is_zero:
+        if not self.collected.is_zero:
             self._zero(flat, self.flags.positions_without(GradFlag.ARRIVED))
             if self.bucket.groups.scopes.codecs.first_hop is not None:
                 self._zero_padding(flat, degree=1)
             if self._predivisor > 1:
                 flat.div_(self._predivisor)
-        self.backward.start_reduce()
+        self.collected.start_reduce()
         self._start_accumulating()
         accumulate = self.flags.any(GradFlag.ACCUMULATED)
         if accumulate:
@@ -238,7 +238,7 @@ class GradBucket:
         else:
             comm = comm.for_bytes(flat.numel() * flat.itemsize)
             work = comm.reduce_scatter(self.accumulator, flat, accumulate, self.name)
-        return work.then(self.backward.finish_reduce)
+        return work.then(self.collected.finish_reduce)
 
     def _start_accumulating(self) -> None:
         """Make the gradient a sum to which more can be added."""

@@ -67,7 +67,7 @@ class Sharded:
                     sharded.__dict__.update(
                         plain[sharded.mics_name].__dict__
                     )  # attributes that users set on parameters
-                    sharded.mics_owner, sharded.mics_position = link, position
+                    sharded.mics_link, sharded.mics_position = link, position
                     sharded_params[plain[sharded.mics_name]] = sharded
         return sharded_params
 
@@ -245,8 +245,8 @@ class Sharded:
         order = self._engine.order
         in_order = tuple(range(len(self._units)))
         step_order = StepOrder(
-            forward=tuple(order.forward) if order.is_frozen else in_order,
-            backward=tuple(order.backward) if order.is_complete else (0, *reversed(in_order[1:])),
+            forward=tuple(order.forward_units) if order.is_frozen else in_order,
+            backward=tuple(order.backward_units) if order.is_complete else (0, *reversed(in_order[1:])),
             num_micro_steps=self._target.last_step[0],
             second_hop_every_backward=self._engine.overlap.second_hop_every_backward,
         )

@@ -1,12 +1,14 @@
 """Entries into the engine: hooks of modules, of autograd, of sharded parameters.
 
-Each unit has two module hooks, and each unsharded parameter one hook. Autograd's hooks on the outputs of a unit are
-registered in every forward. `torch.compile` traces the forward of a unit and never these hooks.
+Each unit has two module hooks, and each unsharded parameter one hook. Modules inside of a frozen unit have one more,
+on their outputs. Autograd's hooks on the outputs of a unit are registered in every forward. `torch.compile` traces the
+forward of a unit and never these hooks.
 
 A sharded parameter calls the engine when its `grad` is read or cleared (`EngineLink`).
 
-Hooks of tensors and the link refer to the engine weakly. Hooks of a tensor belong to C++, where Python's garbage
-collection does not see the cycle back to the tensor, and a model would never be freed.
+Hooks of parameters and the link refer to the engine weakly: hooks of a tensor belong to C++, where Python's garbage
+collection does not see the cycle back to the tensor, and a model would never be freed. Hooks of outputs end with their
+graph.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ def install(engine: Engine, before_root_forward: Callable[[], None]) -> None:
     modules = {unit.module for unit in engine.units}
     for unit in engine.units:
         active_calls = _hook_forward(engine, unit, before_root_forward if unit.index == 0 else None)
-        if unit.slot.is_shared and not unit.trainable:
+        if unit.slot.is_shared and not unit.trainable_buckets:
             _hook_inner_modules(engine, unit.module, active_calls, modules)
         for gradient in engine.reducer.gradients.get(unit.index, []):
             for position, parameter in enumerate(gradient.bucket.unsharded.params):
@@ -194,19 +196,19 @@ class EngineLink:
         self._gradient = None if gradient is None else weakref.ref(gradient)
 
     def finish_gradients(self) -> None:
-        """See `GradientOwner`."""
+        """See `parameter.GradientLink`."""
         engine = self._engine()
         if engine is not None:
             engine.finish_gradients()
 
     def clear_gradient(self, position: int) -> None:
-        """See `GradientOwner`."""
+        """See `parameter.GradientLink`."""
         engine, gradient = self._engine(), None if self._gradient is None else self._gradient()
         if engine is not None and gradient is not None:
             engine.reducer.zero_grad(gradient, position)
 
     def unsharded(self, position: int) -> nn.Parameter | None:
-        """See `GradientOwner`."""
+        """See `parameter.GradientLink`."""
         bucket = self._bucket()
         return None if bucket is None else bucket.unsharded.params[position]
 

@@ -1,7 +1,7 @@
 """State tables of units and gradients.
 
 There are four small state machines. Each is one table from (state, event) to the next state. An event that a table does
-not list is illegal and raises. No code infers a state from whether some attribute is None.
+not list is illegal and raises.
 
 - `UnshardState`: content of a unit's slot.
 - `UnitPhase`: pass that uses the unit's parameters. A forward inside of the backward is a recomputation and changes

@@ -1,6 +1,7 @@
 """Memory of the engine: arenas, slots and staging buffers.
 
-All memory is allocated once, when the model is sharded, and lives as long as the sharded model:
+All memory is allocated when the model is sharded, and lives as long as the sharded model. The one exception is another
+gradient buffer where gradients arrive in another order than the ranks' common one (`StagingPool`).
 
 - *Arenas* hold model states: one tensor per dtype and purpose, with a piece for every bucket.
 - *Slots* hold unsharded parameters. A unit is bound to one slot for good, so its parameters keep one address.

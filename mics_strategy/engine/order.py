@@ -5,8 +5,8 @@
 - `PendingBackwards` holds the forwards whose backward is still to come. It gives the exact order in which the backward
   needs units. While parameters are sharded, it is the same on every rank, so a rank whose backward skips a unit can
   still take part in its collectives.
-- `GlobalOrder` is one order of all units on all ranks. Where parameters are not sharded, ranks may run different units,
-  and collectives follow this order.
+- `GlobalOrder` is one order of all units on all ranks. Where parameters or gradients are kept whole, ranks may run
+  different units, and collectives follow this order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class ForwardCall:
     """One forward of a unit.
 
-    A recomputed one belongs to a nested backward, inside the backward that started it (reentrant checkpoints).
+    A recomputed one runs inside of a backward; with reentrant checkpoints it has a nested backward of its own.
 
     Attributes:
         unit: Unit of the forward.
@@ -38,7 +38,7 @@ class ForwardCall:
         is_evaluation: Whether the model was in evaluation mode.
         leave: Number of the event at which it ended; -1 before.
         versions: Versions of the unit's buckets when it ended.
-        backward: Id of the last autograd graph task that entered its backward; -1 for none.
+        graph_task: Id of the last autograd graph task that entered its backward; -1 for none.
     """
 
     unit: Unit
@@ -48,7 +48,7 @@ class ForwardCall:
     is_evaluation: bool = False
     leave: int = -1
     versions: tuple[int, ...] = ()
-    backward: int = -1
+    graph_task: int = -1
 
     def has_made(self, tensor: torch.Tensor) -> bool:
         """Whether this or a later forward computed a tensor, not just passed it through."""
@@ -68,7 +68,7 @@ class PendingBackwards:
     def push(self, call: ForwardCall) -> None:
         """Add a forward that has ended."""
         self.calls.append(call)
-        call.unit.num_live_calls += 1
+        call.unit.num_pending_calls += 1
 
     def pop_until(self, call: ForwardCall) -> Iterator[ForwardCall]:
         """Remove `call` and the calls that ended after it; yield the latter, latest first.
@@ -88,7 +88,7 @@ class PendingBackwards:
         """Remove evaluation forwards without a backward, when the model trains again."""
         for call in [call for call in self.calls if call.is_evaluation]:
             self.calls.remove(call)
-            call.unit.num_live_calls -= 1
+            call.unit.num_pending_calls -= 1
 
     def drain(self) -> Iterator[ForwardCall]:
         """Remove and yield all calls, latest first."""
@@ -97,7 +97,7 @@ class PendingBackwards:
 
     def _pop(self) -> ForwardCall:
         call = self.calls.pop()
-        call.unit.num_live_calls -= 1
+        call.unit.num_pending_calls -= 1
         return call
 
     @property
@@ -105,11 +105,19 @@ class PendingBackwards:
         """The unit that the backward needs next, in a list of at most one."""
         return [call.unit for call in self.calls[-1:]]
 
+    def clear(self) -> None:
+        """Remove all calls."""
+        for _ in self.drain():
+            pass
+
+    def mark_earliest_enters(self) -> None:
+        """Set on each unit when the first of its pending forwards began."""
+        for call in sorted(self.calls, key=lambda call: call.enter, reverse=True):
+            call.unit.earliest_enter = call.enter
+
     def reduction_order(self) -> list[Unit]:
         """Units by first pending call, latest first: the order of complete gradients."""
         calls = sorted(self.calls, key=lambda call: call.enter)
-        for call in reversed(calls):
-            call.unit.earliest_enter = call.enter
         units = {call.unit.index: call.unit for call in calls}
         return [units[index] for index in reduction_order(call.unit.index for call in calls)]
 
@@ -176,8 +184,8 @@ class ExecutionOrder:
         is_complete: Whether the backward order is final.
     """
 
-    forward: list[int] = field(default_factory=list)
-    backward: list[int] = field(default_factory=list)
+    forward_units: list[int] = field(default_factory=list)
+    backward_units: list[int] = field(default_factory=list)
     is_frozen: bool = False
     is_complete: bool = False
     _cursor: int = -1
@@ -186,27 +194,27 @@ class ExecutionOrder:
     def record_forward(self, index: int) -> None:
         """Record the beginning of a unit's forward, or follow it in the recorded order."""
         if not self.is_frozen:
-            self.forward.append(index)
-            self._cursor = len(self.forward) - 1
+            self.forward_units.append(index)
+            self._cursor = len(self.forward_units) - 1
             return
         following = self._cursor + 1
-        if following < len(self.forward) and self.forward[following] == index:
+        if following < len(self.forward_units) and self.forward_units[following] == index:
             self._cursor = following
-        elif index in self.forward:
-            self._cursor = self.forward.index(index)
+        elif index in self.forward_units:
+            self._cursor = self.forward_units.index(index)
 
     def record_backward(self, index: int) -> None:
         """Record that the backward needs a unit's parameters."""
         if not self.is_complete:
-            self.backward.append(index)
+            self.backward_units.append(index)
 
     def forget_backward(self) -> None:
         """Record the backward again, after other parameters require gradients."""
-        self.backward, self.is_complete = [], False
+        self.backward_units, self.is_complete = [], False
 
     def freeze(self) -> None:
         """Make the forward order final, at the end of the first forward."""
-        self.is_frozen = self.is_frozen or bool(self.forward)
+        self.is_frozen = self.is_frozen or bool(self.forward_units)
 
     def complete(self, *, followed_all: bool = True) -> None:
         """Make the backward order final, at the end of the first backward.
@@ -218,10 +226,10 @@ class ExecutionOrder:
         if self.is_complete:
             return
         if not followed_all and not self._is_retry:
-            self.forward, self.backward, self.is_frozen, self._is_retry = [], [], False, True
+            self.forward_units, self.backward_units, self.is_frozen, self._is_retry = [], [], False, True
         else:
-            self.is_complete = bool(self.backward)
+            self.is_complete = bool(self.backward_units)
 
     def upcoming(self, count: int) -> list[int]:
         """Indices of the next `count` units, nearest first; empty while recording."""
-        return self.forward[self._cursor + 1 : self._cursor + 1 + count] if self.is_frozen else []
+        return self.forward_units[self._cursor + 1 : self._cursor + 1 + count] if self.is_frozen else []

@@ -28,7 +28,7 @@ _raw_grad: Any = torch.Tensor.grad  # the descriptor under the property below
 _MIXED = "got mixed torch.Tensor and DTensor"  # in an error of torch
 
 
-class GradientOwner(Protocol):
+class GradientLink(Protocol):
     """The engine's interface to the gradients of one bucket's parameters."""
 
     def finish_gradients(self) -> None:
@@ -109,7 +109,7 @@ class ShardedParameter(_FullTensorDTensor):
 
     Attributes:
         mics_name: Name of the parameter in the model.
-        mics_owner: Engine's interface to the gradient.
+        mics_link: Link to the engine and to the gradient.
         mics_position: Position of the parameter in its bucket.
         mics_writes: Writes to the parameters of the bucket that torch's version counters may miss.
         mics_slice: Slice of the parameter in its bucket.
@@ -117,7 +117,7 @@ class ShardedParameter(_FullTensorDTensor):
     """
 
     mics_name: str
-    mics_owner: GradientOwner
+    mics_link: GradientLink
     mics_position: int
     mics_writes: WriteCount
     mics_slice: ParamSlice
@@ -126,14 +126,14 @@ class ShardedParameter(_FullTensorDTensor):
     @property
     def grad(self) -> torch.Tensor | None:
         """The mean gradient over all ranks and micro-steps so far, or None."""
-        self.mics_owner.finish_gradients()
+        self.mics_link.finish_gradients()
         return self.raw_grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None and value is self.raw_grad:
             return
-        self.mics_owner.clear_gradient(self.mics_position)
+        self.mics_link.clear_gradient(self.mics_position)
         self.raw_grad = value
 
     @grad.deleter

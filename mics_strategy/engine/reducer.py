@@ -1,9 +1,9 @@
 """The reducer: when gradients are reduced, first and second hop.
 
 Ranks may use different parameters, so a rank must not decide by the gradients that it happens to have. Within a
-backward, units are reduced in one order that follows from the forward alone: the reverse of the order in which they
-were entered. A complete unit waits for those before it. At the end of the backward the others follow, with zeros where
-no gradient arrived.
+backward, units are reduced in one order, the same on all ranks: the reverse of the order in which they were entered or,
+where ranks may run different units, the reverse of the global order. A complete unit waits for those before it. At the
+end of the backward the others follow, with zeros where no gradient arrived.
 
 With the second hop, one small all-reduce counts the ranks that have used each parameter. Only a rank that has not used
 all parameters itself has to read the counts.
@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,14 +42,14 @@ class ReducerBuffers:
 
     Attributes:
         flat_pools: Pools of the flat buffers of trainable buckets, by unit index.
-        zero_grad_pool: As large as the largest of them, for a unit that is reduced without a gradient, so that it never
-            takes the buffer of a unit that waits. It is never written to, so any number of transfers may read it.
+        zero_grads: Zeros, as large as the largest flat buffer. A unit without a gradient sends them, so that it takes
+            no buffer from a unit that has one. Never written to, so any number of collectives may read them.
         second_hop: Pool of a bucket's second hop in the wire dtype, where that is not the dtype of the sum.
         usage: Number of ranks that use each trainable parameter.
     """
 
     flat_pools: dict[int, StagingPool]
-    zero_grad_pool: torch.Tensor
+    zero_grads: torch.Tensor
     second_hop: StagingPool
     usage: torch.Tensor
 
@@ -61,7 +63,7 @@ class FirstHop:
     starts_second_hop: bool
 
     @property
-    def has_completed(self) -> bool:
+    def may_start_second_hop(self) -> bool:
         """Whether the second hop may follow at once."""
         return self.starts_second_hop and bool(self.chains) and all(chain.has_completed for chain in self.chains)
 
@@ -133,16 +135,15 @@ class SecondHops:
         self._in_flight: dict[GradBucket, OpChain] = {}
         self._finished: list[GradBucket] = []  # not exposed on the parameters yet
 
-    def start(self, gradients: Iterable[GradBucket]) -> None:
-        """Start second hops whose first hops are complete, except those in flight."""
-        for gradient in gradients:
-            if gradient in self._in_flight:
-                continue
-            buffer = self._wires.acquire(partial(self.wait, gradient))
-            wire = buffer[: gradient.second_hop_wire_bytes].view(gradient.wire_dtype)
-            self._in_flight[gradient] = self._stream.launch(
-                [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce], gradient.finish
-            )
+    def start(self, gradient: GradBucket) -> None:
+        """Start the second hop of a gradient after its first, unless it is in flight."""
+        if gradient in self._in_flight:
+            return
+        buffer = self._wires.acquire(partial(self.wait, gradient))
+        wire = buffer[: gradient.second_hop_wire_bytes].view(gradient.wire_dtype)
+        self._in_flight[gradient] = self._stream.launch(
+            [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce], gradient.finish
+        )
 
     def wait(self, gradient: GradBucket) -> None:
         """Wait for a second hop in flight, before anything else happens to the gradient."""
@@ -227,7 +228,7 @@ class Reducer:
         self._second_hops.sent.clear()
         previous, self._expected = (
             self._expected,
-            {unit.index: sum(bucket.num_requiring_grad for bucket in unit.trainable) for unit in self.units},
+            {unit.index: sum(bucket.num_requiring_grad for bucket in unit.trainable_buckets) for unit in self.units},
         )
         self._order.begin([unit for unit in order if self._expected[unit.index]], idle)
         self.launch(self._order.take_due())
@@ -242,15 +243,16 @@ class Reducer:
         if grad is None:
             return False
         if self._first_hops:
-            self._second_hops.start(self._complete_arrived())
+            for done in self._finish_first_hops(self._num_arrived()):
+                self._second_hops.start(done)
         self._second_hops.wait(gradient)
-        if self.groups.grad_comm is not None and gradient.backward.state is not GradBufferState.FILLING:
+        if self.groups.grad_comm is not None and gradient.collected.state is not GradBufferState.FILLING:
             self._acquire_buffer(unit)
         gradient.add(position, grad)
         gradients = self.gradients[unit.index]
         if len(gradients) == 1:
-            return gradient.backward.num_arrived >= self._expected[unit.index]
-        return sum(other.backward.num_arrived for other in gradients) >= self._expected[unit.index]
+            return gradient.collected.num_arrived >= self._expected[unit.index]
+        return sum(other.collected.num_arrived for other in gradients) >= self._expected[unit.index]
 
     def take_ready(self, unit: Unit) -> Iterator[Unit]:
         """Remove and yield the units whose first hops are due once `unit` is complete.
@@ -270,9 +272,9 @@ class Reducer:
         self.launch(unit for unit in reversed(self.units) if self._is_filling(unit))
         for gradients in self.gradients.values():
             for gradient in gradients:
-                gradient.backward.end()
+                gradient.collected.end()
         if self.is_boundary:
-            self._second_hops.start(self._complete(down_to=0))
+            self._finish_all_first_hops()
 
     def _acquire_buffer(self, unit: Unit) -> None:
         """Borrow the buffer in which this backward's gradients of `unit` are collected."""
@@ -290,7 +292,7 @@ class Reducer:
                 [(gradient.bucket.layout.full_numel, gradient.wire_dtype) for gradient in gradients]
             )
         for gradient, flat in zip(gradients, self._flats[unit.index].views_of(buffer), strict=True):
-            gradient.backward.bind_buffer(flat, is_zero=is_zero)
+            gradient.collected.bind_buffer(flat, is_zero=is_zero)
 
     def _release_buffer(self, unit: Unit) -> None:
         """Reduce what the buffer of `unit` holds, in order: another unit needs the buffer."""
@@ -307,55 +309,56 @@ class Reducer:
     def _is_filling(self, unit: Unit) -> bool:
         """Whether gradients of `unit` have arrived that no first hop has taken."""
         gradients = self.gradients.get(unit.index, ())
-        return any(gradient.backward.state is GradBufferState.FILLING for gradient in gradients)
+        return any(gradient.collected.state is GradBufferState.FILLING for gradient in gradients)
 
     def launch(self, units: Iterable[Unit]) -> None:
         """Start the first hops of units.
 
-        Second hops start here, or behind all first hops, as far as ranks could differ: in an order that follows from
-        that of the launches, independent of the gradients that a rank has.
+        Second hops start in the order of these launches, never in the order in which gradients arrive, as that may
+        differ between ranks.
         """
         for unit in units:
-            self._second_hops.start(self._complete_until(unit))  # its own first hop of an earlier backward
+            for done in self._finish_first_hops(self._num_until(unit)):  # its own, of an earlier backward
+                self._second_hops.start(done)
             chains: list[OpChain] = []
             if self.groups.grad_comm is not None:
                 gradients = self.gradients[unit.index]
                 for gradient in gradients:
                     self._second_hops.wait(gradient)
-                if gradients[0].backward.state is not GradBufferState.FILLING:
-                    self._bind_buffer(unit, self.buffers.zero_grad_pool, is_zero=True)
+                if gradients[0].collected.state is not GradBufferState.FILLING:
+                    self._bind_buffer(unit, self.buffers.zero_grads, is_zero=True)
                 stream = self.streams.reduce_scatter
                 for gradient in gradients:
                     chains.append(stream.launch([gradient.reduce_scatter]))
             starts_second_hop = bool(self.is_boundary) and self.overlap_second_hop
             if chains or starts_second_hop:
                 self._first_hops.append(FirstHop(unit, chains, starts_second_hop))
-            self._second_hops.start(self._complete(down_to=1 if self.overlap_reduce else 0))
+            for done in self._finish_first_hops(len(self._first_hops) - int(self.overlap_reduce)):
+                self._second_hops.start(done)
 
-    def _complete_arrived(self) -> Iterator[GradBucket]:
-        """Complete the first hops that have ended, in order, without a wait."""
-        while self._first_hops and self._first_hops[0].has_completed:
-            yield from self._complete_next()
+    def _finish_first_hops(self, count: int) -> Iterator[GradBucket]:
+        """Wait for the `count` oldest first hops; yield gradients with a second hop."""
+        for _ in range(count):
+            hop = self._first_hops.popleft()
+            for chain in hop.chains:
+                chain.wait()
+            for gradient in self.gradients[hop.unit.index] if hop.starts_second_hop else ():
+                self._second_hops.wait(gradient)  # that of an earlier backward, which was also a boundary
+                self._second_hops.sent.add(gradient)
+                yield gradient
 
-    def _complete(self, *, down_to: int) -> Iterator[GradBucket]:
-        """Complete the oldest first hops until `down_to` are in flight."""
-        while len(self._first_hops) > down_to:
-            yield from self._complete_next()
+    def _finish_all_first_hops(self) -> None:
+        """Wait for all first hops, and start the second hops that follow."""
+        for done in self._finish_first_hops(len(self._first_hops)):
+            self._second_hops.start(done)
 
-    def _complete_until(self, unit: Unit) -> Iterator[GradBucket]:
-        """Complete the first hops of `unit`, and all before them."""
-        while any(hop.unit is unit for hop in self._first_hops):
-            yield from self._complete_next()
+    def _num_arrived(self) -> int:
+        """Number of oldest first hops whose second hops may start without a wait."""
+        return sum(1 for _ in takewhile(attrgetter("may_start_second_hop"), self._first_hops))
 
-    def _complete_next(self) -> Iterator[GradBucket]:
-        """Wait for the oldest first hop; yield the gradients whose second hops are due."""
-        hop = self._first_hops.popleft()
-        for chain in hop.chains:
-            chain.wait()
-        for gradient in self.gradients[hop.unit.index] if hop.starts_second_hop else ():
-            self._second_hops.wait(gradient)  # that of an earlier backward, which was also a boundary
-            self._second_hops.sent.add(gradient)
-            yield gradient
+    def _num_until(self, unit: Unit) -> int:
+        """Number of first hops up to the last one of `unit`; 0 if it has none in flight."""
+        return max((number for number, hop in enumerate(self._first_hops, 1) if hop.unit is unit), default=0)
 
     def _wait_for(self, unit: Unit) -> None:
         """Wait until the buffer of a unit's first hop is free.
@@ -369,16 +372,14 @@ class Reducer:
         """Make every gradient the mean over all ranks, and expose it. Collective."""
         self.is_dirty = False
         self.desync_check.raise_if_desynced()
-        self._second_hops.start(self._complete(down_to=0))
+        self._finish_all_first_hops()
         gradients = [gradient for unit_gradients in self.gradients.values() for gradient in unit_gradients]
         usage = UsedParamMap(self.buffers.usage, gradients, self.groups, self.desync_check.replicas.difference())
-        self._second_hops.start(
-            gradient
-            for index in second_hop_order(self.gradients)
-            for gradient in self.gradients[index]
-            if gradient.state is AccumulatorState.PARTIAL
-            or (gradient not in self._second_hops.sent and usage.is_pending_elsewhere(gradient))
-        )
+        for gradient in (gradient for index in second_hop_order(self.gradients) for gradient in self.gradients[index]):
+            if gradient.state is AccumulatorState.PARTIAL or (
+                gradient not in self._second_hops.sent and usage.is_pending_elsewhere(gradient)
+            ):
+                self._second_hops.start(gradient)
         self._second_hops.sent.clear()
         self._second_hops.wait_all()
         usage.wait()
@@ -387,18 +388,17 @@ class Reducer:
 
     def zero_grad(self, gradient: GradBucket, position: int) -> None:
         """Drop one parameter's gradient, with its parts in flight."""
-        if self._first_hops:
-            self._second_hops.start(self._complete(down_to=0))
+        self._finish_all_first_hops()
         self._second_hops.wait(gradient)
         gradient.zero_grad(position)
 
     def discard(self) -> None:
-        """Drop the gradients of an interrupted backward."""
-        self._second_hops.start(self._complete(down_to=0))
+        """Drop the gradients of an interrupted backward, after all that was started."""
+        self._finish_all_first_hops()
         self._order.clear()
         for gradients in self.gradients.values():
             for gradient in gradients:
-                gradient.backward.discard()
+                gradient.collected.discard()
 
 
 class BackwardCount:

@@ -2,11 +2,12 @@
 
 1. `pre_forward`: all-gather the unit unless its slot is current, wait, register its unsharded parameters, prefetch.
 2. `post_forward`: register its sharded parameters, remember the call, hook its outputs for the backward.
-3. `pre_backward`: retire units that autograd no longer needs, all-gather again, prefetch.
+3. `pre_backward`: release units that autograd no longer needs and start their first hops, all-gather again, prefetch.
 4. `on_grad`: collect one gradient; a complete unit starts its first hop.
-5. `post_backward`: reduce the remaining units in the order that all ranks share; release every unit.
+5. `post_backward`: release every unit; reduce the remaining ones in the order that all ranks share.
 6. `finish_gradients`: second hop, once per optimizer step.
-7. `post_step`: master shards are new; the next `pre_forward` of each unit syncs them.
+7. `post_step`: master shards are new; count the step, forget pending calls; param syncs follow now or at each next
+   `pre_forward`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class OverlapPolicy:
     """The moments at which the engine communicates.
 
     Attributes:
-        prefetch: Number of units that are gathered ahead; 0 gathers each unit when it is needed.
+        prefetch: Number of units that a forward gathers ahead; 0 gathers each unit when it is needed. A backward
+            gathers at most one unit ahead.
         second_hop_every_backward: Whether gradients are finished after every backward instead of before the step.
         sync_at_once: Whether param syncs run right after the step instead of in front of each unit's next forward.
     """
@@ -139,12 +141,12 @@ class Engine:
             unit, backward = call.unit, torch._C._current_graph_task_id()
             if torch.is_grad_enabled():  # `create_graph=True`
                 self._double_backward.follow(call, torch._C._current_autograd_node())
-            if call.backward == backward:
+            if call.graph_task == backward:
                 self._unshard_again(unit)
                 return
-            call.backward = backward
+            call.graph_task = backward
             for other in self._pending.pop_until(call):
-                self._run_skipped(other)
+                self._gather_for_peers(other)
                 if other.enter < call.enter:  # around this call: autograd runs it without its outputs' hooks
                     other.unit.enter_backward(other.enter)
             self._retire_finished_units(call)
@@ -173,12 +175,15 @@ class Engine:
         Before that, gather for other ranks what this backward skipped.
         """
         with outside_transforms():
-            skipped = list(map(self._run_skipped, self._pending.drain()))
+            followed_all = True
+            for call in self._pending.drain():
+                self._gather_for_peers(call)
+                followed_all = False
             for unit in self.units:
                 self._release(unit)
             self._double_backward.end()
             self.reducer.end_backward()
-            self.order.complete(followed_all=not skipped)
+            self.order.complete(followed_all=followed_all)
             self._checkpointed.clear()
             self._in_backward = False
             if self.overlap.second_hop_every_backward:
@@ -197,21 +202,20 @@ class Engine:
             for unit in self._global_order.take_rest():
                 unit.start_unshard(self._resources, for_backward=False)
         if not self._global_order.is_agreed:
-            self._global_order.agree(gather_objects(self.order.forward))
+            self._global_order.agree(gather_objects(self.order.forward_units))
         self.reducer.finish()
         for unit in self.units:  # also those gathered for other ranks: the optimizer will write to shards being sent
             unit.finish_unshard()
         self.on_gradients()
 
     def post_step(self) -> None:
-        """Forget pending backwards after a change of parameters.
+        """Count the step; forget pending calls; sync parameters if that is due now.
 
-        Their graphs cannot be differentiated any more.
+        The parameters have changed, so graphs of earlier forwards cannot be differentiated any more.
         """
         self.reducer.groups.record_step()
         self.backwards.num_unused = 0
-        for _ in self._pending.drain():
-            pass
+        self._pending.clear()
         self._global_order.restart()
         if self.overlap.sync_at_once:
             for unit in self.units:
@@ -263,9 +267,9 @@ class Engine:
             self._unshard(unit)
 
     def _free_to_prefetch(self, current: Unit, following: Iterable[Unit]) -> Iterator[Unit]:
-        """The next units, whose slots are free while `current` computes.
+        """The next units whose slots are free while `current` computes.
 
-        None if nothing is prefetched.
+        Empty without prefetch.
         """
         for unit in following if self.overlap.prefetch else ():
             resident = unit.slot.resident
@@ -282,16 +286,16 @@ class Engine:
         self.backwards.begin()
         self.reducer.groups.record_backward()
         self.order.freeze()
-        order = self._pending.reduction_order()
-        if reduces_every_unit(self.reducer.groups.scopes):
-            order = self._global_order.units[::-1]
-        ran = self._checkpointed.union(unit.index for unit in self.units if unit.num_live_calls)
+        self._pending.mark_earliest_enters()
+        is_global = reduces_every_unit(self.reducer.groups.scopes)
+        order = self._global_order.units[::-1] if is_global else self._pending.reduction_order()
+        ran = self._checkpointed.union(unit.index for unit in self.units if unit.num_pending_calls)
         if self.reducer.begin_backward(order, {unit.index for unit in self.units} - ran):
             self.order.forget_backward()
         _at_end_of_backward(self.post_backward)
 
-    def _run_skipped(self, call: ForwardCall) -> None:
-        """All-gather for ranks whose backward runs `call`, which this rank's skips.
+    def _gather_for_peers(self, call: ForwardCall) -> None:
+        """All-gather for ranks that run the backward of `call`; this one skips it.
 
         Without it, or in another order, ranks wait for each other: each for a collective that its peer starts later.
         """
@@ -311,14 +315,14 @@ class Engine:
             self._unshard_again(call.unit)
 
     def _retire_finished_units(self, call: ForwardCall) -> None:
-        """Release the units that were entered after `call` had ended.
+        """Release units entered after `call` had ended; launch their first hops.
 
         Autograd no longer needs them.
         """
         for unit in self.units:
             if unit.phase is UnitPhase.BACKWARD and unit.backward_enter > call.leave:
                 unit.exit_backward()
-            if unit.num_live_calls == 0 and unit.earliest_enter > call.leave:
+            if unit.num_pending_calls == 0 and unit.earliest_enter > call.leave:
                 unit.earliest_enter = -1
                 self.reducer.launch(self.reducer.take_ready(unit))
 
@@ -340,8 +344,7 @@ class Engine:
         self._checkpointed.clear()
         self._training_forward = None
         self._double_backward.end()
-        for _ in self._pending.drain():
-            pass
+        self._pending.clear()
         for unit in self.units:
             unit.discard()
         self.reducer.discard()

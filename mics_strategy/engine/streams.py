@@ -35,11 +35,11 @@ class OpChain:
         self.is_done = False
 
     def add(self, work: Work | None) -> None:
-        """Append the work of an op; wait for work that the stream does not order."""
+        """Append the work of an op; unless a thread runs it, wait for it."""
         if work is None:
             return
         self._keepalive += work.keepalive
-        if work.is_ordered:
+        if work.is_on_thread:
             self._works.append(work)
         else:
             work.wait()

@@ -54,6 +54,13 @@ class Unit:
         module: The module.
         buckets: Its parameters by dtype and trainability.
         slot: Where it is unsharded.
+
+    Attributes:
+        unshard_state: Whether the slot holds the parameters.
+        phase: Pass that uses the parameters.
+        num_pending_calls: Number of forwards whose backward is still to come.
+        earliest_enter: Clock at which the first of those forwards began, while their backward runs; otherwise -1.
+        backward_enter: Clock at which the forward began whose backward has entered the unit last.
     """
 
     def __init__(self, name: str, index: int, module: nn.Module, buckets: list[Bucket], slot: Slot) -> None:
@@ -64,7 +71,7 @@ class Unit:
         self.slot = slot
         self.unshard_state = UnshardState.SHARDED
         self.phase = UnitPhase.IDLE
-        self.num_live_calls = 0
+        self.num_pending_calls = 0
         self.earliest_enter = -1
         self.backward_enter = -1
         self._staging = _StagingViews(buckets)
@@ -73,7 +80,7 @@ class Unit:
         self._locations: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
 
     @property
-    def trainable(self) -> list[Bucket]:
+    def trainable_buckets(self) -> list[Bucket]:
         """Buckets that have gradients."""
         return [bucket for bucket in self.buckets if bucket.spec.trainable]
 
@@ -108,7 +115,7 @@ class Unit:
             self._pending_unshard = resources.stream.launch(ops)
 
     def _take_slot(self) -> None:
-        """Evict the present resident of the slot."""
+        """Become the resident of the slot; evict the present one."""
         resident = self.slot.resident
         if resident is not None and resident is not self:
             resident.evict()
@@ -156,7 +163,7 @@ class Unit:
     def check_still_frozen(self) -> None:
         """Check that no parameter requires gradients without memory for them.
 
-        Called before the first collective.
+        Called before a forward's first collective.
         """
         for bucket in self.buckets:
             if not bucket.spec.trainable:
@@ -171,14 +178,17 @@ class Unit:
         self._forward_depth += 1
 
     def exit_forward(self) -> None:
-        """Register the sharded parameters after the forward, which may have raised."""
+        """Keep what the forward wrote into parameters; register the sharded ones.
+
+        The forward may have raised.
+        """
         self._forward_depth -= 1
         if self._forward_depth == 0:
             self.phase = transition(PHASE_TRANSITIONS, self.phase, "exit_forward", self.name)
             for bucket in self.buckets:
                 bucket.keep_writes()
             if self.phase is UnitPhase.IDLE:
-                self._register_sharded()
+                self._restore_sharded()
 
     def enter_backward(self, enter_clock: int) -> None:
         """Register the unsharded parameters for the backward of one forward.
@@ -192,14 +202,14 @@ class Unit:
     def exit_backward(self) -> None:
         """Register the sharded parameters: no backward of this unit follows in this pass."""
         self.phase = transition(PHASE_TRANSITIONS, self.phase, "exit_backward", self.name)
-        self._register_sharded()
+        self._restore_sharded()
 
     def discard(self) -> None:
         """Reset the unit after a pass that an exception has ended."""
         self._forward_depth = 0
-        self.num_live_calls = 0
+        self.num_pending_calls = 0
         self.phase = UnitPhase.IDLE
-        self._register_sharded()
+        self._restore_sharded()
 
     def register_sharded(self) -> None:
         """Register the sharded parameters, whatever is registered now."""
@@ -213,7 +223,7 @@ class Unit:
                 if unsharded.requires_grad != sharded.requires_grad:
                     unsharded.requires_grad_(sharded.requires_grad)
 
-    def _register_sharded(self) -> None:
+    def _restore_sharded(self) -> None:
         for module, attribute, unsharded, sharded in self._attributes():
             if module._parameters[attribute] is unsharded:
                 module._parameters[attribute] = sharded

@@ -10,7 +10,7 @@ from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder,
 @dataclass(eq=False)
 class _Unit:
     index: int
-    num_live_calls: int = 0
+    num_pending_calls: int = 0
     earliest_enter: int = -1
 
 
@@ -82,9 +82,9 @@ def test_pending_calls_are_counted_by_unit() -> None:
     root, layer = _units(2)
     live = PendingBackwards()
     _forward(live, root, [layer, layer])
-    assert (root.num_live_calls, layer.num_live_calls) == (1, 2)
+    assert (root.num_pending_calls, layer.num_pending_calls) == (1, 2)
     list(live.drain())
-    assert (root.num_live_calls, layer.num_live_calls) == (0, 0)
+    assert (root.num_pending_calls, layer.num_pending_calls) == (0, 0)
 
 
 def _recorded(*entered: int) -> ExecutionOrder:
@@ -146,7 +146,7 @@ def test_order_does_not_change_once_frozen() -> None:
     recorded = _recorded(0, 1, 2)
     recorded.record_forward(2)
     recorded.record_forward(1)
-    assert recorded.forward == [0, 1, 2]
+    assert recorded.forward_units == [0, 1, 2]
 
 
 @pytest.mark.parametrize("what", ["freeze", "complete"])

@@ -4,7 +4,6 @@ Shown by the order of events, never by time.
 """
 
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from unittest import mock
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.reducer import Reducer
 from tests import models
 from tests.engine.events import recorded
@@ -100,15 +98,15 @@ def test_the_second_hop_starts_before_the_last_backward_has_ended(ranks: RankPoo
 
 def events_where_first_hops_are_fast(ctx: RankContext) -> tuple[list[str], list[str]]:
     """Events of a step in which first hops end before the next gradient arrives."""
-    land_arrived = Reducer._complete_arrived
+    num_arrived = Reducer._num_arrived
 
-    def land_all_that_will_arrive(reducer: Reducer) -> Iterator[GradBucket]:
+    def num_arrived_in_the_end(reducer: Reducer) -> int:
         for hop in reducer._first_hops:
-            while hop.starts_second_hop and not hop.has_completed:
+            while hop.starts_second_hop and not hop.may_start_second_hop:
                 time.sleep(0.001)
-        return land_arrived(reducer)
+        return num_arrived(reducer)
 
-    with mock.patch.object(Reducer, "_complete_arrived", land_all_that_will_arrive):
+    with mock.patch.object(Reducer, "_num_arrived", num_arrived_in_the_end):
         return events_of_a_step(ctx, "all", micro_steps=2)
 
 

@@ -64,8 +64,8 @@ class OptimizerTarget:
         """Whether `parameter` is one of the model's sharded parameters."""
         return (
             isinstance(parameter, ShardedParameter)
-            and isinstance(parameter.mics_owner, EngineLink)
-            and parameter.mics_owner.belongs_to(self.engine)
+            and isinstance(parameter.mics_link, EngineLink)
+            and parameter.mics_link.belongs_to(self.engine)
         )
 
     def sharded_param_for(self, parameter: torch.Tensor) -> ShardedParameter | None:
@@ -84,7 +84,7 @@ class OptimizerTarget:
                 "Owners were requested, but every rank holds whole tensors. This is a defect of the engine. Please "
                 "report it."
             )
-        buckets = [bucket for unit in self.engine.units for bucket in unit.trainable]
+        buckets = [bucket for unit in self.engine.units for bucket in unit.trainable_buckets]
         owned = assign_owners_by_bucket(buckets, set(parameters), self._owner_bytes)
         return OwnerExchange(owned, comm, self._groups.trainable_placement.index, self._memory, self.device)
 
