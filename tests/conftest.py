@@ -30,9 +30,7 @@ _batches = pytest.StashKey[dict[tuple[str, str], Batches]]()
 
 # Set by libraries on first use, for the rest of the process, without consequence for other tests.
 ENVIRONMENT_OF_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_")
-
-
-THREADS_END_S = 5.0  # for threads that a library has told to end and not waited for
+THREADS_END_S = 2.0  # for threads that a library has told to end and not waited for
 
 _interpreters: list[str] = []  # started by this process since the present test began
 

@@ -38,7 +38,7 @@ class Communicator:
 
     Attributes:
         route: Stages, with their codecs.
-        transports: Transports of the inter-node stage and, where there is one, of the intra-node stage.
+        transports: Transports of the stages: one over all links, or the inter-node and the intra-node one.
         size: Ranks that take part.
         index: Index of this rank among them.
         peer_memory: The same collectives on scattered tensors; None unless the ranks read one another's memory.
@@ -155,8 +155,8 @@ class SizeDispatch:
 
     Used like one `Communicator`.
 
-    Shards have the same order on both routes. Both have the same queue and workspace, so the order in which collectives
-    are submitted is also kept between them.
+    Shards have the same order on both routes. Both submit to the same thread or stream, so the order in which
+    collectives are submitted is also kept between them.
 
     Args:
         flat: Communicator for full tensors of fewer than `from_bytes` bytes, counted unquantized.

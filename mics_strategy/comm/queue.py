@@ -219,7 +219,7 @@ class RouteBinding:
 
     Attributes:
         route: The stages, with their codecs.
-        transports: Transports of the inter-node stage and, where there is one, of the intra-node stage.
+        transports: Transports of the stages: one over all links, or the inter-node and the intra-node one.
         ranks: Ranks that take part in any stage.
         watchdog: Finds out whether ranks have diverged.
     """

@@ -183,7 +183,7 @@ class Bucket:
 
     @property
     def needs_staging(self) -> bool:
-        """Whether any payload takes the flat buffer first."""
+        """Whether an all-gather of parameters needs a flat buffer."""
         return self.versions.has_secondary or (self._last_comm is not None and self._zero_copy is None)
 
     @property

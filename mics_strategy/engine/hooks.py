@@ -164,6 +164,9 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
 
     Containers are tuples, lists, dicts and those registered with torch.
     """
+    if isinstance(tree, torch.Tensor):  # the usual case
+        yield tree
+        return
     pending, seen = [(tree, 0)], set[int]()
     while pending:
         subtree, depth = pending.pop()

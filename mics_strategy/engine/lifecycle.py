@@ -190,7 +190,7 @@ def transition(table: dict[tuple[S, str], S], state: S, event: str, subject: str
         table: Transition table of the machine.
         state: Present state.
         event: Name of the event.
-        subject: Name of the unit, for the error.
+        subject: Name of the unit or bucket, for the error.
 
     Raises:
         LifecycleError: The table does not allow `event` in `state`.

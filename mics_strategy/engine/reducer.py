@@ -388,7 +388,8 @@ class Reducer:
 
     def zero_grad(self, gradient: GradBucket, position: int) -> None:
         """Drop one parameter's gradient, with its parts in flight."""
-        self._finish_all_first_hops()
+        if self._first_hops:
+            self._finish_all_first_hops()
         self._second_hops.wait(gradient)
         gradient.zero_grad(position)
 

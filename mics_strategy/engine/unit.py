@@ -86,7 +86,7 @@ class Unit:
 
     @property
     def needs_staging(self) -> bool:
-        """Whether any payload takes the flat buffer first."""
+        """Whether an all-gather of parameters needs a flat buffer."""
         return self._staging.needs_flat
 
     def start_unshard(self, resources: GatherResources, *, for_backward: bool) -> None:
@@ -130,7 +130,7 @@ class Unit:
     def finish_unshard(self) -> None:
         """Make the gathered parameters usable on the current stream.
 
-        The stream may differ from the last use's.
+        It may be another stream than in the last forward or backward.
         """
         if self._pending_unshard is None:
             return
