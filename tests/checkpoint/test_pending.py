@@ -1,17 +1,22 @@
 """What happens to gradients that no optimizer step has used when a checkpoint is made?"""
 
+import io
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
 
 from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.load import load_checkpoint
 from mics_strategy.checkpoint.save import finish_saves, save_checkpoint
+from mics_strategy.checkpoint.save_planner import ShardedSavePlanner
 from mics_strategy.cli import main
 from tests.checkpoint.test_sharded import run_of
 from tests.engine.training import Run, Training, assert_identical, start
@@ -83,6 +88,39 @@ def test_unused_gradients_are_counted_and_told_once(ranks: RankPool, tmp_path: P
     [said] = first[1]
     assert "after 1 micro-steps whose gradients no optimizer step has used" in said
     assert "Save right after an optimizer step" in said
+
+
+def save_and_train_before_it_is_written(ctx: RankContext, run: Run, path: Path) -> dict[str, Tensor]:
+    """Parameters at the moment of the save, whose write waits for two more steps."""
+    training, may_write = start(ctx, run), threading.Event()
+    training.step(0)
+    found = training.parameters()
+    resolve = ShardedSavePlanner.resolve_data
+
+    def resolve_later(planner: ShardedSavePlanner, item: WriteItem) -> Tensor | io.BytesIO:
+        assert may_write.wait(20.0)
+        return resolve(planner, item)
+
+    with mock.patch.object(ShardedSavePlanner, "resolve_data", resolve_later):
+        save_checkpoint(path, training.sharded, [training.optimizer], asynchronous=True)
+        training.step(1)
+        training.step(2)
+        may_write.set()
+        finish_saves(training.sharded)
+    return found
+
+
+def load(ctx: RankContext, run: Run, path: Path) -> dict[str, Tensor]:
+    training = start(ctx, run)
+    load_checkpoint(path, training.sharded, [training.optimizer])
+    return training.parameters()
+
+
+def test_an_asynchronous_save_holds_the_values_of_its_moment(ranks: RankPool, tmp_path: Path) -> None:
+    run, path = run_of("mics"), tmp_path / "step-1"
+    saved = ranks(2, save_and_train_before_it_is_written, run, path)
+    for found, expected in zip(ranks(2, load, run, path), saved, strict=True):
+        assert_identical(found, expected)
 
 
 def train_through(ctx: RankContext, run: Run, path: Path | None) -> dict[str, Tensor]:
