@@ -73,6 +73,7 @@ def test_a_transformers_model_gets_its_own_initialisation(ranks: RankPool, famil
         assert tied == (family != "llama")
 
 
+Tensors = dict[str, Tensor]
 LAYER = 512
 
 
@@ -81,7 +82,7 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(LAYER, LAYER) for _ in range(48))
+        self.layers = nn.ModuleList(nn.Linear(LAYER, LAYER) for _ in range(96))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -286,3 +287,27 @@ def half_meta(ctx: RankContext) -> bool:
 
 def test_values_next_to_meta_modules_are_kept(ranks: RankPool) -> None:
     assert all(ranks(2, half_meta))
+
+
+def sharded_values_and_those_of_this_rank(ctx: RankContext, is_partly_meta: bool) -> tuple[Tensors, Tensors]:
+    """Values after `shard`, and before it, where one layer of this rank differs from other ranks'."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 4), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[1].weight.add_(ctx.rank)
+    if is_partly_meta:
+        model[2] = nn.Linear(4, 2, device="meta")
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
+    shard(model, "zero3", units=[nn.Linear])
+    return {name: whole(p) for name, p in model.named_parameters()}, before
+
+
+@pytest.mark.parametrize("is_partly_meta", [False, True])
+def test_where_values_differ_all_ranks_have_those_of_rank_0(ranks: RankPool, is_partly_meta: bool) -> None:
+    results = ranks(4, sharded_values_and_those_of_this_rank, is_partly_meta)
+    (found, expected), *others = results
+    assert not torch.equal(others[0][1]["1.weight"], expected["1.weight"])
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    for other, _ in others:
+        assert all(torch.equal(other[name], value) for name, value in found.items())
