@@ -5,13 +5,14 @@ Shown by the order of events, never by time.
 
 import time
 from itertools import pairwise
+from typing import cast
 from unittest import mock
 
 import pytest
 import torch
 
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.engine.reducer import Reducer
+from mics_strategy.engine.reducer import FirstHop
 from tests import models
 from tests.engine.events import recorded
 from tests.ranks import RankContext, RankPool
@@ -98,15 +99,14 @@ def test_the_second_hop_starts_before_the_last_backward_has_ended(ranks: RankPoo
 
 def events_where_first_hops_are_fast(ctx: RankContext) -> tuple[list[str], list[str]]:
     """Events of a step in which first hops end before the next gradient arrives."""
-    num_arrived = Reducer._num_arrived
+    has_ended = cast("property", FirstHop.may_start_second_hop).fget
 
-    def num_arrived_in_the_end(reducer: Reducer) -> int:
-        for hop in reducer._first_hops:
-            while hop.starts_second_hop and not hop.may_start_second_hop:
-                time.sleep(0.001)
-        return num_arrived(reducer)
+    def has_ended_after_a_wait(hop: FirstHop) -> bool:
+        while hop.starts_second_hop and not has_ended(hop):
+            time.sleep(0.001)
+        return bool(has_ended(hop))
 
-    with mock.patch.object(Reducer, "_num_arrived", num_arrived_in_the_end):
+    with mock.patch.object(FirstHop, "may_start_second_hop", property(has_ended_after_a_wait)):
         return events_of_a_step(ctx, "all", micro_steps=2)
 
 
