@@ -129,7 +129,7 @@ class Engine:
             self._training_forward = None
         if unit.index == 0 and self._keeps_params_unsharded:
             for other in self._global_order.take_rest():  # other ranks may have needed them
-                other.start_unshard(self._resources, for_backward=self._in_backward)
+                other.start_unshard(self._resources)
         self._clock += 1
         call.leave, call.versions = self._clock, tuple(bucket.version for bucket in unit.buckets)
         has_backward = self.watch(call, outputs)
@@ -206,7 +206,7 @@ class Engine:
             return
         if self._keeps_params_unsharded:
             for unit in self._global_order.take_rest():
-                unit.start_unshard(self._resources, for_backward=False)
+                unit.start_unshard(self._resources)
         if not self._global_order.is_agreed:
             self._global_order.agree(gather_objects(self.order.forward_units))
         self.reducer.finish()
@@ -258,7 +258,7 @@ class Engine:
         """Start the all-gather of a unit, behind those that other ranks need before it."""
         due = [*self._global_order.take_until(unit), unit] if self._keeps_params_unsharded else (unit,)
         for due_unit in due:
-            due_unit.start_unshard(self._resources, for_backward=self._in_backward)
+            due_unit.start_unshard(self._resources)
 
     def _unshard(self, unit: Unit) -> None:
         if self._in_backward:
