@@ -56,7 +56,6 @@ class Row:
         tokens_per_s: Of all ranks together.
         sent_bytes: Median of the most that left one node in a step.
         planned_bytes: What the engine planned on axes between nodes; None where it does not plan.
-        planned_last_bytes: The same after the backwards.
         peak_bytes: Most resident memory of a rank (VmHWM).
         training_bytes: The same without interpreter and libraries.
         losses: Of every step, of the last round.
@@ -74,7 +73,6 @@ class Row:
     tokens_per_s: float = 0.0
     sent_bytes: float = 0.0
     planned_bytes: float | None = None
-    planned_last_bytes: float | None = None
     peak_bytes: int = 0
     training_bytes: int = 0
     losses: tuple[float, ...] = ()
@@ -131,9 +129,9 @@ def make_report(measured: list[Measured], workload: Workload, cluster: Cluster, 
                 row,
                 to_peer=None if fastest is None else row.step_s / fastest,
                 to_floor=None if floor is None else row.step_s / floor,
-                to_own_floor=_to_own_floor(row, micro_step_s, workload, cluster),
+                to_own_floor=_to_own_floor(row, item.rounds, micro_step_s, workload, cluster),
             )
-            for row in rows
+            for row, item in zip(rows, measured, strict=True)
         ),
         floor_s=floor,
         micro_step_s=micro_step_s,
@@ -215,7 +213,6 @@ def _row(item: Measured, workload: Workload, num_tokens: int) -> Row:
         return Row(label=item.entry.label, kind=kind, outcome=outcome)
     step_s = [value for one_round in item.rounds for value in one_round.step_s]
     planned = [value for one_round in item.rounds for value in one_round.planned_bytes]
-    planned_last = [value for one_round in item.rounds for value in one_round.planned_last_bytes]
     return Row(
         label=item.entry.label,
         kind=kind,
@@ -225,21 +222,22 @@ def _row(item: Measured, workload: Workload, num_tokens: int) -> Row:
         tokens_per_s=num_tokens / statistics.median(step_s),
         sent_bytes=statistics.median(value for one_round in item.rounds for value in one_round.sent_bytes),
         planned_bytes=statistics.median(planned) if planned else None,
-        planned_last_bytes=statistics.median(planned_last) if planned_last else None,
         peak_bytes=max(one_round.peak_bytes for one_round in item.rounds),
         training_bytes=max(one_round.training_bytes for one_round in item.rounds),
         losses=tuple(item.rounds[-1].losses),
     )
 
 
-def _to_own_floor(row: Row, micro_step_s: float | None, workload: Workload, cluster: Cluster) -> float | None:
-    if micro_step_s is None or row.planned_bytes is None or row.planned_last_bytes is None:
+def _to_own_floor(
+    row: Row, rounds: list[Round], micro_step_s: float | None, workload: Workload, cluster: Cluster
+) -> float | None:
+    if micro_step_s is None or row.planned_bytes is None:
         return None
     return row.step_s / own_floor_s(
         micro_step_s=micro_step_s,
         num_micro_steps=workload.accumulation,
         sent_bytes=row.planned_bytes,
-        last_bytes=row.planned_last_bytes,
+        last_bytes=statistics.median(value for one_round in rounds for value in one_round.planned_last_bytes),
         link_bytes_per_s=cluster.rate_mbit * 1e6 / 8,
     )
 
