@@ -174,7 +174,8 @@ class ShardConfig:
 
     def param_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which a parameter of `dtype` is gathered and used."""
-        return self.param_dtype if isinstance(self.param_dtype, torch.dtype) and dtype.is_floating_point else dtype
+        is_cast = dtype.is_floating_point and dtype.itemsize > 1  # fp8 values have no meaning without their scales
+        return self.param_dtype if isinstance(self.param_dtype, torch.dtype) and is_cast else dtype
 
     def wire_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype on the wire of the gradient of a parameter of `dtype`."""

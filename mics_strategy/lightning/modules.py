@@ -27,7 +27,7 @@ from mics_strategy import ConfigError, ShardConfig
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from mics_strategy.lightning.framework import TrainerFramework
+    from mics_strategy.lightning.framework import Framework, TrainerFramework
 
 UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
 
@@ -121,6 +121,21 @@ def run_as_forward(module: nn.Module, method: str, args: tuple[Any, ...], kwargs
         return module(*args, **kwargs)
     finally:
         restore()
+
+
+def autocast_dtype(framework: Framework, plugin: Any) -> torch.dtype | None:
+    """Return the dtype of a precision plug-in's autocast.
+
+    None without mixed precision, and for plug-ins of other classes than Lightning's.
+    """
+    if not isinstance(plugin, framework.mixed_precision):
+        return None
+    return torch.float16 if plugin.precision == "16-mixed" else torch.bfloat16
+
+
+def precision_flag(plugin: Any) -> str:
+    """Return the `precision` argument of a plug-in, for errors and logs."""
+    return f"precision={getattr(plugin, 'precision', type(plugin).__name__)!r}"
 
 
 def without_codec_schedule(config: ShardConfig) -> ShardConfig:

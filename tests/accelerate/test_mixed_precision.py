@@ -1,0 +1,116 @@
+"""Does `mixed_precision` mean to Accelerate and to `transformers.Trainer` what it means with FSDP2?"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader
+
+from tests.accelerate.runs import accelerator, run
+from tests.accelerate.trainer_runs import Sequences, arguments, launched, llama, logs
+from tests.fsdp2_policy import Tagger, batches, full_values, loss_of, trained_by_fsdp2
+from tests.ranks import RankContext, RankPool
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Outcome = tuple[dict[str, Tensor], list[float]]
+
+
+def _scaler() -> Any:
+    return torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+
+
+def by_accelerate(ctx: RankContext, mixed_precision: str, **options: Any) -> Outcome:
+    acc = accelerator("zero3", accelerator_mixed_precision=mixed_precision, **options)
+    if mixed_precision == "fp16":  # as on a GPU
+        acc.native_amp, acc.scaler = True, _scaler()
+    model = Tagger()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = DataLoader(batches(ctx.rank), batch_size=None)
+    wrapped, optimizer = acc.prepare(model, optimizer)
+    losses = []
+    for index, (tokens, features, target) in enumerate(data):
+        scores = wrapped(tokens, features)
+        assert scores.dtype == torch.float32
+        loss = loss_of(scores, tokens, target)
+        acc.backward(loss / 2)
+        losses.append(loss.item())
+        if index % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        tokens, features, target = batches(ctx.rank)[0]
+        losses.append(loss_of(wrapped.eval()(tokens, features), tokens, target).item())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    return full_values(model), losses
+
+
+def compared(ctx: RankContext, mixed_precision: str, options: dict[str, Any]) -> tuple[Outcome, Outcome]:
+    scaler = _scaler() if mixed_precision == "fp16" else None
+    expected = trained_by_fsdp2(DTYPES[mixed_precision], torch.float32, loss_in_autocast=False, scaler=scaler)
+    return by_accelerate(ctx, mixed_precision, **options), expected
+
+
+def assert_equal_bits(outcome: Outcome, expected: Outcome) -> None:
+    assert outcome[1] == expected[1]
+    assert list(outcome[0]) == list(expected[0])
+    for name, value in expected[0].items():
+        assert torch.equal(outcome[0][name], value), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("mixed_precision", "options"),
+    [("bf16", {}), ("fp16", {}), ("bf16", {"activation_checkpointing": True, "units": "Block"})],
+    ids=["bf16", "fp16", "bf16 recomputed"],
+)
+def test_an_accelerator_trains_as_fsdp2_to_the_bit(
+    ranks: RankPool, world_size: int, mixed_precision: str, options: dict[str, Any]
+) -> None:
+    for outcome, expected in run(ranks, world_size, compared, mixed_precision, options):
+        assert_equal_bits(outcome, expected)
+
+
+def by_transformers(num: int) -> Outcome:
+    from transformers import Trainer
+
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "num_train_epochs": num}
+    options |= {"max_grad_norm": 0.0, "lr_scheduler_type": "constant", "bf16": True, "optim": "adamw_torch"}
+    with launched("zero3"):
+        model = llama()
+        data = Sequences(dist.get_world_size())
+        made = Trainer(model=model, args=arguments("out", **options), train_dataset=data)
+        made.train()
+        return full_values(model), [entry["loss"] for entry in logs(made) if "loss" in entry]
+
+
+def llama_by_fsdp2(num: int) -> dict[str, Tensor]:
+    """One sequence a rank, so that the order of sequences does not matter."""
+    model, rank = llama(), dist.get_rank()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.0)
+    tokens = Sequences(dist.get_world_size()).tokens[rank : rank + 1]
+    for _ in range(num):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_values(model)
+
+
+def llamas(ctx: RankContext) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return by_transformers(3)[0], llama_by_fsdp2(3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_trainer_of_transformers_trains_as_fsdp2_to_the_bit(ranks: RankPool, world_size: int) -> None:
+    for values, expected in run(ranks, world_size, llamas):
+        assert list(values) == list(expected)
+        for name, value in expected.items():
+            assert torch.equal(values[name], value), name
