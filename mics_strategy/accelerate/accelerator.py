@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import AutocastKwargs
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -127,6 +128,8 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
     ) -> nn.Module:
         """Shard a model in place, with the requested autocast and compilation."""
         self._shard(model)
+        if self.autocast_handler is None and self._recomputes_casts(model):
+            self.autocast_handler = AutocastKwargs(cache_enabled=False)
         has_policy = self.state.fsdp_plugin.mixed_precision_policy is not None
         with framework.without_autocast(self) if has_policy else ExitStack():
             prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -138,6 +141,16 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         if not self.native_amp or self.state.fsdp_plugin.mixed_precision_policy is not None:
             return None
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
+
+    def _recomputes_casts(self, model: nn.Module) -> bool:
+        """Whether casts of sharded fp32 parameters by autocast are part of recomputed activations.
+
+        Autocast's cache would keep all of them until the end of the forward.
+        """
+        handle, plugin = self.handle_of(model), self.state.fsdp_plugin
+        if handle is None or handle.scopes.params == 1 or self._autocast_dtype in (None, handle.config.param_dtype):
+            return False
+        return bool(plugin.activation_checkpointing or getattr(handle.model, "is_gradient_checkpointing", False))
 
     def _shard(self, model: nn.Module) -> None:
         model = framework.unwrap_model(model)

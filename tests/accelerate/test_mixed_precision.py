@@ -1,5 +1,7 @@
 """Does `mixed_precision` mean to Accelerate and to `transformers.Trainer` what it means with FSDP2?"""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from tests.accelerate.runs import accelerator, run
@@ -71,6 +74,64 @@ def test_an_accelerator_trains_as_fsdp2_to_the_bit(
 ) -> None:
     for outcome, expected in run(ranks, world_size, compared, mixed_precision, options):
         assert_equal_bits(outcome, expected)
+
+
+class WeightCasts(TorchDispatchMode):
+    """Counts 16-bit casts of the weights of linear layers, and those that are still referenced."""
+
+    def __init__(self, shapes: set[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.shapes = shapes
+        self.casts: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16 and tuple(out.shape) in self.shapes:
+            self.casts.append(weakref.ref(out))
+        return out
+
+    @property
+    def num_alive(self) -> int:
+        gc.collect()
+        return sum(cast() is not None for cast in self.casts)
+
+
+class ReadsAtTheEnd(Tagger):
+    """Reads at the end of its forward, inside autocast, how many casts are alive."""
+
+    read: Any = None
+
+    def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
+        scores = super().forward(tokens, features)
+        return scores if self.read is None else self.read(scores)
+
+
+def cast_weights(ctx: RankContext, options: dict[str, Any]) -> tuple[bool, int]:
+    """Whether autocast casts weights of blocks, and how many casts are alive at the end of a forward."""
+    acc = accelerator("zero3", accelerator_mixed_precision="bf16", units="Block", **options)
+    model = ReadsAtTheEnd()
+    shapes = {tuple(linear.weight.shape) for linear in (model.blocks[0].up, model.blocks[0].down)}
+    prepared = acc.prepare(model)
+    alive = []
+    with WeightCasts(shapes) as casts:
+        model.read = lambda scores: alive.append(casts.num_alive) or scores
+        prepared(*batches(ctx.rank)[0][:2])
+    return len(casts.casts) > 0, alive[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (False, 0)),
+        ({"param_dtype": "float32"}, (True, 6)),
+        ({"param_dtype": "float32", "activation_checkpointing": True}, (True, 0)),
+    ],
+    ids=["16 bits gathered", "autocast", "autocast recomputed"],
+)
+def test_no_rank_keeps_a_16_bit_copy_of_the_model_unless_autocast_saves_it(
+    ranks: RankPool, options: dict[str, Any], expected: tuple[bool, int]
+) -> None:
+    assert run(ranks, 2, cast_weights, options) == [expected] * 2
 
 
 def by_transformers(num: int) -> Outcome:
