@@ -143,7 +143,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
 
     def _recomputes_casts(self, model: nn.Module) -> bool:
-        """Whether casts of sharded fp32 parameters by autocast are part of recomputed activations.
+        """Whether casts of sharded fp32 parameters are recomputed activations.
 
         Autocast's cache would keep all of them until the end of the forward.
         """
