@@ -65,9 +65,8 @@ def reason_to_keep_dtypes(model: nn.Module) -> str:
     It is empty for other models.
     """
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "running_mean", None), torch.Tensor) and any(
-            True for _ in module.parameters(recurse=False)
-        ):
+        has_statistics = "running_mean" in dict(module.named_buffers(recurse=False))
+        if has_statistics and next(module.parameters(recurse=False), None) is not None:
             return f"`{name}` has fp32 running statistics, with which torch computes no norm in 16-bit weights"
     for name, parameter in model.named_parameters():
         if parameter.dtype == torch.float64:

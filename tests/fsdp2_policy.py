@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 WIDTH, VOCABULARY, LENGTH = 12, 17, 5
+MAX_NORM = 0.1
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -68,16 +69,21 @@ def loss_of(scores: Tensor, tokens: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), tokens.flatten()) + F.mse_loss(scores.mean(-1), target)
 
 
-def batches(rank: int, num: int = 4) -> list[Batch]:
-    """The batches of a rank: tokens, features, fp32 targets that 16 bits do not hold."""
+def batches(rank: int) -> list[Batch]:
+    """The four batches of a rank: tokens, features, fp32 targets that 16 bits do not hold."""
     generator = torch.Generator().manual_seed(100 + rank)
     draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-    tokens = [torch.randint(VOCABULARY, (2, LENGTH), generator=generator) for _ in range(num)]
+    tokens = [torch.randint(VOCABULARY, (2, LENGTH), generator=generator) for _ in range(4)]
     return [(each, draw(2, LENGTH, 3), 1 + draw(2, LENGTH) * 1e-3) for each in tokens]
 
 
 def trained_by_fsdp2(
-    dtype: torch.dtype, reduce_dtype: torch.dtype, *, loss_in_autocast: bool, scaler: Any = None, num: int = 4
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    *,
+    loss_in_autocast: bool,
+    scaler: Any = None,
+    norms: list[float] | None = None,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Parameters, and losses of steps of two micro-steps each and of an evaluation after them.
 
@@ -86,7 +92,7 @@ def trained_by_fsdp2(
         reduce_dtype: Dtype of reductions.
         loss_in_autocast: Whether the loss is computed under autocast, else from outputs in fp32.
         scaler: Scaler of the loss, or None.
-        num: Micro-steps.
+        norms: Takes the gradient norms before clipping to `MAX_NORM`; None does not clip.
     """
     model = Tagger()
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -95,7 +101,7 @@ def trained_by_fsdp2(
         fully_shard(module, mesh=mesh, mp_policy=policy)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
-    for index, (tokens, features, target) in enumerate(batches(dist.get_rank(), num)):
+    for index, (tokens, features, target) in enumerate(batches(dist.get_rank())):
         with torch.autocast("cpu", dtype=dtype):
             scores = model(tokens, features)
             loss = loss_of(scores, tokens, target) if loss_in_autocast else None
@@ -104,6 +110,8 @@ def trained_by_fsdp2(
         scaler.scale(loss / 2).backward()
         losses.append(loss.item())
         if index % 2 == 1:
+            if norms is not None:
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor().item())
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import AutocastKwargs
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -128,8 +127,8 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
     ) -> nn.Module:
         """Shard a model in place, with the requested autocast and compilation."""
         self._shard(model)
-        if self.autocast_handler is None and self._recomputes_casts(model):
-            self.autocast_handler = AutocastKwargs(cache_enabled=False)
+        if self._recomputes_casts(model):
+            framework.disable_autocast_cache(self)
         has_policy = self.state.fsdp_plugin.mixed_precision_policy is not None
         with framework.without_autocast(self) if has_policy else ExitStack():
             prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)

@@ -109,7 +109,7 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
 
     @override
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Keep the policy; `MiCSAccelerator` resolves `mixed_precision` when it shards a model."""
+        """Keep the policy; `MiCSAccelerator` resolves `mixed_precision` later."""
         if override or self.mixed_precision_policy is not None:
             super().set_mixed_precision(mixed_precision, buffer_autocast, override)
 

@@ -12,10 +12,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from mics_strategy import ConfigError
 from tests.accelerate.runs import accelerator, run
 from tests.accelerate.trainer_runs import Sequences, arguments, launched, llama, logs
-from tests.fsdp2_policy import Tagger, batches, full_values, loss_of, trained_by_fsdp2
-from tests.ranks import RankContext, RankPool
+from tests.fsdp2_policy import MAX_NORM, Tagger, batches, full_values, loss_of, trained_by_fsdp2
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Outcome = tuple[dict[str, Tensor], list[float]]
@@ -25,7 +26,7 @@ def _scaler() -> Any:
     return torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
 
 
-def by_accelerate(ctx: RankContext, mixed_precision: str, **options: Any) -> Outcome:
+def by_accelerate(ctx: RankContext, mixed_precision: str, norms: list[float] | None = None, **options: Any) -> Outcome:
     acc = accelerator("zero3", accelerator_mixed_precision=mixed_precision, **options)
     if mixed_precision == "fp16":  # as on a GPU
         acc.native_amp, acc.scaler = True, _scaler()
@@ -41,6 +42,8 @@ def by_accelerate(ctx: RankContext, mixed_precision: str, **options: Any) -> Out
         acc.backward(loss / 2)
         losses.append(loss.item())
         if index % 2 == 1:
+            if norms is not None:
+                norms.append(acc.clip_grad_norm_(wrapped.parameters(), MAX_NORM).item())
             optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():
@@ -74,6 +77,57 @@ def test_an_accelerator_trains_as_fsdp2_to_the_bit(
 ) -> None:
     for outcome, expected in run(ranks, world_size, compared, mixed_precision, options):
         assert_equal_bits(outcome, expected)
+
+
+def clipped(ctx: RankContext) -> tuple[Outcome, list[float], Outcome, list[float]]:
+    norms: list[float] = []
+    expected_norms: list[float] = []
+    outcome = by_accelerate(ctx, "bf16", norms)
+    expected = trained_by_fsdp2(torch.bfloat16, torch.float32, loss_in_autocast=False, norms=expected_norms)
+    return outcome, norms, expected, expected_norms
+
+
+def test_clipping_is_that_of_fsdp2(ranks: RankPool) -> None:
+    """Norms are summed in another order, and AdamW amplifies what rounds otherwise."""
+    for outcome, norms, expected, expected_norms in run(ranks, 2, clipped):
+        assert norms[0] == pytest.approx(expected_norms[0], rel=1e-6)
+        assert norms == pytest.approx(expected_norms, rel=1e-3)
+        assert outcome[1] == pytest.approx(expected[1], rel=1e-3)
+
+
+def contradicting(ctx: RankContext) -> None:
+    accelerator("mics", accelerator_mixed_precision="bf16", param_dtype="float16").prepare(Tagger())
+
+
+def test_another_param_dtype_is_refused_on_every_rank(ranks: RankPool) -> None:
+    match = "mixed_precision='bf16'.*computes in bfloat16.*param_dtype=float16.*Remove"
+    raises_on_every_rank(lambda: run(ranks, 2, contradicting), ConfigError, match)
+
+
+def fp16_on_a_cpu(ctx: RankContext) -> Any:
+    """Accelerate computes in fp32 there."""
+    acc = accelerator("mics", accelerator_mixed_precision="fp16")
+    return acc.sharded_of(acc.prepare(Tagger())).config.param_dtype
+
+
+def test_parameters_are_gathered_in_fp32_where_accelerate_has_no_fp16(ranks: RankPool) -> None:
+    assert run(ranks, 1, fp16_on_a_cpu) == ["auto"]
+
+
+def generated(ctx: RankContext) -> tuple[Tensor, Tensor]:
+    """By a model with a cache of keys and values, whose units write into it."""
+    acc = accelerator("zero3", accelerator_mixed_precision="bf16")
+    options = {"max_new_tokens": 6, "do_sample": False, "use_cache": True}
+    tokens = torch.tensor([[1, 5, 9, 4]])
+    plain = llama(use_cache=True).bfloat16().eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = plain.generate(tokens, **options)
+    return acc.prepare(llama(use_cache=True)).eval().generate(tokens, **options), expected
+
+
+def test_generation_with_a_cache_is_that_of_a_model_in_16_bits(ranks: RankPool) -> None:
+    for tokens, expected in run(ranks, 2, generated):
+        assert tokens.tolist() == expected.tolist()
 
 
 class WeightCasts(TorchDispatchMode):

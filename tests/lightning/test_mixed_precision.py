@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 from mics_strategy import ConfigError
+from mics_strategy.lightning import validate
 from tests.fsdp2_policy import Batch, Tagger, batches, full_values, loss_of, trained_by_fsdp2
 from tests.lightning.fabric_runs import launched
 from tests.lightning.fabric_runs import mics as fabric_mics
@@ -270,3 +271,42 @@ def test_a_model_with_batch_norm_is_not_gathered_in_16_bits(ranks: RankPool) -> 
     found, _, dtype = run(ranks, 2, said, WithBatchNorm(), {})[0]
     assert dtype == "auto"
     assert "`model.norm` has fp32 running statistics" in found
+
+
+def compiled(ctx: RankContext) -> tuple[list[float], list[float]]:
+    """Losses with compiled blocks, and without."""
+    model = Tagger()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return _fitted(ctx, model)[1].losses, _fitted(ctx)[1].losses
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_as_others(ranks: RankPool) -> None:
+    for losses, expected in run(ranks, 2, compiled):
+        assert losses == pytest.approx(expected, rel=2e-3)
+
+
+def with_another_precision(ctx: RankContext) -> None:
+    _, module = _fitted(ctx, max_steps=1)
+    trainer(ctx, "mics_zero3", precision="32-true", use_distributed_sampler=False).fit(module, own_batches(ctx.rank))
+
+
+def test_a_sharded_model_keeps_its_precision(ranks: RankPool) -> None:
+    raises_on_every_rank(lambda: run(ranks, 2, with_another_precision), ConfigError, "already sharded.*`precision`")
+
+
+def test_an_error_about_two_dtypes_names_the_option() -> None:
+    error = RuntimeError("mixed dtype (CPU): expect parameter to have scalar type of Float")
+    validate.add_advice(error)
+    assert "param_dtype='float32'" in error.__notes__[0]
+
+
+def in_presets(ctx: RankContext) -> dict[str, list[float]]:
+    presets = ("zero3", "ddp", "zero1", "zero2", "mics", "hsdp", "paro-nig")
+    return {preset: _fitted(ctx, config=preset)[1].losses for preset in presets}
+
+
+def test_every_preset_trains_the_same(ranks: RankPool) -> None:
+    for losses in run(ranks, 2, in_presets, ranks_per_node=1):
+        assert {preset: own == losses["zero3"] for preset, own in losses.items()} == dict.fromkeys(losses, True)
