@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from mics_strategy import ConfigError
-from tests.accelerate.runs import accelerator, run
+from tests.accelerate.runs import accelerator, forget, run
 from tests.accelerate.trainer_runs import Sequences, arguments, launched, llama, logs
 from tests.fsdp2_policy import MAX_NORM, Tagger, batches, full_values, loss_of, trained_by_fsdp2
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
@@ -102,6 +103,39 @@ def contradicting(ctx: RankContext) -> None:
 def test_another_param_dtype_is_refused_on_every_rank(ranks: RankPool) -> None:
     match = "mixed_precision='bf16'.*computes in bfloat16.*param_dtype=float16.*Remove"
     raises_on_every_rank(lambda: run(ranks, 2, contradicting), ConfigError, match)
+
+
+def _after_a_step(param_dtype: str, folder: str = "") -> tuple[Any, Any]:
+    """An Accelerator and a model after a step, or with a loaded state."""
+    acc = accelerator("zero3", accelerator_mixed_precision="bf16", param_dtype=param_dtype)
+    model = Tagger()
+    model, optimizer = acc.prepare(model, torch.optim.AdamW(model.parameters()))
+    if folder:
+        acc.load_state(folder)
+    else:
+        tokens, features, target = batches(dist.get_rank())[0]
+        acc.backward(loss_of(model(tokens, features), tokens, target))
+        optimizer.step()
+    return acc, model
+
+
+def round_trip(ctx: RankContext, folder: str, param_dtype: str) -> tuple[bool, set[torch.dtype]]:
+    """Saved by one meaning and loaded by the default one: whether values are equal, and dtypes of the full state."""
+    acc, model = _after_a_step(param_dtype)
+    saved = full_values(model)
+    acc.save_state(folder)
+    forget()
+    acc, model = _after_a_step("auto", folder)
+    assert acc.sharded_of(model).config.param_dtype == torch.bfloat16
+    loaded = full_values(model)
+    dtypes = {value.dtype for value in acc.get_state_dict(model).values()}
+    return all(torch.equal(value, loaded[name]) for name, value in saved.items()), dtypes
+
+
+@pytest.mark.parametrize("param_dtype", ["auto", "float32"], ids=["the default", "autocast"])
+def test_states_hold_fp32_masters_and_those_of_autocast_load(ranks: RankPool, tmp_path: Path, param_dtype: str) -> None:
+    outcomes = run(ranks, 2, round_trip, str(tmp_path / "state"), param_dtype)
+    assert outcomes == [(True, {torch.float32}), (True, set())]  # rank 1 gets no state
 
 
 def fp16_on_a_cpu(ctx: RankContext) -> Any:
