@@ -89,7 +89,8 @@ def apply_mixed_precision(sharded: Sharded, dtype: torch.dtype | None, flag: str
         cast_unit_inputs(sharded, dtype)
     if dist.get_rank() != 0:
         return
-    if dtype is not None or _is_narrow({p.dtype for p in sharded.model.parameters()}):
+    stored = {p.dtype for p in sharded.model.parameters() if p.requires_grad}
+    if dtype is not None or _is_narrow(stored) or _is_narrow(map(sharded.config.param_dtype_of, stored)):
         print(describe_mixed_precision(sharded, dtype, flag), flush=True)
     copies = 0 if dtype is None or is_gathered_in_it else _bytes_of_casts(sharded.model, dtype)
     if dtype is not None and copies and sharded.scopes.params > 1:

@@ -35,10 +35,11 @@ from mics_strategy.lightning.modules import (
     move_unsharded,
     precision_flag,
     unit_rule_for,
+    with_precision,
 )
 from mics_strategy.lightning.process_group import ProcessGroupMixin, is_initialized
 from mics_strategy.lightning.registration import make_strategy_class
-from mics_strategy.mixed_precision import apply_mixed_precision, with_mixed_precision
+from mics_strategy.mixed_precision import apply_mixed_precision
 
 _CLASS_NAMES = {"MiCSFabricStrategy": "lightning.fabric", "LightningFabricMiCSStrategy": "lightning_fabric"}
 
@@ -203,10 +204,9 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessGroupMixin):  # for a ty
                 "`Fabric(...)`."
             )
         units = unit_rule_for(module, self._units, every_child=_is_manual(module))
-        dtype, flag = autocast_dtype(self.framework, self.precision), precision_flag(self.precision)
-        config = with_mixed_precision(self.config, module, dtype, flag)
+        config = with_precision(self.framework, self.precision, self.config, module)
         sharded = shard(module, config, units=units, device=self.root_device, initializer=self._initializer)
-        apply_mixed_precision(sharded, dtype, flag)
+        apply_mixed_precision(sharded, autocast_dtype(self.framework, self.precision), precision_flag(self.precision))
         self._handles = [*(reference for reference in self._handles if reference() is not None), weakref.ref(sharded)]
         move_unsharded(module, self.root_device)
         return ShardedModule(sharded)

@@ -36,11 +36,12 @@ from mics_strategy.lightning.modules import (
     run_as_forward,
     unit_rule_for,
     with_frozen_as_trainable,
+    with_precision,
     without_codec_schedule,
 )
 from mics_strategy.lightning.process_group import ProcessGroupMixin, full_weights_launcher, skip_group_teardown
 from mics_strategy.lightning.registration import make_strategy_class
-from mics_strategy.mixed_precision import apply_mixed_precision, with_mixed_precision
+from mics_strategy.mixed_precision import apply_mixed_precision
 
 _HANDLE = "_mics_of_strategy"  # on the module, so that every strategy object finds the handle
 _CLASS_NAMES = {"MiCSStrategy": "lightning.pytorch", "PytorchLightningMiCSStrategy": "pytorch_lightning"}
@@ -224,8 +225,7 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
 
     def _resolved_config(self, module: nn.Module) -> ShardConfig:
         """Return the configuration of `shard` under the Trainer's precision."""
-        plugin, config = self.precision_plugin, without_codec_schedule(self.config)
-        return with_mixed_precision(config, module, autocast_dtype(self.framework, plugin), precision_flag(plugin))
+        return with_precision(self.framework, self.precision_plugin, without_codec_schedule(self.config), module)
 
     @override
     def model_to_device(self) -> None:

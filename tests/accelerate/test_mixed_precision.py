@@ -222,11 +222,11 @@ def test_no_rank_keeps_a_16_bit_copy_of_the_model_unless_autocast_saves_it(
     assert run(ranks, 2, cast_weights, options) == [expected] * 2
 
 
-def by_transformers(num: int) -> Outcome:
+def by_transformers(num: int, **more: Any) -> Outcome:
     from transformers import Trainer
 
     options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "num_train_epochs": num}
-    options |= {"max_grad_norm": 0.0, "lr_scheduler_type": "constant", "bf16": True, "optim": "adamw_torch"}
+    options |= {"max_grad_norm": 0.0, "lr_scheduler_type": "constant", "bf16": True, "optim": "adamw_torch", **more}
     with launched("zero3"):
         model = llama()
         data = Sequences(dist.get_world_size())
@@ -253,13 +253,17 @@ def llama_by_fsdp2(num: int) -> dict[str, Tensor]:
     return full_values(model)
 
 
-def llamas(ctx: RankContext) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return by_transformers(3)[0], llama_by_fsdp2(3)
+def llamas(ctx: RankContext, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return by_transformers(3, **options)[0], llama_by_fsdp2(3)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_trainer_of_transformers_trains_as_fsdp2_to_the_bit(ranks: RankPool, world_size: int) -> None:
-    for values, expected in run(ranks, world_size, llamas):
+@pytest.mark.parametrize(
+    ("world_size", "options"), [(1, {}), (2, {}), (2, {"gradient_checkpointing": True})], ids=["1", "2", "recomputed"]
+)
+def test_a_trainer_of_transformers_trains_as_fsdp2_to_the_bit(
+    ranks: RankPool, world_size: int, options: dict[str, Any]
+) -> None:
+    for values, expected in run(ranks, world_size, llamas, options):
         assert list(values) == list(expected)
         for name, value in expected.items():
             assert torch.equal(values[name], value), name

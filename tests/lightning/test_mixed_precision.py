@@ -211,13 +211,23 @@ def contradicting(ctx: RankContext) -> None:
     _fitted(ctx, param_dtype="float16")
 
 
+def contradicting_true_precision(ctx: RankContext) -> None:
+    _fitted(ctx, param_dtype="float32", precision="bf16-true")
+
+
 def contradicting_in_fabric(ctx: RankContext) -> None:
     launched(ctx, fabric_mics(param_dtype="float64"), precision="bf16-mixed").setup_module(Tagger())
 
 
-@pytest.mark.parametrize(("job", "dtype"), [(contradicting, "float16"), (contradicting_in_fabric, "float64")])
-def test_another_param_dtype_is_refused_on_every_rank(ranks: RankPool, job: Callable[..., None], dtype: str) -> None:
-    match = f"precision='bf16-mixed'.*computes in bfloat16.*param_dtype={dtype}.*Remove"
+CONTRADICTIONS = [
+    (contradicting, "precision='bf16-mixed'.*computes in bfloat16.*param_dtype=float16.*Remove"),
+    (contradicting_in_fabric, "precision='bf16-mixed'.*computes in bfloat16.*param_dtype=float64.*Remove"),
+    (contradicting_true_precision, "precision='bf16-true'.*stores and computes in .*param_dtype=.*float32.*Remove"),
+]
+
+
+@pytest.mark.parametrize(("job", "match"), CONTRADICTIONS)
+def test_another_param_dtype_is_refused_on_every_rank(ranks: RankPool, job: Callable[..., None], match: str) -> None:
     raises_on_every_rank(lambda: run(ranks, 2, job), ConfigError, match)
 
 
@@ -252,6 +262,7 @@ NOTICES: dict[str, tuple[dict[str, Any], Any, str, str]] = {
     "autocast": ({"param_dtype": "float32"}, torch.float32, "gathered in float32 (4 bytes each)", "keeps a bfloat16"),
     "autocast, nothing sharded": ({"param_dtype": "float32", "config": "ddp"}, torch.float32, "float32 (4 bytes", ""),
     "true": ({"precision": "bf16-true"}, "auto", "parameters in bfloat16 (2 bytes each) are gathered in bfloat16", ""),
+    "a policy": ({"precision": "32-true", "param_dtype": "bfloat16"}, torch.bfloat16, "gathered in bfloat16", ""),
     "fp32": ({"precision": "32-true"}, "auto", "", ""),
 }
 
