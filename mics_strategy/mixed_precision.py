@@ -68,10 +68,11 @@ def reason_to_keep_dtypes(model: nn.Module) -> str:
         has_statistics = "running_mean" in dict(module.named_buffers(recurse=False))
         if has_statistics and next(module.parameters(recurse=False), None) is not None:
             return f"`{name}` has fp32 running statistics, with which torch computes no norm in 16-bit weights"
-    for name, parameter in model.named_parameters():
+    named = dict(model.named_parameters())
+    for name, parameter in named.items():
         if parameter.dtype == torch.float64:
             return f"`{name}` is float64, which autocast does not change"
-    return ""
+    return "" if any(parameter.dim() for parameter in named.values()) else "all of them are scalars"
 
 
 def apply_mixed_precision(sharded: Sharded, dtype: torch.dtype | None, flag: str) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from mics_strategy import ConfigError
 from mics_strategy.lightning import validate
-from tests.fsdp2_policy import Batch, Tagger, batches, full_values, loss_of, trained_by_fsdp2
+from tests.fsdp2_policy import VOCABULARY, Batch, Tagger, batches, full_values, loss_of, trained_by_fsdp2
 from tests.lightning.fabric_runs import launched
 from tests.lightning.fabric_runs import mics as fabric_mics
 from tests.lightning.runs import mics, run, trainer
@@ -278,10 +278,39 @@ def test_rank_0_says_what_is_gathered_and_reduced_in_one_line(ranks: RankPool, n
     assert all(other[:2] == ("", []) for other in others)
 
 
-def test_a_model_with_batch_norm_is_not_gathered_in_16_bits(ranks: RankPool) -> None:
-    found, _, dtype = run(ranks, 2, said, WithBatchNorm(), {})[0]
+class Scalars(nn.Module):
+    """A model of two scalars, whose products autocast does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
+        return features.new_ones(*tokens.shape, VOCABULARY) * features[..., :1] * self.a + self.b
+
+
+class WithDouble(Tagger):
+    """With a parameter in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+
+KEEP_DTYPES = [
+    (WithBatchNorm(), "`model.norm` has fp32 running statistics"),
+    (Scalars(), "scalars"),
+    (WithDouble(), "`model.scale` is float64"),
+]
+
+
+@pytest.mark.parametrize(("model", "reason"), KEEP_DTYPES, ids=["batch norm", "scalars", "fp64"])
+def test_a_model_that_needs_its_dtypes_is_not_gathered_in_16_bits(
+    ranks: RankPool, model: nn.Module, reason: str
+) -> None:
+    found, _, dtype = run(ranks, 2, said, model, {})[0]
     assert dtype == "auto"
-    assert "`model.norm` has fp32 running statistics" in found
+    assert reason in found
 
 
 def compiled(ctx: RankContext) -> tuple[list[float], list[float]]:
