@@ -89,10 +89,13 @@ class ShardConfig:
         grad_codec_until: Share of the training after which `grad_codec` is off, 0 to 1. Below 1 it requires
             `training_steps`.
         training_steps: Optimizer steps of the whole training, or ``"unknown"``. Lightning's Trainer sets it.
-        param_dtype: Dtype in which parameters are gathered and used; ``"auto"`` keeps the dtype of each parameter.
-        reduce_dtype: Dtype of gradients on the wire; ``"auto"`` is fp32. Sums are always kept in fp32, but NCCL adds
-            in this dtype. bf16 rounds at every rank. fp16 would overflow, so gradients in fp16 are divided by about
-            the square root of the number of ranks before they are summed, and by the rest afterwards.
+        param_dtype: Dtype in which parameters are gathered and used; fp8 and integers keep theirs. ``"auto"`` keeps
+            the dtype of each parameter, but under mixed precision of Lightning or Accelerate it is the 16-bit dtype.
+            There, fp32 means autocast over parameters gathered in fp32.
+        reduce_dtype: Dtype of gradients on the wire; ``"auto"`` is fp32, also under mixed precision. Sums are always
+            kept in fp32, but NCCL adds in this dtype. bf16 rounds at every rank. fp16 would overflow, so gradients in
+            fp16 are divided by about the square root of the number of ranks before they are summed, and by the rest
+            afterwards.
         optimizer_layout: ``"rows"`` shards every tensor. ``"tensors"`` assigns each tensor that an optimizer must
             update as a whole (Muon, Adafactor, ...) to one rank of the optimizer scope; other tensors are sharded by
             rows.
@@ -180,7 +183,8 @@ class ShardConfig:
 
     def param_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which a parameter of `dtype` is gathered and used."""
-        return self.param_dtype if isinstance(self.param_dtype, torch.dtype) and dtype.is_floating_point else dtype
+        is_cast = dtype.is_floating_point and dtype.itemsize > 1  # fp8 values have no meaning without their scales
+        return self.param_dtype if isinstance(self.param_dtype, torch.dtype) and is_cast else dtype
 
     def wire_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype on the wire of the gradient of a parameter of `dtype`."""

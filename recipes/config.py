@@ -186,7 +186,7 @@ class TrainerConfig:
         accelerator: `auto` takes CUDA when there is a GPU.
         devices: ranks on this machine; `auto` is the number of GPUs, or 1 without any.
         num_nodes: machines.
-        precision: as in Lightning.
+        precision: as in Lightning; mixed precision gathers 16 bits and updates in float32.
         max_steps: optimizer steps.
         log_every_steps: optimizer steps between two lines of the log.
         seed: of the weights and of the order of the data.

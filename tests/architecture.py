@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine", "tuning"),
     ("checkpoint",),
     ("",),
+    ("mixed_precision",),
     ("lightning", "accelerate", "cli", "run", "launch_file"),
     ("autoload",),
 )
@@ -40,7 +41,8 @@ PLANNER_IMPORTS_UP_TO = PURE_LAYER
 CALIBRATE_IMPORTS_UP_TO = 2
 PLANNER_IMPORTED_BY = ("planner", "cli", "run", "engine.setup.resolve")  # the engine, for "auto" only
 # These folders may import the package's public names (mics_strategy itself) and their framework.
-ADAPTERS_MAY_IMPORT = ("comm.consensus",)  # to raise on all ranks together; there is one way to do so
+# One way to raise on all ranks together, and one meaning of mixed precision.
+ADAPTERS_MAY_IMPORT = ("comm.consensus", "mixed_precision")
 FRAMEWORKS = {
     "lightning": ("lightning", "pytorch_lightning", "lightning_fabric"),
     "accelerate": ("accelerate", "transformers"),

@@ -22,10 +22,17 @@ from typing_extensions import override
 
 from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded
 from mics_strategy.accelerate import checkpoints, framework, launch
+from mics_strategy.accelerate.checkpoints import SaveRendezvous
 from mics_strategy.accelerate.plugin import MiCSPlugin
-from mics_strategy.accelerate.prepare import check_output_layer, reuse_sharded, shard_for_plugin, sharded_of_model
-from mics_strategy.accelerate.rendezvous import SaveRendezvous
+from mics_strategy.accelerate.prepare import (
+    check_output_layer,
+    reuse_sharded,
+    shard_for_plugin,
+    sharded_of_model,
+    use_fp32_masters,
+)
 from mics_strategy.accelerate.transformers_patches import patch_save_pretrained, patch_trainers
+from mics_strategy.mixed_precision import apply_mixed_precision, with_mixed_precision
 
 
 class MiCSAccelerator(Accelerator):  # type: ignore[misc]
@@ -120,10 +127,29 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
     ) -> nn.Module:
         """Shard a model in place, with the requested autocast and compilation."""
         self._shard(model)
+        if self._recomputes_casts(model):
+            framework.disable_autocast_cache(self)
         has_policy = self.state.fsdp_plugin.mixed_precision_policy is not None
         with framework.without_autocast(self) if has_policy else ExitStack():
             prepared: nn.Module = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         return prepared
+
+    @property
+    def _autocast_dtype(self) -> torch.dtype | None:
+        """The dtype of autocast around forwards; None without autocast."""
+        if not self.native_amp or self.state.fsdp_plugin.mixed_precision_policy is not None:
+            return None
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision)
+
+    def _recomputes_casts(self, model: nn.Module) -> bool:
+        """Whether casts of sharded fp32 parameters are recomputed activations.
+
+        Autocast's cache would keep all of them until the end of the forward.
+        """
+        handle, plugin = self.handle_of(model), self.state.fsdp_plugin
+        if handle is None or handle.scopes.params == 1 or self._autocast_dtype in (None, handle.config.param_dtype):
+            return False
+        return bool(plugin.activation_checkpointing or getattr(handle.model, "is_gradient_checkpointing", False))
 
     def _shard(self, model: nn.Module) -> None:
         model = framework.unwrap_model(model)
@@ -132,12 +158,17 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
         plugin = self.state.fsdp_plugin
         if self.ddp_handler is not None and self.ddp_handler.broadcast_buffers is False:
             plugin.config = plugin.config.replace(broadcast_buffers=False)
-        sharded = reuse_sharded(model, plugin)
+        dtype, flag = self._autocast_dtype, f"mixed_precision={self.mixed_precision!r}"
+        config = with_mixed_precision(plugin.config, model, dtype, flag)
+        sharded = reuse_sharded(model, plugin, config)
         if sharded is None:
             if framework.is_prepared(model):
                 return
             device = self.device if self.device.type == "cuda" else torch.device(self.device.type)
-            sharded = shard_for_plugin(model, plugin, device, in_low_precision=self.mixed_precision != "no")
+            if self.mixed_precision != "no":
+                use_fp32_masters(model)
+            sharded = shard_for_plugin(model, plugin, config, device)
+            apply_mixed_precision(sharded, dtype, flag)
         check_output_layer(sharded)
         patch_save_pretrained(sharded, self.rendezvous)
         self._handles = [*(reference for reference in self._handles if reference() is not None), weakref.ref(sharded)]

@@ -3,6 +3,10 @@
 They are saved under the names that Accelerate and `transformers.Trainer` expect. Sharded: ``pytorch_model_fsdp_0`` and
 ``optimizer_0``, folders to which every rank writes its shards. Full: ``pytorch_model_fsdp.bin`` and ``optimizer.bin``,
 full tensors with unsharded names, like the files of plain data parallelism. Both formats load, whichever is saved.
+
+A script that saves on the main process only leaves that process waiting for the others, which continue to train.
+Therefore ranks first synchronize through the job's key-value store, which no collective blocks. A rank that waits too
+long raises an error with the missing ranks.
 """
 
 from __future__ import annotations
@@ -11,10 +15,10 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +27,7 @@ from torch.distributed.fsdp import StateDictType
 
 from mics_strategy import (
     CheckpointError,
+    MiCSError,
     OpenCheckpoint,
     Sharded,
     atomic_checkpoint_folder,
@@ -34,7 +39,7 @@ from mics_strategy import (
     save_checkpoint,
 )
 from mics_strategy.accelerate import framework
-from mics_strategy.accelerate.rendezvous import broadcast_from_rank_0, run_on_files
+from mics_strategy.comm import consensus
 
 if TYPE_CHECKING:
     from mics_strategy.accelerate.plugin import MiCSPlugin
@@ -43,6 +48,8 @@ _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 _DDP_NAMES = {("optimizer", 0): "optimizer.pt"}  # name of `transformers.Trainer` without sharding
 _UNFINISHED = "mics_strategy.unfinished"
 _STEPS = "mics_strategy.steps_done"  # an additional key, which torch's optimizers ignore in a state dict
+TIMEOUT_S = 300.0  # steps or evaluations before the call may take different times
+T = TypeVar("T")
 
 
 # -- functions that Accelerate and transformers call -------------------------------------------------------------------
@@ -346,3 +353,56 @@ def _remove_oldest(folder: Path, limit: int) -> None:
     for _, path in checkpoints[: max(0, len(checkpoints) - limit)]:
         if not remove_checkpoint(path):
             shutil.rmtree(path)
+
+
+# -- synchronization of ranks ------------------------------------------------------------------------------------------
+
+
+class SaveRendezvous:
+    """Synchronization of ranks before they save or load."""
+
+    def __init__(self) -> None:
+        self._rendezvous = consensus.Rendezvous("met")
+
+    def require_every_rank(self, call: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Return when all ranks have called this method equally often.
+
+        Args:
+            call: Name of the following operation, for the error.
+            timeout_s: Longest wait for the last rank, in seconds.
+
+        Raises:
+            CheckpointError: A rank did not call it in time.
+        """
+        missing = self._rendezvous.missing_ranks(timeout_s)
+        if missing:
+            raise CheckpointError(
+                f"Rank {', '.join(map(str, missing))} did not call `{call}` within {timeout_s:g} s of rank "
+                f"{dist.get_rank()}. All ranks must save and load together: call it outside of "
+                "`if accelerator.is_main_process`."
+            )
+
+
+def run_on_files(action: Callable[[], T]) -> T:
+    """Read or write files; if it fails on one rank, raise on all. Collective.
+
+    Raises:
+        CheckpointError: A rank failed; the error names it.
+    """
+
+    def attempt() -> T:
+        try:
+            return action()
+        except MiCSError:
+            raise
+        except (OSError, RuntimeError, pickle.PickleError) as error:
+            raise CheckpointError(str(error)) from error
+
+    return consensus.run_on_all_ranks(attempt)
+
+
+def broadcast_from_rank_0(value: T) -> T:
+    """Return rank 0's value. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, TorchDynamoPlugin
+from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKwargs, TorchDynamoPlugin
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from typing_extensions import override
@@ -166,6 +166,12 @@ def without_autocast(accelerator: Any) -> Iterator[None]:
         yield
     finally:
         accelerator.native_amp = previous
+
+
+def disable_autocast_cache(accelerator: Any) -> None:
+    """Let autocast cast weights at every use, unless `AutocastKwargs` were given."""
+    if accelerator.autocast_handler is None:
+        accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 
 
 @contextmanager

@@ -42,7 +42,8 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             `save_state`: ``"SHARDED_STATE_DICT"``, a folder to which every rank writes its shards, or
             ``"FULL_STATE_DICT"``, a file), `activation_checkpointing` (of every unit), `cpu_ram_efficient_loading`,
             `auto_wrap_policy`, `transformer_cls_names_to_wrap`, `min_num_params`, `mixed_precision_policy` (dtypes of
-            parameters and reductions, instead of autocast).
+            parameters and reductions, without autocast). Under `Accelerator(mixed_precision=...)` without a policy,
+            parameters are gathered in 16 bits; with `param_dtype="float32"` in fp32, under autocast.
 
     Attributes:
         config: Requested configuration.
@@ -108,7 +109,7 @@ class MiCSPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
 
     @override
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Keep the policy; `Accelerator(mixed_precision=...)` means autocast, as with DDP."""
+        """Keep the policy; `MiCSAccelerator` resolves `mixed_precision` later."""
         if override or self.mixed_precision_policy is not None:
             super().set_mixed_precision(mixed_precision, buffer_autocast, override)
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mics_strategy import ConfigError, ShardConfig, Sharded, shard
 from mics_strategy.accelerate import framework
-from mics_strategy.accelerate.rendezvous import broadcast_from_rank_0
+from mics_strategy.accelerate.checkpoints import broadcast_from_rank_0
 from mics_strategy.comm.consensus import gather_objects
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class PreparedModel:
 
     Attributes:
         handle: Weak reference to the handle, which the first Accelerator keeps alive.
-        config: Requested configuration.
+        config: Configuration of `shard`.
         recomputes: Whether units are recomputed in the backward.
     """
 
@@ -44,32 +44,35 @@ class PreparedModel:
     recomputes: bool
 
 
-def shard_for_plugin(model: nn.Module, plugin: MiCSPlugin, device: torch.device, *, in_low_precision: bool) -> Sharded:
+def shard_for_plugin(model: nn.Module, plugin: MiCSPlugin, config: ShardConfig, device: torch.device) -> Sharded:
     """Shard an unsharded model in place, for training and evaluation. Collective.
 
     Args:
         model: Model with values at least on rank 0, or on the meta device.
         plugin: Sharding options.
+        config: Configuration of the plugin under the Accelerator's mixed precision.
         device: Device of the training.
-        in_low_precision: Whether computation uses lower precision than the trained parameters.
     """
-    if in_low_precision:
-        _use_fp32_masters(model)
     had_missing = materialize_missing(model)
     units, initializer = plugin.units_for(model), plugin.initializer
-    sharded = shard(model, plugin.config, units=units, device=device, initializer=initializer)
+    sharded = shard(model, config, units=units, device=device, initializer=initializer)
     if had_missing:
         sharded.synchronize_buffers()
     if plugin.activation_checkpointing:
         checkpoint_activations(sharded)
     recomputes = bool(plugin.activation_checkpointing)
-    prepared = PreparedModel(handle=weakref.ref(sharded), config=plugin.config, recomputes=recomputes)
+    prepared = PreparedModel(handle=weakref.ref(sharded), config=config, recomputes=recomputes)
     model.__dict__[_PREPARED] = prepared
     return sharded
 
 
-def reuse_sharded(model: nn.Module, plugin: MiCSPlugin) -> Sharded | None:
+def reuse_sharded(model: nn.Module, plugin: MiCSPlugin, config: ShardConfig) -> Sharded | None:
     """Return the handle of a model that was sharded before; None for others.
+
+    Args:
+        model: Model, sharded or not.
+        plugin: Sharding options.
+        config: Configuration of the plugin under the Accelerator's mixed precision.
 
     Raises:
         ConfigError: The model was sharded with other options.
@@ -80,7 +83,7 @@ def reuse_sharded(model: nn.Module, plugin: MiCSPlugin) -> Sharded | None:
     prepared: PreparedModel = model.__dict__[_PREPARED]
     earlier, requested = (
         _describe_options(prepared.config, prepared.recomputes),
-        _describe_options(plugin.config, bool(plugin.activation_checkpointing)),
+        _describe_options(config, bool(plugin.activation_checkpointing)),
     )
     differing = [name for name, value in earlier.items() if requested[name] != value]
     if differing:
@@ -121,7 +124,7 @@ def _describe_options(config: ShardConfig, recomputes: bool) -> dict[str, str]:
     return {**config.describe(), "activation_checkpointing": str(recomputes)}
 
 
-def _use_fp32_masters(model: nn.Module) -> None:
+def use_fp32_masters(model: nn.Module) -> None:
     """Keep trained parameters in fp32 under mixed precision, as for FSDP."""
     low_precision = [
         p for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.dtype.itemsize < 4

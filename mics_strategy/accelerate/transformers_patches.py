@@ -30,8 +30,8 @@ from torch.distributed.fsdp import StateDictType
 
 from mics_strategy import CheckpointError, Sharded, load_weights
 from mics_strategy.accelerate import framework
+from mics_strategy.accelerate.checkpoints import SaveRendezvous, run_on_files
 from mics_strategy.accelerate.plugin import MiCSPlugin
-from mics_strategy.accelerate.rendezvous import SaveRendezvous, run_on_files
 
 HandleLookup = Callable[[nn.Module], Sharded | None]
 

@@ -29,9 +29,17 @@ from mics_strategy.lightning.framework import (
     unwrap_module,
     unwrap_optimizer,
 )
-from mics_strategy.lightning.modules import UnitRule, move_unsharded, unit_rule_for
+from mics_strategy.lightning.modules import (
+    UnitRule,
+    autocast_dtype,
+    move_unsharded,
+    precision_flag,
+    unit_rule_for,
+    with_precision,
+)
 from mics_strategy.lightning.process_group import ProcessGroupMixin, is_initialized
 from mics_strategy.lightning.registration import make_strategy_class
+from mics_strategy.mixed_precision import apply_mixed_precision
 
 _CLASS_NAMES = {"MiCSFabricStrategy": "lightning.fabric", "LightningFabricMiCSStrategy": "lightning_fabric"}
 
@@ -196,7 +204,9 @@ class FabricStrategyMixin(FabricCheckpointMixin, ProcessGroupMixin):  # for a ty
                 "`Fabric(...)`."
             )
         units = unit_rule_for(module, self._units, every_child=_is_manual(module))
-        sharded = shard(module, self.config, units=units, device=self.root_device, initializer=self._initializer)
+        config = with_precision(self.framework, self.precision, self.config, module)
+        sharded = shard(module, config, units=units, device=self.root_device, initializer=self._initializer)
+        apply_mixed_precision(sharded, autocast_dtype(self.framework, self.precision), precision_flag(self.precision))
         self._handles = [*(reference for reference in self._handles if reference() is not None), weakref.ref(sharded)]
         move_unsharded(module, self.root_device)
         return ShardedModule(sharded)

@@ -29,6 +29,7 @@ class Framework:
     cpu_or_cuda: tuple[type[Any], ...]
     precision: type[Any]
     foreign_precisions: tuple[type[Any], ...]
+    mixed_precision: type[Any]
     checkpoint_io: type[Any]
     cluster_environment: type[Any]
     accelerator: type[Any]
@@ -131,6 +132,7 @@ def _shared_classes(find: Callable[[str], Any], fabric_name: str) -> dict[str, A
         "cpu_or_cuda": (find("accelerators:CPUAccelerator"), find("accelerators:CUDAAccelerator")),
         "precision": find("plugins:Precision"),
         "foreign_precisions": tuple(find(f"plugins:{cls}") for cls in foreign),
+        "mixed_precision": find("plugins:MixedPrecision"),
         "checkpoint_io": find("plugins:CheckpointIO"),
         "cluster_environment": fabric("plugins:ClusterEnvironment"),
         "accelerator": find("accelerators:Accelerator"),

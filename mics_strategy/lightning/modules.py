@@ -23,12 +23,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from mics_strategy import ConfigError, ShardConfig
+from mics_strategy.mixed_precision import with_mixed_precision
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from mics_strategy.lightning.framework import TrainerFramework
+    from mics_strategy.lightning.framework import Framework, TrainerFramework
 
+_TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
 
 
@@ -121,6 +123,36 @@ def run_as_forward(module: nn.Module, method: str, args: tuple[Any, ...], kwargs
         return module(*args, **kwargs)
     finally:
         restore()
+
+
+def autocast_dtype(framework: Framework, plugin: Any) -> torch.dtype | None:
+    """Return the dtype of a precision plug-in's autocast.
+
+    None without mixed precision, and for plug-ins of other classes than Lightning's.
+    """
+    if not isinstance(plugin, framework.mixed_precision):
+        return None
+    return torch.float16 if plugin.precision == "16-mixed" else torch.bfloat16
+
+
+def with_precision(framework: Framework, plugin: Any, config: ShardConfig, module: nn.Module) -> ShardConfig:
+    """Return the configuration of `shard` under a precision plug-in.
+
+    Raises:
+        ConfigError: `param_dtype` contradicts the precision.
+    """
+    true_dtype = _TRUE_DTYPES.get(getattr(plugin, "precision", ""), config.param_dtype)
+    if config.param_dtype not in ("auto", true_dtype):
+        raise ConfigError(
+            f"`{precision_flag(plugin)}` stores and computes in {true_dtype}, but `param_dtype={config.param_dtype}` "
+            "was also given. Remove `param_dtype`, or use `precision='32-true'` for fp32 masters."
+        )
+    return with_mixed_precision(config, module, autocast_dtype(framework, plugin), precision_flag(plugin))
+
+
+def precision_flag(plugin: Any) -> str:
+    """Return the `precision` argument of a plug-in, for errors and logs."""
+    return f"precision={getattr(plugin, 'precision', type(plugin).__name__)!r}"
 
 
 def without_codec_schedule(config: ShardConfig) -> ShardConfig:

@@ -28,16 +28,20 @@ from mics_strategy.lightning.framework import (
 )
 from mics_strategy.lightning.modules import (
     UnitRule,
+    autocast_dtype,
     grad_codec_steps,
     log_dtensors,
     move_unsharded,
+    precision_flag,
     run_as_forward,
     unit_rule_for,
     with_frozen_as_trainable,
+    with_precision,
     without_codec_schedule,
 )
 from mics_strategy.lightning.process_group import ProcessGroupMixin, full_weights_launcher, skip_group_teardown
 from mics_strategy.lightning.registration import make_strategy_class
+from mics_strategy.mixed_precision import apply_mixed_precision
 
 _HANDLE = "_mics_of_strategy"  # on the module, so that every strategy object finds the handle
 _CLASS_NAMES = {"MiCSStrategy": "lightning.pytorch", "PytorchLightningMiCSStrategy": "pytorch_lightning"}
@@ -189,10 +193,11 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
         if self._sigterm_every > 1:
             throttle_sigterm_check(trainer, self._sigterm_every)
         self.shard_model()
-        if self.sharded.config != without_codec_schedule(self.config):
+        requested = self._resolved_config(self._module)
+        if self.sharded.config != requested:
             raise ConfigError(
-                f"The model is already sharded with {self.sharded.config}, but this strategy requests {self.config}. "
-                "Build a new model, or use the same strategy."
+                f"The model is already sharded with {self.sharded.config}, but this strategy requests {requested}. "
+                "Build a new model, or use the same strategy and `precision`."
             )
         self.load_pending_model()
         self.model_to_device()
@@ -213,8 +218,14 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
         units = unit_rule_for(module, self._units, every_child=not module.automatic_optimization)
         with with_frozen_as_trainable(self.framework, self._trainer, module):
             options: dict[str, Any] = {"units": units, "initializer": self._initializer, "device": self.root_device}
-            vars(module)[_HANDLE] = shard(module, without_codec_schedule(self.config), **options)
+            vars(module)[_HANDLE] = shard(module, self._resolved_config(module), **options)
         self._lightning_module = self.model = module
+        plugin = self.precision_plugin
+        apply_mixed_precision(self.sharded, autocast_dtype(self.framework, plugin), precision_flag(plugin))
+
+    def _resolved_config(self, module: nn.Module) -> ShardConfig:
+        """Return the configuration of `shard` under the Trainer's precision."""
+        return with_precision(self.framework, self.precision_plugin, without_codec_schedule(self.config), module)
 
     @override
     def model_to_device(self) -> None:

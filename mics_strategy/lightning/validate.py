@@ -109,6 +109,11 @@ def add_advice(exception: BaseException) -> None:
             "`grad_norm`. Gradients are DTensors: use `torch.nn.utils.get_total_norm`, or `full_tensor()` on every "
             "rank."
         )
+    if any(text in str(exception) for text in ("mixed dtype (CPU)", "the same dtype", "expected scalar type")):
+        exception.add_note(
+            "mics_strategy: under mixed precision, parameters are gathered in 16 bits. A module that computes in fp32 "
+            "must cast its weights, or use `param_dtype='float32'` for autocast over parameters gathered in fp32."
+        )
     if "mixed torch.Tensor and DTensor" in str(exception):
         exception.add_note(
             "mics_strategy: a parameter was used outside the forward of its module, where it is a shard. Call the "

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
-from mics_strategy.accelerate.rendezvous import SaveRendezvous
+from mics_strategy.accelerate.checkpoints import SaveRendezvous
 from mics_strategy.errors import CheckpointError
 from tests.accelerate.runs import accelerator, run
 from tests.accelerate.test_training import adamw, loss_of, transformer

@@ -90,7 +90,9 @@ def test_clipping_by_value_equals_ddp(ranks: RankPool) -> None:
 
 
 def in_bfloat16(ctx: RankContext, config: str) -> tuple[dict[str, Tensor], list[float]]:
-    acc = accelerator(config, accelerator_mixed_precision="bf16")
+    """Autocast over fp32 gathers."""
+    options = {} if config == PLAIN else {"param_dtype": "float32"}
+    acc = accelerator(config, accelerator_mixed_precision="bf16", **options)
     model = transformer()
     model, optimizer, data = acc.prepare(model, adamw(model), loader())
     numbers = train(acc, model, optimizer, data)
@@ -98,7 +100,7 @@ def in_bfloat16(ctx: RankContext, config: str) -> tuple[dict[str, Tensor], list[
     return values(model), numbers
 
 
-def test_mixed_precision_is_autocast_as_with_ddp(ranks: RankPool) -> None:
+def test_autocast_over_fp32_gathers_equals_ddp(ranks: RankPool) -> None:
     equal_to_ddp(ranks, in_bfloat16, tolerance=2e-5)
 
 

@@ -65,9 +65,39 @@ def test_fine_tuning_equals_ddp_with(ranks: RankPool, options: dict[str, Any]) -
     run(ranks, 4, compared, sft, ["mics"], options, ranks_per_node=2)
 
 
-def test_bf16_which_is_the_default_of_trl_is_that_of_ddp(ranks: RankPool) -> None:
+def test_autocast_over_fp32_gathers_is_that_of_ddp(ranks: RankPool) -> None:
     """On two ranks, whose sums have no order."""
-    run(ranks, 2, compared, dpo, ["zero3"], {"bf16": True})
+    run(ranks, 2, compared, dpo, [{"preset": "zero3", "param_dtype": "float32"}], {"bf16": True})
+
+
+IN_16_BITS: list[tuple[Make, dict[str, Any]]] = [
+    (sft, {}),
+    (sft, {"completes": True, "loss_type": "chunked_nll"}),
+    (sft, {"adapted": True, "gradient_checkpointing": True}),
+    (dpo, {}),
+    (dpo, {"reference": "another"}),
+    (reward, {}),
+    (grpo, {}),
+]
+
+
+def in_16_bits(ctx: RankContext, make: Make, options: dict[str, Any]) -> tuple[float, float]:
+    """First losses of DDP under autocast, and of parameters that are gathered in 16 bits."""
+    written_base(ctx.rank)
+    losses = []
+    for config in (PLAIN, "zero3"):
+        with launched(config):
+            made = make("out", **{"bf16": True, "max_steps": 2, "eval_strategy": "no", **options})
+            losses.append(trained(made)[0][0]["loss"])
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize(("make", "options"), IN_16_BITS)
+def test_parameters_in_16_bits_begin_as_autocast_of_ddp_does(
+    ranks: RankPool, make: Make, options: dict[str, Any]
+) -> None:
+    for expected, loss in run(ranks, 2, in_16_bits, make, options):
+        assert loss == pytest.approx(expected, rel=0.03, abs=0.01)
 
 
 PREFERENCES: dict[str, dict[str, Any]] = {

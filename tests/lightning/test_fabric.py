@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from mics_strategy.errors import LifecycleError
-from tests.lightning.fabric_runs import adamw, batches, launched, train, values
+from tests.lightning.fabric_runs import adamw, batches, launched, mics, train, values
 from tests.lightning.modules import Critic, Net, loader
 from tests.lightning.runs import assert_same, run
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
@@ -178,8 +178,15 @@ def test_two_models_equal_ddp(ranks: RankPool) -> None:
         assert_same(found, expected)
 
 
+AUTOCAST = "mics, autocast over fp32 gathers"
+
+
+def _strategy(name: str) -> Any:
+    return mics(param_dtype="float32") if name == AUTOCAST else name
+
+
 def _precise(ctx: RankContext, strategy: Any, precision: Any) -> dict[str, Tensor]:
-    fabric = launched(ctx, strategy, precision=precision)
+    fabric = launched(ctx, _strategy(strategy), precision=precision)
     with fabric.init_module():
         net = Net()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
@@ -190,7 +197,7 @@ def _precise(ctx: RankContext, strategy: Any, precision: Any) -> dict[str, Tenso
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true"])
 def test_training_in_another_precision_equals_ddp(ranks: RankPool, precision: str) -> None:
     expected = run(ranks, 2, _precise, "ddp", precision)[0]
-    found = run(ranks, 2, _precise, "mics", precision)[0]
+    found = run(ranks, 2, _precise, AUTOCAST if precision == "bf16-mixed" else "mics", precision)[0]
     dtypes = {"64-true": torch.float64, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
     assert {value.dtype for value in found.values()} == {dtypes[precision]}
     assert_same(found, expected, tolerance=1e-2 if precision == "bf16-true" else 1e-6)
@@ -199,7 +206,7 @@ def test_training_in_another_precision_equals_ddp(ranks: RankPool, precision: st
 def _scaled(ctx: RankContext, strategy: Any, rank: int) -> tuple[dict[str, Tensor], Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    fabric = launched(ctx, strategy, plugins=[plugin])
+    fabric = launched(ctx, _strategy(strategy), plugins=[plugin])
     net = Net()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
     for index, (x, y) in enumerate(batches(fabric)):
@@ -214,7 +221,7 @@ def _scaled(ctx: RankContext, strategy: Any, rank: int) -> tuple[dict[str, Tenso
 @pytest.mark.parametrize("rank", [-1, 1], ids=["no overflow", "overflow on one rank"])
 def test_a_gradient_scaler_equals_ddp(ranks: RankPool, rank: int) -> None:
     expected, state = run(ranks, 2, _scaled, "ddp", rank)[0]
-    for found, found_state in run(ranks, 2, _scaled, "mics", rank):
+    for found, found_state in run(ranks, 2, _scaled, AUTOCAST, rank):
         assert_same(found, expected)
         assert found_state == state
 
