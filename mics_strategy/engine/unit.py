@@ -89,12 +89,11 @@ class Unit:
         """Whether an all-gather of parameters needs a flat buffer."""
         return self._staging.needs_flat
 
-    def start_unshard(self, resources: GatherResources, *, for_backward: bool) -> None:
+    def start_unshard(self, resources: GatherResources) -> None:
         """Start the all-gather, unless the slot already holds the current parameters.
 
         Args:
             resources: Stream and buffers of all-gathers.
-            for_backward: Whether a backward needs the parameters, after the forward of the same step.
         """
         if not needs_unshard(self.buckets, is_resident=self.unshard_state is not UnshardState.SHARDED):
             return
@@ -111,7 +110,7 @@ class Unit:
             for bucket, flat, cast_shard in self._staging.acquire(resources, self.finish_unshard):
                 if bucket.versions.needs_sync(bucket.version):
                     ops.append(partial(bucket.sync_params, flat, cast_shard))
-                ops.append(partial(bucket.unshard, flat, for_backward=for_backward))
+                ops.append(partial(bucket.unshard, flat))
             self._pending_unshard = resources.stream.launch(ops)
 
     def _take_slot(self) -> None:
@@ -217,11 +216,11 @@ class Unit:
             module._parameters[attribute] = sharded
 
     def _register_unsharded(self) -> None:
+        for bucket in self.buckets:
+            bucket.copy_requires_grad()
         for module, attribute, unsharded, sharded in self._attributes():
             if module._parameters[attribute] is sharded:  # not what `torch.func.functional_call` has put there
                 module._parameters[attribute] = unsharded
-                if unsharded.requires_grad != sharded.requires_grad:
-                    unsharded.requires_grad_(sharded.requires_grad)
 
     def _restore_sharded(self) -> None:
         for module, attribute, unsharded, sharded in self._attributes():
