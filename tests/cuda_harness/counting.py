@@ -1,6 +1,5 @@
 """What does a chain of collectives launch? From the log of a machine."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 Log = list[tuple[str, int, str]]  # what, stream of the launch, name
@@ -57,8 +56,3 @@ def totals(log: Log) -> tuple[int, int]:
     """Collectives and kernels of all streams together."""
     names = [kind for kind, _, _ in log]
     return names.count("collective"), names.count("kernel")
-
-
-def kernels_by_name(log: Log) -> Counter[str]:
-    """Kernels of all streams together, by their names."""
-    return Counter(name for kind, _, name in log if kind == "kernel")

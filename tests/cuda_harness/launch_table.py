@@ -5,6 +5,8 @@ one rank, on the fake backend: collectives are calls of c10d, kernels are ATen o
 kernels.
 """
 
+import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.cuda_harness.counting import Log, kernels_by_name, table, totals
+from tests.cuda_harness.counting import Log, table, totals
 from tests.cuda_harness.machine import Machine
-from tests.cuda_harness.runs import DEPTH, WIDTH, Tower, config_of, one_of_many, start
+from tests.cuda_harness.runs import Tower, config_of, one_of_many, start
 
 PER_NODE = 8
 NODES = (2, 16, 64)
-_UNITS = DEPTH + 1
+WIDTH = 512  # so that each of 512 ranks has a row of every matrix
 _CODECS = {"weight_codec": "int8", "grad_codec": "int4", "codec_links": "all"}
 # Columns, and the roles of chains or the names of FSDP2's launches that belong to them.
 _OF_CHAINS = {
@@ -46,6 +48,9 @@ class Engine:
     options: dict[str, Any] = field(default_factory=dict)
     codecs: str = "-"
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.codecs}"
+
     @property
     def is_fsdp2(self) -> bool:
         return self.name.startswith("FSDP2")
@@ -61,8 +66,8 @@ ENGINES = (
     Engine("FSDP2"),
     Engine("zero3"),
     Engine("zero3", _CODECS, "INT8, INT4"),
-    Engine("zeropp"),
-    Engine("zeropp", _CODECS, "INT8, INT4"),
+    Engine("zeropp_hpz"),
+    Engine("zeropp", {}, "INT8, INT4"),
     Engine("FSDP2 hybrid"),
     Engine("mics"),
     Engine("mics, partitions of 2 nodes", {"partition_size": 16}),
@@ -70,17 +75,19 @@ ENGINES = (
 )
 
 
+def columns_of(engine: Engine, nodes: int) -> Row:
+    """What one engine launches on so many nodes: by unit and pass, and in a step of all units."""
+    log = engine.log(nodes)
+    collectives, kernels = totals(log)
+    by_pass = _of_fsdp2(log) if engine.is_fsdp2 else _of_chains(log)
+    return (*by_pass, f"{collectives} + {kernels - kernels_unsharded()}")
+
+
 def rows() -> list[Row]:
     """The rows of the table; those of one engine that differ in nothing but the nodes are one."""
-    in_no_engine = kernels_by_name(unsharded())
     found: dict[tuple[str, str, Row], list[str]] = {}
-    for engine in ENGINES:
-        for nodes in NODES:
-            log = engine.log(nodes)
-            collectives, kernels = totals(log)
-            by_pass = _of_fsdp2(log) if engine.is_fsdp2 else _of_chains(log)
-            columns = (*by_pass, f"{collectives} + {kernels - in_no_engine.total()}")
-            found.setdefault((engine.name, engine.codecs, columns), []).append(str(nodes))
+    for engine, nodes in itertools.product(ENGINES, NODES):
+        found.setdefault((engine.name, engine.codecs, columns_of(engine, nodes)), []).append(str(nodes))
     return [(name, codecs, ", ".join(nodes), *columns) for (name, codecs, columns), nodes in found.items()]
 
 
@@ -101,49 +108,45 @@ def _of_fsdp2(log: Log) -> Row:
 
 
 def log_of(preset: str, nodes: int, per_node: int, **options: Any) -> Log:
-    """The log of the third step of one micro-step over 5 units; the order of units is known after the first."""
+    """The log of the second step of one micro-step over 5 units; the order of units is known after the first."""
     width = options.pop("width", WIDTH)
     with one_of_many(nodes * per_node) as machine:
         training = start(machine, config_of(preset, ranks_per_node=per_node, **options), width=width)
-        for _ in range(3):
-            machine.log.clear()
-            training.loss().backward()
-            training.optimizers[0].step()
-            training.optimizers[0].zero_grad()
+        _train(machine, training.model, training.batch)
     return machine.log
 
 
 def fsdp2(nodes: int = 1, *, is_hybrid: bool = False) -> Machine:
-    """Three steps of torch's own engine; the log is that of the last."""
+    """Two steps of torch's own engine; the log is that of the second."""
     with one_of_many(nodes * PER_NODE) as machine:
         sizes = {"replicate": nodes, "shard": PER_NODE} if is_hybrid else {"shard": nodes * PER_NODE}
         mesh = init_device_mesh("cuda", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        model = _tower(machine)
+        model = _tower()
         for layer in (*model.layers, model):
             fully_shard(layer, mesh=mesh)
-        _train(machine, model)
+        _train(machine, model, torch.randn(4, WIDTH).to("cuda"))
     return machine
 
 
-def unsharded() -> Log:
-    """The log of a step in which nothing is sharded."""
+@functools.cache
+def kernels_unsharded() -> int:
+    """Kernels of a step in which nothing is sharded."""
     with one_of_many() as machine:
-        model = _tower(machine)
+        model = _tower()
         for parameter in model.parameters():
             parameter.data = parameter.data.to(machine.device)
-        _train(machine, model)
-    return machine.log
+        _train(machine, model, torch.randn(4, WIDTH).to("cuda"))
+    return totals(machine.log)[1]
 
 
-def _tower(machine: Machine) -> Tower:
+def _tower() -> Tower:
     torch.manual_seed(3)
-    return Tower()
+    return Tower(width=WIDTH)
 
 
-def _train(machine: Machine, model: nn.Module) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    batch = torch.randn(4, WIDTH).to("cuda")
-    for _ in range(3):
+def _train(machine: Machine, model: nn.Module, batch: torch.Tensor) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
         machine.log.clear()
         with machine.step():
             model(batch).square().mean().backward()
