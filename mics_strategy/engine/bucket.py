@@ -85,7 +85,8 @@ class UnshardedParams:
         Views are cached: buffers are few and permanent.
 
         Cost:
-            On CUDA one launch where all ranks have equal parts of every parameter, else one for each view.
+            On CUDA one launch where all ranks have equal parts of every parameter, else one for each view. The gaps
+            between parameters are copied as well, into scratch memory as large as the largest gap of all ranks.
         """
         copy = self._copies.get(flat.data_ptr())
         if copy is None:

@@ -9,8 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
+from mics_strategy.engine.bucket import UnshardedParams
+from mics_strategy.engine.layout import BucketSpec, make_layout
 from tests.cuda_harness.counting import table, totals
 from tests.cuda_harness.launch_table import ENGINES, HEADER, NODES, Engine, Row, columns_of, fsdp2, log_of
+from tests.cuda_harness.runs import one_of_many
 from tests.cuda_harness.streams import Stream
 
 PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
@@ -65,6 +68,37 @@ counts_of_torch = pytest.mark.skipif(
 def test_a_unit_launches_as_many_as_before(preset: str, codec: str) -> None:
     log = log_of(preset, 16, PER_NODE, grad_codec=codec, width=NARROW)
     assert table(log) == LAUNCHES[preset, codec]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kernels"),
+    [
+        ([(16, 3), (8,), (8, 8, 2)], ["split_with_sizes_copy"]),
+        ([(16, 16), (8, 64)], ["split_with_sizes_copy"]),
+        ([(16, 3), (5,)], ["_foreach_copy_"] * 2),
+        ([(16, 3), ()], ["_foreach_copy_"] * 2),
+        ([(1, 64), (3, 64)], ["_foreach_copy_"] * 2),
+    ],
+    ids=["with gaps", "without", "uneven", "scalar", "second dimension"],
+)
+def test_parameters_are_copied_out_in_one_launch_where_parts_are_equal(
+    shapes: list[tuple[int, ...]], kernels: list[str]
+) -> None:
+    layout = make_layout([(str(shape), torch.Size(shape)) for shape in shapes], 8)
+    dtype = torch.float32
+    spec = BucketSpec(
+        name="unit", layout=layout, locations=((),), master_dtype=dtype, param_dtype=dtype, trainable=False
+    )
+    flat = torch.randn(layout.full_numel)
+    expected = UnshardedParams(spec, torch.zeros(layout.unpadded_numel))
+    expected.copy_from(flat)
+    with one_of_many() as machine:
+        unsharded = UnshardedParams(spec, torch.zeros(layout.unpadded_numel).to(machine.device))
+        on_device = flat.to(machine.device)
+        machine.log.clear()
+        unsharded.copy_from(on_device)
+        assert [name for _, _, name in machine.log] == kernels
+        assert torch.equal(unsharded.buffer.cpu(), expected.buffer)
 
 
 def on_the_page() -> dict[tuple[str, str, int], Row]:
