@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mics_strategy import Codec
+from mics_strategy.comm.codecs.format import Summands
 from mics_strategy.comm.codecs.quantizer import Quantizer, load_kernels
 from mics_strategy.comm.codecs.torch_codec import TorchCodec
 
@@ -100,20 +101,21 @@ def moved_bytes(operation: str, codec: Codec, numel: int, value_bytes: int, piec
     """Bytes that an operation must read and write.
 
     Args:
-        operation: ``"encode"``, ``"decode"``, ``"decode_add"``, ``"encode_sum"``, or ``"separate"``: the same sum by
-            one `decode`, a `decode_add` for each piece after the first, and one `encode`, in fp32.
+        operation: ``"encode"``, ``"decode"``, ``"decode_add"``, ``"decode_sum"``, ``"encode_sum"``, or ``"separate"``:
+            the same sum by `decode_sum` and `encode`, with an fp32 tensor in between.
         codec: Of all encoded tensors.
         numel: Values of each tensor.
         value_bytes: Of one value that is not encoded.
-        pieces: Encoded tensors of a sum.
+        pieces: Summands; one is exact, in fp32, and the others are encoded.
     """
     encoded, values, sums = codec.encoded_bytes(numel), numel * value_bytes, numel * _FP32_BYTES
     by_operation = {
         "encode": values + encoded,
         "decode": encoded + values,
         "decode_add": encoded + 2 * sums,
-        "encode_sum": (pieces + 1) * encoded,
-        "separate": (encoded + sums) + (pieces - 1) * (encoded + 2 * sums) + (sums + encoded),
+        "decode_sum": (pieces - 1) * encoded + 2 * sums,
+        "encode_sum": pieces * encoded + sums,
+        "separate": ((pieces - 1) * encoded + 2 * sums) + (sums + encoded),
     }
     return by_operation[operation]
 
@@ -173,30 +175,32 @@ def _measure_conversions(
 
 
 def _measure_sums(codec: Codec, device: torch.device, sizes: Sizes, copy_bytes_per_s: float) -> Iterator[Row]:
-    """`encode_sum`, and the same by separate operations with an fp32 tensor in between."""
+    """`decode_sum`; `encode_sum`, and the same by `decode_sum` and `encode` with an fp32 tensor in between."""
     coder, numel = Quantizer(codec, device), sizes.numel
     num_bytes = codec.encoded_bytes(numel)
-    pieces = torch.empty(sizes.pieces, num_bytes, dtype=torch.uint8, device=device)
-    for piece in pieces:
-        coder.encode(torch.randn(numel, device=device), piece)
+    rows = torch.empty(sizes.pieces, num_bytes, dtype=torch.uint8, device=device)
+    for row in rows:
+        coder.encode(torch.randn(numel, device=device), row)
+    summands = Summands(codec=codec, rows=rows, exact=torch.randn(numel, device=device), exact_index=0)
     total = torch.empty(numel, device=device)
-    out = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    out = torch.empty(1, num_bytes, dtype=torch.uint8, device=device)
 
     def separate() -> None:
-        coder.decode(pieces[0], total)
-        for piece in pieces[1:]:
-            coder.decode_add(piece, total)
-        coder.encode(total, out)
+        coder.decode_sum(summands, total, accumulate=False)
+        coder.encode(total, out[0])
 
     meter = Meter(device)
-    fused_s = median_s(meter, lambda: coder.encode_sum(pieces, numel, out), sizes)
+    sum_s = median_s(meter, lambda: coder.decode_sum(summands, total, accumulate=False), sizes)
+    fused_s = median_s(meter, lambda: coder.encode_sum(summands, out), sizes)
     separate_s = median_s(meter, separate, sizes)
+    sum_bytes = moved_bytes("decode_sum", codec, numel, _FP32_BYTES, sizes.pieces)
     fused_bytes = moved_bytes("encode_sum", codec, numel, _FP32_BYTES, sizes.pieces)
     separate_bytes = moved_bytes("separate", codec, numel, _FP32_BYTES, sizes.pieces)
-    row = {"codec": _name(codec), "dtype": "float32"}
+    columns = {"codec": _name(codec), "dtype": "float32"}
     ratios = {"time of separate": fused_s / separate_s, "bytes of separate": fused_bytes / separate_bytes}
-    yield {"operation": "encode_sum", **row, **_rates(fused_bytes, fused_s, copy_bytes_per_s), **ratios}
-    yield {"operation": "separate", **row, **_rates(separate_bytes, separate_s, copy_bytes_per_s)}
+    yield {"operation": "decode_sum", **columns, **_rates(sum_bytes, sum_s, copy_bytes_per_s)}
+    yield {"operation": "encode_sum", **columns, **_rates(fused_bytes, fused_s, copy_bytes_per_s), **ratios}
+    yield {"operation": "separate", **columns, **_rates(separate_bytes, separate_s, copy_bytes_per_s)}
 
 
 def _rates(num_bytes: int, taken_s: float, copy_bytes_per_s: float) -> Row:
@@ -230,9 +234,15 @@ def wrong_operations(codec: Codec, device: torch.device) -> list[str]:
     coder.decode_add(pieces[0].to(device), on_device)
     reference.decode(pieces[0], total, accumulate=True)
     wrong += [] if _is_same(on_device.cpu(), total) else ["decode_add"]
-    outs = [torch.empty(num_bytes, dtype=torch.uint8, device=each) for each in (device, cpu)]
-    coder.encode_sum(pieces.to(device), numel, outs[0])
-    reference.encode_sum(codec, pieces, None, numel, outs[1])
+    exact = torch.randn(numel)
+    summands = Summands(codec=codec, rows=pieces, exact=exact, exact_index=1)
+    moved = Summands(codec=codec, rows=pieces.to(device), exact=exact.to(device), exact_index=1)
+    coder.decode_sum(moved, on_device, accumulate=True)
+    reference.decode_sum(summands, total, accumulate=True)
+    wrong += [] if _is_same(on_device.cpu(), total) else ["decode_sum"]
+    outs = [torch.empty(1, num_bytes, dtype=torch.uint8, device=each) for each in (device, cpu)]
+    coder.encode_sum(moved, outs[0])
+    reference.encode_sum(summands, outs[1], None, 0)
     return wrong + ([] if torch.equal(outs[0].cpu(), outs[1]) else ["encode_sum"])
 
 

@@ -82,6 +82,7 @@ class Scopes:
         is_hierarchical: Whether collectives may have two stages.
         two_stages: Size thresholds of hierarchical collectives.
         codecs: Codecs by payload.
+        is_chunked: Whether tensors go through the stages of a collective in chunks; see `Route`.
     """
 
     world_size: int
@@ -94,6 +95,7 @@ class Scopes:
     is_hierarchical: bool = True
     two_stages: HierarchicalThreshold = dataclasses.field(default_factory=HierarchicalThreshold)
     codecs: Codecs = dataclasses.field(default_factory=lambda: Codecs())
+    is_chunked: bool = True
 
     def depth(self, degree: int) -> int:
         """Number of leading axes whose sizes multiply to `degree`."""
@@ -156,17 +158,18 @@ class Scopes:
         if not (has_both_links and self.is_hierarchical):
             codec = codec if inter.size > 1 or self.codecs.is_on_all_links else None
             algorithm = Algorithm.RING if has_both_links else Algorithm.DEFAULT
-            return SizedRoutes(
-                hierarchical=Route(inter=Hop(axis=span.name, size=span.size, codec=codec, algorithm=algorithm))
-            )
+            only = Hop(axis=span.name, size=span.size, codec=codec, algorithm=algorithm)
+            return SizedRoutes(hierarchical=Route(inter=only, is_chunked=self.is_chunked))
         hierarchical = Route(
             inter=Hop(axis=inter.name, size=inter.size, codec=codec),
             intra=Hop(axis=intra.name, size=intra.size, codec=codec if self.codecs.is_on_all_links else None),
+            is_chunked=self.is_chunked,
         )
         from_bytes = self.two_stages.for_collective((COLLECTIVES[role], span))
         if codec is not None or from_bytes == 0:
             return SizedRoutes(hierarchical=hierarchical)
-        flat = Route(inter=Hop(axis=span.name, size=span.size, algorithm=Algorithm.ALL_TO_ALL))
+        only = Hop(axis=span.name, size=span.size, algorithm=Algorithm.ALL_TO_ALL)
+        flat = Route(inter=only, is_chunked=self.is_chunked)
         return SizedRoutes(hierarchical=hierarchical, flat=flat, hierarchical_from_bytes=from_bytes)
 
     def route(self, role: str, full_bytes: int) -> Route | None:
@@ -259,11 +262,13 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
         world_size=world_size,
         ranks_per_node=per_node,
         axes=_make_axes(sorted({*degrees.values(), secondary}), per_node, world_size),
+        params=degrees["params"],
+        grads=degrees["grads"],
+        optimizer=degrees["optimizer"],
         secondary=secondary,
         is_hierarchical=config.hierarchical is not False,
         two_stages=_two_stages_of(config),
         codecs=_codecs_of(config),
-        **degrees,
     )
     _check_codecs(config, scopes)
     return scopes

@@ -293,8 +293,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="codecs",
         claim="codes of four bits are in the order of the values",
-        old="low_RC, high_RC = tile_RHC.unbind(1)",
-        new="high_RC, low_RC = tile_RHC.unbind(1)",
+        old="low_GRC, high_GRC = tile_GRHC.unbind(2)",
+        new="high_GRC, low_GRC = tile_GRHC.unbind(2)",
         tests=(
             "tests/comm/test_codecs.py",
             "tests/engine/test_codec_scales.py",

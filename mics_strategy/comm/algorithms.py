@@ -1,9 +1,9 @@
-"""Algorithms of one stage of a collective: plain, quantized, and ring.
+"""Algorithms of one stage of a point-to-point collective: plain, quantized, ring.
 
 A stage is one step of a collective inside one group. It is started, which posts the sends, and finished, which waits
 and puts the result in place. Several stages may be in flight. A stage runs within a task of a queue (see `queue`).
 
-`make_algorithm` chooses the algorithm of a hop.
+`make_algorithm` chooses the algorithm of a hop. Those of backends other than gloo are in `native`.
 
 Sums add the pieces in the order of the ranks, in the dtype of the sum, fp32 or wider. That makes one rounding per
 contribution of a narrow wire dtype instead of one per step of a ring, and the same bits in every run.
@@ -15,16 +15,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from typing_extensions import override
 
 from mics_strategy.comm.codecs.quantizer import Quantizer
 from mics_strategy.comm.route import Algorithm
-from mics_strategy.comm.transport import BackendTransport, GlooTransport
-from mics_strategy.comm.workspace import Workspace, aligned_bytes, as_one_view
+from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
 if TYPE_CHECKING:
     from mics_strategy.comm.route import Hop
-    from mics_strategy.comm.transport import Transport
+    from mics_strategy.comm.transport import GlooTransport
 
 Completion = Callable[[], None]  # waits for the stage, and puts its result in place
 SumCompletion = Callable[[torch.Tensor, bool], None]  # the same for a sum: the output, and whether to add to it
@@ -34,7 +32,7 @@ class GroupAlgorithm(Protocol):
     """One stage of a collective inside one group."""
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> GlooTransport:
         """Transport of the group."""
 
     def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
@@ -76,7 +74,7 @@ class PlainAlgorithm:
         workspace: Scratch memory for received pieces.
     """
 
-    def __init__(self, transport: Transport, workspace: Workspace) -> None:
+    def __init__(self, transport: GlooTransport, workspace: Workspace) -> None:
         self.transport = transport
         self._workspace = workspace
 
@@ -125,38 +123,6 @@ class PlainAlgorithm:
         return finish
 
 
-class BackendAlgorithm(PlainAlgorithm):
-    """Sends as `PlainAlgorithm` does, and sums with the backend's own reduce-scatter.
-
-    The backend adds in the wire dtype, in an unspecified order.
-    """
-
-    transport: BackendTransport
-
-    def __init__(self, transport: BackendTransport, workspace: Workspace) -> None:
-        super().__init__(transport, workspace)
-
-    @override
-    def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
-        numel = pieces[0].numel()
-        if wire != pieces[0].dtype:
-            pieces = [self._workspace.allocate(numel, wire).copy_(piece) for piece in pieces]
-        total, full = self._workspace.allocate(numel, wire), as_one_view(pieces)
-        if full is None:
-            full = self._workspace.allocate(len(pieces) * numel, wire)
-            torch.cat(pieces, out=full)
-        work = self.transport.reduce_scatter(total, full)
-
-        def finish(out: torch.Tensor, accumulate: bool) -> None:
-            work.wait()
-            if accumulate:
-                out.add_(total)
-            else:
-                out.copy_(total)
-
-        return finish
-
-
 class QuantizedAlgorithm:
     """Sends data quantized.
 
@@ -169,7 +135,7 @@ class QuantizedAlgorithm:
         quantizer: Encodes and decodes the payloads.
     """
 
-    def __init__(self, transport: Transport, workspace: Workspace, quantizer: Quantizer) -> None:
+    def __init__(self, transport: GlooTransport, workspace: Workspace, quantizer: Quantizer) -> None:
         self.transport = transport
         self._workspace = workspace
         self._quantizer = quantizer
@@ -331,13 +297,11 @@ class RingAlgorithm:
         return finish
 
 
-def make_algorithm(transport: Transport, hop: Hop, workspace: Workspace, device: torch.device) -> GroupAlgorithm:
-    """The algorithm for one hop of a route."""
+def make_algorithm(transport: GlooTransport, hop: Hop, workspace: Workspace, device: torch.device) -> GroupAlgorithm:
+    """The algorithm for one hop of a route, point to point."""
     if hop.codec is not None:
         generator = workspace.generator_for(hop.codec, transport.fingerprint.ranks[transport.index])
         return QuantizedAlgorithm(transport, workspace, Quantizer(hop.codec, device, generator))
-    if hop.algorithm is Algorithm.RING and isinstance(transport, GlooTransport):
+    if hop.algorithm is Algorithm.RING:
         return RingAlgorithm(transport, workspace)
-    if device.type == "cuda" and isinstance(transport, BackendTransport):
-        return BackendAlgorithm(transport, workspace)
     return PlainAlgorithm(transport, workspace)

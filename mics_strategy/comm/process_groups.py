@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ class ProcessGroups:
     """
 
     def __init__(self, scopes: Scopes, resources: CommResources, seed: int) -> None:
-        self.scopes = scopes
+        self.scopes = scopes = dataclasses.replace(scopes, is_chunked=resources.is_point_to_point)
         self.resources = resources
         self.rank = resources.rank
         self.device = resources.device

@@ -28,7 +28,14 @@ from mics_strategy.comm.desync import DesyncWatchdog
 from mics_strategy.comm.peer_memory import connection
 from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
 from mics_strategy.comm.route import TrafficLog
-from mics_strategy.comm.transport import GlooTransport, Transport, backend_of, make_transport, timeout_of
+from mics_strategy.comm.transport import (
+    GlooTransport,
+    Transport,
+    backend_of,
+    is_point_to_point,
+    make_transport,
+    timeout_of,
+)
 from mics_strategy.comm.work import has_pending_work
 from mics_strategy.comm.workspace import Workspace
 
@@ -57,6 +64,7 @@ class CommResources:
 
     Attributes:
         rank: Rank of this process.
+        is_point_to_point: Whether tensors are sent point to point, in chunks, instead of by the backend's collectives.
         watchdog: Finds out whether ranks have diverged.
         traffic_log: Log of the collectives that were submitted.
         workspaces: Scratch memory by queue.
@@ -66,6 +74,7 @@ class CommResources:
         self.world_size = world_size
         self.rank = dist.get_rank()
         self.device = torch.device(device)
+        self.is_point_to_point = is_point_to_point(dist.group.WORLD, self.device.type)
         self.traffic_log = TrafficLog()
         self._number = _count_models()
         self.watchdog = DesyncWatchdog(str(self._number), self.rank)

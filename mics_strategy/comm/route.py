@@ -86,12 +86,19 @@ class Hop:
 class Route:
     """The stages of one collective. `intra` is None where there is only one stage.
 
+    Attributes:
+        inter: Inter-node stage, or the only one.
+        intra: Intra-node stage.
+        is_chunked: Whether tensors go through the stages in chunks. Backends that pipeline by themselves take them
+            whole.
+
     Source:
         MiCS (arXiv:2205.00119) section 3.3; ZeRO++ (arXiv:2306.10209) section 3.3.
     """
 
     inter: Hop
     intra: Hop | None = None
+    is_chunked: bool = True
 
     @property
     def size(self) -> int:
@@ -234,7 +241,7 @@ def pipeline_chunks(numel: int, itemsize: int, multiple: int = 1) -> list[tuple[
 
 def chunks_of(route: Route, numel: int, itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:
     """The chunks in which a slice of `numel` elements goes through a route."""
-    if route.intra is None and not route.is_quantized:
+    if not route.is_chunked or (route.intra is None and not route.is_quantized):
         return [(0, numel)]
     block = route.inter.codec.block_size if route.inter.codec is not None else 1
     return pipeline_chunks(numel, itemsize, math.lcm(multiple, min(block, 1 << 16)))

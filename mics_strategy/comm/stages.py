@@ -1,13 +1,14 @@
 """The stages of one route, and the work of one collective over them.
 
-Two stages are pipelined: a slice goes through them in chunks. While one chunk is on the inter-node links, the previous
-one is on the intra-node links, so that a collective takes about as long as the slower of its stages, not as long as
-both.
+On gloo two stages are pipelined: a slice goes through them in chunks. While one chunk is on the inter-node links, the
+previous one is on the intra-node links, so that a collective takes about as long as the slower of its stages, not as
+long as both. Other backends pipeline by themselves; see `native`.
 """
 
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -21,15 +22,70 @@ from mics_strategy.comm.algorithms import (
     make_algorithm,
 )
 from mics_strategy.comm.codecs.quantizer import Quantizer
-from mics_strategy.comm.route import Algorithm, Route
-from mics_strategy.comm.transport import BackendTransport, Transport
+from mics_strategy.comm.native import NativeStages
+from mics_strategy.comm.transport import BackendTransport, GlooTransport, Transport
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
+if TYPE_CHECKING:
+    from mics_strategy.comm.route import Route
 
-class StagePipeline:
+
+class Stages(Protocol):
     """Runs collectives over one or two stages.
 
     Each method runs inside a task of a queue, so that the workspace is its own.
+
+    Attributes:
+        index: Index of this rank among those of the route.
+        quantizer: Quantizer of shards that are encoded once for all stages of an all-gather; None where they are not.
+    """
+
+    index: int
+    quantizer: Quantizer | None
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+        """Put every rank's `shard`, or payload, into `out`; see `Communicator.all_gather`."""
+
+    def all_gather_quantized(self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+        """Encode once, gather the payloads over all stages, and decode all of them."""
+
+    def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
+        """Reserve workspace for all-gathers of shards of `numel` elements."""
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> None:
+        """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`."""
+
+    def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+        """Reserve workspace for reduce-scatters of `full_numel` elements to `dtype`."""
+
+    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> None:
+        """Sum `tensor` over all ranks with the backend's all-reduce, in its dtype."""
+
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> None:
+        """Sum `tensor` over all ranks; see `Communicator.all_reduce`."""
+
+    def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+        """Reserve workspace for all-reduces of `numel` elements of `dtype`."""
+
+
+def make_stages(route: Route, transports: list[Transport], workspace: Workspace, device: torch.device) -> Stages:
+    """The stages of a route over one kind of transport.
+
+    Args:
+        route: Stages, with their codecs.
+        transports: Transports of the inter-node stage and, where there is one, of the intra-node stage.
+        workspace: Scratch memory.
+        device: Device of the tensors.
+    """
+    on_gloo = [transport for transport in transports if isinstance(transport, GlooTransport)]
+    if on_gloo:
+        return StagePipeline(route, on_gloo, workspace, device)
+    on_backend = [transport for transport in transports if isinstance(transport, BackendTransport)]
+    return NativeStages(route, on_backend, workspace, device)
+
+
+class StagePipeline:
+    """Runs collectives over one or two stages in chunks, point to point; see `Stages`.
 
     Args:
         route: Stages, with their codecs.
@@ -42,7 +98,9 @@ class StagePipeline:
         quantizer: Quantizer of shards that are encoded once for all stages of an all-gather; None where they are not.
     """
 
-    def __init__(self, route: Route, transports: list[Transport], workspace: Workspace, device: torch.device) -> None:
+    def __init__(
+        self, route: Route, transports: list[GlooTransport], workspace: Workspace, device: torch.device
+    ) -> None:
         inter, *intra = transports
         self._route = route
         self._workspace = workspace
@@ -55,9 +113,6 @@ class StagePipeline:
             make_algorithm(intra[0], route.intra, workspace, device) if intra and route.intra is not None else None
         )
         self._unquantized: list[GroupAlgorithm] = [PlainAlgorithm(transport, workspace) for transport in transports]
-        self._uses_backend_all_reduce = route.inter.algorithm is Algorithm.ALL_TO_ALL and isinstance(
-            inter, BackendTransport
-        )
         codec, stages = route.all_gather_codec, [self._inter, *([self._intra] if self._intra is not None else [])]
         self.quantizer = Quantizer(codec, device, workspace.generator_for(codec, self.index)) if codec else None
         self._gather_algorithms = stages if self.quantizer is None else self._unquantized
@@ -201,10 +256,6 @@ class StagePipeline:
         full = self._workspace.allocate(self._ranks_per_node * slice_numel, tensor.dtype)
         full[: tensor.numel()].copy_(tensor)
         full[tensor.numel() :].zero_()
-        if self._uses_backend_all_reduce and wire == tensor.dtype:
-            self._inter.transport.all_reduce(full).wait()
-            tensor.copy_(full[: tensor.numel()])
-            return
         slices = full.view(self._ranks_per_node, -1)
         local_slice = self._workspace.allocate(slice_numel, tensor.dtype) if self._intra is not None else full
         chunks = routes.all_reduce_chunks(self._route, slice_numel, wire.itemsize)

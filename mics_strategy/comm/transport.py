@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from mics_strategy.comm.desync import CollectiveFingerprint
-from mics_strategy.comm.workspace import as_one_view
 
 if TYPE_CHECKING:
     from mics_strategy.comm.peer_memory.connection import PeerConnection
@@ -102,32 +101,6 @@ class Transport(ABC):
         ranks = dist.get_process_group_ranks(group)
         self.description = f"{axis} (ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})"
         self.fingerprint = CollectiveFingerprint(ranks=tuple(ranks), index=self.index)
-
-    @abstractmethod
-    def all_gather(self, rows: list[torch.Tensor], shard: torch.Tensor, tag: int) -> PendingExchange:
-        """Put every rank's `shard` into its row, this rank's as well.
-
-        Args:
-            rows: [n] for each rank, contiguous.
-            shard: [n], same dtype; may be its row.
-            tag: Tag of the collective, the same on all ranks.
-
-        Cost:
-            (size - 1) * n sent.
-        """
-
-    @abstractmethod
-    def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
-        """Send every rank its row of `outgoing`, and receive one from each.
-
-        Args:
-            incoming: [n] for each rank, contiguous; this rank's own row is undefined afterwards.
-            outgoing: [n] for each rank, contiguous, same dtype.
-            tag: Tag of the collective, the same on all ranks.
-
-        Cost:
-            (size - 1) * n sent.
-        """
 
     @abstractmethod
     def barrier(self, tag: int) -> None:
@@ -217,15 +190,33 @@ class GlooTransport(Transport):
         self.all_gather(list(rows), values, _HANDSHAKE_TAG).wait()
         return rows
 
-    @override
     def all_gather(self, rows: list[torch.Tensor], shard: torch.Tensor, tag: int) -> PendingExchange:
+        """Put every rank's `shard` into its row, this rank's as well.
+
+        Args:
+            rows: [n] for each rank, contiguous.
+            shard: [n], same dtype; may be its row.
+            tag: Tag of the collective, the same on all ranks.
+
+        Cost:
+            (size - 1) * n sent.
+        """
         local_row = rows[self.index]
         if shard.data_ptr() != local_row.data_ptr():
             local_row.copy_(shard)
         return self._post(rows, [local_row] * self.size, tag)
 
-    @override
     def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
+        """Send every rank its row of `outgoing`, and receive one from each.
+
+        Args:
+            incoming: [n] for each rank, contiguous; this rank's own row is undefined afterwards.
+            outgoing: [n] for each rank, contiguous, same dtype.
+            tag: Tag of the collective, the same on all ranks.
+
+        Cost:
+            (size - 1) * n sent.
+        """
         return self._post(incoming, outgoing, tag)
 
     def _post(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
@@ -329,9 +320,23 @@ class GlooTransport(Transport):
 
 
 class BackendTransport(Transport):
-    """Torch's collectives, of NCCL or any other backend than gloo. They need no tags."""
+    """Torch's collectives, of NCCL or any other backend than gloo. They need no tags.
+
+    Args:
+        group: Process group, its ranks in the order of their shard index.
+        axis: Names of the mesh axes that the group spans.
+        device_type: Device type of the tensors.
+
+    Attributes:
+        sums_natively: Whether sums use the backend's own reduce-scatter and all-reduce, whose order is unspecified. On
+            a CPU they are added in the order of the ranks, as on gloo, unless nothing is sent at all ("fake").
+    """
 
     blocks_host = False
+
+    def __init__(self, group: dist.ProcessGroup, axis: str, device_type: str) -> None:
+        super().__init__(group, axis)
+        self.sums_natively = device_type != "cpu" or backend_of(group, device_type) == "fake"
 
     @override
     def barrier(self, tag: int) -> None:
@@ -341,26 +346,21 @@ class BackendTransport(Transport):
     def cancel(self) -> None:
         """Nothing: no thread waits."""
 
-    @override
-    def all_gather(self, rows: list[torch.Tensor], shard: torch.Tensor, tag: int) -> PendingExchange:
-        local_row = rows[self.index]
-        if shard.data_ptr() != local_row.data_ptr():
-            local_row.copy_(shard)
-        rows, local_row = [as_wire_dtype(row) for row in rows], as_wire_dtype(local_row)
-        out = as_one_view(rows)
-        if out is not None:
-            return self._as_pending(_all_gather(out, local_row, group=self.group, async_op=True))
-        return self._as_pending(dist.all_to_all(rows, [local_row] * self.size, group=self.group, async_op=True))
+    def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> BackendWork:
+        """Put every rank's `shard`, [n], into its row of `table`, [size * n].
 
-    @override
-    def exchange(self, incoming: list[torch.Tensor], outgoing: list[torch.Tensor], tag: int) -> PendingExchange:
-        full, received = as_one_view(outgoing), as_one_view(incoming)
-        if full is not None and received is not None:
-            return self._as_pending(dist.all_to_all_single(received, full, group=self.group, async_op=True))
-        return self._as_pending(dist.all_to_all(incoming, outgoing, group=self.group, async_op=True))
+        In place if it is its row.
+        """
+        work: BackendWork = _all_gather(as_wire_dtype(table), as_wire_dtype(shard), group=self.group, async_op=True)
+        return work
 
-    def _as_pending(self, work: Any) -> PendingExchange:
-        return PendingExchange(dict.fromkeys(range(self.size), work), [])
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor) -> BackendWork:
+        """Send every rank its row of `sent`, and receive one from each.
+
+        Both are [size * n], same dtype.
+        """
+        work: BackendWork = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        return work
 
     def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor) -> BackendWork:
         """Sum every rank's `full` in its dtype, and keep this rank's slice.
@@ -387,8 +387,14 @@ class BackendTransport(Transport):
 
 def make_transport(group: dist.ProcessGroup, axis: str, device_type: str) -> Transport:
     """The transport of a group for tensors of one device type; see `Transport`."""
-    is_gloo = device_type == "cpu" and backend_of(group, device_type) == "gloo"
-    return (GlooTransport if is_gloo else BackendTransport)(group, axis)
+    if is_point_to_point(group, device_type):
+        return GlooTransport(group, axis)
+    return BackendTransport(group, axis, device_type)
+
+
+def is_point_to_point(group: dist.ProcessGroup | None, device_type: str) -> bool:
+    """Whether the tensors of a group are sent point to point, by `GlooTransport`."""
+    return device_type == "cpu" and backend_of(group, device_type) == "gloo"
 
 
 def as_wire_dtype(tensor: torch.Tensor) -> torch.Tensor:

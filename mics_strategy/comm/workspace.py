@@ -74,17 +74,3 @@ class Workspace:
                 "reserved. This is a defect of the schedule; please report it."
             )
         return self._buffer[start : start + num_bytes].view(dtype)
-
-
-def as_one_view(rows: list[torch.Tensor]) -> torch.Tensor | None:
-    """The rows as one tensor, without a copy.
-
-    It is None where they are not consecutive in memory.
-    """
-    first = rows[0]
-    storage = first.untyped_storage().data_ptr()
-    for position, row in enumerate(rows):
-        offset = first.storage_offset() + position * first.numel()
-        if row.storage_offset() != offset or row.untyped_storage().data_ptr() != storage:
-            return None
-    return first.as_strided((len(rows) * first.numel(),), (1,))

@@ -31,6 +31,8 @@ from mics_strategy.engine.zero_copy import plan_in_place_gather
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mics_strategy.comm.communicator import AnyCommunicator, Communicator
     from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.comm.work import Work
@@ -75,18 +77,43 @@ class UnshardedParams:
         self.views = [view.data for view in views]
         self.saved_versions = SavedVersions(spec.name, self.params)
         self._layout = spec.layout
-        self._copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._copies: dict[int, Callable[[], object]] = {}
 
     def copy_from(self, flat: torch.Tensor) -> None:
         """Copy the parameters out of a flat buffer, [full_numel].
 
         Views are cached: buffers are few and permanent.
+
+        Cost:
+            On CUDA one launch where all ranks have equal parts of every parameter, else one for each view. The gaps
+            between parameters are copied as well, into scratch memory as large as the largest gap of all ranks.
         """
-        pairs = self._copies.get(flat.data_ptr())
-        if pairs is None:
-            pairs = self._copies[flat.data_ptr()] = self._pair_views(flat)
+        copy = self._copies.get(flat.data_ptr())
+        if copy is None:
+            copy = self._copies[flat.data_ptr()] = self._plan_copy(flat)
         with torch.no_grad():
-            torch._foreach_copy_(*pairs)
+            copy()
+
+    def _plan_copy(self, flat: torch.Tensor) -> Callable[[], object]:
+        """The copy out of one flat buffer.
+
+        Rows are split with the gaps between parameters, which go to scratch memory. A CPU copies views faster.
+        """
+        targets, sources = self._pair_views(flat)
+        ranks, slices = self._layout.ranks, self._layout.param_slices
+        is_even = len(targets) == len(slices) and all(target.shape[:1] == (ranks,) for target in targets)
+        if not (flat.is_cuda and is_even and all(target.is_contiguous() for target in targets)):
+            return partial(torch._foreach_copy_, targets, sources)
+        ends = [*(param_slice.offset for param_slice in slices[1:]), self._layout.shard_numel]
+        gaps = [end - s.offset - s.chunk_numel for s, end in zip(slices, ends, strict=True)]
+        scratch = flat.new_empty(ranks * max(gaps))
+        sizes, outs = [], []
+        for target, gap in zip(targets, gaps, strict=True):
+            rows = target.view(ranks, -1)
+            for out in (rows, scratch[: ranks * gap].view(ranks, gap)) if gap else (rows,):
+                sizes.append(out.shape[1])
+                outs.append(out)
+        return partial(torch.split_with_sizes_copy, flat.view(ranks, -1), sizes, 1, out=outs)
 
     def _pair_views(self, flat: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Views of the parameters, and of their places in the flat buffer."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from typing_extensions import override
 
-from mics_strategy.comm.coalesced import CoalescedCommunicator, RowViews
+from mics_strategy.comm.communicator import CoalescedCommunicator, RowViews
 from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator, ReduceInputs, ShardViews
 from mics_strategy.comm.peer_memory.readv import IOV_MAX, ScatterTarget, SourceVec
 from mics_strategy.comm.work import Work

@@ -43,8 +43,7 @@ from mics_strategy.tuning.autotune import (
 from mics_strategy.tuning.threshold import RUNS
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.coalesced import CoalescedCommunicator
-    from mics_strategy.comm.communicator import AnyCommunicator
+    from mics_strategy.comm.communicator import AnyCommunicator, CoalescedCommunicator
     from mics_strategy.comm.control import ControlGroup
     from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.config import ShardConfig

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mics_strategy import Codec
+from mics_strategy.comm.codecs.format import Summands
 from mics_strategy.comm.codecs.torch_codec import TorchCodec
 from mics_strategy.comm.codecs.triton_codec import TritonCodec
 from tests.seeds import seed_generators
@@ -83,18 +84,59 @@ def decode(bits: int, device: torch.device) -> list[str]:
     return wrong
 
 
+def _summands(codec: Codec, rows: int, numel: int, device: torch.device) -> Summands:
+    """Encoded rows, and an exact one in bf16."""
+    encoded = torch.stack([_encoded(codec, _values(numel, torch.float32).to(device)) for _ in range(rows)])
+    return Summands(codec=codec, rows=encoded, exact=torch.randn(numel).bfloat16().to(device), exact_index=1)
+
+
+def decode_sum(bits: int, device: torch.device) -> list[str]:
+    """Cases in which sums of rows differ."""
+    wrong = []
+    for (codec, numel), dtype, accumulate in itertools.product(_codecs(bits), DTYPES[2:], (False, True)):
+        summands = _summands(codec, 3, numel, device)
+        outs = torch.randn(numel, dtype=dtype).to(device).repeat(2, 1)
+        for worker, out in zip((TorchCodec(codec, device, None), TritonCodec(codec, None)), outs, strict=True):
+            worker.decode_sum(summands, out, accumulate)
+        if not _is_same(*outs):
+            wrong.append(f"{codec} {numel} {dtype} {accumulate}")
+    return wrong
+
+
 def encode_sum(bits: int, device: torch.device) -> list[str]:
-    """Cases in which the bytes of a sum differ."""
+    """Cases in which the bytes of the rows of a sum, or the row that is kept, differ."""
     wrong = []
     sources = [Codec(bits=width, block_size=size) for width in (8, 4) for size in (96, 256)]
-    for (codec, numel), source, has_addend in itertools.product(_codecs(bits), sources, (False, True)):
-        pieces = torch.stack([_encoded(source, _values(numel, torch.float32).to(device)) for _ in range(3)])
-        addend = torch.randn(numel).to(device) if has_addend else None
-        outs = [_buffer(codec, numel, device) for _ in range(2)]
-        for worker, out in zip((TorchCodec(codec, device, None), TritonCodec(codec, None)), outs, strict=True):
-            worker.encode_sum(source, pieces, addend, numel, out)
-        if not torch.equal(*outs):
-            wrong.append(f"{codec} {source} {numel} {has_addend}")
+    for (codec, numel), source, rows in itertools.product(_codecs(bits), sources, (1, 2)):
+        summands = _summands(source, 3, rows * numel, device)
+        outs = [torch.stack([_buffer(codec, numel, device)] * rows) for _ in range(2)]
+        kept = torch.full((2, numel), 7.0, device=device)
+        for worker, out, row in zip(
+            (TorchCodec(codec, device, None), TritonCodec(codec, None)), outs, kept, strict=True
+        ):
+            worker.encode_sum(summands, out, row, rows - 1)
+        if not (torch.equal(*outs) and _is_same(*kept)):
+            wrong.append(f"{codec} {source} {numel} {rows}")
+    return wrong
+
+
+def tables(bits: int, device: torch.device) -> list[str]:
+    """Cases in which the rows of a table differ from rows that are treated one after the other."""
+    wrong = []
+    for codec, numel in _codecs(bits):
+        kernels, values = TritonCodec(codec, None), torch.stack([_values(numel, torch.bfloat16) for _ in range(3)])
+        values = values.to(device)
+        at_once, by_row = (torch.stack([_buffer(codec, numel, device)] * 3) for _ in range(2))
+        kernels.encode(values, at_once)
+        outs, totals = torch.full((2, 3, numel), 7.0, device=device), torch.ones(2, 3, numel, device=device)
+        kernels.decode(at_once, outs[0], accumulate=False)
+        kernels.decode(at_once, totals[0], accumulate=True)
+        for row in range(3):
+            kernels.encode(values[row], by_row[row])
+            kernels.decode(by_row[row], outs[1, row], accumulate=False)
+            kernels.decode(by_row[row], totals[1, row], accumulate=True)
+        if not (torch.equal(at_once, by_row) and _is_same(*outs) and _is_same(*totals)):
+            wrong.append(f"{codec} {numel}")
     return wrong
 
 
@@ -108,6 +150,8 @@ def stochastic(bits: int, device: torch.device) -> list[str]:
         TritonCodec(codec, torch.Generator().manual_seed(seed)).encode(values, outs[-1])
     restored = torch.empty_like(values)
     TorchCodec(Codec(bits=bits, block_size=64), device, None).decode(outs[0], restored, accumulate=False)
+    rows = torch.stack([_buffer(codec, 64, device)] * 2)
+    TritonCodec(codec, torch.Generator().manual_seed(1)).encode(values[:64].repeat(2, 1), rows)
     scale, wanted = 1 / codec.largest_code, values[:64].double()
     share = wanted / scale - (wanted / scale).floor()
     bound = 6 * scale * (share * (1 - share) / repeats).sqrt() + 1e-5 * scale
@@ -116,12 +160,13 @@ def stochastic(bits: int, device: torch.device) -> list[str]:
         "range": ((restored - values).abs() <= scale * 1.0001).all(),
         "same seed": torch.equal(outs[0], outs[1]),
         "other seed": not torch.equal(outs[0], outs[2]),
+        "rows": torch.equal(rows[0, :32], outs[0][:32]) and not torch.equal(*rows),
     }
     return [name for name, is_right in found.items() if not is_right]
 
 
 CHECKS: dict[str, Callable[[int, torch.device], list[str]]] = {
-    check.__name__: check for check in (encode, decode, encode_sum, stochastic)
+    check.__name__: check for check in (encode, decode, tables, decode_sum, encode_sum, stochastic)
 }
 
 if __name__ == "__main__":

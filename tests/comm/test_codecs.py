@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mics_strategy import Codec, ConfigError, ShapeError
+from mics_strategy.comm.codecs.format import Summands
 from mics_strategy.comm.codecs.quantizer import Quantizer
 from mics_strategy.comm.codecs.torch_codec import TILE_NUMEL
 from tests.comm import naive_codec
@@ -101,40 +102,90 @@ def test_tensors_larger_than_a_tile(bits: int, block_size: int, numel: int) -> N
     assert torch.equal(decoded(codec, encoding, numel), torch.cat(codes))
 
 
+def summands_of(codec: Codec, numel: int, exact_index: int = 1, dtype: torch.dtype = torch.float32) -> Summands:
+    """Three contributions, of which one is exact."""
+    rows = torch.stack([encoded(codec, torch.randn(numel)) for _ in range(3)])
+    rows[exact_index] = 0xAB  # never read
+    return Summands(codec=codec, rows=rows, exact=torch.randn(numel).to(dtype), exact_index=exact_index)
+
+
+def row_by_row(summands: Summands, start: Tensor) -> Tensor:
+    """The sum of contributions, one after the other."""
+    total = start.clone()
+    for index, row in enumerate(summands.rows):
+        if index == summands.exact_index:
+            total.add_(summands.exact)
+        else:
+            total.add_(decoded(summands.codec, row, total.numel()))
+    return total
+
+
+@bits
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("block_size", [2, 256, HUGE])
+@pytest.mark.parametrize("numel", [0, 1, 5, 256, 999, 1024, TILE + 301])
+def test_a_table_has_the_bits_of_its_rows(bits: int, rounding: str, block_size: int, numel: int) -> None:
+    codec = Codec(bits=bits, block_size=block_size, rounding=rounding)
+    values = torch.stack([awkward(numel, torch.float32) if numel else torch.empty(0) for _ in range(5)])
+    at_once = torch.full((5, codec.encoded_bytes(numel)), 0xAB, dtype=torch.uint8)
+    one_by_one = at_once.clone()
+    coder(codec, seed=3).encode(values, at_once)
+    own = coder(codec, seed=3)
+    for row, out in zip(values, one_by_one, strict=True):
+        own.encode(row, out)
+    assert torch.equal(at_once, one_by_one)
+    outs, totals = torch.full((5, numel), 7.0), torch.randn(5, numel)
+    expected = torch.stack([decoded(codec, row, numel) for row in at_once])
+    summed = totals + expected
+    own.decode(at_once, outs)
+    own.decode_add(at_once, totals)
+    torch.testing.assert_close(outs, expected, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(totals, summed, rtol=0, atol=0, equal_nan=True)
+
+
+@bits
+@pytest.mark.parametrize("exact_index", [0, 1, 2])
+@pytest.mark.parametrize("numel", [1, 999, TILE + 301])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_sum_has_the_bits_of_its_rows_added_in_order(
+    bits: int, exact_index: int, numel: int, dtype: torch.dtype
+) -> None:
+    summands = summands_of(Codec(bits=bits, block_size=96), numel, exact_index, torch.bfloat16)
+    start = torch.randn(numel, dtype=dtype)
+    for accumulate in (False, True):
+        out = start.clone()
+        coder(summands.codec).decode_sum(summands, out, accumulate=accumulate)
+        assert torch.equal(out, row_by_row(summands, start if accumulate else torch.zeros_like(start)))
+
+
 @bits
 @pytest.mark.parametrize("target", [2, 256, 300, HUGE])
 @pytest.mark.parametrize("source", [2, 96, 256, HUGE])
 @pytest.mark.parametrize("numel", [1, 5, 999, TILE + 301])
-@pytest.mark.parametrize("has_addend", [False, True], ids=["alone", "addend"])
-def test_fused_sum_has_the_bits_of_its_parts(bits: int, target: int, source: int, numel: int, has_addend: bool) -> None:
-    of_pieces = Codec(bits=bits, block_size=source)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fused_sum_has_the_bits_of_its_parts(bits: int, target: int, source: int, numel: int, rows: int) -> None:
+    summands = summands_of(Codec(bits=bits, block_size=source), rows * numel)
     codec = Codec(bits=8, block_size=target)
-    pieces = torch.stack([encoded(of_pieces, torch.randn(numel)) for _ in range(3)])
-    addend = torch.randn(numel) if has_addend else None
-    total = torch.zeros(numel) if addend is None else addend.clone()
-    for piece in pieces:
-        coder(of_pieces).decode_add(piece, total)
-    out = torch.empty(codec.encoded_bytes(numel), dtype=torch.uint8)
-    coder(codec).encode_sum(pieces, numel, out, source=of_pieces, addend=addend)
-    assert torch.equal(out, encoded(codec, total))
-
-
-@bits
-@numels
-def test_sum_of_one_piece_in_its_own_codec_is_an_encoding_of_what_it_holds(bits: int, numel: int) -> None:
-    codec = Codec(bits=bits, block_size=64)
-    piece = encoded(codec, awkward(numel, torch.float32))
-    out = torch.empty_like(piece)
-    coder(codec).encode_sum(piece[None], numel, out)
-    assert torch.equal(out, encoded(codec, decoded(codec, piece, numel)))
+    total = torch.empty(rows * numel)
+    coder(summands.codec).decode_sum(summands, total, accumulate=False)
+    expected = torch.empty(rows, codec.encoded_bytes(numel), dtype=torch.uint8)
+    coder(codec).encode(total.view(rows, numel), expected)
+    out, kept = torch.empty_like(expected), torch.empty(numel)
+    coder(codec).encode_sum(summands, out, kept=kept, kept_row=rows - 1)
+    assert torch.equal(out, expected)
+    assert torch.equal(kept, total.view(rows, numel)[-1])
+    out.zero_()
+    coder(codec).encode_sum(summands, out)
+    assert torch.equal(out, expected)
 
 
 def test_an_overflow_of_the_sum_poisons_its_block() -> None:
     codec = Codec(bits=8, block_size=4)
-    pieces = encoded(codec, torch.tensor([3e38, 0, 0, 0, 1, 1, 1, 1])).repeat(2, 1)
-    out = torch.empty_like(pieces[0])
-    coder(codec).encode_sum(pieces, 8, out)
-    assert decoded(codec, out, 8).isnan().tolist() == [True] * 4 + [False] * 4
+    values = torch.tensor([3e38, 0, 0, 0, 1, 1, 1, 1])
+    summands = Summands(codec=codec, rows=encoded(codec, values).repeat(2, 1), exact=values, exact_index=0)
+    out = torch.empty(1, codec.encoded_bytes(8), dtype=torch.uint8)
+    coder(codec).encode_sum(summands, out)
+    assert decoded(codec, out[0], 8).isnan().tolist() == [True] * 4 + [False] * 4
 
 
 @bits
@@ -303,7 +354,8 @@ def test_nothing_as_long_as_the_tensor_is_allocated(block_size: int) -> None:
     with LargestAllocation(values, total, pieces, out) as allocated:
         for piece in pieces:
             own.encode(values, piece)
-        own.encode_sum(pieces, numel, out, addend=total)
+        own.encode_sum(Summands(codec=codec, rows=pieces, exact=total, exact_index=2), out[None])
+        own.decode_sum(Summands(codec=codec, rows=pieces, exact=values, exact_index=0), total, accumulate=True)
         own.decode(out, values)
         own.decode_add(out, total)
     assert 0 < allocated.num_bytes <= 4 * TILE
@@ -374,6 +426,11 @@ def test_stochastic_rounding_without_a_generator_is_refused() -> None:
         Quantizer(Codec(bits=8, rounding="stochastic"), CPU)
 
 
+def wrong_summands(numel: int = 100, exact_index: int = 0, dtype: torch.dtype = torch.float32) -> Summands:
+    rows = torch.empty(2, 112, dtype=torch.uint8)
+    return Summands(codec=Codec(bits=8), rows=rows, exact=torch.zeros(numel, dtype=dtype), exact_index=exact_index)
+
+
 def wrong_buffers() -> list[tuple[str, tuple[object, ...]]]:
     codec, right = Codec(bits=8), torch.empty(128, dtype=torch.uint8)
     assert codec.encoded_bytes(100) == 112
@@ -389,9 +446,15 @@ def wrong_buffers() -> list[tuple[str, tuple[object, ...]]]:
         ("decode", (out, torch.zeros(101 + 16))),
         ("decode", (out, torch.zeros(100, dtype=torch.int64))),
         ("decode_add", (out, torch.zeros(100, dtype=torch.bfloat16))),
-        ("encode_sum", (out, 100, out)),
-        ("encode_sum", (torch.empty(0, 112, dtype=torch.uint8), 100, out)),
-        ("encode_sum", (torch.empty(2, 128, dtype=torch.uint8), 100, out)),
+        ("encode", (torch.zeros(2, 100), out)),
+        ("encode", (torch.zeros(2, 100), right[None].repeat(2, 1))),
+        ("encode", (torch.zeros(2, 2, 25), out)),
+        ("decode", (out[None].repeat(3, 1), torch.zeros(2, 100))),
+        ("encode_sum", (wrong_summands(), torch.empty(3, 112, dtype=torch.uint8))),
+        ("encode_sum", (wrong_summands(numel=90), out[None])),
+        ("encode_sum", (wrong_summands(numel=99), out[None].repeat(2, 1)[:, :64].contiguous())),
+        ("encode_sum", (wrong_summands(exact_index=2), out[None])),
+        ("encode_sum", (wrong_summands(dtype=torch.float64), out[None])),
     ]
 
 
@@ -401,11 +464,14 @@ def test_buffers_that_do_not_fit_are_refused(name: str, args: tuple[object, ...]
         getattr(coder(Codec(bits=8)), name)(*args)
 
 
-def test_an_addend_that_does_not_fit_is_refused() -> None:
-    codec = Codec(bits=8)
-    pieces = torch.zeros(2, 112, dtype=torch.uint8)
-    with pytest.raises(ShapeError, match="`addend`"):
-        coder(codec).encode_sum(pieces, 100, pieces[0].clone(), addend=torch.zeros(100, dtype=torch.bfloat16))
+def test_summands_and_sums_that_do_not_fit_are_refused() -> None:
+    own, summands, out = coder(Codec(bits=8)), wrong_summands(), torch.empty(1, 112, dtype=torch.uint8)
+    with pytest.raises(ShapeError, match="`kept`"):
+        own.encode_sum(summands, out, kept=torch.zeros(100, dtype=torch.bfloat16))
+    with pytest.raises(ShapeError, match="`exact`"):
+        own.decode_sum(summands, torch.zeros(99), accumulate=False)
+    with pytest.raises(ShapeError, match=r"`summands` of .*bits=8"):
+        coder(Codec(bits=8, rounding="stochastic")).decode_sum(summands, torch.zeros(100), accumulate=False)
 
 
 def test_scales_of_a_buffer_of_another_size_are_refused() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from mics_strategy.comm import native
 from mics_strategy.comm import route as routes
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.route import Algorithm, Route
@@ -140,6 +141,41 @@ def test_torch_s_own_collectives_give_the_same_bits(
         network = Network(ctx, codec, "slow", stages)
         assert not any(transport.blocks_host for transport in network.one.transports)
         return [case for numel in (5, 301) for case in CHECKS[kind](network, numel)]
+
+    assert simulate(nodes * per_node, job, ranks_per_node=per_node) == [[]] * (nodes * per_node)
+
+
+class WholeNumbers(Network):
+    """A network of small whole numbers, whose sums are exact in every dtype and every order."""
+
+    def values(self, index: int, numel: int, dtype: torch.dtype = FP32, salt: int = 0) -> torch.Tensor:
+        return super().values(index, numel, FP32, salt).mul(2).round().to(dtype)
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "stages", "codec", "links"),
+    [
+        *[(2, 4, 1, None, "slow"), (2, 4, 2, None, "slow"), (2, 4, ALL_TO_ALL, None, "slow")],
+        *[(2, 2, 2, INT8, "slow"), (2, 4, 2, INT4, "all"), (3, 2, 2, INT8, "all"), (2, 2, 1, INT8, "slow")],
+    ],
+    ids=str,
+)
+def test_sums_of_the_backend_are_those_of_the_plain_version(
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: int,
+    per_node: int,
+    stages: Stages,
+    codec: Codec | None,
+    links: str,
+    kind: str,
+) -> None:
+    """As on a GPU, with numbers whose order in a sum does not matter."""
+    monkeypatch.setattr(native, "OrderedAlgorithm", native.NativeAlgorithm)
+
+    def job(ctx: RankContext) -> list[str]:
+        network = WholeNumbers(ctx, codec, links, stages)
+        return [case for numel in (5, 8, 301) for case in CHECKS[kind](network, numel)]
 
     assert simulate(nodes * per_node, job, ranks_per_node=per_node) == [[]] * (nodes * per_node)
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from mics_strategy import Codec
+from mics_strategy.comm.codecs.format import Summands
 from mics_strategy.comm.codecs.quantizer import LARGEST_KERNEL_BLOCK, Quantizer, load_kernels
 from mics_strategy.comm.codecs.torch_codec import TorchCodec
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("encode", "decode", "encode_sum", "stochastic")
+NAMES = ("encode", "decode", "tables", "decode_sum", "encode_sum", "stochastic")
 
 checks = pytest.mark.parametrize("name", NAMES)
 bits = pytest.mark.parametrize("bits", [8, 4])
@@ -66,14 +67,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from mics_strategy.comm.codecs import triton_codec as kernels
 
+def index_of(is_wide):
+    return kernels.tl.int64 if is_wide else kernels.tl.int32
+
+
 BLOCK = {"ROWS": 8, "LANE": 256}
-NUMBERS = ("begin", "numel", "rows", "lane", "piece_bytes", "seed")
+NUMBERS = ("begin", "numel", "row_bytes", "rows", "lane", "padding_bytes", "piece_bytes", "exact_piece")
+NUMBERS += ("kept_row", "seed")
+ALIGNED = ("begin", "numel", "row_bytes", "lane", "piece_bytes")
 
 
 def ptx(kernel, pointers, constants, fusion):
     signature = pointers | {name: "i32" for name in kernel.arg_names if name in NUMBERS} | dict.fromkeys(constants)
     signature = {name: signature[name] or "constexpr" for name in kernel.arg_names}
-    aligned = [name for name in kernel.arg_names if name in pointers or name in ("begin", "numel", "lane")]
+    aligned = [name for name in kernel.arg_names if name in pointers or name in ALIGNED]
     attrs = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants | BLOCK, attrs=attrs)
     options = kernels.LAUNCH | ({"enable_fp_fusion": True} if fusion else {})
@@ -81,31 +88,37 @@ def ptx(kernel, pointers, constants, fusion):
 
 
 def encode(bits, fusion=False, values="*bf16", is_wide=False, pieces=0):
-    pointers = {"codes": "*u8", "scale_bits": "*i32"}
-    absent = {} if values else {"values": None}
-    pointers |= {"values": values} if values else {}
-    pointers |= {"pieces": "*u8", "piece_scales": "*fp32"} if pieces else {}
-    absent |= {} if pieces else {"pieces": None, "piece_scales": None}
+    pointers = {"codes": "*u8", "scale_bits": "*i32", "values": values}
+    of_pieces = {"pieces": "*u8", "piece_scales": "*fp32", "kept": "*fp32"}
+    pointers, absent = (pointers | of_pieces, {}) if pieces else (pointers, dict.fromkeys(of_pieces))
     constants = {"BITS": bits, "PIECES": 3 if pieces else 0, "SOURCE_BITS": pieces, "SOURCE_SIZE": 96}
-    constants |= {"IS_STOCHASTIC": is_wide, "IS_WIDE": is_wide, **dict.fromkeys(BLOCK)}
+    constants |= {"IS_STOCHASTIC": is_wide, "INDEX": index_of(is_wide), **dict.fromkeys(BLOCK)}
     return ptx(kernels.encode_blocks, pointers, constants | absent, fusion)
 
 
 def decode(bits, fusion=False, out="*bf16", is_wide=False):
-    constants = {"BITS": bits, "IS_ADDING": out == "*fp32", "IS_WIDE": is_wide, **dict.fromkeys(BLOCK)}
+    constants = {"BITS": bits, "IS_ADDING": out == "*fp32", "INDEX": index_of(is_wide), **dict.fromkeys(BLOCK)}
     return ptx(kernels.decode_blocks, {"codes": "*u8", "scales": "*fp32", "out": out}, constants, fusion)
+
+
+def add(bits, fusion=False, out="*fp32", exact="*bf16", is_wide=False):
+    constants = {"BITS": bits, "IS_ADDING": is_wide, "INDEX": index_of(is_wide), "PIECES": 8, **dict.fromkeys(BLOCK)}
+    pointers = {"codes": "*u8", "scales": "*fp32", "out": out, "exact": exact}
+    return ptx(kernels.sum_blocks, pointers, constants, fusion)
 
 
 for bits in (8, 4):
     for text in (
         encode(bits), encode(bits, is_wide=True), encode(bits, values="*fp64"),
-        encode(bits, values="*fp32", pieces=4), encode(bits, values=None, pieces=8),
+        encode(bits, values="*fp32", pieces=4), encode(bits, pieces=8, is_wide=True),
+        add(bits), add(bits, out="*fp64", exact="*fp32"), add(bits, exact="*fp32", is_wide=True),
         decode(bits), decode(bits, out="*fp32"), decode(bits, out="*fp16", is_wide=True),
     ):
         assert "fma." not in text, text
         assert "div.full" not in text and "rcp.approx" not in text, text
     assert "ld.global.v4" in encode(bits) and "st.global.v4" in encode(bits)
     assert "ld.global.v4" in decode(bits) and "st.global.v4" in decode(bits)
+    assert "ld.global.v4" in add(bits, exact="*fp32") and "st.global.v4" in add(bits)
     assert "fma." in encode(bits, fusion=True) and "fma." in decode(bits, fusion=True, out="*fp32")
 """
 
@@ -147,8 +160,8 @@ def test_a_coder_on_a_gpu_writes_the_bits_of_one_on_a_cpu(bits: int, block_size:
     for device in map(torch.device, ("cpu", "cuda")):
         outs.append(torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8, device=device))
         Quantizer(codec, device).encode(values.to(device), outs[-1])
-        rows = outs[-1].repeat(2, 1)
-        Quantizer(codec, device).encode_sum(rows, values.numel(), outs[-1])
+        summands = Summands(codec=codec, rows=outs[-1].repeat(3, 1), exact=values.to(device), exact_index=1)
+        Quantizer(codec, device).encode_sum(summands, outs[-1][None])
     assert torch.equal(outs[0], outs[1].cpu())
     restored = torch.empty(values.numel(), device="cuda")
     expected = torch.empty(values.numel())

@@ -1,7 +1,8 @@
 """What does a chain of collectives launch? From the log of a machine."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+Log = list[tuple[str, int, str]]  # what, stream of the launch, name
 
 
 @dataclass(slots=True)
@@ -23,7 +24,7 @@ class Chain:
         return "+".join(self.roles)
 
 
-def chains(log: Iterable[tuple[str, int, str]]) -> list[Chain]:
+def chains(log: Log) -> list[Chain]:
     """All chains with a collective, in the order in which they began."""
     all_chains: list[Chain] = []
     running: dict[int, Chain] = {}
@@ -42,7 +43,7 @@ def chains(log: Iterable[tuple[str, int, str]]) -> list[Chain]:
     return [chain for chain in all_chains if chain.collectives]
 
 
-def table(log: Iterable[tuple[str, int, str]]) -> dict[str, tuple[int, int, int]]:
+def table(log: Log) -> dict[str, tuple[int, int, int]]:
     """By roles: chains, and the collectives and kernels of the one that has the most."""
     rows: dict[str, tuple[int, int, int]] = {}
     for chain in chains(log):
@@ -51,7 +52,7 @@ def table(log: Iterable[tuple[str, int, str]]) -> dict[str, tuple[int, int, int]
     return rows
 
 
-def totals(log: Iterable[tuple[str, int, str]]) -> tuple[int, int]:
+def totals(log: Log) -> tuple[int, int]:
     """Collectives and kernels of all streams together."""
     names = [kind for kind, _, _ in log]
     return names.count("collective"), names.count("kernel")

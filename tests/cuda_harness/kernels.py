@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mics_strategy.comm.codecs.format import Codec
+from mics_strategy.comm.codecs.format import Codec, Summands
 from mics_strategy.comm.codecs.torch_codec import TorchCodec
 from tests.cuda_harness.streams import alone, here, machine
 
@@ -26,12 +26,15 @@ class Kernels:
             self._tiles.decode(encoded, out, accumulate)
         machine().kernel("decode", [encoded, *([out] if accumulate else [])], [out])
 
-    def encode_sum(
-        self, source: Codec, pieces: torch.Tensor, addend: torch.Tensor | None, numel: int, out: torch.Tensor
-    ) -> None:
+    def decode_sum(self, summands: Summands, out: torch.Tensor, accumulate: bool) -> None:
         with alone():
-            self._tiles.encode_sum(source, pieces, addend, numel, out)
-        machine().kernel("encode_sum", [pieces, *([] if addend is None else [addend])], [out])
+            self._tiles.decode_sum(summands, out, accumulate)
+        machine().kernel("decode_sum", [summands.rows, summands.exact, *([out] if accumulate else [])], [out])
+
+    def encode_sum(self, summands: Summands, out: torch.Tensor, kept: torch.Tensor | None, kept_row: int) -> None:
+        with alone():
+            self._tiles.encode_sum(summands, out, kept, kept_row)
+        machine().kernel("encode_sum", [summands.rows, summands.exact], [out, *([] if kept is None else [kept])])
 
 
 def loader(original: Any) -> Any:

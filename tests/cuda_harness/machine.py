@@ -32,6 +32,7 @@ from tests.cuda_harness.operators import (
     GATHERS,
     LAUNCHES_NOTHING,
     WAITS_FOR_VALUES,
+    num_kernels,
     numel_of,
     operands,
     ranges_of,
@@ -203,15 +204,15 @@ class Machine:
         of_host = [t for t, _ in inputs if kind_of(t) != DEVICE]
         if name not in _COPIES and any(t.dim() for t in of_host):
             raise RuntimeError(f"Expected all tensors of {name} to be on the same device, at {source_line()}")
-        stream = self._launch_kernel(name, uses)
+        stream = self._launch_kernel(name, uses, num_kernels(name, inputs))
         if name in WAITS_FOR_VALUES or (name.startswith(("index", "_index")) and _has_mask(inputs)):
             self.wait_on_host(stream, f"`{name}` of values on the device")
         elif name in _COPIES and _blocks(inputs, kind, is_non_blocking):
             self.wait_on_host(stream, f"blocking `{name}` between device and host")
 
-    def _launch_kernel(self, name: str, uses: Iterable[tuple[Memory, Range, bool]]) -> int:
+    def _launch_kernel(self, name: str, uses: Iterable[tuple[Memory, Range, bool]], count: int = 1) -> int:
         stream = current_stream(self.device).number
-        self.log.append(("kernel", stream, name))
+        self.log += [("kernel", stream, name)] * count
         self.orders.launch(stream, uses, f"{name} at {source_line()}")
         return stream
 

@@ -72,6 +72,18 @@ def operands(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[tup
             yield tensor, name in signature.written
 
 
+def num_kernels(name: str, inputs: list[tuple[torch.Tensor, bool]]) -> int:
+    """Kernels that an operator launches on a GPU: one, but for copies of many tensors that differ in their strides.
+
+    `_foreach_copy_` then copies one tensor after the other (torch's `_check_tensors_share_sizes_and_strides`).
+    """
+    if name != "_foreach_copy_":
+        return 1
+    targets, sources = ([tensor for tensor, is_written in inputs if is_written is side] for side in (True, False))
+    strides = [(target.stride(), source.stride()) for target, source in zip(targets, sources, strict=True)]
+    return 1 if all(target == source for target, source in strides) else len(targets)
+
+
 def ranges_of(tensor: torch.Tensor) -> list[Range]:
     """The bytes of a tensor within its storage."""
     size = tensor.itemsize

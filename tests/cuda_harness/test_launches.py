@@ -3,148 +3,155 @@
 Each launch costs the host some ten microseconds, whatever it moves.
 """
 
-from typing import Any
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
+from mics_strategy.engine.bucket import UnshardedParams
+from mics_strategy.engine.layout import BucketSpec, make_layout
 from tests.cuda_harness.counting import table, totals
-from tests.cuda_harness.machine import Machine
-from tests.cuda_harness.runs import WIDTH, Tower, config_of, one_of_many, start
+from tests.cuda_harness.launch_table import ENGINES, HEADER, NODES, Engine, Row, columns_of, fsdp2, log_of
+from tests.cuda_harness.runs import one_of_many
 from tests.cuda_harness.streams import Stream
 
+PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
 PER_NODE = 4
-WIDE = 512  # a layer of 4 MB, of which shards go in pieces
+NARROW = 16  # a row for every second rank: parameters are copied one by one
 Rows = dict[str, tuple[int, int, int]]
 
-# Preset, nodes of 4 ranks, codec of gradients: by roles the chains of a step of one micro-step over 5 units, and of
-# one chain the calls of collectives and the kernels.
-LAUNCHES: dict[tuple[str, int, str], Rows] = {
-    ("ddp", 2, "none"): {"second_hop_all_reduce": (5, 4, 8)},
-    ("ddp", 16, "none"): {"second_hop_all_reduce": (5, 4, 8)},
-    ("zero1", 2, "none"): {"param_sync": (5, 3, 2), "second_hop_reduce_scatter": (5, 2, 3)},
-    ("zero1", 16, "none"): {"param_sync": (5, 17, 2), "second_hop_reduce_scatter": (5, 2, 3)},
-    ("zero2", 2, "none"): {"param_sync": (5, 3, 2), "grad_reduce_scatter": (5, 2, 2)},
-    ("zero2", 16, "none"): {"param_sync": (5, 17, 2), "grad_reduce_scatter": (5, 2, 2)},
-    ("zero3", 2, "none"): {"param_all_gather": (7, 3, 2), "grad_reduce_scatter": (5, 2, 2)},
-    ("zero3", 16, "none"): {"param_all_gather": (7, 17, 2), "grad_reduce_scatter": (5, 2, 2)},
-    ("zero3", 2, "int8"): {"param_all_gather": (7, 3, 2), "grad_reduce_scatter": (5, 2, 6)},
-    ("zero3", 16, "int8"): {"param_all_gather": (7, 17, 2), "grad_reduce_scatter": (5, 2, 34)},
-    ("zeropp-hpz", 2, "none"): {
-        "param_all_gather": (5, 3, 3),
-        "grad_reduce_scatter": (5, 2, 2),
-        "secondary_all_gather": (2, 1, 2),
+# Preset and codec of gradients, on 16 nodes of 4 ranks: by roles the chains of a step of one micro-step over 5 units,
+# and of one chain the calls of collectives and the kernels.
+LAUNCHES: dict[tuple[str, str], Rows] = {
+    ("ddp", "none"): {"second_hop_all_reduce": (5, 3, 4)},
+    ("zero1", "none"): {"param_sync": (5, 2, 4), "second_hop_reduce_scatter": (5, 2, 1)},
+    ("zero2", "none"): {"param_sync": (5, 2, 4), "grad_reduce_scatter": (5, 2, 0)},
+    ("zero3", "none"): {"param_all_gather": (7, 2, 4), "grad_reduce_scatter": (5, 2, 0)},
+    ("zero3", "int8"): {"param_all_gather": (7, 2, 4), "grad_reduce_scatter": (5, 2, 3)},
+    ("zeropp_hpz", "none"): {
+        "param_all_gather": (5, 2, 5),
+        "grad_reduce_scatter": (5, 2, 0),
+        "secondary_all_gather": (2, 1, 3),
     },
-    ("zeropp-hpz", 16, "none"): {
-        "param_all_gather": (5, 17, 3),
-        "grad_reduce_scatter": (5, 2, 2),
-        "secondary_all_gather": (2, 1, 2),
-    },
-    ("mics", 2, "none"): {
-        "param_all_gather": (7, 1, 2),
-        "grad_reduce_scatter": (5, 1, 1),
+    ("mics", "none"): {
+        "param_all_gather": (7, 1, 1),
+        "grad_reduce_scatter": (5, 1, 0),
         "second_hop_all_reduce": (5, 1, 1),
     },
-    ("mics", 16, "none"): {
-        "param_all_gather": (7, 1, 2),
-        "grad_reduce_scatter": (5, 1, 1),
-        "second_hop_all_reduce": (5, 1, 1),
-    },
-    ("mics", 2, "int8"): {
-        "param_all_gather": (7, 1, 2),
-        "grad_reduce_scatter": (5, 1, 2),
-        "second_hop_all_reduce": (5, 2, 12),
-    },
-    ("mics", 16, "int8"): {
-        "param_all_gather": (7, 1, 2),
-        "grad_reduce_scatter": (5, 1, 2),
-        "second_hop_all_reduce": (5, 2, 54),
-    },
-    ("paro-iig", 2, "none"): {
-        "param_sync+param_all_gather": (5, 2, 3),
-        "param_all_gather": (2, 1, 2),
-        "grad_reduce_scatter": (5, 1, 1),
-        "second_hop_reduce_scatter": (5, 1, 2),
-    },
-    ("paro-nii", 2, "none"): {
-        "param_sync": (5, 1, 2),
-        "grad_reduce_scatter": (5, 1, 1),
-        "second_hop_all_reduce": (5, 1, 1),
-    },
-}
-IN_PIECES: dict[tuple[str, str], Rows] = {
-    ("zero3", "none"): {"param_all_gather": (7, 24, 9), "grad_reduce_scatter": (5, 24, 48)},
     ("mics", "int8"): {
-        "param_all_gather": (7, 1, 2),
-        "grad_reduce_scatter": (5, 1, 2),
-        "second_hop_all_reduce": (5, 16, 61),
+        "param_all_gather": (7, 1, 1),
+        "grad_reduce_scatter": (5, 1, 1),
+        "second_hop_all_reduce": (5, 2, 8),
+    },
+    ("paro-iig", "none"): {
+        "param_sync+param_all_gather": (5, 2, 4),
+        "grad_reduce_scatter": (5, 1, 0),
+        "param_all_gather": (2, 1, 3),
+        "second_hop_reduce_scatter": (5, 1, 1),
+    },
+    ("paro-nii", "none"): {
+        "param_sync": (5, 1, 1),
+        "grad_reduce_scatter": (5, 1, 0),
+        "second_hop_all_reduce": (5, 1, 1),
     },
 }
 # A step on one node of 8 ranks, the model's and the optimizer's kernels included: collectives, kernels.
-ZERO3_TOTALS = (13, 114)
-FSDP2_TOTALS = (14, 89)
+ZERO3_TOTALS = (13, 105)
+FSDP2_TOTALS = (14, 82)
 counts_of_torch = pytest.mark.skipif(
     not torch.__version__.startswith("2.13"), reason="other versions of torch launch other kernels in a step"
 )
 
 
-def _log(preset: str, nodes: int, per_node: int = PER_NODE, **options: Any) -> list[tuple[str, int, str]]:
-    width = options.pop("width", WIDTH)
-    with one_of_many(nodes * per_node) as machine:
-        training = start(machine, config_of(preset, ranks_per_node=per_node, **options), width=width)
-        for _ in range(3):  # the order of units is known after the first
-            machine.log.clear()
-            training.loss().backward()
-            training.optimizers[0].step()
-            training.optimizers[0].zero_grad()
-    return machine.log
+@pytest.mark.parametrize(("preset", "codec"), LAUNCHES)
+def test_a_unit_launches_as_many_as_before(preset: str, codec: str) -> None:
+    log = log_of(preset, 16, PER_NODE, grad_codec=codec, width=NARROW)
+    assert table(log) == LAUNCHES[preset, codec]
 
 
-@pytest.mark.parametrize(("preset", "nodes", "codec"), LAUNCHES)
-def test_a_unit_launches_as_many_as_before(preset: str, nodes: int, codec: str) -> None:
-    assert table(_log(preset, nodes, grad_codec=codec)) == LAUNCHES[preset, nodes, codec]
-
-
-@pytest.mark.parametrize(("preset", "codec"), IN_PIECES)
-def test_a_large_unit_launches_as_many_as_before(preset: str, codec: str) -> None:
-    assert table(_log(preset, 2, grad_codec=codec, width=WIDE)) == IN_PIECES[preset, codec]
-
-
-def _fsdp2() -> Machine:
-    """Three steps of torch's own engine; the log is that of the last."""
+@pytest.mark.parametrize(
+    ("shapes", "kernels"),
+    [
+        ([(16, 3), (8,), (8, 8, 2)], ["split_with_sizes_copy"]),
+        ([(16, 16), (8, 64)], ["split_with_sizes_copy"]),
+        ([(16, 3), (5,)], ["_foreach_copy_"] * 2),
+        ([(16, 3), ()], ["_foreach_copy_"] * 2),
+        ([(1, 64), (3, 64)], ["_foreach_copy_"] * 2),
+    ],
+    ids=["with gaps", "without", "uneven", "scalar", "second dimension"],
+)
+def test_parameters_are_copied_out_in_one_launch_where_parts_are_equal(
+    shapes: list[tuple[int, ...]], kernels: list[str]
+) -> None:
+    layout = make_layout([(str(shape), torch.Size(shape)) for shape in shapes], 8)
+    dtype = torch.float32
+    spec = BucketSpec(
+        name="unit", layout=layout, locations=((),), master_dtype=dtype, param_dtype=dtype, trainable=False
+    )
+    flat = torch.randn(layout.full_numel)
+    expected = UnshardedParams(spec, torch.zeros(layout.unpadded_numel))
+    expected.copy_from(flat)
     with one_of_many() as machine:
-        mesh = init_device_mesh("cuda", (8,))
-        torch.manual_seed(3)
-        model: nn.Module = Tower()
-        for layer in (*model.layers, model):
-            fully_shard(layer, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        batch = torch.randn(4, WIDTH).to("cuda")
-        for _ in range(3):
-            machine.log.clear()
-            with machine.step():
-                model(batch).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    return machine
+        unsharded = UnshardedParams(spec, torch.zeros(layout.unpadded_numel).to(machine.device))
+        on_device = flat.to(machine.device)
+        machine.log.clear()
+        unsharded.copy_from(on_device)
+        assert [name for _, _, name in machine.log] == kernels
+        assert torch.equal(unsharded.buffer.cpu(), expected.buffer)
+
+
+def on_the_page() -> dict[tuple[str, str, int], Row]:
+    """The columns of the table of the documentation, by engine, codecs and nodes."""
+    lines = PAGE.partition("| " + " | ".join(HEADER) + " |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    rows = [line.strip("| ").split(" | ") for line in lines]
+    return {
+        (name, codecs, int(nodes)): tuple(columns)
+        for name, codecs, listed, *columns in rows
+        for nodes in listed.split(",")
+    }
+
+
+def _check_page(engine: Engine, nodes: int) -> None:
+    assert columns_of(engine, nodes) == on_the_page()[engine.name, engine.codecs, nodes]
+
+
+@counts_of_torch
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_the_page_says_what_is_launched_on_many_nodes(engine: Engine) -> None:
+    _check_page(engine, NODES[-1])
+
+
+@pytest.mark.slow
+@counts_of_torch
+@pytest.mark.parametrize("nodes", NODES[:-1])
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_the_page_says_what_is_launched_on_fewer_nodes(engine: Engine, nodes: int) -> None:
+    _check_page(engine, nodes)
+
+
+def test_nothing_on_the_page_depends_on_the_number_of_nodes() -> None:
+    page = on_the_page()
+    assert page.keys() == {(engine.name, engine.codecs, nodes) for engine in ENGINES for nodes in NODES}
+    for engine in ENGINES:
+        by_pass = [page[engine.name, engine.codecs, nodes][:-1] for nodes in NODES]
+        launched = [{column for column in columns if column != "-"} for columns in zip(*by_pass, strict=True)]
+        assert all(len(counts) <= 1 for counts in launched), engine
 
 
 @counts_of_torch
 def test_a_step_launches_as_many_as_before_beside_fsdp2() -> None:
-    assert (totals(_log("zero3", 1, 8)), totals(_fsdp2().log)) == (ZERO3_TOTALS, FSDP2_TOTALS)
+    zero3 = log_of("zero3", 1, 8)
+    assert (totals(zero3), totals(fsdp2().log)) == (ZERO3_TOTALS, FSDP2_TOTALS)
 
 
 def test_fsdp2_is_found_without_fault() -> None:
     """An engine that thousands use on GPUs: a race or a wait that is found in it would be one of the harness."""
-    machine = _fsdp2()
+    machine = fsdp2()
     assert machine.launches
     assert (machine.races, machine.waits) == ([], [])
 
 
 def test_fsdp2_is_found_faulty_without_its_events() -> None:
     with mock.patch.object(Stream, "wait_event", return_value=None):
-        assert _fsdp2().races != []
+        assert fsdp2().races != []

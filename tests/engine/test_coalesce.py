@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mics_strategy import ConfigError, ShardConfig, Topology
-from mics_strategy.comm.coalesced import CoalescedCommunicator, RowViews
+from mics_strategy.comm.communicator import CoalescedCommunicator, RowViews
 from mics_strategy.comm.transport import BackendTransport
 from mics_strategy.comm.work import Work
 from mics_strategy.engine.grad_bucket import GradBucket

@@ -10,6 +10,8 @@ INT8 has one code per byte, in two's complement. INT4 has two: the byte at posit
 low half and value i + ceil(width / 2) in its high half, each as code + 8. Both halves of a block are then contiguous,
 which packs and unpacks several times faster than adjacent values in one byte.
 
+Consecutive rows of one size may be encoded together, as a table. Every row is then a tensor of its own in this format.
+
 Pure: the meaning of the bytes. `quantizer` writes and reads them.
 """
 
@@ -145,6 +147,8 @@ class Codec:
                 f"A buffer {encoded.dtype} {list(encoded.shape)} does not hold {numel} values of {self}. Pass uint8 "
                 f"with {self.encoded_bytes(numel)} bytes in the last dimension."
             )
+        if not numel:
+            return encoded.new_empty(encoded.shape, dtype=torch.float32)
         start = encoded.shape[-1] - SCALE_BYTES * self.num_blocks(numel)
         return encoded[..., start:].view(torch.float32)
 
@@ -157,3 +161,22 @@ class Codec:
             Reads the scales only.
         """
         return self.scales(encoded, numel).isnan().any(-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summands:
+    """The contributions of all ranks to one sum, all but one of them encoded.
+
+    They are added in the order of the rows, from zero.
+
+    Attributes:
+        codec: Codec of the rows.
+        rows: [ranks, encoded_bytes(n)] uint8, contiguous. Row `exact_index` is not read.
+        exact: [n], floating, contiguous: the contribution that replaces row `exact_index`.
+        exact_index: Index of that row.
+    """
+
+    codec: Codec
+    rows: torch.Tensor
+    exact: torch.Tensor
+    exact_index: int

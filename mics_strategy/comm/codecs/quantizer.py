@@ -2,6 +2,8 @@
 
 A `Quantizer` belongs to one codec, one device and one thread. It uses `TorchCodec` on a CPU and `TritonCodec` on CUDA.
 Both write the same bits, except for the random numbers of stochastic rounding.
+
+Rows of equal size, side by side, are encoded or decoded together, in as many launches as one of them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from mics_strategy.comm.codecs.torch_codec import TorchCodec
 from mics_strategy.errors import ConfigError, ShapeError
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.codecs.format import Codec
+    from mics_strategy.comm.codecs.format import Codec, Summands
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ LARGEST_KERNEL_BLOCK = 8192  # a kernel program keeps a whole block in registers
 
 
 class Quantizer:
-    """Encodes and decodes flat tensors.
+    """Encodes and decodes flat tensors and tables of them.
 
     It holds scratch tiles, so that two threads need two objects.
 
@@ -61,113 +63,155 @@ class Quantizer:
 
     @torch.no_grad()
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Encode a flat tensor.
+        """Encode a flat tensor, or every row of a table.
+
+        A table has the bits of its rows encoded one after the other, except for the random numbers of stochastic
+        rounding on CUDA.
 
         Args:
-            values: [n], floating.
-            out: [encoded_bytes(n)] uint8; overwritten, with its padding.
+            values: [n], or [rows, n]; floating.
+            out: [encoded_bytes(n)], or [rows, encoded_bytes(n)] uint8; overwritten, with its padding.
 
         Raises:
             ShapeError: A size, dtype, device or alignment does not fit.
+
+        Cost:
+            On CUDA one launch, and a second one where a row ends in a shorter block.
         """
-        self._check_values("values", values, values.numel())
-        self._check_encoded("out", out, self.codec, values.numel())
+        self._check_values("values", values, values.shape)
+        self._check_encoded("out", out, self.codec, values.shape)
         (self._triton or self._torch_codec()).encode(values, out)
 
     @torch.no_grad()
     def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        """Decode a flat tensor.
+        """Decode a flat tensor, or every row of a table.
 
         Args:
-            encoded: [encoded_bytes(n)] uint8.
-            out: [n], floating; overwritten with fp32 values, rounded once.
+            encoded: [encoded_bytes(n)], or [rows, encoded_bytes(n)] uint8.
+            out: [n], or [rows, n]; floating; overwritten with fp32 values, rounded once.
 
         Raises:
             ShapeError: A size, dtype, device or alignment does not fit.
+
+        Cost:
+            That of `encode`.
         """
-        self._check_values("out", out, out.numel())
-        self._check_encoded("encoded", encoded, self.codec, out.numel())
+        self._check_values("out", out, out.shape)
+        self._check_encoded("encoded", encoded, self.codec, out.shape)
         (self._triton or self._torch_codec()).decode(encoded, out, accumulate=False)
 
     @torch.no_grad()
     def decode_add(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        """Decode a flat tensor, and add it to `out`.
+        """Decode a flat tensor, or every row of a table, and add it to `out`.
 
         Args:
-            encoded: [encoded_bytes(n)] uint8.
-            out: [n] fp32; added to.
+            encoded: [encoded_bytes(n)], or [rows, encoded_bytes(n)] uint8.
+            out: [n], or [rows, n] fp32; added to.
 
         Raises:
             ShapeError: A size, dtype, device or alignment does not fit.
+
+        Cost:
+            That of `encode`.
         """
-        self._check_values("out", out, out.numel(), torch.float32)
-        self._check_encoded("encoded", encoded, self.codec, out.numel())
+        self._check_values("out", out, out.shape, torch.float32)
+        self._check_encoded("encoded", encoded, self.codec, out.shape)
         (self._triton or self._torch_codec()).decode(encoded, out, accumulate=True)
 
     @torch.no_grad()
-    def encode_sum(
-        self,
-        pieces: torch.Tensor,
-        numel: int,
-        out: torch.Tensor,
-        *,
-        source: Codec | None = None,
-        addend: torch.Tensor | None = None,
-    ) -> None:
-        """Decode pieces, sum them in fp32 and encode the sum.
+    def decode_sum(self, summands: Summands, out: torch.Tensor, *, accumulate: bool) -> None:
+        """Add contributions in the order of their rows.
 
-        No tensor of `numel` elements is allocated in between.
-
-        The bits are those of copying `addend`, adding the rows from the first to the last with `decode_add`, and
-        `encode`. A value that overflows in the sum makes its block nonfinite, like any other.
+        The bits are those of one `decode_add` for each row, with `exact` added in the place of its row.
 
         Args:
-            pieces: [ranks, bytes] uint8, each row an encoded tensor; one row or more.
-            numel: Values of each row.
-            out: [encoded_bytes(numel)] uint8, in the codec of this object; overwritten.
-            source: Codec of the rows; by default that of this object.
-            addend: [numel] fp32, the first summand.
+            summands: Contributions of n values, in the codec of this object.
+            out: [n], fp32 or fp64; overwritten with the sum, or added to.
+            accumulate: Whether to add to `out` instead of overwriting it.
 
         Raises:
             ShapeError: A size, dtype, device or alignment does not fit.
+
+        Cost:
+            That of `encode`, whatever the number of rows.
+        """
+        self._check_values("out", out, out.shape)
+        self._check_summands(summands, self.codec, out.shape, out.dtype)
+        (self._triton or self._torch_codec()).decode_sum(summands, out, accumulate)
+
+    @torch.no_grad()
+    def encode_sum(
+        self, summands: Summands, out: torch.Tensor, *, kept: torch.Tensor | None = None, kept_row: int = 0
+    ) -> None:
+        """Add contributions in the order of their rows, in fp32, and encode the sum.
+
+        Only the sum of one row is kept unencoded. The bits are those of `decode_sum` and `encode`. A value that
+        overflows in the sum makes its block nonfinite, like any other.
+
+        Args:
+            summands: Contributions of rows * n values, in any codec.
+            out: [rows, encoded_bytes(n)] uint8, in the codec of this object; overwritten.
+            kept: [n] fp32; overwritten with the sum of one row.
+            kept_row: Index of that row.
+
+        Raises:
+            ShapeError: A size, dtype, device or alignment does not fit.
+
+        Cost:
+            That of `encode`.
 
         Source:
             ZeRO++ (arXiv:2306.10209), section 4.2: dequantize, reduce and quantize in one kernel.
         """
-        source = source or self.codec
-        self._check_encoded("pieces", pieces, source, numel)
-        self._check_encoded("out", out, self.codec, numel)
-        if addend is not None:
-            self._check_values("addend", addend, numel, torch.float32)
-        has_kernels = source.block_size <= LARGEST_KERNEL_BLOCK
+        numel, rows = summands.exact.numel(), out.shape[0]
+        if not rows or numel % rows:
+            raise ShapeError(f"`out` has {rows} rows for a sum of {numel} values. Pass rows of equally many values.")
+        shape = torch.Size((rows, numel // rows))
+        self._check_summands(summands, summands.codec, torch.Size((numel,)), torch.float32)
+        self._check_encoded("out", out, self.codec, shape)
+        if kept is not None:
+            self._check_values("kept", kept, shape[1:], torch.float32)
+        has_kernels = summands.codec.block_size <= LARGEST_KERNEL_BLOCK
         implementation = self._triton if self._triton is not None and has_kernels else self._torch_codec()
-        implementation.encode_sum(source, pieces, addend, numel, out)
+        implementation.encode_sum(summands, out, kept, kept_row)
 
     def _torch_codec(self) -> TorchCodec:
         if self._torch is None:
             self._torch = TorchCodec(self.codec, self.device, self._generator)
         return self._torch
 
-    def _check_values(self, name: str, values: torch.Tensor, numel: int, dtype: torch.dtype | None = None) -> None:
-        is_shape_right = values.dim() == 1 and values.numel() == numel and values.is_contiguous()
+    def _check_summands(self, summands: Summands, codec: Codec, shape: torch.Size, dtype: torch.dtype) -> None:
+        exact, rows = summands.exact, summands.rows
+        self._check_values("exact", exact, shape)
+        self._check_encoded("rows", rows, codec, torch.Size((rows.shape[0], *shape)))
+        if summands.codec != codec or exact.itemsize > dtype.itemsize or not 0 <= summands.exact_index < rows.shape[0]:
+            raise ShapeError(
+                f"`summands` of {summands.codec} replace row {summands.exact_index} by {exact.dtype}. Pass {codec}, "
+                f"one of the {rows.shape[0]} rows, and values not wider than {dtype}."
+            )
+
+    def _check_values(
+        self, name: str, values: torch.Tensor, shape: torch.Size, dtype: torch.dtype | None = None
+    ) -> None:
+        is_shape_right = values.shape == shape and values.dim() in (1, 2) and values.is_contiguous()
         is_dtype_right = values.dtype is dtype if dtype is not None else values.dtype.is_floating_point
         if not (is_shape_right and is_dtype_right and values.device.type == self.device.type):
             raise ShapeError(
-                f"`{name}` is {_describe(values)}. Pass a flat, contiguous tensor of {numel} values, "
-                f"{dtype or 'of a floating dtype'}, on {self.device}."
+                f"`{name}` is {_describe(values)}. Pass a contiguous tensor [n] or table [rows, n], here "
+                f"{list(shape)}, {dtype or 'of a floating dtype'}, on {self.device}."
             )
 
-    def _check_encoded(self, name: str, encoded: torch.Tensor, codec: Codec, numel: int) -> None:
-        dims = 2 if name == "pieces" else 1
-        num_bytes = codec.encoded_bytes(numel)
-        is_shape_right = encoded.dim() == dims and encoded.shape[-1] == num_bytes and encoded.is_contiguous()
-        is_memory_right = encoded.device.type == self.device.type and encoded.storage_offset() % 4 == 0
+    def _check_encoded(self, name: str, encoded: torch.Tensor, codec: Codec, shape: torch.Size) -> None:
+        expected = (*shape[:-1], codec.encoded_bytes(shape[-1]))
+        is_shape_right = encoded.shape == expected and encoded.is_contiguous()
+        is_memory_right = encoded.device.type == self.device.type and (
+            encoded.storage_offset() % 4 == 0 or not encoded.numel()
+        )
         is_dtype_right = encoded.dtype is torch.uint8
-        if not (is_shape_right and is_memory_right and is_dtype_right and encoded.shape[0] >= dims - 1):
-            shape = f"[ranks, {num_bytes}]" if dims == 2 else f"[{num_bytes}]"
+        if not (is_shape_right and is_memory_right and is_dtype_right):
             raise ShapeError(
-                f"`{name}` is {_describe(encoded)}. Pass contiguous torch.uint8 {shape} for {numel} values of {codec}, "
-                f"on {self.device}, from a multiple of 4 bytes of its storage."
+                f"`{name}` is {_describe(encoded)}. Pass contiguous torch.uint8 {list(expected)} for "
+                f"{list(shape)} values of {codec}, on {self.device}, from a multiple of 4 bytes of its storage."
             )
 
 

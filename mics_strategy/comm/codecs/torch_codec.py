@@ -7,21 +7,22 @@ rounding.
 
 A block larger than a tile is read twice: once for its largest value, once for its codes.
 
-Dims: R blocks, H values of a byte (1 or 2), C bytes of a block.
+Dims: G rows of a table that a tile holds together, N values, R blocks, H values of a byte (1 or 2), C bytes of a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.codecs.format import Codec
+    from mics_strategy.comm.codecs.format import Codec, Summands
 
-Fill = Callable[[int, int, torch.Tensor], None]  # writes the values from start to end into a flat fp32 tensor
+Fill = Callable[[int, int, torch.Tensor], None]  # writes the values from start to end of G rows into fp32 [G, N]
 
 # A tile takes half a megabyte of fp32. Smaller ones are slower, as they need more calls: INT8 encodes 1.2 GB/s with
 # 2**16, 1.7 with 2**17, 2.5 with 2**18 (one core of an AMD EPYC with 1 MB of L2, bf16, 21 November 2026), but two cores
@@ -48,12 +49,12 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _EncodedPayload:
-    """One encoded tensor, split into codes and scales."""
+    """Encoded rows, split into codes and scales."""
 
     codec: Codec
-    numel: int
-    codes: torch.Tensor  # [payload_bytes] uint8
-    scales: torch.Tensor  # [num_blocks] fp32
+    numel: int  # of one row
+    codes: torch.Tensor  # [G, payload_bytes] uint8
+    scales: torch.Tensor  # [G, num_blocks] fp32
 
 
 class TorchCodec:
@@ -82,73 +83,99 @@ class TorchCodec:
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """See `Quantizer.encode`."""
-
-        def copy(begin: int, end: int, tile: torch.Tensor) -> None:
-            tile.copy_(values[begin:end])
-
-        self._encode(copy, values.numel(), out)
+        for values_GN, out_GB in self._groups(torch.atleast_2d(values), torch.atleast_2d(out)):
+            self._encode(partial(_copy_range, values_GN), values_GN.shape[1], out_GB)
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
         """See `Quantizer.decode` and, with `accumulate`, `Quantizer.decode_add`."""
-        payload = _split_payload(self._codec, encoded, out.numel())
+        for out_GN, encoded_GB in self._groups(torch.atleast_2d(out), torch.atleast_2d(encoded)):
+            payload = _split_payload(self._codec, encoded_GB, out_GN.shape[1])
+            for begin, end in self._steps(payload.numel):
+                tile = self._work[: len(out_GN) * (end - begin)].view(len(out_GN), -1)
+                self._decode_range(payload, begin, end, tile)
+                out_GN[:, begin:end].add_(tile) if accumulate else out_GN[:, begin:end].copy_(tile)
+
+    def decode_sum(self, summands: Summands, out: torch.Tensor, accumulate: bool) -> None:
+        """See `Quantizer.decode_sum`."""
+        for begin, end in self._steps(out.numel()):
+            target = out[begin:end]
+            self._add_in_order(summands, begin, end, target if accumulate else target.zero_())
+
+    def encode_sum(self, summands: Summands, out: torch.Tensor, kept: torch.Tensor | None, kept_row: int) -> None:
+        """See `Quantizer.encode_sum`."""
+        numel = summands.exact.numel() // len(out)
+        for row in range(len(out)):
+
+            def fill(begin: int, end: int, tile_1N: torch.Tensor, row: int = row) -> None:
+                total = tile_1N[0].zero_()
+                self._add_in_order(summands, row * numel + begin, row * numel + end, total)
+                if kept is not None and row == kept_row:
+                    kept[begin:end].copy_(total)
+
+            self._encode(fill, numel, out[row : row + 1])
+
+    def _add_in_order(self, summands: Summands, begin: int, end: int, total: torch.Tensor) -> None:
+        """Add the values from `begin` to `end` of all contributions to `total`."""
+        for index, row in enumerate(summands.rows):
+            if index == summands.exact_index:
+                total.add_(summands.exact[begin:end])
+            else:
+                decoded = self._spare[: end - begin]
+                payload = _split_payload(summands.codec, row[None], summands.exact.numel())
+                self._decode_range(payload, begin, end, decoded[None])
+                total.add_(decoded)
+
+    def _groups(self, values: torch.Tensor, encoded: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """As many rows at a time as a tile holds, or one where it holds none.
+
+        Stochastic rounding draws the numbers of one row after the other, so that rows with a shorter block at their
+        end go alone.
+        """
+        numel = values.shape[1]
+        draws_in_order = self._codec.rounding == "nearest" or numel % self._codec.block_size == 0
+        count = max(1, self.tile_numel // (numel + 1)) if draws_in_order else 1
+        for first in range(0, len(values), count):
+            yield values[first : first + count], encoded[first : first + count]
+
+    def _steps(self, numel: int) -> Iterator[tuple[int, int]]:
+        """Ranges of values that are decoded at once."""
         block_size = self._codec.block_size
         step = max(1, self.tile_numel // block_size) * block_size if block_size <= self.tile_numel else self.tile_numel
-        for begin in range(0, out.numel(), step):
-            target = out[begin : begin + step]
-            tile = self._work[: target.numel()]
-            self._decode_range(payload, begin, begin + target.numel(), tile)
-            target.add_(tile) if accumulate else target.copy_(tile)
+        for begin in range(0, numel, step):
+            yield begin, min(begin + step, numel)
 
-    def encode_sum(
-        self, source: Codec, pieces: torch.Tensor, addend: torch.Tensor | None, numel: int, out: torch.Tensor
-    ) -> None:
-        """See `Quantizer.encode_sum`."""
-        rows = [_split_payload(source, piece, numel) for piece in pieces]
-
-        def add_in_order(begin: int, end: int, tile: torch.Tensor) -> None:
-            if addend is not None:
-                tile.copy_(addend[begin:end])
-            else:
-                self._decode_range(rows[0], begin, end, tile)
-            for row in rows if addend is not None else rows[1:]:
-                decoded = self._spare[: end - begin]
-                self._decode_range(row, begin, end, decoded)
-                tile.add_(decoded)
-
-        self._encode(add_in_order, numel, out)
-
-    def _encode(self, fill: Fill, numel: int, out: torch.Tensor) -> None:
-        payload = _split_payload(self._codec, out, numel)
-        out[payload.codes.numel() : out.numel() - 4 * payload.scales.numel()].zero_()
+    def _encode(self, fill: Fill, numel: int, out_GB: torch.Tensor) -> None:
+        payload, rows = _split_payload(self._codec, out_GB, numel), len(out_GB)
+        out_GB[:, payload.codes.shape[1] : out_GB.shape[1] - 4 * payload.scales.shape[1]].zero_()
         offset = 0
-        for run in _runs(self._codec, numel, self.tile_numel):
+        for run in _runs(self._codec, numel, self.tile_numel // rows):
             lane = self._codec.bytes_per_lane(run.width)
-            codes_RC = payload.codes[offset : offset + run.rows * lane].view(run.rows, lane)
-            self._encode_run(fill, run, codes_RC, payload.scales[run.first : run.first + run.rows, None])
+            codes_GRC = payload.codes[:, offset : offset + run.rows * lane].unflatten(1, (run.rows, lane))
+            self._encode_run(fill, run, codes_GRC, payload.scales[:, run.first : run.first + run.rows, None])
             offset += run.rows * lane
 
-    def _encode_run(self, fill: Fill, run: _Run, codes_RC: torch.Tensor, scales_R1: torch.Tensor) -> None:
-        lane = codes_RC.shape[1]
+    def _encode_run(self, fill: Fill, run: _Run, codes_GRC: torch.Tensor, scales_GR1: torch.Tensor) -> None:
+        rows, _, lane = codes_GRC.shape
         columns = min(lane, self.tile_numel // self._codec.values_per_byte)
         starts = range(0, lane, columns)
-        scales_R1.zero_()
+        scales_GR1.zero_()
         for start in starts:
-            tile_RHC = self._fill_tile(fill, run, start, min(columns, lane - start))
-            magnitudes = torch.abs(tile_RHC, out=self._spare[: tile_RHC.numel()].view_as(tile_RHC))
-            torch.maximum(scales_R1, magnitudes.flatten(1).amax(1, keepdim=True), out=scales_R1)
-        inverses_R1, nonfinite_R1 = self._finish_scales(scales_R1)
+            tile_GRHC = self._fill_tile(fill, run, rows, start, min(columns, lane - start))
+            magnitudes = torch.abs(tile_GRHC, out=self._spare[: tile_GRHC.numel()].view_as(tile_GRHC))
+            torch.maximum(scales_GR1, magnitudes.flatten(2).amax(2, keepdim=True), out=scales_GR1)
+        inverses_GR1, nonfinite_GR1 = self._finish_scales(scales_GR1)
         for start in starts:
             if len(starts) > 1:
-                tile_RHC = self._fill_tile(fill, run, start, min(columns, lane - start))
-            self._round(tile_RHC.mul_(inverses_R1[..., None]))
-            if nonfinite_R1 is not None:
-                tile_RHC.masked_fill_(nonfinite_R1[..., None], 0.0)
-            self._pack(tile_RHC, codes_RC[:, start : start + columns])
+                tile_GRHC = self._fill_tile(fill, run, rows, start, min(columns, lane - start))
+            self._round(tile_GRHC.mul_(inverses_GR1[..., None]))
+            if nonfinite_GR1 is not None:
+                tile_GRHC.masked_fill_(nonfinite_GR1[..., None], 0.0)
+            self._pack(tile_GRHC, codes_GRC[..., start : start + columns])
 
-    def _fill_tile(self, fill: Fill, run: _Run, start: int, columns: int) -> torch.Tensor:
+    def _fill_tile(self, fill: Fill, run: _Run, rows: int, start: int, columns: int) -> torch.Tensor:
         """The values of `columns` bytes of every block of the run, from byte `start`.
 
-        Zeros follow the last value.
+        In each of `rows` rows, zeros follow the last value.
         """
         per_byte = self._codec.values_per_byte
         lane = self._codec.bytes_per_lane(run.width)
@@ -157,52 +184,52 @@ class TorchCodec:
             spans = [(run.begin, numel)]
         else:
             spans = [(run.begin + half * lane + start, columns) for half in range(per_byte)]
+        tile_GN = self._work[: rows * numel].view(rows, numel)
         offset = 0
         for begin, count in spans:
             end = min(begin + count, run.end)
-            fill(begin, end, self._work[offset : offset + end - begin])
+            fill(begin, end, tile_GN[:, offset : offset + end - begin])
             if end < begin + count:
-                self._work[offset + end - begin : offset + count].zero_()
+                tile_GN[:, offset + end - begin : offset + count].zero_()
             offset += count
-        return self._work[:numel].view(run.rows, per_byte, columns)
+        return tile_GN.view(rows, run.rows, per_byte, columns)
 
-    def _finish_scales(self, scales_R1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _finish_scales(self, scales_GR1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Turn the largest magnitudes into scales, in place.
 
         Returns:
             The inverse scales, by which values are multiplied, and a mask of nonfinite blocks (None where none is).
         """
-        lowest, highest = scales_R1.mul_(1 / self._codec.largest_code).aminmax()
+        lowest, highest = scales_GR1.mul_(1 / self._codec.largest_code).aminmax()
         if lowest >= self._codec.SMALLEST_SCALE and highest < torch.inf:  # the usual case; a NaN fails both comparisons
-            return scales_R1.reciprocal(), None
-        small = scales_R1 < self._codec.SMALLEST_SCALE
-        nonfinite = ~(scales_R1 < torch.inf)
-        scales_R1.masked_fill_(small, 0.0).masked_fill_(nonfinite, torch.nan)  # always the same bits of NaN
-        return scales_R1.reciprocal().masked_fill_(small, 0.0), nonfinite
+            return scales_GR1.reciprocal(), None
+        small = scales_GR1 < self._codec.SMALLEST_SCALE
+        nonfinite = ~(scales_GR1 < torch.inf)
+        scales_GR1.masked_fill_(small, 0.0).masked_fill_(nonfinite, torch.nan)  # always the same bits of NaN
+        return scales_GR1.reciprocal().masked_fill_(small, 0.0), nonfinite
 
-    def _round(self, tile_RHC: torch.Tensor) -> None:
+    def _round(self, tile_GRHC: torch.Tensor) -> None:
         if self._codec.rounding == "nearest":
-            tile_RHC.round_()
+            tile_GRHC.round_()
             return
-        noise = self._noise[: tile_RHC.numel()].uniform_(generator=self._generator)
+        noise = self._noise[: tile_GRHC.numel()].uniform_(generator=self._generator)
         largest = self._codec.largest_code
-        tile_RHC.add_(noise.view_as(tile_RHC).to(tile_RHC.device)).floor_().clamp_(-largest, largest)
+        tile_GRHC.add_(noise.view_as(tile_GRHC).to(tile_GRHC.device)).floor_().clamp_(-largest, largest)
 
-    def _pack(self, tile_RHC: torch.Tensor, codes_RC: torch.Tensor) -> None:
+    def _pack(self, tile_GRHC: torch.Tensor, codes_GRC: torch.Tensor) -> None:
         if self._codec.bits == 8:
-            codes_RC.view(torch.int8).copy_(tile_RHC[:, 0])
+            codes_GRC.view(torch.int8).copy_(tile_GRHC[:, :, 0])
         else:  # (low + 8) + 16 * (high + 8), exact in fp32
-            low_RC, high_RC = tile_RHC.unbind(1)
-            codes_RC.copy_(low_RC.add_(high_RC, alpha=16).add_(8 * 17))
+            low_GRC, high_GRC = tile_GRHC.unbind(2)
+            codes_GRC.copy_(low_GRC.add_(high_GRC, alpha=16).add_(8 * 17))
 
     def _decode_range(self, payload: _EncodedPayload, begin: int, end: int, out: torch.Tensor) -> None:
-        """Write the values from `begin` to `end` into the flat `out`.
+        """Write the values from `begin` to `end` of all rows to `out`, [G, end - begin].
 
         Whole blocks are decoded at once, the ends by half blocks.
         """
         codec, start = payload.codec, begin
         while begin < end:
-            target = out[begin - start :]
             block, offset = divmod(begin, codec.block_size)
             rows = 0 if offset else end // codec.block_size - block
             if rows:
@@ -215,28 +242,32 @@ class TorchCodec:
                 rows, halves, count = 1, range(half, half + 1), min(lane - column, end - begin)
             columns = count // (rows * len(halves))
             first_byte = block * codec.block_bytes + column
-            codes_RC = payload.codes[first_byte : first_byte + (rows - 1) * lane + columns].view(rows, columns)
-            tile_RHC = target[:count].view(rows, len(halves), columns)
+            codes_GRC = payload.codes[:, first_byte : first_byte + rows * columns].unflatten(1, (rows, columns))
+            tile_GRHC = out[:, begin - start : begin - start + count].unflatten(1, (rows, len(halves), columns))
             for position, half in enumerate(halves):
-                self._unpack(codec, codes_RC, half, tile_RHC[:, position])
-            tile_RHC.mul_(payload.scales[block : block + rows, None, None])
+                self._unpack(codec, codes_GRC, half, tile_GRHC[:, :, position])
+            tile_GRHC.mul_(payload.scales[:, block : block + rows, None, None])
             begin += count
 
-    def _unpack(self, codec: Codec, codes_RC: torch.Tensor, half: int, out_RC: torch.Tensor) -> None:
-        """Write the codes of one half of the bytes as numbers into `out_RC`."""
+    def _unpack(self, codec: Codec, codes_GRC: torch.Tensor, half: int, out_GRC: torch.Tensor) -> None:
+        """Write the codes of one half of the bytes as numbers into `out_GRC`."""
         if codec.bits == 8:
-            out_RC.copy_(codes_RC.view(torch.int8))
+            out_GRC.copy_(codes_GRC.view(torch.int8))
             return
-        codes = self._bytes[: codes_RC.numel()].view_as(codes_RC)
+        codes = self._bytes[: codes_GRC.numel()].view_as(codes_GRC)
         if half:
-            torch.bitwise_right_shift(codes_RC, 4, out=codes)
+            torch.bitwise_right_shift(codes_GRC, 4, out=codes)
         else:
-            torch.bitwise_and(codes_RC, 15, out=codes)
-        out_RC.copy_(codes.view(torch.int8).sub_(8))
+            torch.bitwise_and(codes_GRC, 15, out=codes)
+        out_GRC.copy_(codes.view(torch.int8).sub_(8))
 
 
 def _split_payload(codec: Codec, encoded: torch.Tensor, numel: int) -> _EncodedPayload:
-    return _EncodedPayload(codec, numel, encoded[: codec.payload_bytes(numel)], codec.scales(encoded, numel))
+    return _EncodedPayload(codec, numel, encoded[:, : codec.payload_bytes(numel)], codec.scales(encoded, numel))
+
+
+def _copy_range(values_GN: torch.Tensor, begin: int, end: int, tile_GN: torch.Tensor) -> None:
+    tile_GN.copy_(values_GN[:, begin:end])
 
 
 def _runs(codec: Codec, numel: int, tile_numel: int) -> Iterator[_Run]:

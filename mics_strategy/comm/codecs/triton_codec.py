@@ -8,7 +8,8 @@ so that values are read once for the scale and the codes. The bits are equal bec
 - bf16 is rounded in integers, since the interpreter truncates it.
 - The largest magnitude is taken over finite values, with a separate flag for others, since a maximum may drop NaN.
 
-Whole blocks and the shorter block at the end have separate launches, so that the former are known to be aligned.
+Whole blocks and the shorter block at the end have separate launches, so that the former are known to be aligned. The
+rows of a table are the second axis of the grid.
 Importing this module requires Triton; `quantizer` does so for its first CUDA device.
 
 Dims: R blocks, C bytes of a block. Names in capitals are compile-time constants.
@@ -22,7 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -30,10 +32,13 @@ import triton.language as tl
 
 from mics_strategy.comm.codecs.format import Codec
 
+if TYPE_CHECKING:
+    from mics_strategy.comm.codecs.format import Summands
+
 LAUNCH = {"enable_fp_fusion": False, "num_warps": 4}
 
 _PROGRAM_BYTES = 2048  # codes that one program writes
-_INT32_NUMEL = 2**31 - 2**20
+_INT32_SIZE = 2**31 - 2**20
 _NAN_BITS = tl.constexpr(0x7FC00000)
 _EVEN = tl.constexpr(12582912.0)  # 1.5 * 2**23: added to a small number, it leaves no bits for a fraction
 _SMALLEST = tl.constexpr(Codec.SMALLEST_SCALE)
@@ -76,10 +81,7 @@ def _decoded_at(
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """The values at `index` of one piece.
-
-    Its blocks may differ from those of the caller.
-    """
+    """The values at `index` of one piece, whose blocks may differ from the caller's."""
     block = index // SIZE
     scale = tl.load(scales + block, mask=is_value, other=0.0)
     if BITS == 8:
@@ -98,41 +100,66 @@ def _source_at(
     values: tl.tensor,
     pieces: tl.tensor,
     scales: tl.tensor,
-    index: tl.tensor,
+    kept: tl.tensor,
+    table_row: tl.tensor,
+    offset: tl.tensor,
     is_value: tl.tensor,
     numel: tl.tensor,
     piece_bytes: tl.tensor,
+    exact_piece: tl.tensor,
+    kept_row: tl.tensor,
     PIECES: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """The values to encode.
-
-    These are `values`, or with PIECES the sum of `values`, if given, and the pieces in their order.
-    """
+    """The values at `offset` of a row, or with PIECES their sum, which may be kept."""
+    index = table_row * numel + offset
     if PIECES == 0:
         total = _load_fp32(values, index, is_value)
     else:
-        first: tl.constexpr = 1 if values is None else 0
-        if values is None:
-            total = _decoded_at(pieces, scales, index, is_value, numel, BITS, SIZE)
-        else:
-            total = _load_fp32(values, index, is_value)
-        for piece in range(first, PIECES):
-            start = tl.cast(piece, tl.int64) * piece_bytes
-            total += _decoded_at(pieces + start, scales + start // 4, index, is_value, numel, BITS, SIZE)
+        total = tl.zeros(index.shape, tl.float32)
+        for piece in range(PIECES):
+            if piece == exact_piece:
+                total += _load_fp32(values, index, is_value)
+            else:
+                start, all_numel = tl.cast(piece, tl.int64) * piece_bytes, tl.num_programs(1) * numel
+                total += _decoded_at(pieces + start, scales + start // 4, index, is_value, all_numel, BITS, SIZE)
+        if kept is not None:
+            tl.store(kept + offset, total, mask=is_value & (table_row == kept_row))
     return total
 
 
 @triton.jit
-def _magnitude(value: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The magnitude of each finite value and a flag of nonfinite ones.
+def _program(INDEX: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The index of this program among those of its table row, and the row."""
+    return tl.program_id(0).to(INDEX), tl.program_id(1).to(INDEX)
 
-    The magnitude is 0 and the flag 1 where a value is not finite.
-    """
+
+@triton.jit
+def _store_zeros(out: tl.tensor, count: tl.tensor) -> None:
+    """Write up to 16 bytes of zeros."""
+    place = tl.arange(0, 16)
+    tl.store(out + place, tl.zeros([16], tl.uint8), mask=place < count)
+
+
+@triton.jit
+def _magnitude(value: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The magnitude of each finite value, else 0, and a flag of nonfinite ones."""
     magnitude = tl.abs(value)
     is_number = magnitude < float("inf")
     return tl.where(is_number, magnitude, 0.0), tl.where(is_number, 0, 1)
+
+
+@triton.jit
+def _scales(magnitude: tl.tensor, is_nonfinite: tl.tensor, BITS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The inverse scales of blocks, and the bits of the scales."""
+    is_nonfinite_R = tl.max(is_nonfinite, 1) == 1
+    scale_R = tl.max(magnitude, 1) * (1.0 / (2.0 ** (BITS - 1) - 1))
+    is_small_R = scale_R < _SMALLEST
+    inverse_R = tl.math.div_rn(1.0, tl.where(is_small_R, 1.0, scale_R))
+    inverse_R = tl.where(is_small_R | is_nonfinite_R, 0.0, inverse_R)
+    bits_R = tl.where(is_small_R, 0.0, scale_R).to(tl.int32, bitcast=True)
+    return inverse_R, tl.where(is_nonfinite_R, _NAN_BITS, bits_R)
 
 
 @triton.jit
@@ -141,9 +168,10 @@ def _code(
     inverse_R: tl.tensor,
     index: tl.tensor,
     seed: tl.tensor,
-    LARGEST: tl.constexpr,
+    BITS: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
 ) -> tl.tensor:
+    LARGEST: tl.constexpr = 2.0 ** (BITS - 1) - 1
     scaled = value * inverse_R[:, None]
     scaled = tl.where(inverse_R[:, None] == 0.0, 0.0, scaled)  # not NaN * 0
     if IS_STOCHASTIC:
@@ -154,18 +182,23 @@ def _code(
     return rounded.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["seed", "exact_piece", "kept_row"])
 def encode_blocks(
     values: tl.tensor,
     pieces: tl.tensor,
     piece_scales: tl.tensor,
+    kept: tl.tensor,
     codes: tl.tensor,
     scale_bits: tl.tensor,
     begin: tl.tensor,
     numel: tl.tensor,
+    row_bytes: tl.tensor,
     rows: tl.tensor,
     lane: tl.tensor,
+    padding_bytes: tl.tensor,
     piece_bytes: tl.tensor,
+    exact_piece: tl.tensor,
+    kept_row: tl.tensor,
     seed: tl.tensor,
     BITS: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr,
@@ -174,44 +207,42 @@ def encode_blocks(
     SOURCE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     LANE: tl.constexpr,
-    IS_WIDE: tl.constexpr,
+    INDEX: tl.constexpr,
 ) -> None:
-    """Encode `rows` blocks of `lane` bytes, the first at value `begin`.
+    """Encode `rows` blocks of `lane` bytes in every row of a table, from `begin`.
 
-    Outputs start at the first block.
+    A row has `numel` values, and `row_bytes` when encoded. Outputs start at the first block of the first row.
     """
     HALVES: tl.constexpr = 8 // BITS
-    LARGEST: tl.constexpr = 2.0 ** (BITS - 1) - 1
-    program = tl.program_id(0).to(tl.int64) if IS_WIDE else tl.program_id(0)
+    program, table_row = _program(INDEX)
     row_R = program * ROWS + tl.arange(0, ROWS)
     column_C = tl.arange(0, LANE)
     is_byte = (row_R[:, None] < rows) & (column_C[None, :] < lane)
-    low_index = begin + row_R[:, None] * (HALVES * lane) + column_C[None, :]
+    low_offset = begin + row_R[:, None] * (HALVES * lane) + column_C[None, :]
     low = _source_at(
-        *(values, pieces, piece_scales, low_index, is_byte & (low_index < numel), numel),
-        *(piece_bytes, PIECES, SOURCE_BITS, SOURCE_SIZE),
+        *(values, pieces, piece_scales, kept, table_row, low_offset, is_byte & (low_offset < numel), numel),
+        *(piece_bytes, exact_piece, kept_row, PIECES, SOURCE_BITS, SOURCE_SIZE),
     )
     magnitude, is_nonfinite = _magnitude(low)
     if HALVES == 2:
-        high_index = low_index + lane
+        high_offset = low_offset + lane
         high = _source_at(
-            *(values, pieces, piece_scales, high_index, is_byte & (high_index < numel), numel),
-            *(piece_bytes, PIECES, SOURCE_BITS, SOURCE_SIZE),
+            *(values, pieces, piece_scales, kept, table_row, high_offset, is_byte & (high_offset < numel), numel),
+            *(piece_bytes, exact_piece, kept_row, PIECES, SOURCE_BITS, SOURCE_SIZE),
         )
         high_magnitude, high_is_nonfinite = _magnitude(high)
         magnitude = tl.maximum(magnitude, high_magnitude)
         is_nonfinite = is_nonfinite | high_is_nonfinite
-    is_nonfinite_R = tl.max(is_nonfinite, 1) == 1
-    scale_R = tl.max(magnitude, 1) * (1.0 / LARGEST)
-    is_small_R = scale_R < _SMALLEST
-    inverse_R = tl.math.div_rn(1.0, tl.where(is_small_R, 1.0, scale_R))
-    inverse_R = tl.where(is_small_R | is_nonfinite_R, 0.0, inverse_R)
-    byte = _code(low, inverse_R, low_index, seed, LARGEST, IS_STOCHASTIC)
+    inverse_R, bits_R = _scales(magnitude, is_nonfinite, BITS)
+    byte = _code(low, inverse_R, table_row * numel + low_offset, seed, BITS, IS_STOCHASTIC)
     if HALVES == 2:
-        byte = (byte + 8) | ((_code(high, inverse_R, high_index, seed, LARGEST, IS_STOCHASTIC) + 8) << 4)
+        high_index = table_row * numel + high_offset
+        byte = (byte + 8) | ((_code(high, inverse_R, high_index, seed, BITS, IS_STOCHASTIC) + 8) << 4)
+    codes += table_row * row_bytes
+    scale_bits += table_row * (row_bytes // 4)
     tl.store(codes + row_R[:, None] * lane + column_C[None, :], (byte & 255).to(tl.uint8), mask=is_byte)
-    bits_R = tl.where(is_small_R, 0.0, scale_R).to(tl.int32, bitcast=True)
-    tl.store(scale_bits + row_R, tl.where(is_nonfinite_R, _NAN_BITS, bits_R), mask=row_R < rows)
+    tl.store(scale_bits + row_R, bits_R, mask=row_R < rows)
+    _store_zeros(codes + rows * lane, tl.where(program == 0, padding_bytes, 0))
 
 
 @triton.jit
@@ -219,33 +250,85 @@ def decode_blocks(
     codes: tl.tensor,
     scales: tl.tensor,
     out: tl.tensor,
+    begin: tl.tensor,
     numel: tl.tensor,
+    row_bytes: tl.tensor,
     rows: tl.tensor,
     lane: tl.tensor,
     BITS: tl.constexpr,
     IS_ADDING: tl.constexpr,
     ROWS: tl.constexpr,
     LANE: tl.constexpr,
-    IS_WIDE: tl.constexpr,
+    INDEX: tl.constexpr,
 ) -> None:
-    """Decode `rows` blocks of `lane` bytes.
+    """Decode `rows` blocks of `lane` bytes in every row of a table, from `begin`.
 
-    All tensors start at the first block, and hold `numel` values.
+    A row has `numel` values in `row_bytes`. `codes` and `scales` start at the first block of the first row.
     """
     HALVES: tl.constexpr = 8 // BITS
-    program = tl.program_id(0).to(tl.int64) if IS_WIDE else tl.program_id(0)
+    program, table_row = _program(INDEX)
     row_R = program * ROWS + tl.arange(0, ROWS)
     column_C = tl.arange(0, LANE)
     is_byte = (row_R[:, None] < rows) & (column_C[None, :] < lane)
+    codes += table_row * row_bytes
+    scales += table_row * (row_bytes // 4)
     byte = tl.load(codes + row_R[:, None] * lane + column_C[None, :], mask=is_byte, other=0)
     scale_R = tl.load(scales + row_R, mask=row_R < rows, other=0.0)
     for half in tl.static_range(HALVES):
-        index = row_R[:, None] * (HALVES * lane) + half * lane + column_C[None, :]
-        is_value = is_byte & (index < numel)
+        offset = begin + row_R[:, None] * (HALVES * lane) + half * lane + column_C[None, :]
+        index = table_row * numel + offset
+        is_value = is_byte & (offset < numel)
         value = _number(byte, half, BITS) * scale_R[:, None]
         if IS_ADDING:
             value = tl.load(out + index, mask=is_value, other=0.0) + value
         _store_rounded(out, index, value, is_value)
+
+
+@triton.jit(do_not_specialize=["exact_piece"])
+def sum_blocks(
+    exact: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    begin: tl.tensor,
+    numel: tl.tensor,
+    piece_bytes: tl.tensor,
+    exact_piece: tl.tensor,
+    rows: tl.tensor,
+    lane: tl.tensor,
+    PIECES: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_ADDING: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANE: tl.constexpr,
+    INDEX: tl.constexpr,
+) -> None:
+    """Add `rows` blocks of `lane` bytes of all pieces in order, from value `begin`.
+
+    Each piece has `numel` values in `piece_bytes`; `exact` replaces one of them. `codes` and `scales` start at the
+    first block of the first piece.
+    """
+    HALVES: tl.constexpr = 8 // BITS
+    program, _ = _program(INDEX)
+    row_R = program * ROWS + tl.arange(0, ROWS)
+    column_C = tl.arange(0, LANE)
+    is_byte = (row_R[:, None] < rows) & (column_C[None, :] < lane)
+    for half in tl.static_range(HALVES):
+        index = begin + row_R[:, None] * (HALVES * lane) + half * lane + column_C[None, :]
+        is_value = is_byte & (index < numel)
+        if IS_ADDING:
+            total = tl.load(out + index, mask=is_value, other=0.0)
+        else:
+            total = tl.zeros(index.shape, out.dtype.element_ty)
+        for piece in range(PIECES):
+            if piece == exact_piece:
+                total += tl.load(exact + index, mask=is_value, other=0.0).to(total.dtype)
+            else:
+                start = tl.cast(piece, tl.int64) * piece_bytes
+                byte = tl.load(codes + start + row_R[:, None] * lane + column_C[None, :], mask=is_byte, other=0)
+                scale_R = tl.load(scales + start // 4 + row_R, mask=row_R < rows, other=0.0)
+                total += (_number(byte, half, BITS) * scale_R[:, None]).to(total.dtype)
+        tl.store(out + index, total, mask=is_value)
 
 
 class TritonCodec:
@@ -255,7 +338,9 @@ class TritonCodec:
 
     Args:
         codec: Codec of the encoded buffers, with blocks of at most 8192 values.
-        generator: Generator on the CPU, for the seed of each encoding with stochastic rounding.
+        generator: Generator on the CPU, for the seed of each encoding with stochastic rounding. All rows of a table
+            have one seed, since a seed for each would have to be copied to the device; their random numbers differ,
+            as every value of the table has a number of its own.
     """
 
     def __init__(self, codec: Codec, generator: torch.Generator | None) -> None:
@@ -264,88 +349,100 @@ class TritonCodec:
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """See `Quantizer.encode`."""
-        self._encode(values, values.numel(), out, _Pieces())
+        self._encode(values, torch.atleast_2d(out), values.shape[-1], _Pieces(self._codec))
 
-    def encode_sum(
-        self, source: Codec, pieces: torch.Tensor, addend: torch.Tensor | None, numel: int, out: torch.Tensor
-    ) -> None:
+    def encode_sum(self, summands: Summands, out: torch.Tensor, kept: torch.Tensor | None, kept_row: int) -> None:
         """See `Quantizer.encode_sum`."""
-        scales = source.scales(pieces, numel)
-        self._encode(addend, numel, out, _Pieces(pieces, scales, source.bits, source.block_size))
+        pieces = _Pieces(summands.codec, summands.rows, summands.exact_index, kept, kept_row)
+        self._encode(summands.exact, out, summands.exact.numel() // len(out), pieces)
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
         """See `Quantizer.decode` and, with `accumulate`, `Quantizer.decode_add`."""
-        codec = self._codec
-        scales = codec.scales(encoded, out.numel())
-        for run in _runs(codec, out.numel()):
+        codec, encoded, numel = self._codec, torch.atleast_2d(encoded), out.shape[-1]
+        scales = codec.scales(encoded, numel)
+        for run in _runs(codec, numel, encoded):
             decode_blocks[run.grid](
-                *(encoded[run.first_byte :], scales[run.first :], out[run.begin :]),
-                *(out.numel() - run.begin, run.rows, run.lane, codec.bits, accumulate),
+                *(encoded[:, run.first_byte :], scales[:, run.first :], out, run.begin, numel),
+                *(encoded.shape[1], run.rows, run.lane, codec.bits, accumulate),
                 **run.constants,
             )
 
-    def _encode(self, values: torch.Tensor | None, numel: int, out: torch.Tensor, pieces: _Pieces) -> None:
+    def decode_sum(self, summands: Summands, out: torch.Tensor, accumulate: bool) -> None:
+        """See `Quantizer.decode_sum`."""
+        codec, pieces, numel = self._codec, summands.rows, out.numel()
+        scales = codec.scales(pieces, numel)
+        for run in _runs(codec, numel, pieces[:1]):
+            sum_blocks[run.grid](
+                *(summands.exact, pieces[:, run.first_byte :], scales[:, run.first :], out, run.begin, numel),
+                *(pieces.shape[1], summands.exact_index, run.rows, run.lane, len(pieces), codec.bits, accumulate),
+                **run.constants,
+            )
+
+    def _encode(self, values: torch.Tensor, out: torch.Tensor, numel: int, pieces: _Pieces) -> None:
         codec = self._codec
         scale_bits = codec.scales(out, numel).view(torch.int32)
-        padding = out[codec.payload_bytes(numel) : out.numel() - 4 * scale_bits.numel()]
-        if padding.numel():
-            padding.zero_()
+        row_bytes, (ranks, piece_bytes) = out.shape[1], (0, 0) if pieces.encoded is None else pieces.encoded.shape
+        scales = None if pieces.encoded is None else pieces.codec.scales(pieces.encoded, len(out) * numel)
+        padding_bytes = row_bytes - codec.payload_bytes(numel) - 4 * scale_bits.shape[1]
         is_stochastic = codec.rounding == "stochastic"
         seed = int(torch.randint(2**31, (), generator=self._generator)) if is_stochastic else 0
-        for run in _runs(codec, numel):
+        for run in _runs(codec, numel, out):
             encode_blocks[run.grid](
-                *(values, pieces.encoded, pieces.scales, out[run.first_byte :], scale_bits[run.first :]),
-                *(run.begin, numel, run.rows, run.lane, pieces.row_bytes, seed),
-                *(codec.bits, is_stochastic, pieces.ranks, pieces.bits, pieces.block_size),
+                *(values, pieces.encoded, scales, pieces.kept),
+                *(out[:, run.first_byte :], scale_bits[:, run.first :]),
+                *(run.begin, numel, row_bytes, run.rows, run.lane),
+                *(padding_bytes if run.is_last else 0, piece_bytes, pieces.exact_index, pieces.kept_row, seed),
+                *(codec.bits, is_stochastic, ranks, pieces.codec.bits, pieces.codec.block_size),
                 **run.constants,
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Encoded summands of a sum, or none."""
+    """Encoded summands of a sum, and the row of it that is kept; or none."""
 
+    codec: Codec
     encoded: torch.Tensor | None = None
-    scales: torch.Tensor | None = None  # of the first row; those of the others follow with its stride
-    bits: int = 8
-    block_size: int = 2
-
-    @property
-    def ranks(self) -> int:
-        return 0 if self.encoded is None else self.encoded.shape[0]
-
-    @property
-    def row_bytes(self) -> int:
-        return 0 if self.encoded is None else self.encoded.shape[1]
+    exact_index: int = -1
+    kept: torch.Tensor | None = None
+    kept_row: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Blocks of one width, treated by one launch."""
+    """Blocks of one width in every row of a table, treated by one launch."""
 
     first: int
     rows: int
     begin: int
     first_byte: int
     lane: int
+    table_rows: int
     is_wide: bool
+    is_last: bool
 
     @property
     def constants(self) -> dict[str, Any]:
         """Constants of a launch: blocks of a program, bytes of each, and launch options."""
         lane = triton.next_power_of_2(self.lane)
-        return {"ROWS": max(1, _PROGRAM_BYTES // lane), "LANE": lane, "IS_WIDE": self.is_wide, **LAUNCH}
+        return {
+            "ROWS": max(1, _PROGRAM_BYTES // lane),
+            "LANE": lane,
+            "INDEX": tl.int64 if self.is_wide else tl.int32,
+            **LAUNCH,
+        }
 
     @property
-    def grid(self) -> tuple[int]:
-        return (triton.cdiv(self.rows, self.constants["ROWS"]),)
+    def grid(self) -> tuple[int, int]:
+        return triton.cdiv(self.rows, self.constants["ROWS"]), self.table_rows
 
 
-def _runs(codec: Codec, numel: int) -> Iterator[_Run]:
-    """Whole blocks, then the shorter block at the end."""
+def _runs(codec: Codec, numel: int, table: torch.Tensor) -> Iterator[_Run]:
+    """Whole blocks of the rows of `numel` values, then the shorter block at the end."""
     whole, rest = divmod(numel, codec.block_size)
-    is_wide = numel > _INT32_NUMEL
+    make = partial(_Run, table_rows=len(table), is_wide=len(table) * max(numel, table.shape[1]) > _INT32_SIZE)
     if whole:
-        yield _Run(0, whole, 0, 0, codec.block_bytes, is_wide)
+        yield make(first=0, rows=whole, begin=0, first_byte=0, lane=codec.block_bytes, is_last=not rest)
     if rest:
-        yield _Run(whole, 1, numel - rest, whole * codec.block_bytes, codec.bytes_per_lane(rest), is_wide)
+        first_byte, lane = whole * codec.block_bytes, codec.bytes_per_lane(rest)
+        yield make(first=whole, rows=1, begin=numel - rest, first_byte=first_byte, lane=lane, is_last=True)
