@@ -13,6 +13,7 @@ import torch
 
 from mics_strategy.comm import route as routes
 from mics_strategy.comm.algorithms import (
+    BackendAlgorithm,
     Completion,
     GroupAlgorithm,
     PlainAlgorithm,
@@ -175,6 +176,9 @@ class StagePipeline:
         shard = full_numel // self._route.size
         chunks = routes.chunks_of(self._route, shard, wire.itemsize) if shard else []
         if self._intra is None:
+            if len(chunks) == 1 and isinstance(self._inter, BackendAlgorithm):  # the rows of `full` are one view
+                self._workspace.reserve(aligned_bytes((shard, wire)))
+                return
             self._workspace.reserve(
                 sum(self._inter.reduce_scatter_scratch_bytes(end - start, wire, wire) for start, end in chunks)
             )

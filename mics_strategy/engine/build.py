@@ -5,9 +5,11 @@ The engine's memory is allocated here: arenas, slots, staging buffers and worksp
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -288,7 +290,7 @@ def _reducer_buffers(
     num_parameters = sum(len(g.bucket.layout.param_slices) for gs in gradients.values() for g in gs)
     return ReducerBuffers(
         flat_pools=flat_pools,
-        zero_grads=memory.zeros("zero gradients", largest, torch.uint8, device) if largest else _NO_BYTES,
+        zero_grads=functools.cache(partial(memory.zeros, "zero gradients", largest, torch.uint8, device)),
         second_hop=StagingPool(memory, "second-hop staging buffers", 2, max(wires, default=0), device),
         usage=memory.zeros("used parameters", usage_numel(num_parameters), USAGE_DTYPE, device),
     )

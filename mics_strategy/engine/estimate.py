@@ -96,7 +96,7 @@ def estimate_memory(
     scopes = resolve_scopes(config.replace(topology=topology), topology, world_size)
     modules, memory = find_units(model, units), MemoryTracker()
     with _fake_process_group(world_size), torch.no_grad():
-        groups = ProcessGroups(scopes, CommResources(world_size, "cpu"), seed=0)
+        groups = ProcessGroups(scopes, CommResources(world_size, "cuda"), seed=0)
         context = BuildContext(config=config, groups=groups, device=_META, memory=memory)
         specs = [make_bucket_specs(module, context) for module in modules]
         specs = choose_coalescing(specs, config, groups, _META)
