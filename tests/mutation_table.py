@@ -147,8 +147,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="gradients",
         claim="two gradients of one backward are added",
-        old="add=not is_first",
-        new="add=False",
+        old="pairs = summed if has_earlier and flags.has(added, position) else copied",
+        new="pairs = copied",
         tests=(
             "tests/engine/test_activation_checkpointing.py",
             "tests/engine/test_unusual_loops.py",
@@ -425,8 +425,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="zero copy",
         claim="a second gradient is added to one that is read in place",
-        old="if is_first and self._in_place.keep(position, grad):",
-        new="if self._in_place.keep(position, grad):",
+        old="            self._copy({position: earlier})",
+        new="            pass",
         tests=(
             "tests/engine/test_zero_copy_reduce.py",
             "tests/engine/test_coalesce.py",

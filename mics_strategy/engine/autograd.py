@@ -22,18 +22,20 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
-from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.engine.parameter import ShardedParameter, fast_attributes
 from mics_strategy.errors import LifecycleError
 
 _RESHARDED = 2**31  # above every count of writes; torch's counters have 32 bits
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 _numbers = itertools.count(_RESHARDED)
+_VERSION = attrgetter("_version")
 _owners: weakref.WeakValueDictionary[int, SavedVersions] = weakref.WeakValueDictionary()
 
 
@@ -93,12 +95,17 @@ class SavedVersions:
 
     def written(self) -> list[int]:
         """Positions of the parameters that were written to since `unshard`."""
-        return [i for i, parameter in enumerate(self._parameters) if parameter._version != self._valid[i]]
+        versions = self._versions()
+        return [] if versions == self._valid else [i for i, valid in enumerate(self._valid) if versions[i] != valid]
 
     def accept_writes(self, content: int) -> None:
         """Accept written values as those of the bucket at its version `content`."""
-        self._valid = tuple(parameter._version for parameter in self._parameters)
+        self._valid = self._versions()
         self._content = content
+
+    def _versions(self) -> tuple[int, ...]:
+        with fast_attributes():
+            return tuple(map(_VERSION, self._parameters))
 
 
 def resharded_unit(error: RuntimeError) -> str | None:

@@ -24,7 +24,7 @@ from torch import nn
 
 from mics_strategy.comm.placement import digest
 from mics_strategy.engine.autograd import SavedVersions, UnshardedParameter
-from mics_strategy.engine.parameter import WriteCount
+from mics_strategy.engine.parameter import WriteCount, fast_attributes
 from mics_strategy.engine.schedule import ParamVersions, full_numel, unshard_role
 from mics_strategy.engine.zero_copy import plan_in_place_gather
 from mics_strategy.errors import LifecycleError
@@ -152,7 +152,8 @@ class Bucket:
 
         Read often, so the loop is C's.
         """
-        return int(sum(map(_NUM_WRITES, self._counted)) + self.writes.num)
+        with fast_attributes():
+            return int(sum(map(_NUM_WRITES, self._counted)) + self.writes.num)
 
     @cached_property
     def _counted(self) -> list[torch.Tensor]:
@@ -162,7 +163,16 @@ class Bucket:
     @property
     def num_requiring_grad(self) -> int:
         """Number of parameters that require a gradient now."""
-        return sum(map(_REQUIRES_GRAD, self.sharded_params))
+        with fast_attributes():
+            return sum(map(_REQUIRES_GRAD, self.sharded_params))
+
+    def copy_requires_grad(self) -> None:
+        """Let the unsharded parameters require gradients where the sharded ones do now."""
+        sharded_params, unsharded_params = self.sharded_params, self.unsharded.params
+        with fast_attributes():
+            if list(map(_REQUIRES_GRAD, sharded_params)) != list(map(_REQUIRES_GRAD, unsharded_params)):
+                for sharded, unsharded in zip(sharded_params, unsharded_params, strict=True):
+                    unsharded.requires_grad_(sharded.requires_grad)
 
     @property
     def is_aliased(self) -> bool:

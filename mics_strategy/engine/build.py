@@ -18,7 +18,7 @@ from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.engine.bucket import Bucket, param_comms
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.layout import BucketSpec, make_layout
-from mics_strategy.engine.memory import MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
+from mics_strategy.engine.memory import CachedViews, MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
 from mics_strategy.engine.parameter import make_sharded_parameter
 from mics_strategy.engine.rank_agreement import DesyncCheck, ReplicaCheck
 from mics_strategy.engine.reducer import BackwardCount, Reducer, ReducerBuffers
@@ -271,12 +271,11 @@ def _reducer_buffers(
     gradients: dict[int, list[GradBucket]], modules: list[UnitSpec], context: BuildContext
 ) -> ReducerBuffers:
     groups, memory, device = context.groups, context.memory, context.device
-    flat = {
-        index: packed_bytes([(g.bucket.layout.full_numel, g.wire_dtype) for g in unit_gradients])
-        if groups.grad_comm is not None
-        else 0
+    sizes = {
+        index: [(g.bucket.layout.full_numel, g.wire_dtype) for g in unit_gradients]
         for index, unit_gradients in gradients.items()
     }
+    flat = {index: packed_bytes(sizes[index]) if groups.grad_comm is not None else 0 for index in gradients}
     by_depth: dict[int, list[int]] = defaultdict(list)
     for index in gradients:
         by_depth[modules[index].depth].append(index)
@@ -290,6 +289,7 @@ def _reducer_buffers(
     num_parameters = sum(len(g.bucket.layout.param_slices) for gs in gradients.values() for g in gs)
     return ReducerBuffers(
         flat_pools=flat_pools,
+        flat_views={index: CachedViews(sizes[index]) for index in gradients},
         zero_grads=functools.cache(partial(memory.zeros, "zero gradients", largest, torch.uint8, device)),
         second_hop=StagingPool(memory, "second-hop staging buffers", 2, max(wires, default=0), device),
         usage=memory.zeros("used parameters", usage_numel(num_parameters), USAGE_DTYPE, device),

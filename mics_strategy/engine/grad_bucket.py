@@ -1,9 +1,10 @@
 """The gradients of one bucket, from autograd to the optimizer.
 
-1. `BackwardGrads` collects the gradients of one backward: each is copied into the flat buffer, in the wire dtype, or
-   stays in place until the first hop has read it (see `zero_copy`).
+1. `BackwardGrads` collects the gradients of one backward. A gradient stays where autograd has stored it until the next
+   one comes from another bucket. Then all are copied in one call, into the flat buffer, in the wire dtype. Some stay in
+   place until the first hop has read them (see `zero_copy`).
 2. First hop, in every backward: the flat buffer is reduce-scattered over the gradient scope, and this rank's slice is
-   added to the accumulator. Gradients that are not sharded are added to the accumulator directly.
+   added to the accumulator. Gradients that are not sharded are added to the accumulator directly, also in one call.
 3. Second hop, once per optimizer step: the accumulator is reduce-scattered over the axes that the optimizer scope has
    beyond the gradient scope, all-reduced over replicas, and divided by the number of ranks.
 
@@ -14,6 +15,7 @@ wire in fp16, gradients are divided before they are summed (see `predivisor_of`)
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,14 +30,13 @@ from mics_strategy.engine.lifecycle import (
     GradFlags,
     transition,
 )
-from mics_strategy.engine.parameter import grad_as_dtensor
+from mics_strategy.engine.parameter import fast_attributes, grad_as_dtensor
 from mics_strategy.engine.zero_copy import plan_in_place_reduce
 
 if TYPE_CHECKING:
     from mics_strategy.comm.work import Work
     from mics_strategy.engine.bucket import Bucket
     from mics_strategy.engine.layout import BucketLayout
-    from mics_strategy.engine.zero_copy import InPlaceGrads
 
 
 def predivisor_of(wire_dtype: torch.dtype, num_ranks: int) -> int:
@@ -60,71 +61,38 @@ class BackwardGrads:
 
     Args:
         name: Name of the bucket, for errors.
-        layout: Layout of the bucket.
         flags: Flags of its parameters, shared with `GradBucket`.
-        in_place: Gradients that need no flat buffer; None where all take it.
 
     Attributes:
         state: State of the flat buffer.
         num_arrived: Number of parameters whose gradient has arrived.
+        kept: Gradients where autograd has stored them, by position. Their memory stays unchanged: autograd gives a
+            parameter a tensor without other references, or a copy.
         flat: [full_numel] in the wire dtype; None while no buffer is bound.
         is_zero: Whether `flat` holds zeros that other buckets also send, so that nothing is written to it.
     """
 
-    def __init__(self, name: str, layout: BucketLayout, flags: GradFlags, in_place: InPlaceGrads | None) -> None:
+    def __init__(self, name: str, flags: GradFlags) -> None:
         self.state = GradBufferState.EMPTY
         self.num_arrived = 0
+        self.kept: dict[int, torch.Tensor] = {}
         self.flat: torch.Tensor | None = None
         self.is_zero = False
         self._name = name
-        self._layout = layout
         self._flags = flags
-        self._in_place = in_place
-        self._strided_views: dict[int, list[torch.Tensor | None]] = {}
 
     def bind_buffer(self, flat: torch.Tensor, *, is_zero: bool) -> None:
         """Use `flat` until the first hop of this backward has completed."""
         self.flat, self.is_zero = flat, is_zero
         self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "bind_buffer", self._name)
 
-    def stage(self, flat: torch.Tensor, position: int, grad: torch.Tensor) -> None:
-        """Keep one gradient until the first hop, in the flat buffer or in place.
-
-        A second gradient of the parameter is added.
-        """
-        is_first = not self._flags.has(GradFlag.ARRIVED, position)
-        if self._in_place is not None:
-            if is_first and self._in_place.keep(position, grad):
-                return
-            earlier = self._in_place.pop(position)
-            if earlier is not None:
-                self.copy_in(flat, position, earlier, add=False)
-        self.copy_in(flat, position, grad, add=not is_first)
-
-    def copy_in(self, flat: torch.Tensor, position: int, grad: torch.Tensor, *, add: bool) -> None:
-        """Copy a gradient to its place in a flat buffer.
-
-        Views are cached: buffers are few and permanent.
-        """
-        grad = grad.detach() if grad.requires_grad else grad
-        layout = self._layout
-        views = self._strided_views.get(flat.data_ptr())
-        if views is None:
-            views = [layout.strided_view(flat, other) for other in range(len(layout.param_slices))]
-            self._strided_views[flat.data_ptr()] = views
-        view = views[position]
-        if view is not None and grad.is_contiguous():
-            same_shape = grad.view(view.shape)
-            view.add_(same_shape) if add else view.copy_(same_shape)
-            return
-        for flat_part, grad_part in layout.copy_pairs(flat, grad, position):
-            flat_part.add_(grad_part) if add else flat_part.copy_(grad_part)
-
-    def start_reduce(self) -> None:
-        """The first hop takes the buffer."""
+    def start_reduce(self) -> dict[int, torch.Tensor]:
+        """The first hop takes the buffer. Returns the gradients that it reads in place."""
         self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "start_reduce", self._name)
         self.flat = None
         self.num_arrived = 0
+        kept, self.kept = self.kept, {}
+        return kept
 
     def finish_reduce(self) -> None:
         """The first hop has completed."""
@@ -139,10 +107,63 @@ class BackwardGrads:
         """Drop what an interrupted backward has collected and not sent."""
         self.end()
         self.flat = None
-        if self._in_place is not None:
-            self._in_place.clear()
+        self.kept = {}
         if self.state is not GradBufferState.REDUCING:
             self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "discard", self._name)
+
+
+class GradCopies:
+    """Copies of gradients into flat buffers of one bucket, in one call.
+
+    Views are cached by the address of a buffer: buffers are few and permanent.
+
+    Args:
+        layout: Layout of the bucket.
+    """
+
+    def __init__(self, layout: BucketLayout) -> None:
+        self._layout = layout
+        self._views: dict[int, list[torch.Tensor | None]] = {}
+
+    def copy(self, flat: torch.Tensor, grads: dict[int, torch.Tensor], added: GradFlag, flags: GradFlags) -> None:
+        """Copy gradients to their places in a flat buffer.
+
+        Args:
+            flat: [full_numel].
+            grads: Gradients by position, in any dtype.
+            added: Flag of the parameters of which the buffer holds a gradient already, to which the new one is added.
+            flags: Flags of the parameters.
+        """
+        has_earlier = flags.any(added)
+        copied, summed = _Pairs(), _Pairs()
+        views = self._views.get(flat.data_ptr())
+        if views is None:
+            views = self._views[flat.data_ptr()] = [
+                self._layout.strided_view(flat, position) for position in range(len(self._layout.param_slices))
+            ]
+        for position, grad in grads.items():
+            pairs = summed if has_earlier and flags.has(added, position) else copied
+            view = views[position]
+            if view is not None and grad.is_contiguous():
+                pairs.targets.append(view)
+                pairs.sources.append(grad.view(view.shape))
+            else:
+                for flat_part, grad_part in self._layout.copy_pairs(flat, grad, position):
+                    pairs.targets.append(flat_part)
+                    pairs.sources.append(grad_part)
+        with torch.no_grad():
+            if copied.targets:
+                torch._foreach_copy_(copied.targets, copied.sources)
+            if summed.targets:
+                torch._foreach_add_(summed.targets, summed.sources)
+
+
+@dataclass(slots=True)
+class _Pairs:
+    """Parts of a flat buffer and of the gradients that belong there."""
+
+    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
 
 
 class GradBucket:
@@ -184,7 +205,8 @@ class GradBucket:
         self._in_place = (
             plan_in_place_reduce(groups.grad_comm, bucket.spec, wire_dtype) if self._predivisor == 1 else None
         )
-        self.collected = BackwardGrads(self.name, bucket.layout, self.flags, self._in_place)
+        self.collected = BackwardGrads(self.name, self.flags)
+        self._copies = GradCopies(bucket.layout)
         self._padding_views: dict[int, list[torch.Tensor]] = {}
         shards = groups.trainable_placement
         self._dtensors: list[DTensor] = [
@@ -203,38 +225,67 @@ class GradBucket:
         return self.accumulator.numel() * self.wire_dtype.itemsize if self.casts_second_hop else 0
 
     def add(self, position: int, grad: torch.Tensor) -> None:
-        """Take one parameter's gradient; the caller then drops its own reference."""
-        flags, backward = self.flags, self.collected
-        if backward.flat is not None:
-            backward.stage(backward.flat, position, grad)
+        """Take one parameter's gradient; the caller then drops its own reference.
+
+        It is kept as it is until `copy_kept`, unless it is part of a graph: then it may be modified.
+        """
+        collected = self.collected
+        earlier = collected.kept.pop(position, None)
+        if earlier is not None:
+            self._copy({position: earlier})
+        elif not self.flags.has(GradFlag.ARRIVED, position):
+            collected.num_arrived += 1
+        if grad.requires_grad:
+            self._copy({position: grad.detach()})
+        else:
+            collected.kept[position] = grad
+
+    def copy_kept(self) -> None:
+        """Copy kept gradients into the flat buffer, or add them to the accumulator.
+
+        Those that the first hop reads in place stay.
+        """
+        kept = self.collected.kept
+        if not kept:
+            return
+        stay = {} if self._in_place is None else self._in_place.select(kept, self.flags)
+        self.collected.kept = stay
+        self._copy({position: grad for position, grad in kept.items() if position not in stay} if stay else kept)
+
+    def _copy(self, grads: dict[int, torch.Tensor]) -> None:
+        """Copy gradients into the flat buffer, or add them to the accumulator."""
+        flat = self.collected.flat
+        if flat is not None:
+            self._copies.copy(flat, grads, GradFlag.ARRIVED, self.flags)
         else:
             self._start_accumulating()
             if self._predivisor > 1:
-                grad = grad.to(self.accumulator.dtype) / self._predivisor
-            backward.copy_in(self.accumulator, position, grad, add=flags.has(GradFlag.ACCUMULATED, position))
-            flags.apply("accumulate", position)
-        backward.num_arrived += not flags.has(GradFlag.ARRIVED, position)
-        flags.apply("add_grad", position)
+                dtype = self.accumulator.dtype
+                grads = {position: grad.to(dtype) / self._predivisor for position, grad in grads.items()}
+            self._copies.copy(self.accumulator, grads, GradFlag.ACCUMULATED, self.flags)
+            self.flags.apply("accumulate", grads)
+        self.flags.apply("add_grad", grads)
 
     def reduce_scatter(self) -> Work | None:
         """Start the first hop of the collected gradients; missing gradients are zeros."""
         comm, flat = self.bucket.groups.grad_comm, self.collected.flat
         if comm is None or flat is None:
             return None
+        self.flags.apply("add_grad", self.collected.kept)  # read in place
         if not self.collected.is_zero:
             self._zero(flat, self.flags.positions_without(GradFlag.ARRIVED))
             if self.bucket.groups.scopes.codecs.first_hop is not None:
                 self._zero_padding(flat, degree=1)
             if self._predivisor > 1:
                 flat.div_(self._predivisor)
-        self.collected.start_reduce()
+        kept = self.collected.start_reduce()
         self._start_accumulating()
         accumulate = self.flags.any(GradFlag.ACCUMULATED)
         if accumulate:
             self._zero(self.accumulator, self.flags.positions_without(GradFlag.ACCUMULATED))
         self.flags.apply("start_reduce")
         if self._in_place is not None:
-            work = self._in_place.reduce_scatter(self.accumulator, flat, accumulate, self.name)
+            work = self._in_place.reduce_scatter(self.accumulator, kept, flat, accumulate, self.name)
         else:
             comm = comm.for_bytes(flat.numel() * flat.itemsize)
             work = comm.reduce_scatter(self.accumulator, flat, accumulate, self.name)
@@ -252,8 +303,7 @@ class GradBucket:
         self._mean_to_sum()
         self.flags.apply("resume_accumulation")
         if self.accumulator.data_ptr() == self.result.data_ptr():
-            for position in self.flags.positions_with(GradFlag.HAS_PRIOR_MEAN):
-                self.flags.apply("accumulate", position)
+            self.flags.apply("accumulate", self.flags.positions_with(GradFlag.HAS_PRIOR_MEAN))
 
     def _mean_to_sum(self) -> None:
         """Turn the mean back into a sum.
@@ -314,21 +364,25 @@ class GradBucket:
         """Drop the gradient: no rank has used any parameter of the bucket."""
         self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "zero_grad", self.name)
 
-    def expose(self, position: int) -> None:
-        """Expose the gradient on the parameter at `position`.
+    def expose(self, positions: list[int]) -> None:
+        """Expose gradients on the parameters at `positions`.
 
-        A gradient that was set on the parameter directly is added.
+        A gradient that was set on a parameter directly is added.
         """
-        self.flags.apply("expose", position)
-        parameter, exposed = self.bucket.sharded_params[position], self._dtensors[position]
-        stored = parameter.raw_grad
-        if stored is not None and stored is not exposed:
-            exposed.to_local().add_(stored.to_local() if isinstance(stored, DTensor) else stored)
-        parameter.raw_grad = exposed
+        self.flags.apply("expose", positions)
+        with fast_attributes():
+            for position in positions:
+                parameter, exposed = self.bucket.sharded_params[position], self._dtensors[position]
+                stored = parameter.raw_grad
+                if stored is not None and stored is not exposed:
+                    exposed.to_local().add_(stored.to_local() if isinstance(stored, DTensor) else stored)
+                parameter.raw_grad = exposed
 
     def zero_grad(self, position: int) -> None:
-        """Drop one parameter's gradient."""
-        self.flags.apply("zero_grad", position)
+        """Drop one parameter's gradient, but not what the flat buffer is collecting."""
+        if self.collected.kept and self.collected.flat is None:
+            self.collected.kept.pop(position, None)
+        self.flags.apply("zero_grad", [position])
         if not self.flags.any(GradFlag.MAYBE_USED):
             self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "zero_grad", self.name)
 

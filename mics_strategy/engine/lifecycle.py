@@ -17,6 +17,7 @@ Pure.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum, IntEnum
 from typing import TypeVar
 
@@ -98,6 +99,9 @@ GRAD_FLAG_EVENTS: dict[
 }
 
 
+_BIT = (1).__lshift__
+
+
 class GradFlags:
     """Flags of all parameters of one bucket.
 
@@ -112,10 +116,10 @@ class GradFlags:
         self._everywhere = (1 << count) - 1
         self._bits = [0] * len(GradFlag)
 
-    def apply(self, event: str, position: int | None = None) -> None:
-        """Apply `event` to the parameter at `position`; None for all of them."""
+    def apply(self, event: str, positions: Iterable[int] | None = None) -> None:
+        """Apply `event` to the parameters at `positions`; None for all of them."""
         bits = self._bits
-        parameters = self._everywhere if position is None else 1 << position
+        parameters = self._everywhere if positions is None else sum(map(_BIT, positions))
         changes = GRAD_FLAG_EVENTS.get(event)
         if changes is None:
             raise LifecycleError(f"`{event}` is no event of a gradient. Known events: {', '.join(GRAD_FLAG_EVENTS)}.")

@@ -156,6 +156,9 @@ class Slot:
         )
 
 
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
 def _always() -> bool:
     return True
 
@@ -234,7 +237,7 @@ class StagingPool:
             [num_bytes] of uint8; empty for a pool without buffers.
         """
         if not self._buffers:
-            return torch.empty(0, dtype=torch.uint8)
+            return _NO_BYTES
         in_turn = self._buffers[self._next :] + self._buffers[: self._next]
         free = (candidate for candidate in in_turn if not candidate.is_busy())
         staging = next(free, None) or next((candidate for candidate in in_turn if candidate.may_reuse()), None)

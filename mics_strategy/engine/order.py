@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,10 +101,15 @@ class PendingBackwards:
         call.unit.num_pending_calls -= 1
         return call
 
-    @property
-    def next(self) -> list[Unit]:
-        """The unit that the backward needs next, in a list of at most one."""
-        return [call.unit for call in self.calls[-1:]]
+    def upcoming(self, count: int) -> list[Unit]:
+        """The next `count` units that the backward needs, nearest first."""
+        units: list[Unit] = []
+        for call in reversed(self.calls):
+            if len(units) == count:
+                break
+            if call.unit not in units:
+                units.append(call.unit)
+        return units
 
     def clear(self) -> None:
         """Remove all calls."""
@@ -120,6 +126,52 @@ class PendingBackwards:
         calls = sorted(self.calls, key=lambda call: call.enter)
         units = {call.unit.index: call.unit for call in calls}
         return [units[index] for index in reduction_order(call.unit.index for call in calls)]
+
+
+@dataclass(slots=True)
+class TrainingPass:
+    """Units whose forwards have ended in one training pass.
+
+    A backward with reentrant checkpoints follows it in reverse, and removes the units that it reaches: a checkpointed
+    forward leaves no call in `PendingBackwards`. A checkpoint around several units recomputes them in the order of the
+    forward.
+
+    Attributes:
+        checkpointed: Indices of the units that ran without gradients.
+        recomputed: Those of them that were recomputed and whose backward has not ended.
+    """
+
+    checkpointed: set[int] = field(default_factory=set)
+    recomputed: set[Unit] = field(default_factory=set)
+    _units: list[Unit] = field(default_factory=list)
+    _behind: list[Unit] = field(default_factory=list)  # units after the last one reached
+
+    def record(self, unit: Unit, *, is_checkpointed: bool) -> None:
+        """Record the end of a forward."""
+        self._units.append(unit)
+        if is_checkpointed:
+            self.checkpointed.add(unit.index)
+
+    def upcoming(self, unit: Unit, count: int) -> list[Unit]:
+        """The `count` units that the backward needs after `unit`, nearest first.
+
+        Units that the forward ran after `unit` belong to the same checkpoint, unless they did at the last call already:
+        then this backward skips them.
+        """
+        if unit not in self._units:
+            return []
+        position = len(self._units) - 1 - self._units[::-1].index(unit)
+        before, behind = self._units[:position], self._units[position + 1 :]
+        if behind == self._behind:
+            behind = []
+        self._units, self._behind = before + behind, behind
+        return list(islice(dict.fromkeys([*behind, *reversed(before)]), count))
+
+    def clear(self) -> None:
+        """Start a new pass."""
+        self._units, self._behind = [], []
+        self.checkpointed.clear()
+        self.recomputed.clear()
 
 
 class GlobalOrder:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from mics_strategy.engine.layout import ParamSlice
 
 _raw_grad: Any = torch.Tensor.grad  # the descriptor under the property below
+fast_attributes: Any = torch._C.DisableTorchFunctionSubclass
+"""Context that reads attributes of these tensors without a search for `__torch_function__` in their class."""
 _MIXED = "got mixed torch.Tensor and DTensor"  # in an error of torch
 
 

@@ -16,20 +16,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
-from mics_strategy.engine.memory import CachedViews, StagingPool
 from mics_strategy.engine.rank_agreement import DesyncCheck, UsedParamMap
 from mics_strategy.engine.schedule import second_hop_order
 
 if TYPE_CHECKING:
     from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.engine.grad_bucket import GradBucket
+    from mics_strategy.engine.memory import CachedViews, StagingPool
     from mics_strategy.engine.streams import OpChain, OpStream, Streams
     from mics_strategy.engine.unit import Unit
 
@@ -42,6 +40,7 @@ class ReducerBuffers:
 
     Attributes:
         flat_pools: Pools of the flat buffers of trainable buckets, by unit index.
+        flat_views: Views of such a buffer for each trainable bucket, by unit index.
         zero_grads: Returns zeros, as large as the largest flat buffer; allocated at the first call. A unit without a
             gradient sends them, so that it takes no buffer from a unit that has one. Never written to, so any number
             of collectives may read them.
@@ -50,6 +49,7 @@ class ReducerBuffers:
     """
 
     flat_pools: dict[int, StagingPool]
+    flat_views: dict[int, CachedViews]
     zero_grads: Callable[[], torch.Tensor]
     second_hop: StagingPool
     usage: torch.Tensor
@@ -161,13 +161,12 @@ class SecondHops:
     def expose(self, usage: UsedParamMap) -> None:
         """Show finished gradients on the parameters that any rank has used."""
         for gradient in self._finished:
-            if gradient.state is not AccumulatorState.SHARDED:
-                continue
-            positions = usage.positions(gradient)
-            for position in positions:
-                gradient.expose(position)
-            if not positions:
-                gradient.discard_unused()
+            if gradient.state is AccumulatorState.SHARDED:
+                positions = usage.positions(gradient)
+                if positions:
+                    gradient.expose(positions)
+                else:
+                    gradient.discard_unused()
         self._finished.clear()
 
 
@@ -198,10 +197,10 @@ class Reducer:
     desync_check: DesyncCheck
     is_boundary: bool | None = None
     is_dirty: bool = False
-    _flats: dict[int, CachedViews] = field(default_factory=dict)
     _expected: dict[int, int] = field(default_factory=dict)  # gradients of a unit in one backward
     _order: FirstHopOrder = field(default_factory=FirstHopOrder)
     _first_hops: deque[FirstHop] = field(default_factory=deque)
+    _collecting: GradBucket | None = None  # that has received the last gradients
     _second_hops: SecondHops = field(init=False)
 
     def __post_init__(self) -> None:
@@ -243,17 +242,26 @@ class Reducer:
         grad, parameter.grad = parameter.grad, None
         if grad is None:
             return False
-        if self._first_hops:
-            for done in self._finish_first_hops(self._num_arrived()):
+        if self._first_hops and self._first_hops[0].may_start_second_hop:
+            for done in self._finish_first_hops(1):
                 self._second_hops.start(done)
-        self._second_hops.wait(gradient)
-        if self.groups.grad_comm is not None and gradient.collected.state is not GradBufferState.FILLING:
-            self._acquire_buffer(unit)
+        if gradient is not self._collecting:
+            self._copy_collected()
+            if self.groups.grad_comm is not None and gradient.collected.state is not GradBufferState.FILLING:
+                self._acquire_buffer(unit)
+            self._collecting = gradient
         gradient.add(position, grad)
         gradients = self.gradients[unit.index]
         if len(gradients) == 1:
             return gradient.collected.num_arrived >= self._expected[unit.index]
         return sum(other.collected.num_arrived for other in gradients) >= self._expected[unit.index]
+
+    def _copy_collected(self) -> None:
+        """Copy the gradients of the bucket that has received the last ones."""
+        gradient, self._collecting = self._collecting, None
+        if gradient is not None:
+            self._second_hops.wait(gradient)
+            gradient.copy_kept()
 
     def take_ready(self, unit: Unit) -> Iterator[Unit]:
         """Remove and yield the units whose first hops are due once `unit` is complete.
@@ -271,6 +279,7 @@ class Reducer:
         self._order.complete_all()
         self.launch(self._order.take_due())
         self.launch(unit for unit in reversed(self.units) if self._is_filling(unit))
+        self._copy_collected()
         for gradients in self.gradients.values():
             for gradient in gradients:
                 gradient.collected.end()
@@ -287,12 +296,8 @@ class Reducer:
         self._bind_buffer(unit, buffer, is_zero=False)
 
     def _bind_buffer(self, unit: Unit, buffer: torch.Tensor, *, is_zero: bool) -> None:
-        gradients = self.gradients[unit.index]
-        if unit.index not in self._flats:
-            self._flats[unit.index] = CachedViews(
-                [(gradient.bucket.layout.full_numel, gradient.wire_dtype) for gradient in gradients]
-            )
-        for gradient, flat in zip(gradients, self._flats[unit.index].views_of(buffer), strict=True):
+        views = self.buffers.flat_views[unit.index].views_of(buffer)
+        for gradient, flat in zip(self.gradients[unit.index], views, strict=True):
             gradient.collected.bind_buffer(flat, is_zero=is_zero)
 
     def _release_buffer(self, unit: Unit) -> None:
@@ -319,6 +324,7 @@ class Reducer:
         differ between ranks.
         """
         for unit in units:
+            self._copy_collected()
             for done in self._finish_first_hops(self._num_until(unit)):  # its own, of an earlier backward
                 self._second_hops.start(done)
             chains: list[OpChain] = []
@@ -352,10 +358,6 @@ class Reducer:
         """Wait for all first hops, and start the second hops that follow."""
         for done in self._finish_first_hops(len(self._first_hops)):
             self._second_hops.start(done)
-
-    def _num_arrived(self) -> int:
-        """Number of oldest first hops whose second hops may start without a wait."""
-        return sum(1 for _ in takewhile(attrgetter("may_start_second_hop"), self._first_hops))
 
     def _num_until(self, unit: Unit) -> int:
         """Number of first hops up to the last one of `unit`; 0 if it has none in flight."""
@@ -397,6 +399,7 @@ class Reducer:
     def discard(self) -> None:
         """Drop the gradients of an interrupted backward, after all that was started."""
         self._finish_all_first_hops()
+        self._copy_collected()
         self._order.clear()
         for gradients in self.gradients.values():
             for gradient in gradients:

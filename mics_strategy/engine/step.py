@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.engine.autograd import DoubleBackward
 from mics_strategy.engine.lifecycle import UnitPhase, UnshardState
 from mics_strategy.engine.memory import levels_of
-from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards
+from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards, TrainingPass
 from mics_strategy.engine.schedule import reduces_every_unit
 from mics_strategy.engine.streams import outside_transforms
 from mics_strategy.engine.unit import GatherResources, Unit
@@ -41,8 +41,7 @@ class OverlapPolicy:
     """The moments at which the engine communicates.
 
     Attributes:
-        prefetch: Number of units that a forward gathers ahead; 0 gathers each unit when it is needed. A backward
-            gathers at most one unit ahead.
+        prefetch: Number of units gathered ahead; 0 gathers each unit when it is needed.
         second_hop_every_backward: Whether gradients are finished after every backward instead of before the step.
         sync_at_once: Whether param syncs run right after the step instead of in front of each unit's next forward.
     """
@@ -87,7 +86,7 @@ class Engine:
         self._keeps_params_unsharded = reducer.groups.param_comm is None
         self._clock = 0  # counts entries into and exits from forwards
         self._in_backward = False
-        self._checkpointed: set[int] = set()  # units that ran without gradients in a training forward
+        self._pass = TrainingPass()
         self._training_forward: Unit | None = None  # the outermost unit of a forward with gradients
         self._double_backward = DoubleBackward(self.pre_backward, self._pre_double_backward)
 
@@ -98,14 +97,15 @@ class Engine:
         unit.check_still_frozen()
         if self._in_backward:
             self.order.record_backward(unit.index)
-        self._start_unshard([unit])
+        self._start_unshard(unit)
         unit.finish_unshard()
         unit.enter_forward()
         is_recomputed = self.is_recomputing
         if not is_recomputed:
             self._record_forward(unit)
-            upcoming = (self.units[index] for index in self.order.upcoming(self.overlap.prefetch))
-            self._start_unshard(self._free_to_prefetch(unit, upcoming))
+            self._prefetch(unit, [self.units[index] for index in self.order.upcoming(self.overlap.prefetch)])
+        elif unit.index in self._pass.checkpointed:
+            self._prefetch(unit, self._upcoming_in_backward(unit))
         return ForwardCall(
             unit,
             self._clock,
@@ -123,6 +123,8 @@ class Engine:
         """
         unit = call.unit
         unit.exit_forward()
+        if self._training_forward is not None and not call.is_recomputed:
+            self._pass.record(unit, is_checkpointed=not torch.is_grad_enabled())
         if self._training_forward is unit:
             self._training_forward = None
         if unit.index == 0 and self._keeps_params_unsharded:
@@ -130,8 +132,11 @@ class Engine:
                 other.start_unshard(self._resources, for_backward=self._in_backward)
         self._clock += 1
         call.leave, call.versions = self._clock, tuple(bucket.version for bucket in unit.buckets)
-        if self.watch(call, outputs) and not call.is_recomputed:
+        has_backward = self.watch(call, outputs)
+        if has_backward and not call.is_recomputed:
             self._pending.push(call)
+        elif has_backward and unit.index in self._pass.checkpointed:
+            self._pass.recomputed.add(unit)
 
     def pre_backward(self, call: ForwardCall, _: torch.Tensor | None = None) -> None:
         """Unshard for the backward of `call`; a gradient of its tensors has arrived."""
@@ -156,7 +161,8 @@ class Engine:
             if call.is_recomputed:
                 unit.earliest_enter = call.enter
                 _at_end_of_backward(lambda: self._release(unit))
-            self._start_unshard(self._free_to_prefetch(unit, self._pending.next))
+            else:
+                self._prefetch(unit, self._upcoming_in_backward(unit))
 
     def on_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: torch.Tensor) -> None:
         """Collect the gradient that autograd has accumulated on an unsharded parameter.
@@ -184,7 +190,7 @@ class Engine:
             self._double_backward.end()
             self.reducer.end_backward()
             self.order.complete(followed_all=followed_all)
-            self._checkpointed.clear()
+            self._pass.clear()
             self._in_backward = False
             if self.overlap.second_hop_every_backward:
                 self.finish_gradients()
@@ -216,6 +222,7 @@ class Engine:
         self.reducer.groups.record_step()
         self.backwards.num_unused = 0
         self._pending.clear()
+        self._pass.clear()
         self._global_order.restart()
         if self.overlap.sync_at_once:
             for unit in self.units:
@@ -246,36 +253,38 @@ class Engine:
                 self._pending.drop_evaluations()
         if self._training_forward is not None:
             self.order.record_forward(unit.index)
-            if not torch.is_grad_enabled():
-                self._checkpointed.add(unit.index)
 
-    def _start_unshard(self, units: Iterable[Unit]) -> None:
-        """Start all-gathers, each behind those that other ranks may need before it."""
-        for unit in units:
-            due = [*self._global_order.take_until(unit), unit] if self._keeps_params_unsharded else (unit,)
-            for due_unit in due:
-                due_unit.start_unshard(self._resources, for_backward=self._in_backward)
+    def _start_unshard(self, unit: Unit) -> None:
+        """Start the all-gather of a unit, behind those that other ranks need before it."""
+        due = [*self._global_order.take_until(unit), unit] if self._keeps_params_unsharded else (unit,)
+        for due_unit in due:
+            due_unit.start_unshard(self._resources, for_backward=self._in_backward)
 
     def _unshard(self, unit: Unit) -> None:
         if self._in_backward:
             self.order.record_backward(unit.index)
-        self._start_unshard([unit])
+        self._start_unshard(unit)
         unit.finish_unshard()
 
     def _unshard_again(self, unit: Unit) -> None:
         if unit.unshard_state is not UnshardState.UNSHARDED:
             self._unshard(unit)
 
-    def _free_to_prefetch(self, current: Unit, following: Iterable[Unit]) -> Iterator[Unit]:
-        """The next units whose slots are free while `current` computes.
+    def _upcoming_in_backward(self, current: Unit) -> list[Unit]:
+        """The units that the backward needs after `current`, nearest first."""
+        if self._pass.checkpointed:
+            return self._pass.upcoming(current, self.overlap.prefetch)
+        return self._pending.upcoming(self.overlap.prefetch)
 
-        Empty without prefetch.
-        """
-        for unit in following if self.overlap.prefetch else ():
+    def _prefetch(self, current: Unit, upcoming: list[Unit]) -> None:
+        """Start all-gathers of the units whose slots are free while `current` computes."""
+        claimed = {unit.slot for unit in self._pass.recomputed}
+        for unit in upcoming:
             resident = unit.slot.resident
             is_free = resident in (None, unit) or (isinstance(resident, Unit) and resident.phase is UnitPhase.IDLE)
-            if unit is not current and resident is not current and is_free:
-                yield unit
+            if unit is not current and resident is not current and is_free and unit.slot not in claimed:
+                self._start_unshard(unit)
+            claimed.add(unit.slot)  # also if it is not free yet: a later unit must not take it
 
     def _on_backward_start(self) -> None:
         """Start a backward at its first hook: fix the order of reductions.
@@ -289,7 +298,7 @@ class Engine:
         self._pending.mark_earliest_enters()
         is_global = reduces_every_unit(self.reducer.groups.scopes)
         order = self._global_order.units[::-1] if is_global else self._pending.reduction_order()
-        ran = self._checkpointed.union(unit.index for unit in self.units if unit.num_pending_calls)
+        ran = self._pass.checkpointed.union(unit.index for unit in self.units if unit.num_pending_calls)
         if self.reducer.begin_backward(order, {unit.index for unit in self.units} - ran):
             self.order.forget_backward()
         _at_end_of_backward(self.post_backward)
@@ -301,7 +310,7 @@ class Engine:
         """
         self._retire_finished_units(call)
         self._unshard(call.unit)
-        self._start_unshard(self._free_to_prefetch(call.unit, self._pending.next))
+        self._prefetch(call.unit, self._upcoming_in_backward(call.unit))
 
     def _pre_double_backward(self, call: ForwardCall) -> None:
         """Unshard for a backward that differentiates the backward of `call`.
@@ -328,6 +337,7 @@ class Engine:
 
     def _release(self, unit: Unit) -> None:
         unit.earliest_enter = -1
+        self._pass.recomputed.discard(unit)
         if unit.phase is UnitPhase.BACKWARD:
             unit.exit_backward()
 
@@ -341,7 +351,7 @@ class Engine:
 
     def _discard_backward(self) -> None:
         self._in_backward = False
-        self._checkpointed.clear()
+        self._pass.clear()
         self._training_forward = None
         self._double_backward.end()
         self._pending.clear()

@@ -217,11 +217,11 @@ class Unit:
             module._parameters[attribute] = sharded
 
     def _register_unsharded(self) -> None:
+        for bucket in self.buckets:
+            bucket.copy_requires_grad()
         for module, attribute, unsharded, sharded in self._attributes():
             if module._parameters[attribute] is sharded:  # not what `torch.func.functional_call` has put there
                 module._parameters[attribute] = unsharded
-                if unsharded.requires_grad != sharded.requires_grad:
-                    unsharded.requires_grad_(sharded.requires_grad)
 
     def _restore_sharded(self) -> None:
         for module, attribute, unsharded, sharded in self._attributes():

@@ -21,6 +21,7 @@ from mics_strategy.comm.coalesced import CoalescedCommunicator, RowViews
 from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator, ReduceInputs, ShardViews
 from mics_strategy.comm.peer_memory.readv import IOV_MAX, ScatterTarget, SourceVec
 from mics_strategy.comm.work import Work
+from mics_strategy.engine.lifecycle import GradFlag, GradFlags
 
 if TYPE_CHECKING:
     from mics_strategy.comm.communicator import AnyCommunicator
@@ -127,50 +128,37 @@ class InPlaceGrads(ABC):
     def __init__(self, eligible: list[bool], wire_dtype: torch.dtype) -> None:
         self._eligible = eligible
         self._wire_dtype = wire_dtype
-        self._grads: dict[int, torch.Tensor] = {}
 
-    def keep(self, position: int, grad: torch.Tensor) -> bool:
-        """Keep a gradient in place; whether that is possible.
+    def select(self, grads: dict[int, torch.Tensor], flags: GradFlags) -> dict[int, torch.Tensor]:
+        """The gradients that can stay in place until the reduce-scatter has read them.
 
-        Its memory stays unchanged: autograd gives a parameter a tensor without other references, or a copy. A gradient
-        that is part of a graph itself (`requires_grad`) is the exception.
+        Args:
+            grads: Gradients by position.
+            flags: Flags of the parameters; of one that has arrived before, the flat buffer holds a part.
         """
-        stays = (
-            self._eligible[position]
+        return {
+            position: grad
+            for position, grad in grads.items()
+            if self._eligible[position]
             and type(grad) is torch.Tensor
             and grad.dtype is self._wire_dtype
             and grad.is_contiguous()
-            and not grad.requires_grad
-        )
-        if stays:
-            self._grads[position] = grad
-        return stays
+            and not flags.has(GradFlag.ARRIVED, position)
+        }
 
-    def pop(self, position: int) -> torch.Tensor | None:
-        """Remove a gradient that has to take the flat buffer; None if it is there already."""
-        return self._grads.pop(position, None)
-
-    def clear(self) -> None:
-        """Drop all gradients."""
-        self._grads = {}
-
-    def reduce_scatter(self, out: torch.Tensor, flat: torch.Tensor, accumulate: bool, label: str) -> Work:
-        """Sum the gradients in place, all others in the flat buffer, then drop them.
+    @abstractmethod
+    def reduce_scatter(
+        self, out: torch.Tensor, grads: dict[int, torch.Tensor], flat: torch.Tensor, accumulate: bool, label: str
+    ) -> Work:
+        """Sum the gradients in place, all others in the flat buffer.
 
         Args:
             out: [n], fp32 or wider: overwritten with the sum of this rank's slice, or added to. Padding is unchanged.
+            grads: Gradients in place, by position.
             flat: [full_numel] in the wire dtype.
             accumulate: Whether to add to `out` instead of overwriting it.
             label: Label of the bucket in errors.
         """
-        grads, self._grads = self._grads, {}
-        return self._reduce_scatter(out, grads, flat, accumulate, label)
-
-    @abstractmethod
-    def _reduce_scatter(
-        self, out: torch.Tensor, grads: dict[int, torch.Tensor], flat: torch.Tensor, accumulate: bool, label: str
-    ) -> Work:
-        """See `reduce_scatter`; `grads` are those in place, by position."""
 
 
 class PeerReadGrads(InPlaceGrads):
@@ -194,7 +182,7 @@ class PeerReadGrads(InPlaceGrads):
         self._shard_views = ShardViews([(extent.offset, extent.numel) for extent in extents], wire_dtype)
 
     @override
-    def _reduce_scatter(
+    def reduce_scatter(
         self, out: torch.Tensor, grads: dict[int, torch.Tensor], flat: torch.Tensor, accumulate: bool, label: str
     ) -> Work:
         local_views = self._slices[self._index].views(grads, flat)
@@ -221,7 +209,7 @@ class CoalescedGrads(InPlaceGrads):
         self._rows = row_views(layout, coalesced.size, wire_dtype)
 
     @override
-    def _reduce_scatter(
+    def reduce_scatter(
         self, out: torch.Tensor, grads: dict[int, torch.Tensor], flat: torch.Tensor, accumulate: bool, label: str
     ) -> Work:
         full_grads = [

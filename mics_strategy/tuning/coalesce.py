@@ -276,9 +276,7 @@ def _reduce_scatter_runs(
         comm.reduce_scatter(out, flat, False, _LABEL).wait()
 
     def run_coalesced() -> None:
-        for position, grad in enumerate(grads):
-            coalesced_grads.keep(position, grad)
-        coalesced_grads.reduce_scatter(out, flat, False, _LABEL).wait()
+        coalesced_grads.reduce_scatter(out, dict(enumerate(grads)), flat, False, _LABEL).wait()
 
     return run_flat, run_coalesced
 

@@ -103,6 +103,7 @@ def _case(make: Callable[[], nn.Module]) -> Case:
 
 
 FORMS = {
+    "not_recomputed": partial(stack, 0, False),
     "around_call": partial(stack, 1, False),
     "around_two": partial(stack, 2, False),
     "around_three": partial(stack, 3, False),
@@ -113,7 +114,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "not_recomputed"])
 @pytest.mark.parametrize("preset", ["mics", "paro-iig", "zero3", "zero2"])
 def test_training_is_that_of_plain_checkpointing(ranks: RankPool, form: str, preset: str) -> None:
     config = ShardConfig.preset(preset, topology=NODES)
@@ -137,7 +138,7 @@ def traffic_after_three_steps(ctx: RankContext, case: Callable[[], Case]) -> tup
     return sum(row.count for row in rows if row.collective == "all_gather"), as_planned
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "not_recomputed"])
 def test_issued_traffic_equals_the_plan(ranks: RankPool, form: str) -> None:
     assert all(as_planned for _, as_planned in ranks(4, traffic_after_three_steps, FORMS[form]))
 

@@ -156,7 +156,7 @@ def _grad_flags(count: int, position: int, flags: set[GradFlag]) -> GradFlags:
                 pending.append(following)
     made = GradFlags(count)
     for event in paths[frozenset(flags)]:
-        made.apply(event, position)
+        made.apply(event, [position])
     return made
 
 
@@ -172,7 +172,7 @@ def test_event_sets_and_clears_the_flags_of_one_parameter(before: set[GradFlag],
     signs = dict(zip(GradFlag, FINAL[event], strict=True))
     after = {flag for flag in GradFlag if signs[flag] == "+" or (signs[flag] == "." and flag in before)}
     one, all_of_one = _grad_flags(3, 1, before), _grad_flags(1, 0, before)
-    one.apply(event, 1)
+    one.apply(event, [1])
     all_of_one.apply(event)
     assert _flags(one, 1) == _flags(all_of_one, 0) == after
     assert _flags(one, 0) == _flags(one, 2) == set()
@@ -185,14 +185,14 @@ def test_event_sets_and_clears_the_flags_of_one_parameter(before: set[GradFlag],
 def test_event_on_all_reaches_every_parameter() -> None:
     flags = GradFlags(70)  # more than a machine word
     flags.apply("add_grad")
-    flags.apply("end_backward", 69)
+    flags.apply("end_backward", [69])
     assert flags.positions_with(GradFlag.USED) == list(range(70))
     assert flags.positions_without(GradFlag.ARRIVED) == [69]
 
 
 def test_unknown_event_on_flags_raises() -> None:
     with pytest.raises(LifecycleError, match=r"`dance`.*add_grad"):
-        GradFlags(1).apply("dance", 0)
+        GradFlags(1).apply("dance", [0])
 
 
 def test_the_engines_page_has_the_tables() -> None:

@@ -4,27 +4,37 @@ Shown by the order of events, never by time.
 """
 
 import time
+from collections.abc import Callable
 from itertools import pairwise
+from typing import cast
 from unittest import mock
 
 import pytest
 import torch
 
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.engine.reducer import Reducer
+from mics_strategy.engine.reducer import FirstHop
 from tests import models
 from tests.engine.events import recorded
+from tests.engine.test_activation_checkpointing import FORMS
 from tests.ranks import RankContext, RankPool
 
 NODES = Topology(ranks_per_node=2)
 
 
-def events_of_a_step(ctx: RankContext, overlap: str | set[str], micro_steps: int) -> tuple[list[str], list[str]]:
+def events_of_a_step(
+    ctx: RankContext,
+    overlap: str | set[str],
+    micro_steps: int,
+    preset: str = "mics",
+    prefetch: int = 1,
+    make_case: Callable[[], models.Case] = models.transformer,
+) -> tuple[list[str], list[str]]:
     """Names of the units in order, and the events of the third step."""
     torch.manual_seed(0)
-    case = models.transformer()
+    case = make_case()
     model = case.build()
-    config = ShardConfig.preset("mics", topology=NODES, overlap=overlap)
+    config = ShardConfig.preset(preset, topology=NODES, overlap=overlap, prefetch=prefetch)
     sharded = shard(model, config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     layers = tuple({type(unit.module) for unit in sharded.units[1:]})
@@ -74,6 +84,36 @@ def test_the_next_unit_is_gathered_under_the_backward_of_this_one(ranks: RankPoo
         assert before(backward, f"start all_gather {unit}", f"backward {above}"), unit
 
 
+def backward_events(ranks: RankPool, preset: str, prefetch: int, form: str) -> tuple[list[str], list[str]]:
+    """Names of the units in order, and the events after the last unit's first forward."""
+    units, events = ranks(4, events_of_a_step, "all", 1, preset, prefetch, FORMS[form])[0]
+    return units, events[events.index(f"forward {units[-1]}") + 1 :]
+
+
+@pytest.mark.parametrize("form", ["not_recomputed", "around_call", "inside_forward", "reentrant"])
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("preset", ["mics", "paro-iig"])
+def test_a_backward_gathers_as_many_units_ahead_as_a_forward(
+    ranks: RankPool, preset: str, prefetch: int, form: str
+) -> None:
+    units, backward = backward_events(ranks, preset, prefetch, form)
+    gathered = units[: len(units) - prefetch - 1]  # the others are still in their slots
+    assert [unit for unit in reversed(units) if f"start all_gather {unit}" in backward] == gathered[::-1]
+    for index, unit in enumerate(gathered):
+        ahead = units[index + prefetch]
+        assert before(backward, f"start all_gather {unit}", f"backward {ahead}"), (unit, ahead)
+        if form == "reentrant":  # another recomputation stops before its end
+            assert before(backward, f"start all_gather {unit}", f"forward {ahead}"), "the recomputation waits for it"
+        assert before(backward, f"backward {units[index + prefetch + 1]}", f"start all_gather {unit}"), "needs its slot"
+
+
+@pytest.mark.parametrize("form", ["not_recomputed", "reentrant"])
+@pytest.mark.parametrize("preset", ["zero1", "paro-nig"])
+def test_a_backward_gathers_nothing_where_parameters_are_whole(ranks: RankPool, preset: str, form: str) -> None:
+    _, backward = backward_events(ranks, preset, 3, form)
+    assert not [event for event in backward if event.startswith("start all_gather layers")]
+
+
 def test_a_reduction_runs_under_the_backward_of_the_next_unit(ranks: RankPool) -> None:
     units, events = rank_zero(ranks, "all", micro_steps=2)
     for unit, below in zip(units[:0:-1], units[-2::-1], strict=False):
@@ -98,15 +138,14 @@ def test_the_second_hop_starts_before_the_last_backward_has_ended(ranks: RankPoo
 
 def events_where_first_hops_are_fast(ctx: RankContext) -> tuple[list[str], list[str]]:
     """Events of a step in which first hops end before the next gradient arrives."""
-    num_arrived = Reducer._num_arrived
+    has_ended = cast("property", FirstHop.may_start_second_hop).fget
 
-    def num_arrived_in_the_end(reducer: Reducer) -> int:
-        for hop in reducer._first_hops:
-            while hop.starts_second_hop and not hop.may_start_second_hop:
-                time.sleep(0.001)
-        return num_arrived(reducer)
+    def has_ended_after_a_wait(hop: FirstHop) -> bool:
+        while hop.starts_second_hop and not has_ended(hop):
+            time.sleep(0.001)
+        return bool(has_ended(hop))
 
-    with mock.patch.object(Reducer, "_num_arrived", num_arrived_in_the_end):
+    with mock.patch.object(FirstHop, "may_start_second_hop", property(has_ended_after_a_wait)):
         return events_of_a_step(ctx, "all", micro_steps=2)
 
 

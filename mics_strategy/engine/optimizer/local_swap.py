@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
+from mics_strategy.engine.parameter import fast_attributes
 from mics_strategy.errors import ConfigError, LifecycleError
 
 if TYPE_CHECKING:
@@ -194,12 +195,13 @@ class LocalParamSwap:
         for exchange in self.exchanges:
             exchange.to_owners()
         states = self._optimizer.state
-        for param in self._params.values():
-            param.swap_grad_in()
-            state = states.pop(param.sharded, None)
-            if state is not None:
-                param.unwrap(state)
-                states[param.local] = state
+        with fast_attributes():
+            for param in self._params.values():
+                param.swap_grad_in()
+                state = states.pop(param.sharded, None)
+                if state is not None:
+                    param.unwrap(state)
+                    states[param.local] = state
         self.is_local = True
         self._random_states = self.target.random.begin()
 
@@ -216,15 +218,16 @@ class LocalParamSwap:
         for group in self._optimizer.param_groups:
             group["params"] = [by_local[id(p)].sharded if id(p) in by_local else p for p in group["params"]]
         states = self._optimizer.state
-        for param in self._params.values():
-            param.swap_grad_out()
-            param.restore_storage()
-            state = states.pop(param.local, None)
-            if state is not None:
-                param.wrap(state)
-                states[param.sharded] = state
-            if param.is_stepped:
-                param.sharded.mics_writes.num += 1
+        with fast_attributes():
+            for param in self._params.values():
+                param.swap_grad_out()
+                param.restore_storage()
+                state = states.pop(param.local, None)
+                if state is not None:
+                    param.wrap(state)
+                    states[param.sharded] = state
+                if param.is_stepped:
+                    param.sharded.mics_writes.num += 1
         self._is_sync_due = bool(self.exchanges)
 
     def sync_owned(self) -> None:
