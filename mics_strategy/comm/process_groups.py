@@ -84,6 +84,14 @@ class ProcessGroups:
         """Span of the secondary copy's all-gathers."""
         return self.scopes.span_of("secondary_all_gather")
 
+    @property
+    def is_stream_ordered(self) -> bool:
+        """Whether the collectives of one stream run one after the other, so that all may use one buffer.
+
+        On gloo threads run them, which finish when they are waited for.
+        """
+        return self.world_group is None or not self.world_group.transport.blocks_host
+
     @functools.cached_property
     def unquantized(self) -> GradCommunicators:
         """Communicators of gradients without codecs. The first access is collective."""

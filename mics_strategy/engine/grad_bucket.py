@@ -176,6 +176,9 @@ class GradBucket:
             scopes agree.
         result_cast: [shard_numel] in the parameters' dtype when that is another one; otherwise `result`.
         wire_dtype: Dtype of gradients on the wire.
+        staging: [full_numel] in the wire dtype, which all buckets use in turn, in the order of a stream; None where
+            each first hop borrows a flat buffer of its own. With it, gradients stay where autograd has stored them
+            until the first hop.
 
     Attributes:
         state: State of the accumulator.
@@ -190,6 +193,7 @@ class GradBucket:
         result: torch.Tensor,
         result_cast: torch.Tensor,
         wire_dtype: torch.dtype,
+        staging: torch.Tensor | None = None,
     ) -> None:
         self.bucket = bucket
         self.name = bucket.spec.name
@@ -199,6 +203,7 @@ class GradBucket:
         self.state = AccumulatorState.NONE
         self.flags = GradFlags(len(bucket.layout.param_slices))
         self._result_cast = result_cast
+        self._staging = staging
         groups = bucket.groups
         self._predivisor = predivisor_of(wire_dtype, groups.scopes.world_size)
         self._divisor = groups.scopes.world_size / self._predivisor
@@ -231,10 +236,15 @@ class GradBucket:
         """
         collected = self.collected
         earlier = collected.kept.pop(position, None)
+        if earlier is None and not self.flags.has(GradFlag.ARRIVED, position):
+            collected.num_arrived += 1
+        if self._staging is not None:
+            if earlier is not None:  # rounded as a sum in a flat buffer
+                grad = earlier.to(self.wire_dtype) + grad.detach()
+            collected.kept[position] = grad.detach().clone() if grad.requires_grad else grad
+            return
         if earlier is not None:
             self._copy({position: earlier})
-        elif not self.flags.has(GradFlag.ARRIVED, position):
-            collected.num_arrived += 1
         if grad.requires_grad:
             self._copy({position: grad.detach()})
         else:
@@ -243,10 +253,10 @@ class GradBucket:
     def copy_kept(self) -> None:
         """Copy kept gradients into the flat buffer, or add them to the accumulator.
 
-        Those that the first hop reads in place stay.
+        Those that the first hop reads in place stay, and all where it copies them itself.
         """
         kept = self.collected.kept
-        if not kept:
+        if not kept or self._staging is not None:
             return
         stay = {} if self._in_place is None else self._in_place.select(kept, self.flags)
         self.collected.kept = stay
@@ -271,8 +281,11 @@ class GradBucket:
         comm, flat = self.bucket.groups.grad_comm, self.collected.flat
         if comm is None or flat is None:
             return None
+        copied: dict[int, torch.Tensor] = {}
+        if self._staging is not None:
+            flat, copied = self._staging, self._copy_to_staging(self._staging)
         self.flags.apply("add_grad", self.collected.kept)  # read in place
-        if not self.collected.is_zero:
+        if self._staging is not None or not self.collected.is_zero:
             self._zero(flat, self.flags.positions_without(GradFlag.ARRIVED))
             if self.bucket.groups.scopes.codecs.first_hop is not None:
                 self._zero_padding(flat, degree=1)
@@ -289,7 +302,21 @@ class GradBucket:
         else:
             comm = comm.for_bytes(flat.numel() * flat.itemsize)
             work = comm.reduce_scatter(self.accumulator, flat, accumulate, self.name)
+        work.keepalive = [*work.keepalive, *copied.values()]
         return work.then(self.collected.finish_reduce)
+
+    def _copy_to_staging(self, staging: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Copy kept gradients, on the stream of the first hop, and return them: the device may still read them.
+
+        Those that the first hop reads in place stay kept.
+        """
+        kept = self.collected.kept
+        stay = {} if self._in_place is None else self._in_place.select(kept, self.flags)
+        copied = {position: grad for position, grad in kept.items() if position not in stay}
+        self._copies.copy(staging, copied, GradFlag.ARRIVED, self.flags)
+        self.flags.apply("add_grad", copied)
+        self.collected.kept = stay
+        return copied
 
     def _start_accumulating(self) -> None:
         """Make the gradient a sum to which more can be added."""
