@@ -86,9 +86,9 @@ class ProcessGroups:
 
     @property
     def is_stream_ordered(self) -> bool:
-        """Whether the collectives of one stream run one after the other, so that all may use one buffer.
+        """Whether a stream runs collectives one after the other.
 
-        On gloo threads run them, which finish when they are waited for.
+        Then all may use one buffer. On gloo threads run them, and their results are put in place when something waits.
         """
         return self.world_group is None or not self.world_group.transport.blocks_host
 

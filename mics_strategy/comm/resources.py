@@ -146,8 +146,10 @@ class CommResources:
         if span.size == 1:
             return None
         shared = _groups.setdefault(dist.group.WORLD, {})
-        # Gloo matches its own all-reduces by their number in the group, and every model has a thread that submits them.
-        key = role if role != "second_hop_all_reduce" else f"{role} {self._number}"
+        key = role
+        if role == "second_hop_all_reduce" and backend_of(dist.group.WORLD, self.device.type) == "gloo":
+            # Gloo matches its own all-reduces by their number in the group; every model has a thread that submits them.
+            key = f"{role} {self._number}"
         if (key, span) not in shared:
             for members in span.groups(self.world_size):
                 group = new_group(
@@ -156,6 +158,21 @@ class CommResources:
                 if self.rank in members:
                     shared[key, span] = group
         return shared[key, span]
+
+    @property
+    def num_groups(self) -> int:
+        """Number of this rank's process groups, those of earlier models and the default group included."""
+        return 1 + len(_groups.get(dist.group.WORLD, {}))
+
+    def connect(self) -> None:
+        """Make the communicators of all groups, each by one tiny all-reduce, in one order. Collective.
+
+        NCCL makes a communicator when its group is first used, from memory outside torch's allocator. A step that uses
+        a group for the first time would run out of memory after all else fits.
+        """
+        for (_, span), group in _groups.get(dist.group.WORLD, {}).items():
+            transport = make_transport(group, span.name, self.device.type)
+            transport.all_reduce(torch.zeros(1, device=self.device)).wait()
 
     def device_mesh(self, shard_span: Span, replicate_span: Span) -> DeviceMesh:
         """The device mesh of replicas by shards, without axes of one rank. Collective."""

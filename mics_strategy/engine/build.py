@@ -81,7 +81,7 @@ def make_bucket_specs(unit: UnitSpec, context: BuildContext) -> list[BucketSpec]
 
 
 def _split(entries: list[ParamRef], itemsize: int) -> Iterator[list[ParamRef]]:
-    """Cut parameters into consecutive lists of at most `_MAX_BUCKET_BYTES`, or of one parameter."""
+    """Cut parameters into lists of `_MAX_BUCKET_BYTES` at most, or of one parameter."""
     part: list[ParamRef] = []
     num_bytes = 0
     for entry in entries:
@@ -294,7 +294,10 @@ def _gradients(units: list[Unit], context: BuildContext) -> dict[int, list[GradB
 
 
 def _shared_staging(buckets: list[Bucket], context: BuildContext) -> list[torch.Tensor] | list[None]:
-    """One flat buffer of gradients, as a view for each bucket; None where a stream does not order first hops."""
+    """One flat buffer of gradients, as a view for each bucket.
+
+    Each is None where no stream orders first hops.
+    """
     groups = context.groups
     if groups.grad_comm is None or not groups.is_stream_ordered:
         return [None] * len(buckets)

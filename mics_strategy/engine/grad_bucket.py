@@ -62,22 +62,24 @@ class BackwardGrads:
     Args:
         name: Name of the bucket, for errors.
         flags: Flags of its parameters, shared with `GradBucket`.
+        staging: See `GradBucket`.
 
     Attributes:
         state: State of the flat buffer.
         num_arrived: Number of parameters whose gradient has arrived.
         kept: Gradients where autograd has stored them, by position. Their memory stays unchanged: autograd gives a
             parameter a tensor without other references, or a copy.
-        flat: [full_numel] in the wire dtype; None while no buffer is bound.
+        flat: [full_numel] in the wire dtype; None while no buffer is bound; empty with `staging`.
         is_zero: Whether `flat` holds zeros that other buckets also send, so that nothing is written to it.
     """
 
-    def __init__(self, name: str, flags: GradFlags) -> None:
+    def __init__(self, name: str, flags: GradFlags, staging: torch.Tensor | None) -> None:
         self.state = GradBufferState.EMPTY
         self.num_arrived = 0
         self.kept: dict[int, torch.Tensor] = {}
         self.flat: torch.Tensor | None = None
         self.is_zero = False
+        self.staging = staging
         self._name = name
         self._flags = flags
 
@@ -85,6 +87,15 @@ class BackwardGrads:
         """Use `flat` until the first hop of this backward has completed."""
         self.flat, self.is_zero = flat, is_zero
         self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "bind_buffer", self._name)
+
+    def keep_until_reduced(self, position: int, grad: torch.Tensor, earlier: torch.Tensor | None) -> None:
+        """Keep a gradient until the first hop.
+
+        It is added to an earlier one of its parameter, with the rounding of a flat buffer.
+        """
+        if earlier is not None and self.staging is not None:
+            grad = earlier.to(self.staging.dtype) + grad.detach()
+        self.kept[position] = grad.detach().clone() if grad.requires_grad else grad
 
     def start_reduce(self) -> dict[int, torch.Tensor]:
         """The first hop takes the buffer. Returns the gradients that it reads in place."""
@@ -203,14 +214,13 @@ class GradBucket:
         self.state = AccumulatorState.NONE
         self.flags = GradFlags(len(bucket.layout.param_slices))
         self._result_cast = result_cast
-        self._staging = staging
         groups = bucket.groups
         self._predivisor = predivisor_of(wire_dtype, groups.scopes.world_size)
         self._divisor = groups.scopes.world_size / self._predivisor
         self._in_place = (
             plan_in_place_reduce(groups.grad_comm, bucket.spec, wire_dtype) if self._predivisor == 1 else None
         )
-        self.collected = BackwardGrads(self.name, self.flags)
+        self.collected = BackwardGrads(self.name, self.flags, staging)
         self._copies = GradCopies(bucket.layout)
         self._padding_views: dict[int, list[torch.Tensor]] = {}
         shards = groups.trainable_placement
@@ -238,10 +248,8 @@ class GradBucket:
         earlier = collected.kept.pop(position, None)
         if earlier is None and not self.flags.has(GradFlag.ARRIVED, position):
             collected.num_arrived += 1
-        if self._staging is not None:
-            if earlier is not None:  # rounded as a sum in a flat buffer
-                grad = earlier.to(self.wire_dtype) + grad.detach()
-            collected.kept[position] = grad.detach().clone() if grad.requires_grad else grad
+        if collected.staging is not None:
+            collected.keep_until_reduced(position, grad, earlier)
             return
         if earlier is not None:
             self._copy({position: earlier})
@@ -256,7 +264,7 @@ class GradBucket:
         Those that the first hop reads in place stay, and all where it copies them itself.
         """
         kept = self.collected.kept
-        if not kept or self._staging is not None:
+        if not kept or self.collected.staging is not None:
             return
         stay = {} if self._in_place is None else self._in_place.select(kept, self.flags)
         self.collected.kept = stay
@@ -282,10 +290,11 @@ class GradBucket:
         if comm is None or flat is None:
             return None
         copied: dict[int, torch.Tensor] = {}
-        if self._staging is not None:
-            flat, copied = self._staging, self._copy_to_staging(self._staging)
+        staging = self.collected.staging
+        if staging is not None:
+            flat, copied = staging, self._copy_to_staging(staging)
         self.flags.apply("add_grad", self.collected.kept)  # read in place
-        if self._staging is not None or not self.collected.is_zero:
+        if staging is not None or not self.collected.is_zero:
             self._zero(flat, self.flags.positions_without(GradFlag.ARRIVED))
             if self.bucket.groups.scopes.codecs.first_hop is not None:
                 self._zero_padding(flat, degree=1)
@@ -306,9 +315,9 @@ class GradBucket:
         return work.then(self.collected.finish_reduce)
 
     def _copy_to_staging(self, staging: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Copy kept gradients, on the stream of the first hop, and return them: the device may still read them.
+        """Copy kept gradients, on the stream of the first hop.
 
-        Those that the first hop reads in place stay kept.
+        Returns them: the device may still read them. Those that the first hop reads in place stay kept.
         """
         kept = self.collected.kept
         stay = {} if self._in_place is None else self._in_place.select(kept, self.flags)

@@ -273,7 +273,7 @@ class _StagingViews:
 
 
 def _nothing_to_finish() -> None:
-    """The next all-gather into a flat buffer is behind the previous one on their stream."""
+    """An all-gather into a flat buffer is behind the previous one on their stream."""
 
 
 def unit_plan_of(unit: Unit, gradients: Iterable[GradBucket], slot: int) -> UnitPlan:

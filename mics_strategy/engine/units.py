@@ -162,7 +162,9 @@ def _repeated_layers(model: nn.Module) -> set[nn.Module]:
 
 
 def _large_layers(model: nn.Module, layers: set[nn.Module]) -> set[nn.Module]:
-    """Embeddings and linear layers outside of `layers` with at least `LARGE_NUMEL` parameters of their own.
+    """Embeddings and linear layers outside of `layers` with many parameters.
+
+    They have `LARGE_NUMEL` at least.
 
     Parameters that modules outside share, as those of tied embeddings, are not theirs: such a parameter belongs to the
     innermost unit around all its modules.
@@ -172,7 +174,7 @@ def _large_layers(model: nn.Module, layers: set[nn.Module]) -> set[nn.Module]:
         for parameter in module.parameters(recurse=False):
             users[parameter].append(module)
     inside = {inner for layer in layers for inner in layer.modules()}
-    chosen = set()
+    chosen: set[nn.Module] = set()
     for module in model.modules():
         # The exception is the output layer of `nn.MultiheadAttention`, which reads its weight without a call.
         if module in inside or not isinstance(module, nn.Embedding | nn.Linear) or type(module) is _UncalledLinear:

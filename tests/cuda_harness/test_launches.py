@@ -28,64 +28,64 @@ LAUNCHES: dict[tuple[str, int, str], Rows] = {
     ("ddp", 16, "none"): {"second_hop_all_reduce": (5, 4, 8)},
     ("zero1", 2, "none"): {"param_sync": (5, 3, 2), "second_hop_reduce_scatter": (5, 2, 3)},
     ("zero1", 16, "none"): {"param_sync": (5, 17, 2), "second_hop_reduce_scatter": (5, 2, 3)},
-    ("zero2", 2, "none"): {"param_sync": (5, 3, 2), "grad_reduce_scatter": (5, 2, 2)},
-    ("zero2", 16, "none"): {"param_sync": (5, 17, 2), "grad_reduce_scatter": (5, 2, 2)},
-    ("zero3", 2, "none"): {"param_all_gather": (7, 3, 2), "grad_reduce_scatter": (5, 2, 2)},
-    ("zero3", 16, "none"): {"param_all_gather": (7, 17, 2), "grad_reduce_scatter": (5, 2, 2)},
-    ("zero3", 2, "int8"): {"param_all_gather": (7, 3, 2), "grad_reduce_scatter": (5, 2, 6)},
-    ("zero3", 16, "int8"): {"param_all_gather": (7, 17, 2), "grad_reduce_scatter": (5, 2, 34)},
+    ("zero2", 2, "none"): {"param_sync": (5, 3, 2), "grad_reduce_scatter": (5, 2, 3)},
+    ("zero2", 16, "none"): {"param_sync": (5, 17, 2), "grad_reduce_scatter": (5, 2, 3)},
+    ("zero3", 2, "none"): {"param_all_gather": (7, 3, 2), "grad_reduce_scatter": (5, 2, 3)},
+    ("zero3", 16, "none"): {"param_all_gather": (7, 17, 2), "grad_reduce_scatter": (5, 2, 3)},
+    ("zero3", 2, "int8"): {"param_all_gather": (7, 3, 2), "grad_reduce_scatter": (5, 2, 7)},
+    ("zero3", 16, "int8"): {"param_all_gather": (7, 17, 2), "grad_reduce_scatter": (5, 2, 35)},
     ("zeropp", 2, "none"): {
         "param_all_gather": (5, 3, 3),
-        "grad_reduce_scatter": (5, 2, 2),
+        "grad_reduce_scatter": (5, 2, 3),
         "secondary_all_gather": (2, 1, 2),
     },
     ("zeropp", 16, "none"): {
         "param_all_gather": (5, 17, 3),
-        "grad_reduce_scatter": (5, 2, 2),
+        "grad_reduce_scatter": (5, 2, 3),
         "secondary_all_gather": (2, 1, 2),
     },
     ("mics", 2, "none"): {
         "param_all_gather": (7, 1, 2),
-        "grad_reduce_scatter": (5, 1, 1),
+        "grad_reduce_scatter": (5, 1, 2),
         "second_hop_all_reduce": (5, 1, 1),
     },
     ("mics", 16, "none"): {
         "param_all_gather": (7, 1, 2),
-        "grad_reduce_scatter": (5, 1, 1),
+        "grad_reduce_scatter": (5, 1, 2),
         "second_hop_all_reduce": (5, 1, 1),
     },
     ("mics", 2, "int8"): {
         "param_all_gather": (7, 1, 2),
-        "grad_reduce_scatter": (5, 1, 2),
+        "grad_reduce_scatter": (5, 1, 3),
         "second_hop_all_reduce": (5, 2, 12),
     },
     ("mics", 16, "int8"): {
         "param_all_gather": (7, 1, 2),
-        "grad_reduce_scatter": (5, 1, 2),
+        "grad_reduce_scatter": (5, 1, 3),
         "second_hop_all_reduce": (5, 2, 54),
     },
     ("paro-iig", 2, "none"): {
         "param_sync+param_all_gather": (5, 2, 3),
         "param_all_gather": (2, 1, 2),
-        "grad_reduce_scatter": (5, 1, 1),
+        "grad_reduce_scatter": (5, 1, 2),
         "second_hop_reduce_scatter": (5, 1, 2),
     },
     ("paro-nii", 2, "none"): {
         "param_sync": (5, 1, 2),
-        "grad_reduce_scatter": (5, 1, 1),
+        "grad_reduce_scatter": (5, 1, 2),
         "second_hop_all_reduce": (5, 1, 1),
     },
 }
 IN_PIECES: dict[tuple[str, str], Rows] = {
-    ("zero3", "none"): {"param_all_gather": (7, 24, 9), "grad_reduce_scatter": (5, 24, 48)},
+    ("zero3", "none"): {"param_all_gather": (7, 24, 9), "grad_reduce_scatter": (5, 24, 49)},
     ("mics", "int8"): {
         "param_all_gather": (7, 1, 2),
-        "grad_reduce_scatter": (5, 1, 2),
+        "grad_reduce_scatter": (5, 1, 3),
         "second_hop_all_reduce": (5, 16, 61),
     },
 }
 # A step on one node of 8 ranks, the model's and the optimizer's kernels included: collectives, kernels.
-ZERO3_TOTALS = (13, 114)
+ZERO3_TOTALS = (13, 113)
 FSDP2_TOTALS = (14, 89)
 counts_of_torch = pytest.mark.skipif(
     not torch.__version__.startswith("2.13"), reason="other versions of torch launch other kernels in a step"
