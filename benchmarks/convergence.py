@@ -49,7 +49,7 @@ _SILENCE = datetime.timedelta(seconds=60)  # of one rank in a collective; then t
 _SHOWN = 6  # points of a curve in the table
 _WHOLE = 2**30  # values in a block: more than any piece has
 _INT8_INT4: dict[str, Any] = {"weight_codec": "int8", "grad_codec": "int4"}
-VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zeropp
+VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zeropp-hpz
     UNCOMPRESSED: {},
     "other-order": {"hierarchical": False},  # the same numbers added in another order: what rounding alone does
     "int8-int8": {"weight_codec": "int8", "grad_codec": "int8"},
@@ -199,7 +199,7 @@ def _recipe(options: argparse.Namespace) -> Recipe:
 
 def _config(variant: str, steps: int) -> ShardConfig:
     return ShardConfig.preset(
-        "zeropp",
+        "zeropp-hpz",
         topology=Topology(ranks_per_node=_RANKS_PER_NODE),
         codec_links="all",
         training_steps=steps,

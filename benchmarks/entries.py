@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 PEERS = ("ddp", "fsdp2", "fsdp2-hybrid", "fsdp2-hybrid-deferred")
 OPTIONAL_PEERS = ("deepspeed-mics",)
 COMPUTE = "compute"
-OURS = ("mics", "zero1", "zero2", "zero3", "zeropp", "paro-iig")
+OURS = ("mics", "zero1", "zero2", "zero3", "zeropp-hpz", "zeropp", "paro-iig")
 
 Value = str | int | float | bool | list[str]
 

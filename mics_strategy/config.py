@@ -32,8 +32,13 @@ _PRESET_LETTERS = {
     "zero2": "ngg",
     "zero3": "ggg",
     "zeropp": "ggg",
+    "zeropp-hpz": "ggg",
     "mics": "iii",
     "hsdp": "iii",
+}
+_PRESET_FIELDS: dict[str, dict[str, Any]] = {  # beside the scopes
+    "zeropp": {"secondary_params": "partition", "weight_codec": "int8", "grad_codec": "int4", "codec_links": "all"},
+    "zeropp-hpz": {"secondary_params": "partition"},
 }
 _COARSENESS = {"n": 0, "i": 1, "g": 2}
 _PARO_LETTERS = tuple(
@@ -55,8 +60,9 @@ class ShardConfig:
         grads: Scope to which gradients are reduced in every micro-step.
         optimizer: Scope of the optimizer states and of the parameters that the optimizer updates. Never coarser than
             `params` or `grads`.
-        secondary_params: Scope of a second copy of the parameters that the forward leaves for the backward, which then
-            gathers over these ranks only (hpZ). ``"none"`` keeps no copy. Smaller than `params`.
+        secondary_params: Scope of a second copy of the parameters, which the first forward after an optimizer step
+            leaves for its backward and for later micro-steps. They gather over these ranks only (hpZ). ``"none"`` keeps
+            no copy. Smaller than `params`.
         hierarchical: Whether collectives over several ranks of several nodes have two stages, inside the nodes and
             between them. Two stages send the fewest bytes over inter-node links, but their messages wait for one
             another. True: always. False: never; one ring of all ranks. A number: tensors of at least so many bytes;
@@ -223,16 +229,17 @@ class ShardConfig:
         """The configuration of a published system, by name, with any field overridden.
 
         Args:
-            name: One of `ShardConfig.PRESETS`: ``ddp zero1 zero2 zero3 zeropp mics hsdp`` or ``paro-XYZ`` with the
-                letters n (none), i (partition), g (world) for parameters, gradients and optimizer states; or ``auto``,
-                which chooses among the latter.
+            name: One of `ShardConfig.PRESETS`: ``ddp zero1 zero2 zero3 zeropp zeropp-hpz mics hsdp`` or
+                ``paro-XYZ`` with the letters n (none), i (partition), g (world) for parameters, gradients and optimizer
+                states; or ``auto``, which chooses among the latter. ``zeropp`` is all of ZeRO++: secondary copy, INT8
+                parameters and INT4 gradients on all links; ``zeropp-hpz`` is the copy alone, which rounds nothing.
             **overrides: Fields of `ShardConfig`.
 
         Raises:
             ConfigError: Unknown preset or field.
 
         Source:
-            MiCS (arXiv:2205.00119); ZeRO (arXiv:1910.02054); ZeRO++ (arXiv:2306.10209), its secondary partition;
+            MiCS (arXiv:2205.00119); ZeRO (arXiv:1910.02054); ZeRO++ (arXiv:2306.10209), sections 3.1 to 3.3;
             PaRO (arXiv:2310.06003), table 1.
         """
         key = name.lower().replace("_", "-")
@@ -244,8 +251,7 @@ class ShardConfig:
         cls._refuse_unknown(overrides)
         words = [_LETTER_SCOPES[letter] for letter in letters] if letters else ["auto"] * 3
         scopes = dict(zip(_CHOSEN_TOGETHER, words, strict=True))
-        scopes["secondary_params"] = "partition" if key == "zeropp" else "none"
-        return cls(**{**scopes, **overrides})
+        return cls(**{**scopes, **_PRESET_FIELDS.get(key, {}), **overrides})
 
     @classmethod
     def of(cls, config: str | ShardConfig, **overrides: Any) -> ShardConfig:

@@ -72,8 +72,11 @@ def test_named_preset_is_its_triple(preset: str, letters: str) -> None:
     assert ShardConfig.preset(preset) == ShardConfig.preset(f"paro-{letters}")
 
 
-def test_zeropp_is_zero3_with_a_copy_in_the_partition() -> None:
-    assert ShardConfig.preset("zeropp") == ShardConfig.preset("zero3", secondary_params="partition")
+def test_zeropp_is_zero3_with_all_three_parts_of_the_paper() -> None:
+    copy_alone = ShardConfig.preset("zero3", secondary_params="partition")
+    assert ShardConfig.preset("zeropp_hpz") == copy_alone
+    quantized = copy_alone.replace(weight_codec="int8", grad_codec="int4", codec_links="all")
+    assert ShardConfig.preset("zeropp") == quantized
 
 
 def test_preset_is_found_in_any_spelling() -> None:

@@ -6,7 +6,8 @@ Each level is a tensor that may be the same memory as the one before:
   Frozen parameters, which no optimizer updates, have their full tensors here where `params="none"`.
 - `param_shard`: this rank's shard at the parameter scope, in the compute dtype. It is `master_shard` itself when
   scope and dtype agree, and None with `params="none"`.
-- `secondary_shard`: a shard at a smaller scope, which a forward leaves for the backward; mostly None.
+- `secondary_shard`: a shard at a smaller scope, which the first all-gather after a change leaves for later ones; mostly
+  None.
 - `unsharded`: the parameters themselves, in a slot, or with `params="none"` in memory of their own.
 
 `sync_params` goes from the first level to the second, once per optimizer step. `unshard` goes from the second or third
@@ -231,17 +232,16 @@ class Bucket:
         elif not self.is_aliased:
             self.unsharded.buffer.copy_(self.master_shard)
 
-    def unshard(self, flat: torch.Tensor, *, for_backward: bool) -> Work | None:
+    def unshard(self, flat: torch.Tensor) -> Work | None:
         """All-gather the parameters.
 
         Args:
             flat: [full_numel] in the compute dtype.
-            for_backward: Whether to gather the secondary shards, if a forward has left current ones.
 
         Returns:
             The all-gather, which ends with the parameters in place; None where they are unsharded.
         """
-        role = self.versions.unshard(for_backward=for_backward)
+        role = self.versions.unshard()
         is_secondary = role == "secondary_all_gather"
         comm, shard = self._comms[role], self.secondary_shard if is_secondary else self.param_shard
         if shard is None:
@@ -257,7 +257,7 @@ class Bucket:
         return comm.all_gather(flat, shard, self.spec.name).then(partial(self.unsharded.copy_from, flat))
 
     def _keep_secondary(self, flat: torch.Tensor) -> None:
-        """Copy the parameters out, and this rank's secondary shard for the backward."""
+        """Copy the parameters out, and this rank's secondary shard for later all-gathers."""
         if self.secondary_shard is not None:
             index = self.groups.secondary_span.index(self.groups.rank)
             self.secondary_shard.copy_(flat.view(-1, self.secondary_shard.numel())[index])

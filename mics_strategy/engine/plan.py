@@ -239,7 +239,7 @@ class _Planner:
             if versions.needs_sync(bucket.version):
                 versions.param_shard = bucket.version
                 roles.append("param_sync")
-            roles.append(versions.unshard(for_backward=phase == "backward"))
+            roles.append(versions.unshard())
             if roles[-1] == "param_all_gather":
                 versions.keep_secondary()
             for role in roles:

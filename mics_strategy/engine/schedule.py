@@ -4,8 +4,8 @@ The engine asks these rules which collective is due when it runs a step; `plan` 
 step. Neither has a rule of its own.
 
 - A unit is gathered unless its slot holds its current values (`needs_unshard`).
-- A bucket is synced in front of its first all-gather after a change; a backward gathers the secondary shards if a
-  forward has left current ones (`ParamVersions`).
+- A bucket is synced in front of its first all-gather after a change. That all-gather leaves the secondary shards, which
+  the later ones gather until the next change (`ParamVersions`).
 - The tensor of a collective is the flat buffer at the smaller of its two scopes (`full_numel`).
 - First hops follow the first forwards of units, latest first (`reduction_order`), or include every unit where ranks may
   run different ones (`reduces_every_unit`). Second hops follow the units' index, last first (`second_hop_order`).
@@ -34,7 +34,7 @@ class ParamVersions:
     """Versions of one bucket's parameters in its buffers; -1 before the first.
 
     Attributes:
-        has_secondary: Whether forwards leave a secondary shard for backwards.
+        has_secondary: Whether all-gathers of changed parameters leave a secondary shard.
         param_shard: Version at the parameter scope, which the last param sync has brought there.
         secondary_shard: Version of the secondary shard.
         unsharded: Version of the unsharded parameters.
@@ -49,14 +49,10 @@ class ParamVersions:
         """Whether a param sync has to bring the present `version` to the parameter scope."""
         return self.param_shard != version
 
-    def unshard(self, *, for_backward: bool) -> str:
-        """Note that the parameters are gathered now; return the role of the all-gather.
-
-        Args:
-            for_backward: Whether a backward needs the parameters, after the forward of the same step.
-        """
+    def unshard(self) -> str:
+        """Note that the parameters are gathered now; return the role of the all-gather."""
         self.unsharded = self.param_shard
-        if for_backward and self.has_secondary and self.secondary_shard == self.param_shard:
+        if self.has_secondary and self.secondary_shard == self.param_shard:
             return "secondary_all_gather"
         return "param_all_gather"
 

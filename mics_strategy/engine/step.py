@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -97,15 +97,16 @@ class Engine:
         unit.check_still_frozen()
         if self._in_backward:
             self.order.record_backward(unit.index)
-        self._start_unshard(unit)
+        self._start_unshard([unit])
         unit.finish_unshard()
         unit.enter_forward()
         is_recomputed = self.is_recomputing
         if not is_recomputed:
             self._record_forward(unit)
-            self._prefetch(unit, [self.units[index] for index in self.order.upcoming(self.overlap.prefetch)])
+            upcoming = [self.units[index] for index in self.order.upcoming(self.overlap.prefetch)]
+            self._start_unshard(self._free_to_prefetch(unit, upcoming))
         elif unit.index in self._pass.checkpointed:
-            self._prefetch(unit, self._upcoming_in_backward(unit))
+            self._start_unshard(self._free_to_prefetch(unit, self._upcoming_in_backward(unit)))
         return ForwardCall(
             unit,
             self._clock,
@@ -129,7 +130,7 @@ class Engine:
             self._training_forward = None
         if unit.index == 0 and self._keeps_params_unsharded:
             for other in self._global_order.take_rest():  # other ranks may have needed them
-                other.start_unshard(self._resources, for_backward=self._in_backward)
+                other.start_unshard(self._resources)
         self._clock += 1
         call.leave, call.versions = self._clock, tuple(bucket.version for bucket in unit.buckets)
         has_backward = self.watch(call, outputs)
@@ -162,7 +163,7 @@ class Engine:
                 unit.earliest_enter = call.enter
                 _at_end_of_backward(lambda: self._release(unit))
             else:
-                self._prefetch(unit, self._upcoming_in_backward(unit))
+                self._start_unshard(self._free_to_prefetch(unit, self._upcoming_in_backward(unit)))
 
     def on_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: torch.Tensor) -> None:
         """Collect the gradient that autograd has accumulated on an unsharded parameter.
@@ -206,7 +207,7 @@ class Engine:
             return
         if self._keeps_params_unsharded:
             for unit in self._global_order.take_rest():
-                unit.start_unshard(self._resources, for_backward=False)
+                unit.start_unshard(self._resources)
         if not self._global_order.is_agreed:
             self._global_order.agree(gather_objects(self.order.forward_units))
         self.reducer.finish()
@@ -254,16 +255,17 @@ class Engine:
         if self._training_forward is not None:
             self.order.record_forward(unit.index)
 
-    def _start_unshard(self, unit: Unit) -> None:
-        """Start the all-gather of a unit, behind those that other ranks need before it."""
-        due = [*self._global_order.take_until(unit), unit] if self._keeps_params_unsharded else (unit,)
-        for due_unit in due:
-            due_unit.start_unshard(self._resources, for_backward=self._in_backward)
+    def _start_unshard(self, units: Iterable[Unit]) -> None:
+        """Start all-gathers, each behind those that other ranks may need before it."""
+        for unit in units:
+            due = [*self._global_order.take_until(unit), unit] if self._keeps_params_unsharded else (unit,)
+            for due_unit in due:
+                due_unit.start_unshard(self._resources)
 
     def _unshard(self, unit: Unit) -> None:
         if self._in_backward:
             self.order.record_backward(unit.index)
-        self._start_unshard(unit)
+        self._start_unshard([unit])
         unit.finish_unshard()
 
     def _unshard_again(self, unit: Unit) -> None:
@@ -276,14 +278,14 @@ class Engine:
             return self._pass.upcoming(current, self.overlap.prefetch)
         return self._pending.upcoming(self.overlap.prefetch)
 
-    def _prefetch(self, current: Unit, upcoming: list[Unit]) -> None:
-        """Start all-gathers of the units whose slots are free while `current` computes."""
+    def _free_to_prefetch(self, current: Unit, upcoming: list[Unit]) -> Iterator[Unit]:
+        """The upcoming units whose slots are free while `current` computes."""
         claimed = {unit.slot for unit in self._pass.recomputed}
         for unit in upcoming:
             resident = unit.slot.resident
             is_free = resident in (None, unit) or (isinstance(resident, Unit) and resident.phase is UnitPhase.IDLE)
             if unit is not current and resident is not current and is_free and unit.slot not in claimed:
-                self._start_unshard(unit)
+                yield unit
             claimed.add(unit.slot)  # also if it is not free yet: a later unit must not take it
 
     def _on_backward_start(self) -> None:
@@ -310,7 +312,7 @@ class Engine:
         """
         self._retire_finished_units(call)
         self._unshard(call.unit)
-        self._prefetch(call.unit, self._upcoming_in_backward(call.unit))
+        self._start_unshard(self._free_to_prefetch(call.unit, self._upcoming_in_backward(call.unit)))
 
     def _pre_double_backward(self, call: ForwardCall) -> None:
         """Unshard for a backward that differentiates the backward of `call`.

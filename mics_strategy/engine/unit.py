@@ -92,12 +92,11 @@ class Unit:
         """Whether an all-gather of parameters needs a flat buffer."""
         return self._staging.needs_flat
 
-    def start_unshard(self, resources: GatherResources, *, for_backward: bool) -> None:
+    def start_unshard(self, resources: GatherResources) -> None:
         """Start the all-gather, unless the slot already holds the current parameters.
 
         Args:
             resources: Stream and buffers of all-gathers.
-            for_backward: Whether a backward needs the parameters, after the forward of the same step.
         """
         if not needs_unshard(self.buckets, is_resident=self.unshard_state is not UnshardState.SHARDED):
             return
@@ -114,7 +113,7 @@ class Unit:
             for bucket, flat, cast_shard in self._staging.acquire(resources, self.finish_unshard):
                 if bucket.versions.needs_sync(bucket.version):
                     ops.append(partial(bucket.sync_params, flat, cast_shard))
-                ops.append(partial(bucket.unshard, flat, for_backward=for_backward))
+                ops.append(partial(bucket.unshard, flat))
             self._pending_unshard = resources.stream.launch(ops)
 
     def _take_slot(self) -> None:

@@ -126,10 +126,11 @@ def _hops(kind: ParameterKind, scopes: Scopes, num_micro_steps: int) -> Iterator
     The parameters count as one bucket.
     """
     param, wire = _DTYPES[kind.param_bytes], _DTYPES[kind.wire_bytes]
-    backward_role = "secondary_all_gather" if scopes.secondary < scopes.params else "param_all_gather"
+    num_gathers = 2 * num_micro_steps
+    num_primary = int(kind.is_trained) if scopes.has_secondary else num_gathers  # frozen ones: before the first step
     for role, count, numel in (
-        ("param_all_gather", num_micro_steps, kind.numel),
-        (backward_role, num_micro_steps, kind.numel),
+        ("param_all_gather", num_primary, kind.numel),
+        ("secondary_all_gather", num_gathers - num_primary, kind.numel),
         ("param_sync", int(kind.is_trained), kind.numel // scopes.params),
     ):
         route = scopes.route(role, numel * kind.param_bytes)

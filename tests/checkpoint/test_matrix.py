@@ -21,7 +21,7 @@ from tests.ranks import RankContext, RankPool
 
 pytestmark = pytest.mark.slow
 
-PRESETS = ("ddp", "zero1", "zero3", "zeropp", "mics", "paro-nig")
+PRESETS = ("ddp", "zero1", "zero3", "zeropp-hpz", "mics", "paro-nig")
 LAYOUTS = ((1, 1), (2, 1), (4, 2))  # ranks, ranks of a node
 FORMS = ("sharded", "asynchronous", "full", "safetensors")
 LOADING = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}  # ranks of a node, by ranks

@@ -311,7 +311,7 @@ READERS = {  # in some a gather reads where the parameters are, in some it takes
     "shared": (models.shared, ShardConfig.preset("mics")),
     "images": (models.conv_bn, ShardConfig.preset("mics")),
     "bf16": (models.transformer, ShardConfig.preset("mics", param_dtype="bfloat16")),
-    "secondary": (models.transformer, ShardConfig.preset("zeropp")),
+    "secondary": (models.transformer, ShardConfig.preset("zeropp-hpz")),
     "whole-parameters": (models.transformer, ShardConfig.preset("paro-nii")),
     "optimizer-of-all": (models.transformer, ShardConfig.preset("mics", optimizer="world")),
 }

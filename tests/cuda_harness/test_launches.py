@@ -34,12 +34,12 @@ LAUNCHES: dict[tuple[str, int, str], Rows] = {
     ("zero3", 16, "none"): {"param_all_gather": (7, 17, 2), "grad_reduce_scatter": (5, 2, 3)},
     ("zero3", 2, "int8"): {"param_all_gather": (7, 3, 2), "grad_reduce_scatter": (5, 2, 7)},
     ("zero3", 16, "int8"): {"param_all_gather": (7, 17, 2), "grad_reduce_scatter": (5, 2, 35)},
-    ("zeropp", 2, "none"): {
+    ("zeropp-hpz", 2, "none"): {
         "param_all_gather": (5, 3, 3),
         "grad_reduce_scatter": (5, 2, 3),
         "secondary_all_gather": (2, 1, 2),
     },
-    ("zeropp", 16, "none"): {
+    ("zeropp-hpz", 16, "none"): {
         "param_all_gather": (5, 17, 3),
         "grad_reduce_scatter": (5, 2, 3),
         "secondary_all_gather": (2, 1, 2),

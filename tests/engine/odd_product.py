@@ -13,7 +13,7 @@ from tests.engine.odd_models import MIXTURES, MODELS, OTHERS, UNSHARDED_ONLY, Ca
 from tests.engine.unusual import Parameters, Trained, difference, reference
 from tests.ranks import RankError, RankPool
 
-SEVERAL_NODES = ("mics", "zero3", "zeropp", "paro-nig", "paro-iig", "zero2")
+SEVERAL_NODES = ("mics", "zero3", "zeropp-hpz", "paro-nig", "paro-iig", "zero2")
 ON_SIX = ("mixtral", "experts in layers", "in two places", "gan", "lstm", "spectral norm", "tied", "uneven")
 
 

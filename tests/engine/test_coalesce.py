@@ -33,7 +33,7 @@ from tests.reference import Batch
 
 Counts = collections.Counter[str]
 MOVERS = ("all_gather_coalesced", "reduce_scatter_coalesced", "all_gather", "exchange")
-PRESETS = ("mics", "zero1", "zero2", "zero3", "zeropp", "paro-iig", "paro-nii", "paro-ing")
+PRESETS = ("mics", "zero1", "zero2", "zero3", "zeropp-hpz", "paro-iig", "paro-nii", "paro-ing")
 
 
 @pytest.fixture(autouse=True)

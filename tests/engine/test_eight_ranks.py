@@ -8,7 +8,7 @@ from tests.engine.counting import CountC10d, planned_kinds
 from tests.engine.training import Run, assert_same, plain, start
 from tests.ranks import RankContext, RankPool
 
-PRESETS = [*(preset for preset in ShardConfig.PRESETS if preset.startswith("paro-")), "zeropp"]
+PRESETS = [*(preset for preset in ShardConfig.PRESETS if preset.startswith("paro-")), "zeropp-hpz"]
 
 
 def of_amsp(per_node: int) -> list[ShardConfig]:

@@ -15,7 +15,7 @@ from tests.ranks import RankContext, RankPool, simulate
 CONFIGS = [
     ShardConfig.preset("mics", partition_size=2),
     ShardConfig.preset("zero3", param_dtype="bfloat16"),
-    ShardConfig.preset("zeropp"),
+    ShardConfig.preset("zeropp-hpz"),
     ShardConfig.preset("zero1", reduce_dtype="bfloat16"),
     ShardConfig.preset("paro-nig", prefetch=2),
     ShardConfig.preset("ddp"),

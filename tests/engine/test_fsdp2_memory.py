@@ -4,6 +4,7 @@ import pytest
 
 from tests.engine import fsdp2_memory as memory
 
+
 @pytest.mark.parametrize(
     "name", [name if name == "LLaMA 7B" else pytest.param(name, marks=pytest.mark.slow) for name in memory.SIZES]
 )

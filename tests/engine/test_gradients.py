@@ -51,7 +51,7 @@ PENALTIES = (
 )
 MICS = ShardConfig(partition_size=2)  # of four ranks: two hops over one buffer
 ZERO2 = ShardConfig.preset("zero2")  # reduced to shards, parameters whole
-ZEROPP = ShardConfig.preset("zeropp")  # the backward gathers from another copy than the forward
+ZEROPP = ShardConfig.preset("zeropp-hpz")  # the backward gathers from another copy than the forward
 IIG = ShardConfig.preset("paro-iig")  # two buffers of different size
 
 backwards = pytest.mark.parametrize("pattern", BACKWARDS, ids=lambda pattern: pattern.__name__)

@@ -7,8 +7,8 @@ from tests import models
 from tests.engine.training import Run, assert_same_training, plain, train
 from tests.ranks import RankPool
 
-PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp", "mics", "paro-nig", "paro-ngg", "paro-igg")
-OF_8 = ("zero3", "zeropp", "mics", "paro-ngg")
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp-hpz", "mics", "paro-nig", "paro-ngg", "paro-igg")
+OF_8 = ("zero3", "zeropp-hpz", "mics", "paro-ngg")
 
 
 @pytest.mark.wide(every=3)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards
+from mics_strategy.engine.order import ExecutionOrder, ForwardCall, GlobalOrder, PendingBackwards, TrainingPass
 
 
 @dataclass(eq=False)
@@ -59,8 +59,54 @@ def test_backward_follows_the_calls_backwards() -> None:
     seen = []
     for call in reversed(calls):
         assert list(live.pop_until(call)) == []
-        seen.append([unit.index for unit in live.next])
+        seen.append([unit.index for unit in live.upcoming(1)])
     assert seen == [[2], [1], []]
+
+
+def test_upcoming_units_are_named_once_nearest_first() -> None:
+    root, *layers = _units(5)
+    live = PendingBackwards()
+    _forward(live, root, [layers[0], layers[1], layers[2], layers[1], layers[3]])
+    assert [[unit.index for unit in live.upcoming(count)] for count in (0, 3, 9)] == [[], [0, 4, 2], [0, 4, 2, 3, 1]]
+
+
+def _pass(units: list[_Unit]) -> TrainingPass:
+    """A pass in which the forwards of `units` have ended, in this order."""
+    recorded = TrainingPass()
+    for unit in units:
+        recorded.record(unit, is_checkpointed=True)
+    return recorded
+
+
+def _upcoming(recorded: TrainingPass, unit: _Unit, count: int = 9) -> list[int]:
+    return [other.index for other in recorded.upcoming(unit, count)]
+
+
+def test_checkpointed_units_are_recomputed_in_reverse() -> None:
+    units = _units(4)
+    recorded = _pass(units)
+    assert [_upcoming(recorded, unit, 2) for unit in reversed(units)] == [[2, 1], [1, 0], [0], []]
+    assert recorded.checkpointed == {0, 1, 2, 3}
+
+
+def test_checkpoint_around_several_units_recomputes_them_in_the_order_of_the_forward() -> None:
+    units = _units(4)
+    recorded = _pass(units)
+    reached = [_upcoming(recorded, units[index]) for index in (2, 3, 0, 1)]
+    assert reached == [[3, 1, 0], [1, 0], [1], []]
+
+
+def test_units_that_a_backward_skips_are_prefetched_at_most_once() -> None:
+    units = _units(4)
+    recorded = _pass(units)
+    assert [_upcoming(recorded, units[index]) for index in (2, 1, 0)] == [[3, 1, 0], [0], []]
+
+
+def test_unit_that_the_pass_did_not_run_has_nothing_upcoming() -> None:
+    first, second = _units(2)
+    recorded = _pass([first])
+    assert _upcoming(recorded, second) == []
+    assert _upcoming(recorded, first) == []
 
 
 def test_skipped_calls_are_yielded_latest_first() -> None:

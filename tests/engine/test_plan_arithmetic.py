@@ -187,24 +187,24 @@ def test_totals_and_table_show_every_byte() -> None:
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("secondary", [1, 2, 4])
-def test_zeropp_all_gathers_for_the_backward_inside_the_secondary_scope(secondary: int, micro_steps: int) -> None:
-    """PaRO's table 3, row ZeRO++: forward (N-1) M / N, backward (S-1) M / S.
+def test_zeropp_gathers_inside_the_secondary_scope_after_the_first_forward(secondary: int, micro_steps: int) -> None:
+    """PaRO's table 3, row ZeRO++: forward (N-1) M / N, backward (S-1) M / S; forwards of later micro-steps as well.
 
     All units share a slot.
     """
     units = 0, 0, 0
-    plan = _plan(_scopes("zeropp", secondary_params=secondary), units, micro_steps)
-    forward = [p for p in plan.collectives if p.collective == ALL_GATHER and p.phase == "forward"]
-    backward = [p for p in plan.collectives if p.collective == ALL_GATHER and p.phase == "backward"]
+    plan = _plan(_scopes("zeropp-hpz", secondary_params=secondary), units, micro_steps)
+    gathers = [p for p in plan.collectives if p.collective == ALL_GATHER]
+    first, later = gathers[: len(units)], gathers[len(units) :]
     unit = NUMEL * 4
-    assert all(p.size == 8 and p.sent_bytes == unit * 7 // 8 for p in forward)
-    assert all(p.size == secondary and p.sent_bytes == unit * (secondary - 1) // secondary for p in backward)
-    assert len(forward) == len(units) * micro_steps - (micro_steps - 1)  # the first is still there
-    assert len(backward) == ((len(units) - 1) * micro_steps if secondary > 1 else 0)
+    assert all(p.phase == "forward" and p.size == 8 and p.sent_bytes == unit * 7 // 8 for p in first)
+    assert all(p.size == secondary and p.sent_bytes == unit * (secondary - 1) // secondary for p in later)
+    num_passes = 2 * micro_steps - 1  # after the first forward; each finds one unit in the slot
+    assert len(later) == ((len(units) - 1) * num_passes if secondary > 1 else 0)
 
 
 def test_zeropp_needs_no_link_between_nodes_in_the_backward() -> None:
-    plan = _plan(_scopes("zeropp"), SINGLE)
+    plan = _plan(_scopes("zeropp-hpz"), SINGLE)
     assert {p.axis for p in plan.collectives if p.collective == ALL_GATHER and p.phase == "backward"} == {"intra_node"}
 
 
@@ -225,7 +225,7 @@ def _formula(scopes: Scopes, num_units: int, micro_steps: int) -> dict[str, floa
     forward = num_units * micro_steps - (micro_steps - 1)
     backward = (num_units - 1) * micro_steps
     return {
-        "gather": forward * (p - 1) / p + backward * (copy - 1) / copy,
+        "gather": num_units * (p - 1) / p + (forward - num_units + backward) * (copy - 1) / copy,
         "update": num_units * (os // p - 1) / os,
         "first hop": micro_steps * num_units * (g - 1) / g,
         "second scatter": num_units * (os // g - 1) / os,

@@ -47,16 +47,14 @@ def test_a_bucket_is_synced_once_per_version() -> None:
 
 
 @pytest.mark.parametrize("has_secondary", [False, True])
-def test_a_backward_gathers_the_secondary_shard_that_a_forward_of_the_same_version_left(has_secondary: bool) -> None:
+def test_a_gather_takes_the_secondary_shard_that_one_of_the_same_version_left(has_secondary: bool) -> None:
     versions = ParamVersions(has_secondary=has_secondary, param_shard=3)
-    assert versions.unshard(for_backward=True) == "param_all_gather", "no forward yet"
-    assert versions.unshard(for_backward=False) == "param_all_gather"
+    assert versions.unshard() == "param_all_gather", "nothing was gathered yet"
     versions.keep_secondary()
-    assert versions.unshard(for_backward=False) == "param_all_gather"
     expected = "secondary_all_gather" if has_secondary else "param_all_gather"
-    assert versions.unshard(for_backward=True) == expected
+    assert [versions.unshard() for _ in range(3)] == [expected] * 3
     versions.param_shard = 4
-    assert versions.unshard(for_backward=True) == "param_all_gather", "the secondary shard is stale"
+    assert versions.unshard() == "param_all_gather", "the secondary shard is stale"
     assert versions.unsharded == 4
 
 

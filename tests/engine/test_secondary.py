@@ -1,5 +1,7 @@
 """Secondary parameters: same training, and the traffic for which they exist."""
 
+from collections import Counter
+
 import pytest
 
 from mics_strategy import ShardConfig
@@ -64,10 +66,23 @@ def _gathered(plan: Plan, phase: str) -> set[str]:
 
 
 def test_backward_stays_in_the_node(ranks: RankPool) -> None:
-    run = Run(case=models.transformer, config=ShardConfig.preset("zeropp"))
+    run = Run(case=models.transformer, config=ShardConfig.preset("zeropp-hpz"))
     _, _, plan = ranks(4, count_steps, run, ranks_per_node=2)[0]
     assert _gathered(plan, "forward") == {"intra_node", "inter_node"}
     assert _gathered(plan, "backward") == {"intra_node"}
+
+
+def test_later_micro_steps_stay_in_the_node(ranks: RankPool) -> None:
+    runs = [
+        Run(case=models.transformer, config=ShardConfig.preset("zeropp-hpz"), accumulation=count) for count in (1, 3)
+    ]
+    counts = []
+    for run in runs:
+        _, _, plan = ranks(4, count_steps, run, ranks_per_node=2)[0]
+        gathers = [planned for planned in plan.collectives if planned.collective == "all_gather"]
+        counts.append(Counter(planned.axis for planned in gathers))
+    assert counts[0]["inter_node"] == counts[1]["inter_node"]
+    assert counts[0]["intra_node"] < counts[1]["intra_node"]
 
 
 def test_unsharded_secondary_copy_sends_nothing_in_the_backward(ranks: RankPool) -> None:
@@ -88,7 +103,7 @@ def test_copy_takes_its_share_and_no_more(ranks: RankPool, chain: tuple[int, int
 
 
 def test_on_one_node_there_is_no_copy(ranks: RankPool) -> None:
-    run = Run(case=models.transformer, config=ShardConfig.preset("zeropp"))
+    run = Run(case=models.transformer, config=ShardConfig.preset("zeropp-hpz"))
     zero3 = run.replace(config=ShardConfig.preset("zero3"))
     assert ranks(2, memory, run) == ranks(2, memory, zero3)
     assert ranks(2, count_steps, run)[0][2] == ranks(2, count_steps, zero3)[0][2]

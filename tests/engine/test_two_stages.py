@@ -14,7 +14,7 @@ from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 pytestmark = pytest.mark.wide
 
-PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp", "paro-nig", "paro-ngg", "paro-gng")
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp-hpz", "paro-nig", "paro-ngg", "paro-gng")
 BOTH_AXES, STAGES = "intra_node+inter_node", ("intra_node", "inter_node")
 NUM_STEPS, FROM_BYTES = 2, 4096
 

@@ -169,7 +169,7 @@ def unseen_on_some_ranks() -> Case:
 
 @pytest.mark.parametrize("overlap", ["all", "none"])
 def test_ranks_whose_losses_use_different_units_communicate_in_one_order(ranks: RankPool, overlap: str) -> None:
-    configs = presets(("zero3", "zeropp", "mics", "paro-iig"), overlap=overlap)
+    configs = presets(("zero3", "zeropp-hpz", "mics", "paro-iig"), overlap=overlap)
     runs = [Run(case=unseen_on_some_ranks, config=each, accumulation=2, steps=3, signal=True) for each in configs]
     for outcomes in zip(*ranks(4, train_each, runs, ranks_per_node=2, timeout_s=25.0), strict=True):
         assert_same_training(list(outcomes), plain(runs[0], 4))

@@ -16,7 +16,7 @@ SETTINGS = {
     "mics": ShardConfig.preset("mics"),
     "mics, 3 ahead": ShardConfig.preset("mics", prefetch=3),
     "zero3": ShardConfig.preset("zero3"),
-    "zeropp": ShardConfig.preset("zeropp"),
+    "zeropp-hpz": ShardConfig.preset("zeropp-hpz"),
     "zero2": ShardConfig.preset("zero2"),
     "ddp": ShardConfig.preset("ddp"),
     "paro-nig": ShardConfig.preset("paro-nig"),

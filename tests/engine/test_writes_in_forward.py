@@ -63,7 +63,7 @@ def trained(ctx: RankContext, limit: float, config: ShardConfig) -> dict[str, Te
     return {name: whole(each) for name, each in model.named_parameters()}
 
 
-@pytest.mark.parametrize("preset", ["mics", "paro-nig", "zeropp"])
+@pytest.mark.parametrize("preset", ["mics", "paro-nig", "zeropp-hpz"])
 def test_writes_that_change_nothing_cost_masters_no_precision(ranks: RankPool, preset: str) -> None:
     config = ShardConfig.preset(preset, param_dtype="bfloat16")
     (with_writes, *_), (without, *_) = (ranks(4, trained, limit, config, ranks_per_node=2) for limit in (100.0, 0.0))

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {  # preset, ranks per node,
     "two-ahead": ("mics", 8, {**BFLOAT16, "prefetch": 2}),
     "coalesced": ("mics", 8, {**BFLOAT16, "reduce_dtype": "bfloat16", "coalesce": True}),
     "int8": ("mics", 4, {**BFLOAT16, "grad_codec": "int8"}),
-    "zeropp": ("zeropp", 4, BFLOAT16),
+    "zeropp-hpz": ("zeropp-hpz", 4, BFLOAT16),
     "paro-iig": ("paro-iig", 4, BFLOAT16),
     "zero1": ("zero1", 4, BFLOAT16),
 }

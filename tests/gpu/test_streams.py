@@ -19,7 +19,7 @@ on_gpu = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
 ]
-PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp", "mics", "paro-iig", "paro-nii")
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp-hpz", "mics", "paro-iig", "paro-nii")
 
 
 def printed(module: str, *arguments: str) -> str:

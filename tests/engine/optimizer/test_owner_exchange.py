@@ -102,7 +102,7 @@ def test_muon_steps_as_in_one_process(ranks: RankPool, presets: tuple[str, ...],
 
 
 @pytest.mark.wide(every=2)
-@pytest.mark.parametrize("preset", ["zero1", "zero3", "zeropp", "paro-nig"])
+@pytest.mark.parametrize("preset", ["zero1", "zero3", "zeropp-hpz", "paro-nig"])
 def test_muon_with_codecs_stays_near_and_the_same_on_all_ranks(ranks: RankPool, preset: str) -> None:
     codec = Codec(bits=8, block_size=32)
     runs = [
