@@ -43,13 +43,15 @@ _QUEUES = {  # roles by queue
     "second_hop": ("second_hop_reduce_scatter", "second_hop_all_reduce"),
 }
 
+_FAMILIES = {**_QUEUES, "control": ("control", "shard", "replicate")}  # roles by stream
+
 
 class CommResources:
     """Makes the communicators of one sharded model, and closes what they use.
 
     All-gathers of parameters, reduce-scatters of gradients in a backward, and the second hop of gradients have their
-    own groups and queues, so that none waits for another. The models of one process share groups of the same role over
-    the same ranks.
+    own groups and queues, so that none waits for another. The models of one process share groups over the same ranks:
+    those of one role, and elsewhere than on gloo those of one stream.
 
     Args:
         world_size: Ranks of the job.
@@ -146,10 +148,7 @@ class CommResources:
         if span.size == 1:
             return None
         shared = _groups.setdefault(dist.group.WORLD, {})
-        key = role
-        if role == "second_hop_all_reduce" and backend_of(dist.group.WORLD, self.device.type) == "gloo":
-            # Gloo matches its own all-reduces by their number in the group; every model has a thread that submits them.
-            key = f"{role} {self._number}"
+        key = self._family_of(role)
         if (key, span) not in shared:
             for members in span.groups(self.world_size):
                 group = new_group(
@@ -159,13 +158,26 @@ class CommResources:
                     shared[key, span] = group
         return shared[key, span]
 
+    def _family_of(self, role: str) -> str:
+        """The roles that share a group where their ranks are the same.
+
+        They are on one stream, so that all ranks submit their collectives in one order. Gloo matches its own
+        all-reduces by their number in the group, and every model has a thread that submits them.
+        """
+        if backend_of(dist.group.WORLD, self.device.type) == "gloo":
+            return role if role != "second_hop_all_reduce" else f"{role} {self._number}"
+        return next((family for family, roles in _FAMILIES.items() if role in roles), role)
+
     @property
     def num_groups(self) -> int:
-        """Number of this rank's process groups, those of earlier models and the default group included."""
+        """Number of this rank's process groups.
+
+        The default group and those of earlier models count.
+        """
         return 1 + len(_groups.get(dist.group.WORLD, {}))
 
     def connect(self) -> None:
-        """Make the communicators of all groups, each by one tiny all-reduce, in one order. Collective.
+        """Use every group once, in an order that all ranks share. Collective.
 
         NCCL makes a communicator when its group is first used, from memory outside torch's allocator. A step that uses
         a group for the first time would run out of memory after all else fits.
