@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-PEERS = ("ddp", "fsdp2", "fsdp2-hybrid", "fsdp2-hybrid-deferred")
+PEERS = ("ddp", "fsdp2", "fsdp2-hybrid", "fsdp2-hybrid-deferred", "fsdp2-hybrid-tuned")
 OPTIONAL_PEERS = ("deepspeed-mics",)
 COMPUTE = "compute"
 OURS = ("mics", "zero1", "zero2", "zero3", "zeropp-hpz", "zeropp", "paro-iig")

@@ -36,3 +36,24 @@ def floor_s(*, micro_step_s: float, num_micro_steps: int, hop_bytes: float, link
         link_bytes_per_s: Of one node's link, in one direction.
     """
     return (num_micro_steps - 1) * micro_step_s + max(micro_step_s, hop_bytes / link_bytes_per_s)
+
+
+def own_floor_s(
+    *, micro_step_s: float, num_micro_steps: int, sent_bytes: float, last_bytes: float, link_bytes_per_s: float
+) -> float:
+    """The critical path of a step that sends what one engine has planned, encoded or not.
+
+    Args:
+        micro_step_s: See `floor_s`.
+        num_micro_steps: See `floor_s`.
+        sent_bytes: That one node sends in the whole step.
+        last_bytes: Those of them that are ready with the last micro-step's gradients or later.
+        link_bytes_per_s: See `floor_s`.
+    """
+    path_s = floor_s(
+        micro_step_s=micro_step_s,
+        num_micro_steps=num_micro_steps,
+        hop_bytes=last_bytes,
+        link_bytes_per_s=link_bytes_per_s,
+    )
+    return max(path_s, sent_bytes / link_bytes_per_s)

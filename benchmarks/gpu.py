@@ -259,6 +259,7 @@ def parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=Rounds().rounds, help="in each, every engine is built and trained once")
     add("--steps", type=int, default=Rounds().steps, help="measured in each round")
     add("--loss-tolerance", type=float, default=Rounds().loss_tolerance, help="between engines, relative")
+    add("--compile", action="store_true", help="measure engines with compiled blocks as well")
     add("--output", type=Path, default=None, help="a folder for gpu.json")
     return made
 
@@ -286,9 +287,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parts(options: argparse.Namespace, device: torch.device) -> dict[str, Callable[[], Iterator[Row]]]:
     shape = SIZES["tiny" if options.smoke else options.size]
     sizes = _SMOKE if options.smoke else Sizes(numel=options.numel)
-    rounds = Rounds(rounds=options.rounds, steps=options.steps, loss_tolerance=options.loss_tolerance)
+    rounds = Rounds(
+        rounds=options.rounds,
+        steps=options.steps,
+        loss_tolerance=options.loss_tolerance,
+        is_compiled=options.compile,
+    )
     if options.smoke:
-        rounds = Rounds(rounds=1, warm_up=1, steps=2, loss_tolerance=options.loss_tolerance)
+        rounds = replace(rounds, rounds=1, warm_up=1, steps=2)
     return {
         "codecs": lambda: measure_codecs(device, sizes),
         "engine": lambda: compare_engines(shape, device, rounds),

@@ -224,7 +224,24 @@ BUILDERS: dict[str, Callable[[Shape, torch.device], Trained]] = {
     "mics": lambda shape, device: _ours(shape, device, preset="mics"),
     "zero3": lambda shape, device: _ours(shape, device, preset="zero3"),
 }
-OURS = ("mics", "zero3")
+_COMPILED = "-compiled"
+
+
+def _compiled(name: str) -> Callable[[Shape, torch.device], Trained]:
+    """A builder whose blocks are compiled one by one, as torch advises for FSDP2."""
+
+    def build(shape: Shape, device: torch.device) -> Trained:
+        trained = BUILDERS[name](shape, device)
+        blocks: Any = trained.model.blocks
+        for block in blocks:
+            block.compile()
+        return trained
+
+    return build
+
+
+COMPILED_BUILDERS = {name + _COMPILED: _compiled(name) for name in ("plain", "fsdp2", "mics")}
+OURS = ("mics", "zero3", "mics-compiled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,12 +253,14 @@ class Rounds:
         warm_up: Steps before those that are measured.
         steps: Measured steps.
         loss_tolerance: Largest difference to the loss of the first engine at any step, by that loss.
+        is_compiled: Whether engines with compiled blocks are measured as well.
     """
 
     rounds: int = 3
     warm_up: int = 3
     steps: int = 8
     loss_tolerance: float = 0.02
+    is_compiled: bool = False
 
 
 @dataclass(slots=True)
@@ -258,13 +277,14 @@ def compare_engines(
     shape: Shape, device: torch.device, rounds: Rounds, say: Callable[[str], None] = print
 ) -> Iterator[Row]:
     """Train with every engine in turn at world size 1; an engine that fails has a row that says so."""
-    results, meter = {name: EngineResult() for name in BUILDERS}, Meter(device)
+    builders = BUILDERS | (COMPILED_BUILDERS if rounds.is_compiled else {})
+    results, meter = {name: EngineResult() for name in builders}, Meter(device)
     with _own_group(device):
         for index, (name, engine) in itertools.product(range(rounds.rounds), results.items()):
             if engine.failure:
                 continue
             try:
-                _train(name, engine, shape, meter, rounds)
+                _train(builders[name], engine, shape, meter, rounds)
                 say(f"round {index}: {name} {statistics.median(engine.step_s[-rounds.steps :]):.4f} s a step")
             except Exception as error:  # out of memory, say; the others have their rows
                 engine.failure = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -284,10 +304,12 @@ def _own_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _train(name: str, result: EngineResult, shape: Shape, meter: Meter, rounds: Rounds) -> None:
+def _train(
+    build: Callable[[Shape, torch.device], Trained], result: EngineResult, shape: Shape, meter: Meter, rounds: Rounds
+) -> None:
     meter.release()
     before = meter.allocated_bytes
-    engine = BUILDERS[name](shape, meter.device)
+    engine = build(shape, meter.device)
     batches = [shape.batch(step, meter.device) for step in range(rounds.warm_up + rounds.steps)]
     losses = [engine.step(batch) for batch in batches[: rounds.warm_up]]
     meter.forget_peak()
@@ -303,14 +325,14 @@ def _train(name: str, result: EngineResult, shape: Shape, meter: Meter, rounds: 
 def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: float) -> Iterator[Row]:
     """A row for each engine, with ratios of tokens/s: ours to the faster FSDP2, and to the faster plain loop.
 
+    Compiled engines are compared with compiled ones.
+
     Args:
         results: Results by engine; the losses of the first engine in its first round are the reference.
         shape: That was trained.
         loss_tolerance: See `Rounds`.
     """
     speeds = {name: shape.tokens / statistics.median(each.step_s) for name, each in results.items() if not each.failure}
-    fsdp2 = max((speed for name, speed in speeds.items() if name.startswith("fsdp2")), default=None)
-    plain = max((speed for name, speed in speeds.items() if name.startswith("plain")), default=None)
     expected = next((each.losses[0] for each in results.values() if not each.failure), [])
     for name, each in results.items():
         if each.failure:
@@ -318,12 +340,20 @@ def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: 
             continue
         row: Row = {"engine": name, "step s": statistics.median(each.step_s)}
         row |= {"min s": min(each.step_s), "max s": max(each.step_s), "tokens/s": speeds[name]}
+        fsdp2, plain = (_fastest(speeds, peer, is_compiled=name.endswith(_COMPILED)) for peer in ("fsdp2", "plain"))
         if name in OURS and fsdp2 is not None and plain is not None:
             share = speeds[name] / fsdp2
             target = "met" if share >= FSDP2_SHARE else "missed"
             row |= {"of fsdp2": share, "of plain": speeds[name] / plain, "target": target}
         row |= {"peak MB": max(each.peak_bytes) / 1e6 or None, "loss": each.losses[-1][-1], "losses": each.losses}
         yield {**row, "problem": _difference(each.losses, expected, loss_tolerance)}
+
+
+def _fastest(speeds: dict[str, float], peer: str, *, is_compiled: bool) -> float | None:
+    of_peer = [
+        speed for name, speed in speeds.items() if name.startswith(peer) and name.endswith(_COMPILED) == is_compiled
+    ]
+    return max(of_peer, default=None)
 
 
 def _difference(losses: list[list[float]], expected: list[float], tolerance: float) -> str:

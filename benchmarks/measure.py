@@ -33,6 +33,7 @@ class Round:
         micro_steps_s: Of these, in forwards and backwards; the slowest rank's. Empty where the engine does not say.
         sent_bytes: Of each measured step, the most that left one node.
         planned_bytes: The same as the engine planned it; empty where it does not plan.
+        planned_last_bytes: Those of them that are sent after the backwards.
         losses: Of every step from the first, means over all ranks.
         peak_bytes: Of the rank that needed most, with its libraries.
         training_bytes: The same without what was resident before the model was made.
@@ -42,6 +43,7 @@ class Round:
     micro_steps_s: list[float]
     sent_bytes: list[int]
     planned_bytes: list[float]
+    planned_last_bytes: list[float]
     losses: list[float]
     peak_bytes: int
     training_bytes: int
@@ -131,6 +133,7 @@ def combine(records: list[RankRecord]) -> Round:
         micro_steps_s=by_step("micro_steps_s", lambda nodes: max(map(max, nodes))),
         sent_bytes=[max(ranks[0].sent_bytes[step] for ranks in by_node) for step in num_steps],
         planned_bytes=by_step("planned_bytes", lambda nodes: max(map(sum, nodes))),
+        planned_last_bytes=by_step("planned_last_bytes", lambda nodes: max(map(sum, nodes))),
         losses=[sum(losses) / len(records) for losses in zip(*(record.losses for record in records), strict=True)],
         peak_bytes=max(record.peak_bytes for record in records),
         training_bytes=max(record.peak_bytes - record.before_bytes for record in records),

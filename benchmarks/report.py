@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.entries import COMPUTE
-from benchmarks.floor import floor_s, second_hop_bytes
+from benchmarks.floor import floor_s, own_floor_s, second_hop_bytes
 from benchmarks.measure import Measured, Round
 from benchmarks.workload import Workload
+from mics_strategy import ShardConfig
 
-_INEXACT = ("weight_codec", "grad_codec", "param_dtype", "reduce_dtype")
+_CODECS = ("weight_codec", "grad_codec")
+_DTYPES = ("param_dtype", "reduce_dtype")
 _HEADER = (
     "engine",
     "step s",
@@ -26,6 +28,7 @@ _HEADER = (
     "train MB",
     "peer",
     "floor",
+    "own floor",
     "loss",
 )
 
@@ -58,6 +61,7 @@ class Row:
         losses: Of every step, of the last round.
         to_peer: Step time by that of the fastest peer; None where no peer ran.
         to_floor: Step time by the floor; None where compute was not measured.
+        to_own_floor: Step time by the floor of what the engine itself sends; None also where it does not plan.
     """
 
     label: str
@@ -74,6 +78,7 @@ class Row:
     losses: tuple[float, ...] = ()
     to_peer: float | None = None
     to_floor: float | None = None
+    to_own_floor: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +122,17 @@ def make_report(measured: list[Measured], workload: Workload, cluster: Cluster, 
     return Report(
         cluster=cluster,
         workload=workload,
-        rows=tuple(row if row.outcome else _with_ratios(row, fastest, floor) for row in rows),
+        rows=tuple(
+            row
+            if row.outcome
+            else dataclasses.replace(
+                row,
+                to_peer=None if fastest is None else row.step_s / fastest,
+                to_floor=None if floor is None else row.step_s / floor,
+                to_own_floor=_to_own_floor(row, item.rounds, micro_step_s, workload, cluster),
+            )
+            for row, item in zip(rows, measured, strict=True)
+        ),
         floor_s=floor,
         micro_step_s=micro_step_s,
         disagreements=tuple(_disagreements(measured, workload, loss_tolerance)),
@@ -213,16 +228,26 @@ def _row(item: Measured, workload: Workload, num_tokens: int) -> Row:
     )
 
 
-def _with_ratios(row: Row, fastest_peer_s: float | None, floor: float | None) -> Row:
-    return dataclasses.replace(
-        row,
-        to_peer=None if fastest_peer_s is None else row.step_s / fastest_peer_s,
-        to_floor=None if floor is None else row.step_s / floor,
+def _to_own_floor(
+    row: Row, rounds: list[Round], micro_step_s: float | None, workload: Workload, cluster: Cluster
+) -> float | None:
+    if micro_step_s is None or row.planned_bytes is None:
+        return None
+    return row.step_s / own_floor_s(
+        micro_step_s=micro_step_s,
+        num_micro_steps=workload.accumulation,
+        sent_bytes=row.planned_bytes,
+        last_bytes=statistics.median(value for one_round in rounds for value in one_round.planned_last_bytes),
+        link_bytes_per_s=cluster.rate_mbit * 1e6 / 8,
     )
 
 
 def _is_exact(item: Measured, workload: Workload) -> bool:
-    is_plain = all(item.entry.overrides.get(name, "none") in ("none", "auto", "float32") for name in _INEXACT)
+    fields = item.entry.overrides
+    if item.entry.is_ours:
+        config = ShardConfig.preset(item.entry.name)
+        fields = {**{name: getattr(config, name) for name in _CODECS}, **fields}
+    is_plain = all(fields.get(name) in (None, "none", "auto", "float32") for name in (*_CODECS, *_DTYPES))
     return is_plain and workload.dtype == "float32" and item.entry.name != COMPUTE
 
 
@@ -255,5 +280,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row.training_bytes / 1e6:.0f}",
         "-" if row.to_peer is None else f"{row.to_peer:.2f}",
         "-" if row.to_floor is None else f"{row.to_floor:.2f}",
+        "-" if row.to_own_floor is None else f"{row.to_own_floor:.2f}",
         f"{row.losses[-1]:.4f}",
     )

@@ -15,7 +15,6 @@ wire in fp16, gradients are divided before they are summed (see `predivisor_of`)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,13 +29,13 @@ from mics_strategy.engine.lifecycle import (
     GradFlags,
     transition,
 )
+from mics_strategy.engine.memory import GradCopies
 from mics_strategy.engine.parameter import fast_attributes, grad_as_dtensor
 from mics_strategy.engine.zero_copy import plan_in_place_reduce
 
 if TYPE_CHECKING:
     from mics_strategy.comm.work import Work
     from mics_strategy.engine.bucket import Bucket
-    from mics_strategy.engine.layout import BucketLayout
 
 
 def predivisor_of(wire_dtype: torch.dtype, num_ranks: int) -> int:
@@ -121,60 +120,6 @@ class BackwardGrads:
         self.kept = {}
         if self.state is not GradBufferState.REDUCING:
             self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "discard", self._name)
-
-
-class GradCopies:
-    """Copies of gradients into flat buffers of one bucket, in one call.
-
-    Views are cached by the address of a buffer: buffers are few and permanent.
-
-    Args:
-        layout: Layout of the bucket.
-    """
-
-    def __init__(self, layout: BucketLayout) -> None:
-        self._layout = layout
-        self._views: dict[int, list[torch.Tensor | None]] = {}
-
-    def copy(self, flat: torch.Tensor, grads: dict[int, torch.Tensor], added: GradFlag, flags: GradFlags) -> None:
-        """Copy gradients to their places in a flat buffer.
-
-        Args:
-            flat: [full_numel].
-            grads: Gradients by position, in any dtype.
-            added: Flag of the parameters of which the buffer holds a gradient already, to which the new one is added.
-            flags: Flags of the parameters.
-        """
-        has_earlier = flags.any(added)
-        copied, summed = _Pairs(), _Pairs()
-        views = self._views.get(flat.data_ptr())
-        if views is None:
-            views = self._views[flat.data_ptr()] = [
-                self._layout.strided_view(flat, position) for position in range(len(self._layout.param_slices))
-            ]
-        for position, grad in grads.items():
-            pairs = summed if has_earlier and flags.has(added, position) else copied
-            view = views[position]
-            if view is not None and grad.is_contiguous():
-                pairs.targets.append(view)
-                pairs.sources.append(grad.view(view.shape))
-            else:
-                for flat_part, grad_part in self._layout.copy_pairs(flat, grad, position):
-                    pairs.targets.append(flat_part)
-                    pairs.sources.append(grad_part)
-        with torch.no_grad():
-            if copied.targets:
-                torch._foreach_copy_(copied.targets, copied.sources)
-            if summed.targets:
-                torch._foreach_add_(summed.targets, summed.sources)
-
-
-@dataclass(slots=True)
-class _Pairs:
-    """Parts of a flat buffer and of the gradients that belong there."""
-
-    targets: list[torch.Tensor] = field(default_factory=list)
-    sources: list[torch.Tensor] = field(default_factory=list)
 
 
 class GradBucket:

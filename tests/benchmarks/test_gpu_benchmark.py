@@ -5,6 +5,8 @@ Nothing here says how fast anything is.
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,12 @@ import torch
 
 from benchmarks.gpu import PARTS, Mark, main, overlap_rows, parser, table
 from benchmarks.gpu_codecs import Meter, moved_bytes, wrong_operations
-from benchmarks.gpu_training import BUILDERS, SIZES, EngineResult, engine_rows
+from benchmarks.gpu_training import BUILDERS, COMPILED_BUILDERS, SIZES, EngineResult, engine_rows
 from mics_strategy import Codec
 from tests.ranks import RankContext, RankPool
 
-PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
 PAGE = PAGE.partition("\n# On one GPU\n")[2].partition("\n# ")[0]
 CPU = torch.device("cpu")
 
@@ -55,11 +58,23 @@ def test_every_operation_of_every_codec_is_measured(ranks: RankPool, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # C++ compilers
+def test_compiled_engines_are_compared_with_compiled_ones(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--smoke", "--parts", "engine", "--compile", "--output", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "benchmarks.gpu", *options], cwd=ROOT, check=True)
+    rows = {row["engine"]: row for row in json.loads((tmp_path / "gpu.json").read_text())["parts"]["engine"]}
+    assert list(rows) == [*BUILDERS, *COMPILED_BUILDERS]
+    compiled = rows["mics-compiled"]
+    assert compiled["of fsdp2"] == pytest.approx(compiled["tokens/s"] / rows["fsdp2-compiled"]["tokens/s"])
+    assert compiled["of plain"] == pytest.approx(compiled["tokens/s"] / rows["plain-compiled"]["tokens/s"])
+
+
+@pytest.mark.slow
 def test_every_engine_is_measured_and_they_agree(ranks: RankPool, tmp_path: Path) -> None:
     rows = smoke(ranks, "engine", tmp_path)
     assert [row["engine"] for row in rows] == list(BUILDERS)
     assert all(row["tokens/s"] == pytest.approx(SIZES["tiny"].tokens / row["step s"]) for row in rows)
-    assert {row["engine"]: "of fsdp2" in row for row in rows if "of fsdp2" in row}.keys() == {"mics", "zero3"}
+    assert {row["engine"] for row in rows if "of fsdp2" in row} == {"mics", "zero3"}
     columns_explained(rows)
 
 
@@ -208,6 +223,6 @@ def test_the_page_names_what_exists() -> None:
     parser().parse_args(command.split())
     assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= set(re.findall(r"--[a-z-]+", parser().format_help()))
     assert all(f"`{part}`" in PAGE for part in PARTS)
-    assert all(f"`{engine}`" in PAGE for engine in BUILDERS)
+    assert all(f"`{engine}`" in PAGE for engine in BUILDERS | COMPILED_BUILDERS)
     assert f"{SIZES['1b'].numel / 1e9:.2f} B" in PAGE
     assert sum(parameter.numel() for parameter in SIZES["tiny"].model("meta").parameters()) == SIZES["tiny"].numel

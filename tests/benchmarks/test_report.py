@@ -22,6 +22,7 @@ def round_of(step_s: list[float], losses: list[float] = LOSSES, planned_bytes: f
         micro_steps_s=[0.5 * value for value in step_s],
         sent_bytes=[3_000_000] * len(step_s),
         planned_bytes=[] if planned_bytes is None else [planned_bytes] * len(step_s),
+        planned_last_bytes=[] if planned_bytes is None else [planned_bytes / 2] * len(step_s),
         losses=losses,
         peak_bytes=300_000_000,
         training_bytes=20_000_000,
@@ -76,7 +77,7 @@ def test_the_table_shows_rows_and_refusals(report: Report) -> None:
     lines = table(report).splitlines()
     assert lines[0].split()[:3] == ["engine", "step", "s"]
     (mics,) = [line.split() for line in lines if line.startswith("mics ")]
-    assert mics == ["mics", "1.500", "1.50-1.50", "85", "3.00", "2.90", "300", "20", "0.50", "4.05", "4.0000"]
+    assert mics == ["mics", "1.500", "1.50-1.50", "85", "3.00", "2.90", "300", "20", "0.50", "4.05", "0.52", "4.0000"]
     assert "mics:grad_codec=int4  refused: `grad_codec='int4'` is not available." in lines
     assert report.is_sound
 
@@ -105,7 +106,7 @@ def test_other_losses_are_found_in_any_round(loss: float) -> None:
     assert "LOSSES DISAGREE: mics has" in table(found)
 
 
-@pytest.mark.parametrize("label", ["mics:grad_codec=int4", "mics:reduce_dtype=bfloat16"])
+@pytest.mark.parametrize("label", ["mics:grad_codec=int4", "mics:reduce_dtype=bfloat16", "zeropp"])
 def test_losses_of_inexact_engines_are_their_own(label: str) -> None:
     assert report_of(
         measured(peer("ddp"), round_of([1.0])), measured(ours(label), round_of([1.0], [5.0, 4.1]))
@@ -122,7 +123,7 @@ def test_a_failure_is_a_row_and_not_sound() -> None:
 
 def test_ranks_are_combined_by_step_and_node() -> None:
     def record(node: int, step_s: float, sent: int, planned: float) -> RankRecord:
-        facts = [{"micro_steps_s": step_s / 2, "planned_bytes": planned}]
+        facts = [{"micro_steps_s": step_s / 2, "planned_bytes": planned, "planned_last_bytes": planned / 2}]
         return RankRecord(
             node=node,
             losses=[float(node)],

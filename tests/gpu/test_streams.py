@@ -74,3 +74,11 @@ def test_everything_that_the_first_half_hour_runs_is_there() -> None:
     assert {part for parts in re.findall(r"--parts ([\w,]+)", script) for part in parts.split(",")} == set(PARTS)
     assert "tests/gpu/run" in (ROOT / "Makefile").read_text()
     subprocess.run(["bash", "-n", ROOT / "tests" / "gpu" / "run"], check=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_without_a_gpu_the_first_half_hour_says_so_and_succeeds(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
+    ran = subprocess.run([ROOT / "tests" / "gpu" / "run"], env=environment, capture_output=True, text=True)
+    assert (ran.returncode, "nothing was run on a GPU" in ran.stdout) == (0, True)
+    assert not (tmp_path / "out").exists()
