@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.cuda_harness.counting import table, totals
+from tests.cuda_harness.counting import chains, table, totals
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.runs import WIDTH, Tower, config_of, one_of_many, start
 from tests.cuda_harness.streams import Stream
@@ -34,16 +34,8 @@ LAUNCHES: dict[tuple[str, int, str], Rows] = {
     ("zero3", 16, "none"): {"param_all_gather": (7, 17, 2), "grad_reduce_scatter": (5, 2, 3)},
     ("zero3", 2, "int8"): {"param_all_gather": (7, 3, 2), "grad_reduce_scatter": (5, 2, 7)},
     ("zero3", 16, "int8"): {"param_all_gather": (7, 17, 2), "grad_reduce_scatter": (5, 2, 35)},
-    ("zeropp-hpz", 2, "none"): {
-        "param_all_gather": (5, 3, 3),
-        "grad_reduce_scatter": (5, 2, 3),
-        "secondary_all_gather": (2, 1, 2),
-    },
-    ("zeropp-hpz", 16, "none"): {
-        "param_all_gather": (5, 17, 3),
-        "grad_reduce_scatter": (5, 2, 3),
-        "secondary_all_gather": (2, 1, 2),
-    },
+    ("zeropp-hpz", 2, "none"): {"param_all_gather": (7, 3, 3), "grad_reduce_scatter": (5, 2, 3)},  # 2 of a copy
+    ("zeropp-hpz", 16, "none"): {"param_all_gather": (7, 17, 3), "grad_reduce_scatter": (5, 2, 3)},  # 2 of a copy
     ("mics", 2, "none"): {
         "param_all_gather": (7, 1, 2),
         "grad_reduce_scatter": (5, 1, 2),
@@ -107,6 +99,13 @@ def _log(preset: str, nodes: int, per_node: int = PER_NODE, **options: Any) -> l
 @pytest.mark.parametrize(("preset", "nodes", "codec"), LAUNCHES)
 def test_a_unit_launches_as_many_as_before(preset: str, nodes: int, codec: str) -> None:
     assert table(_log(preset, nodes, grad_codec=codec)) == LAUNCHES[preset, nodes, codec]
+
+
+@pytest.mark.parametrize("nodes", [2, 16])
+def test_a_copy_is_gathered_in_one_launch_by_the_group_of_the_stage_inside_nodes(nodes: int) -> None:
+    gathers = [chain for chain in chains(_log("zeropp-hpz", nodes)) if chain.name == "param_all_gather"]
+    assert sorted((chain.collectives, chain.kernels) for chain in gathers)[:2] == [(1, 2)] * 2
+    assert {chain.collectives for chain in gathers} == {1, nodes + 1}
 
 
 @pytest.mark.parametrize(("preset", "codec"), IN_PIECES)

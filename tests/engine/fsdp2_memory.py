@@ -132,20 +132,21 @@ def buffers_of(estimate: MemoryEstimate) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print the table."""
-    columns = ("slots", "all-gather staging buffers", "gradient staging buffers", "workspaces", "gradients of autograd")
-    print(f"| GB per rank | {' | '.join(columns)} | together | FSDP2 | our shards | FSDP2's |")
-    print("|---" * (len(columns) + 5) + "|")
+    """Print the table, a column for each model."""
+    columns: list[dict[str, float]] = []
     for name in SIZES:
         fsdp2_bytes, estimate = of_fsdp2(name, LAYERS), of_mics(name)
         with torch.device("meta"):
             numel = sum(parameter.numel() for parameter in model_of(name).parameters())
-        buffers = buffers_of(estimate)
+        buffers = {purpose: size for purpose, size in buffers_of(estimate).items() if size > 10**7}
         shards = sum(estimate.bytes_by_purpose.get(purpose, 0) for purpose in SHARDS)
-        sizes = [*(buffers[column] for column in columns), sum(buffers.values()), fsdp2_bytes]
         fsdp2_shards = 2 * 4 * numel / RANKS_PER_NODE  # parameters and gradients in fp32
-        row = [name, *(f"{size / 1e9:.2f}" for size in (*sizes, shards, fsdp2_shards))]
-        print(f"| {' | '.join(row)} |", flush=True)
+        sums = {"**all buffers**": sum(buffers.values()), "**FSDP2's at its peak**": fsdp2_bytes}
+        columns.append({**buffers, **sums, "shards": shards, "FSDP2's shards": fsdp2_shards})
+    print(f"| GB per rank | {' | '.join(SIZES)} |")
+    print("|---" * (len(SIZES) + 1) + "|")
+    for row in columns[0]:
+        print(f"| {row} | {' | '.join(f'{column[row] / 1e9:.2f}' for column in columns)} |")
 
 
 if __name__ == "__main__":
