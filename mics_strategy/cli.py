@@ -175,6 +175,8 @@ def report(options: Namespace) -> Iterator[str]:
 
 def _table(estimate: MemoryEstimate, state_bytes: int) -> Iterator[str]:
     rows = dict(sorted(estimate.bytes_by_purpose.items(), key=lambda row: -row[1]))
+    rows["gradients of autograd"] = estimate.pending_grad_bytes
+    rows[f"communicators ({estimate.num_communicators})"] = estimate.communicator_bytes
     rows["optimizer states"] = estimate.num_trained * state_bytes
     for purpose, num_bytes in rows.items():
         if num_bytes >= 5e5:  # omit rows that would be printed as 0.000

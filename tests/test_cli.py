@@ -77,7 +77,7 @@ def test_estimate_says_what_each_rank_needs(tmp_path: Path, capsys: pytest.Captu
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes))
     numel = sum(parameter.numel() for parameter in model.parameters())
-    assert first == f"LlamaForCausalLM, {numel / 1e9:.3f} B parameters in 5 units, on 32 ranks"
+    assert first == f"LlamaForCausalLM, {numel / 1e9:.3f} B parameters in 7 units, on 32 ranks"
     assert scopes == "parameters over 8, gradients over 8, optimizer states over 8 ranks"
     gigabytes = {row[:30].strip(): float(row[30:].split()[0]) for row in rows}
     assert gigabytes["master shards"] == pytest.approx(4 * numel / 8 / 1e9, rel=0.01)

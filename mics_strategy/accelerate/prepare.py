@@ -115,8 +115,8 @@ def check_output_layer(sharded: Sharded) -> None:
     if unit is not None:
         raise ConfigError(
             f"The output layer is in the unit `{unit.name}`, but this Trainer of TRL reads its weight without calling "
-            "it, when only the root unit is gathered. Make units of layers: remove the wrap policy and "
-            "`min_num_params`, or name the layer classes in `fsdp_transformer_layer_cls_to_wrap`."
+            "it, when only the root unit is gathered. Name the layer classes in `fsdp_transformer_layer_cls_to_wrap`: "
+            "then the root unit holds all other parameters."
         )
 
 

@@ -85,6 +85,14 @@ class ProcessGroups:
         """Span of the secondary copy's all-gathers."""
         return self.scopes.span_of("secondary_all_gather")
 
+    @property
+    def is_stream_ordered(self) -> bool:
+        """Whether a stream runs collectives one after the other.
+
+        Then all may use one buffer. On gloo threads run them, and their results are put in place when something waits.
+        """
+        return self.world_group is None or not self.world_group.transport.blocks_host
+
     @functools.cached_property
     def unquantized(self) -> GradCommunicators:
         """Communicators of gradients without codecs. The first access is collective."""

@@ -50,13 +50,15 @@ _QUEUES = {  # roles by queue
     "second_hop": ("second_hop_reduce_scatter", "second_hop_all_reduce"),
 }
 
+_FAMILIES = {**_QUEUES, "control": ("control", "shard", "replicate")}  # roles by stream
+
 
 class CommResources:
     """Makes the communicators of one sharded model, and closes what they use.
 
     All-gathers of parameters, reduce-scatters of gradients in a backward, and the second hop of gradients have their
-    own groups and queues, so that none waits for another. The models of one process share groups of the same role over
-    the same ranks.
+    own groups and queues, so that none waits for another. The models of one process share groups over the same ranks:
+    those of one role, and elsewhere than on gloo those of one stream.
 
     Args:
         world_size: Ranks of the job.
@@ -155,8 +157,7 @@ class CommResources:
         if span.size == 1:
             return None
         shared = _groups.setdefault(dist.group.WORLD, {})
-        # Gloo matches its own all-reduces by their number in the group, and every model has a thread that submits them.
-        key = role if role != "second_hop_all_reduce" else f"{role} {self._number}"
+        key = self._family_of(role)
         if (key, span) not in shared:
             for members in span.groups(self.world_size):
                 group = new_group(
@@ -165,6 +166,34 @@ class CommResources:
                 if self.rank in members:
                     shared[key, span] = group
         return shared[key, span]
+
+    def _family_of(self, role: str) -> str:
+        """The roles that share a group where their ranks are the same.
+
+        They are on one stream, so that all ranks submit their collectives in one order. Gloo matches its own
+        all-reduces by their number in the group, and every model has a thread that submits them.
+        """
+        if backend_of(dist.group.WORLD, self.device.type) == "gloo":
+            return role if role != "second_hop_all_reduce" else f"{role} {self._number}"
+        return next((family for family, roles in _FAMILIES.items() if role in roles), role)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of this rank's process groups.
+
+        The default group and those of earlier models count.
+        """
+        return 1 + len(_groups.get(dist.group.WORLD, {}))
+
+    def connect(self) -> None:
+        """Use every group once, in an order that all ranks share. Collective.
+
+        NCCL makes a communicator when its group is first used, from memory outside torch's allocator. A step that uses
+        a group for the first time would run out of memory after all else fits.
+        """
+        for (_, span), group in _groups.get(dist.group.WORLD, {}).items():
+            transport = make_transport(group, span.name, self.device.type)
+            transport.all_reduce(torch.zeros(1, device=self.device)).wait()
 
     def device_mesh(self, shard_span: Span, replicate_span: Span) -> DeviceMesh:
         """The device mesh of replicas by shards, without axes of one rank. Collective."""

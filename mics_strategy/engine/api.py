@@ -194,5 +194,7 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     guards.reset_before_access(model, reset_after_error)
     guards.mark_sharded(model, sharded)
     prepare_generation(model, is_forward_collective=sharded.scopes.params > 1)
+    if context.device.type == "cuda":
+        context.groups.resources.connect()
     context.groups.traffic_log.drain()
     return sharded

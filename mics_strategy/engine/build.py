@@ -5,9 +5,11 @@ The engine's memory is allocated here: arenas, slots, staging buffers and worksp
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,10 +29,13 @@ from mics_strategy.engine.unit import GatherResources, Unit
 from mics_strategy.engine.zero_copy import coalesced_comm_for
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.engine.units import ParamRef, UnitSpec
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
+_MAX_BUCKET_BYTES = 256 * 2**20  # gathered; far above the size from which links are busy (MiCS section 4.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +51,17 @@ class BuildContext:
 def make_bucket_specs(unit: UnitSpec, context: BuildContext) -> list[BucketSpec]:
     """The buckets of a unit: its parameters by dtype and trainability.
 
-    Buckets stand in the order of their first parameters.
+    Buckets stand in the order of their first parameters. Parameters of more than `_MAX_BUCKET_BYTES` have several: a
+    staging buffer holds one bucket at a time, where the stream orders collectives.
     """
     by_kind: dict[tuple[torch.dtype, bool], list[ParamRef]] = defaultdict(list)
     for entry in unit.parameters:
         by_kind[entry.parameter.dtype, entry.parameter.requires_grad].append(entry)
     specs = []
-    for (dtype, trainable), entries in by_kind.items():
+    for (dtype, trainable), kind_entries in by_kind.items():
         shards = context.groups.trainable_placement if trainable else context.groups.frozen_placement
         param_dtype = context.config.param_dtype_of(dtype)
-        specs.append(
+        specs += [
             BucketSpec(
                 name=f"{unit.name or '(root)'}{'' if trainable else ' (frozen)'}",
                 layout=make_layout(
@@ -69,8 +75,23 @@ def make_bucket_specs(unit: UnitSpec, context: BuildContext) -> list[BucketSpec]
                 param_dtype=param_dtype,
                 trainable=trainable,
             )
-        )
+            for entries in _split(kind_entries, param_dtype.itemsize)
+        ]
     return specs
+
+
+def _split(entries: list[ParamRef], itemsize: int) -> Iterator[list[ParamRef]]:
+    """Cut parameters into lists of `_MAX_BUCKET_BYTES` at most, or of one parameter."""
+    part: list[ParamRef] = []
+    num_bytes = 0
+    for entry in entries:
+        entry_bytes = entry.parameter.numel() * itemsize
+        if part and num_bytes + entry_bytes > _MAX_BUCKET_BYTES:
+            yield part
+            part, num_bytes = [], 0
+        part.append(entry)
+        num_bytes += entry_bytes
+    yield part
 
 
 def build_units(modules: list[UnitSpec], specs: list[list[BucketSpec]], context: BuildContext) -> list[Unit]:
@@ -226,15 +247,20 @@ def build_engine(units: list[Unit], modules: list[UnitSpec], context: BuildConte
 
 def _gather_resources(units: list[Unit], stream: OpStream, context: BuildContext) -> GatherResources:
     groups, memory, count = context.groups, context.memory, context.config.prefetch
-    staged = [unit.buckets if unit.needs_staging else [] for unit in units]
+    if groups.is_stream_ordered:  # the buckets that need a buffer, one after the other
+        staged = [[bucket] for unit in units for bucket in unit.buckets if bucket.needs_staging]
+    else:
+        staged = [unit.buckets for unit in units if unit.needs_staging]
     flat = [packed_bytes([(b.layout.full_numel, b.spec.param_dtype) for b in buckets]) for buckets in staged]
+    num_flat = 1 if groups.is_stream_ordered else count
     cast = [packed_bytes([bucket.cast_shard_spec for bucket in unit.buckets]) for unit in units]
     sends_syncs = groups.trainable_placement.sync_comm is not None
     needs_cast = sends_syncs and any(bucket.needs_cast for unit in units for bucket in unit.buckets)
     return GatherResources(
         stream=stream,
-        flat=StagingPool(memory, "all-gather staging buffers", count, max(flat), context.device),
+        flat=StagingPool(memory, "all-gather staging buffers", num_flat, max(flat, default=0), context.device),
         cast=StagingPool(memory, "cast staging buffers", count, max(cast) if needs_cast else 0, context.device),
+        is_stream_ordered=groups.is_stream_ordered,
     )
 
 
@@ -250,6 +276,7 @@ def _gradients(units: list[Unit], context: BuildContext) -> dict[int, list[GradB
     cast_indices = [i for i, bucket in enumerate(buckets) if bucket.spec.master_dtype != sum_dtypes[i]]
     sizes = [(buckets[i].layout.shard_numel, buckets[i].spec.master_dtype) for i in cast_indices]
     casts = dict(zip(cast_indices, arena(memory, "cast gradients", sizes, device), strict=True))
+    stagings = _shared_staging(buckets, context)
     grad_buckets = iter(
         GradBucket(
             bucket,
@@ -257,12 +284,27 @@ def _gradients(units: list[Unit], context: BuildContext) -> dict[int, list[GradB
             results[i],
             casts.get(i, results[i]),
             context.config.wire_dtype_of(bucket.spec.master_dtype),
+            stagings[i],
         )
         for i, bucket in enumerate(buckets)
     )
     return {
         unit.index: [next(grad_buckets) for _ in unit.trainable_buckets] for unit in units if unit.trainable_buckets
     }
+
+
+def _shared_staging(buckets: list[Bucket], context: BuildContext) -> list[torch.Tensor] | list[None]:
+    """One flat buffer of gradients, as a view for each bucket.
+
+    Each is None where no stream orders first hops.
+    """
+    groups = context.groups
+    if groups.grad_comm is None or not groups.is_stream_ordered:
+        return [None] * len(buckets)
+    sizes = [(b.layout.full_numel, context.config.wire_dtype_of(b.spec.master_dtype)) for b in buckets]
+    num_bytes = max((packed_bytes([size]) for size in sizes), default=0)
+    staging = context.memory.zeros("gradient staging buffers", num_bytes, torch.uint8, context.device)
+    return [view for size in sizes for view in carve_views(staging, [size])]
 
 
 def _reducer_buffers(
@@ -273,7 +315,8 @@ def _reducer_buffers(
         index: [(g.bucket.layout.full_numel, g.wire_dtype) for g in unit_gradients]
         for index, unit_gradients in gradients.items()
     }
-    flat = {index: packed_bytes(sizes[index]) if groups.grad_comm is not None else 0 for index in gradients}
+    needs_flat = groups.grad_comm is not None and not groups.is_stream_ordered
+    flat = {index: packed_bytes(sizes[index]) if needs_flat else 0 for index in gradients}
     by_depth: dict[int, list[int]] = defaultdict(list)
     for index in gradients:
         by_depth[modules[index].depth].append(index)
@@ -288,7 +331,7 @@ def _reducer_buffers(
     return ReducerBuffers(
         flat_pools=flat_pools,
         flat_views={index: CachedViews(sizes[index]) for index in gradients},
-        zero_grads=memory.zeros("zero gradients", largest, torch.uint8, device) if largest else _NO_BYTES,
+        zero_grads=functools.cache(partial(memory.zeros, "zero gradients", largest, torch.uint8, device)),
         second_hop=StagingPool(memory, "second-hop staging buffers", 2, max(wires, default=0), device),
         usage=memory.zeros("used parameters", usage_numel(num_parameters), USAGE_DTYPE, device),
     )

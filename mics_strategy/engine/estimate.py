@@ -33,8 +33,11 @@ from mics_strategy.tuning.coalesce import choose_coalescing
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
+    from mics_strategy.engine.unit import Unit
 
 _META = torch.device("meta")
+# 0.5 to 0.7 GB on four A100 (NVIDIA/nccl#964). Not measured by this project.
+COMMUNICATOR_BYTES = 600_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +46,34 @@ class MemoryEstimate:
 
     Attributes:
         bytes_by_purpose: Bytes that the engine allocates, as in `Sharded.memory` of a real job on GPUs.
+        pending_grad_bytes: Most bytes of gradients that wait for their first hop where autograd has stored them: those
+            of two units in a row.
+        num_communicators: Communicators of NCCL, one for each process group of the rank.
         num_trained: Elements that this rank's optimizer updates.
         scopes: Degrees and mesh axes of each model state.
         num_units: Number of units in the model. The parameters of a few are unsharded at a time.
     """
 
     bytes_by_purpose: Mapping[str, int]
+    pending_grad_bytes: int
+    num_communicators: int
     num_trained: int
     scopes: Scopes
     num_units: int
 
     def total_bytes(self, state_bytes_per_number: int = 8) -> int:
-        """Bytes of the engine and of the optimizer states, without activations.
+        """Bytes of the engine, gradients, states and communicators, not of activations.
 
         Args:
             state_bytes_per_number: Bytes of optimizer states for each element; 8 for Adam in fp32.
         """
-        return sum(self.bytes_by_purpose.values()) + self.num_trained * state_bytes_per_number
+        states_bytes = self.num_trained * state_bytes_per_number
+        return sum(self.bytes_by_purpose.values()) + self.pending_grad_bytes + self.communicator_bytes + states_bytes
+
+    @property
+    def communicator_bytes(self) -> int:
+        """Bytes of NCCL's communicators, outside torch's allocator; a rough figure."""
+        return self.num_communicators * COMMUNICATOR_BYTES
 
 
 def estimate_memory(
@@ -96,7 +110,7 @@ def estimate_memory(
     scopes = resolve_scopes(config.replace(topology=topology), topology, world_size)
     modules, memory = find_units(model, units), MemoryTracker()
     with _fake_process_group(world_size), torch.no_grad():
-        groups = ProcessGroups(scopes, CommResources(world_size, "cpu"), seed=0)
+        groups = ProcessGroups(scopes, CommResources(world_size, "cuda"), seed=0)
         context = BuildContext(config=config, groups=groups, device=_META, memory=memory)
         specs = [make_bucket_specs(module, context) for module in modules]
         specs = choose_coalescing(specs, config, groups, _META)
@@ -105,9 +119,24 @@ def estimate_memory(
         build_engine(built_units, modules, context)
         trained = [bucket for unit in built_units for bucket in unit.trainable_buckets]
         num_trained = sum(bucket.layout.shard_numel for bucket in trained)
+        num_communicators = groups.resources.num_groups
     return MemoryEstimate(
-        bytes_by_purpose=memory.bytes_by_purpose, num_trained=num_trained, scopes=scopes, num_units=len(modules)
+        bytes_by_purpose=memory.bytes_by_purpose,
+        pending_grad_bytes=_pending_grad_bytes(built_units),
+        num_communicators=num_communicators,
+        num_trained=num_trained,
+        scopes=scopes,
+        num_units=len(modules),
     )
+
+
+def _pending_grad_bytes(units: list[Unit]) -> int:
+    """Bytes of the gradients of two units in a row, of which one is being reduced."""
+    by_unit = [
+        sum(view.numel() * view.itemsize for bucket in unit.trainable_buckets for view in bucket.unsharded.views)
+        for unit in units
+    ]
+    return max(map(sum, zip(by_unit, [*by_unit[1:], 0], strict=True)))
 
 
 @contextmanager

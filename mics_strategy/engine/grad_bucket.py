@@ -61,22 +61,24 @@ class BackwardGrads:
     Args:
         name: Name of the bucket, for errors.
         flags: Flags of its parameters, shared with `GradBucket`.
+        staging: See `GradBucket`.
 
     Attributes:
         state: State of the flat buffer.
         num_arrived: Number of parameters whose gradient has arrived.
         kept: Gradients where autograd has stored them, by position. Their memory stays unchanged: autograd gives a
             parameter a tensor without other references, or a copy.
-        flat: [full_numel] in the wire dtype; None while no buffer is bound.
+        flat: [full_numel] in the wire dtype; None while no buffer is bound; empty with `staging`.
         is_zero: Whether `flat` holds zeros that other buckets also send, so that nothing is written to it.
     """
 
-    def __init__(self, name: str, flags: GradFlags) -> None:
+    def __init__(self, name: str, flags: GradFlags, staging: torch.Tensor | None) -> None:
         self.state = GradBufferState.EMPTY
         self.num_arrived = 0
         self.kept: dict[int, torch.Tensor] = {}
         self.flat: torch.Tensor | None = None
         self.is_zero = False
+        self.staging = staging
         self._name = name
         self._flags = flags
 
@@ -84,6 +86,15 @@ class BackwardGrads:
         """Use `flat` until the first hop of this backward has completed."""
         self.flat, self.is_zero = flat, is_zero
         self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "bind_buffer", self._name)
+
+    def keep_until_reduced(self, position: int, grad: torch.Tensor, earlier: torch.Tensor | None) -> None:
+        """Keep a gradient until the first hop.
+
+        It is added to an earlier one of its parameter, with the rounding of a flat buffer.
+        """
+        if earlier is not None and self.staging is not None:
+            grad = earlier.to(self.staging.dtype) + grad.detach()
+        self.kept[position] = grad.detach().clone() if grad.requires_grad else grad
 
     def start_reduce(self) -> dict[int, torch.Tensor]:
         """The first hop takes the buffer. Returns the gradients that it reads in place."""
@@ -121,6 +132,9 @@ class GradBucket:
             scopes agree.
         result_cast: [shard_numel] in the parameters' dtype when that is another one; otherwise `result`.
         wire_dtype: Dtype of gradients on the wire.
+        staging: [full_numel] in the wire dtype, which all buckets use in turn, in the order of a stream; None where
+            each first hop borrows a flat buffer of its own. With it, gradients stay where autograd has stored them
+            until the first hop.
 
     Attributes:
         state: State of the accumulator.
@@ -135,6 +149,7 @@ class GradBucket:
         result: torch.Tensor,
         result_cast: torch.Tensor,
         wire_dtype: torch.dtype,
+        staging: torch.Tensor | None = None,
     ) -> None:
         self.bucket = bucket
         self.name = bucket.spec.name
@@ -150,7 +165,7 @@ class GradBucket:
         self._in_place = (
             plan_in_place_reduce(groups.grad_comm, bucket.spec, wire_dtype) if self._predivisor == 1 else None
         )
-        self.collected = BackwardGrads(self.name, self.flags)
+        self.collected = BackwardGrads(self.name, self.flags, staging)
         self._copies = GradCopies(bucket.layout)
         self._padding_views: dict[int, list[torch.Tensor]] = {}
         shards = groups.trainable_placement
@@ -176,10 +191,13 @@ class GradBucket:
         """
         collected = self.collected
         earlier = collected.kept.pop(position, None)
+        if earlier is None and not self.flags.has(GradFlag.ARRIVED, position):
+            collected.num_arrived += 1
+        if collected.staging is not None:
+            collected.keep_until_reduced(position, grad, earlier)
+            return
         if earlier is not None:
             self._copy({position: earlier})
-        elif not self.flags.has(GradFlag.ARRIVED, position):
-            collected.num_arrived += 1
         if grad.requires_grad:
             self._copy({position: grad.detach()})
         else:
@@ -188,10 +206,10 @@ class GradBucket:
     def copy_kept(self) -> None:
         """Copy kept gradients into the flat buffer, or add them to the accumulator.
 
-        Those that the first hop reads in place stay.
+        Those that the first hop reads in place stay, and all where it copies them itself.
         """
         kept = self.collected.kept
-        if not kept:
+        if not kept or self.collected.staging is not None:
             return
         stay = {} if self._in_place is None else self._in_place.select(kept, self.flags)
         self.collected.kept = stay
@@ -216,8 +234,12 @@ class GradBucket:
         comm, flat = self.bucket.groups.grad_comm, self.collected.flat
         if comm is None or flat is None:
             return None
+        copied: dict[int, torch.Tensor] = {}
+        staging = self.collected.staging
+        if staging is not None:
+            flat, copied = staging, self._copy_to_staging(staging)
         self.flags.apply("add_grad", self.collected.kept)  # read in place
-        if not self.collected.is_zero:
+        if staging is not None or not self.collected.is_zero:
             self._zero(flat, self.flags.positions_without(GradFlag.ARRIVED))
             if self.bucket.groups.scopes.codecs.first_hop is not None:
                 self._zero_padding(flat, degree=1)
@@ -234,7 +256,21 @@ class GradBucket:
         else:
             comm = comm.for_bytes(flat.numel() * flat.itemsize)
             work = comm.reduce_scatter(self.accumulator, flat, accumulate, self.name)
+        work.keepalive = [*work.keepalive, *copied.values()]
         return work.then(self.collected.finish_reduce)
+
+    def _copy_to_staging(self, staging: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Copy kept gradients, on the stream of the first hop.
+
+        Returns them: the device may still read them. Those that the first hop reads in place stay kept.
+        """
+        kept = self.collected.kept
+        stay = {} if self._in_place is None else self._in_place.select(kept, self.flags)
+        copied = {position: grad for position, grad in kept.items() if position not in stay}
+        self._copies.copy(staging, copied, GradFlag.ARRIVED, self.flags)
+        self.flags.apply("add_grad", copied)
+        self.collected.kept = stay
+        return copied
 
     def _start_accumulating(self) -> None:
         """Make the gradient a sum to which more can be added."""

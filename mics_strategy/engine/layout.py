@@ -194,6 +194,11 @@ class BucketLayout:
             for param_slice in self.param_slices
         )
 
+    @property
+    def is_one_parameter(self) -> bool:
+        """Whether the flat buffer is the memory of a single contiguous parameter."""
+        return len(self.param_slices) == 1 and self.is_evenly_divisible and not self.padding_numel
+
     def strided_view(self, flat: torch.Tensor, position: int) -> torch.Tensor | None:
         """One parameter in the flat buffer as a view [pieces, piece elements], or None.
 

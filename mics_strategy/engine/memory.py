@@ -1,7 +1,8 @@
 """Memory of the engine: arenas, slots and staging buffers.
 
-All memory is allocated when the model is sharded, and lives as long as the sharded model. The one exception is another
-gradient buffer where gradients arrive in another order than the ranks' common one (`StagingPool`).
+All memory is allocated when the model is sharded, and lives as long as the sharded model. There are two exceptions,
+allocated when they are first needed: another gradient buffer where gradients arrive in another order than the ranks'
+common one (`StagingPool`), and zeros for a unit without gradients on this rank (`ReducerBuffers.zero_grads`).
 
 - *Arenas* hold model states: one tensor per dtype and purpose, with a piece for every bucket.
 - *Slots* hold unsharded parameters. A unit is bound to one slot for good, so its parameters keep one address.

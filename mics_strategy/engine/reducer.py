@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -41,15 +41,16 @@ class ReducerBuffers:
     Attributes:
         flat_pools: Pools of the flat buffers of trainable buckets, by unit index.
         flat_views: Views of such a buffer for each trainable bucket, by unit index.
-        zero_grads: Zeros, as large as the largest flat buffer. A unit without a gradient sends them, so that it takes
-            no buffer from a unit that has one. Never written to, so any number of collectives may read them.
+        zero_grads: Returns zeros, as large as the largest flat buffer; allocated at the first call. A unit without a
+            gradient sends them, so that it takes no buffer from a unit that has one. Never written to, so any number
+            of collectives may read them.
         second_hop: Pool of a bucket's second hop in the wire dtype, where that is not the dtype of the sum.
         usage: Number of ranks that use each trainable parameter.
     """
 
     flat_pools: dict[int, StagingPool]
     flat_views: dict[int, CachedViews]
-    zero_grads: torch.Tensor
+    zero_grads: Callable[[], torch.Tensor]
     second_hop: StagingPool
     usage: torch.Tensor
 
@@ -332,7 +333,7 @@ class Reducer:
                 for gradient in gradients:
                     self._second_hops.wait(gradient)
                 if gradients[0].collected.state is not GradBufferState.FILLING:
-                    self._bind_buffer(unit, self.buffers.zero_grads, is_zero=True)
+                    self._bind_buffer(unit, self.buffers.zero_grads(), is_zero=True)
                 stream = self.streams.reduce_scatter
                 for gradient in gradients:
                     chains.append(stream.launch([gradient.reduce_scatter]))

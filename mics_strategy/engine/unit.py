@@ -36,13 +36,16 @@ class GatherResources:
 
     Attributes:
         stream: Side stream of all-gathers.
-        flat: Flat buffers for all buckets of one unit in the compute dtype.
+        flat: Flat buffers in the compute dtype, for all buckets of one unit, or for one bucket at a time if the stream
+            orders all-gathers.
         cast: Buffers for this rank's shards of one unit in the compute dtype.
+        is_stream_ordered: See `ProcessGroups.is_stream_ordered`.
     """
 
     stream: OpStream
     flat: StagingPool
     cast: StagingPool
+    is_stream_ordered: bool
 
 
 class Unit:
@@ -250,16 +253,26 @@ class _StagingViews:
     def __init__(self, buckets: list[Bucket]) -> None:
         self.needs_flat = any(bucket.needs_staging for bucket in buckets)
         self._buckets = buckets
-        self._flats = CachedViews([(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in buckets])
+        sizes = [(bucket.layout.full_numel, bucket.spec.param_dtype) for bucket in buckets]
+        self._flats = CachedViews(sizes)
+        self._flat_of_bucket = [CachedViews([size]) for size in sizes]
         self._casts = CachedViews([bucket.cast_shard_spec for bucket in buckets])
 
     def acquire(
         self, resources: GatherResources, on_reuse: Callable[[], None]
     ) -> Iterator[tuple[Bucket, torch.Tensor, torch.Tensor]]:
         """Every bucket with its flat buffer and its cast shard, both in the compute dtype."""
-        flat = resources.flat.acquire(on_reuse) if self.needs_flat else _NOTHING
-        cast = resources.cast.acquire(on_reuse)
-        return zip(self._buckets, self._flats.views_of(flat), self._casts.views_of(cast), strict=True)
+        cast = self._casts.views_of(resources.cast.acquire(on_reuse))
+        if resources.is_stream_ordered:
+            flat = resources.flat.acquire(_nothing_to_finish) if self.needs_flat else _NOTHING
+            flats = [views.views_of(flat)[0] for views in self._flat_of_bucket]
+        else:
+            flats = self._flats.views_of(resources.flat.acquire(on_reuse) if self.needs_flat else _NOTHING)
+        return zip(self._buckets, flats, cast, strict=True)
+
+
+def _nothing_to_finish() -> None:
+    """An all-gather into a flat buffer is behind the previous one on their stream."""
 
 
 def unit_plan_of(unit: Unit, gradients: Iterable[GradBucket], slot: int) -> UnitPlan:

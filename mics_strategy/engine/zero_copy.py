@@ -1,8 +1,9 @@
 """Collectives that read gradients and write parameters without the flat buffer.
 
-Two transports offer them. Ranks that read one another's memory copy every extent of a shard into its parameter, and
-read every extent of a gradient where autograd has stored it. A backend that accepts several tensors in one launch
-gathers and reduces each parameter as a tensor of its own, if each rank has an equal part of it.
+A bucket of one parameter whose rows divide evenly is its own flat buffer: any all-gather writes it in place. For other
+buckets two transports offer such collectives. Ranks that read one another's memory copy every extent of a shard into
+its parameter, and read every extent of a gradient where autograd has stored it. A backend that accepts several tensors
+in one launch gathers and reduces each parameter as a tensor of its own, if each rank has an equal part of it.
 
 A gradient takes the flat buffer where it is not contiguous, has another dtype than the wire, arrives twice, or (with
 peer memory) is sharded along another dimension than the first. One reduce-scatter may have gradients of both kinds.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +47,9 @@ def plan_in_place_gather(
     if comm is None or not params:
         return None
     flat_params = [param.view(-1) for param in params]
+    if layout.is_one_parameter:
+        route_comm = comm.for_bytes(layout.full_numel * params[0].itemsize)
+        return partial(route_comm.all_gather, flat_params[0], label=label)
     coalesced = coalesced_comm_for(comm, layout, params[0].itemsize) if coalesces else None
     if coalesced is not None:
         return coalesced_gather(coalesced, layout, flat_params, label)

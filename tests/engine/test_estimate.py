@@ -10,7 +10,7 @@ from mics_strategy import ConfigError, ShardConfig, Topology, shard
 from mics_strategy.engine.estimate import MemoryEstimate, estimate_memory
 from tests import models
 from tests.engine.training import forget_meshes
-from tests.ranks import RankContext, RankPool
+from tests.ranks import RankContext, RankPool, simulate
 
 CONFIGS = [
     ShardConfig.preset("mics", partition_size=2),
@@ -37,7 +37,7 @@ def allocated(ctx: RankContext, config: ShardConfig) -> tuple[dict[str, int], in
     return sharded.memory.bytes_by_purpose, sum(each.numel() * each.itemsize for each in states)
 
 
-STAGING = ("workspaces", "all-gather staging buffers")
+STAGING = ("workspaces", "all-gather staging buffers", "gradient staging buffers")
 
 
 def estimated(config: ShardConfig) -> MemoryEstimate:
@@ -51,15 +51,26 @@ def estimated(config: ShardConfig) -> MemoryEstimate:
 def test_estimated_memory_equals_allocated_memory(ranks: RankPool, config: ShardConfig) -> None:
     """All purposes except those in which gloo differs from a GPU.
 
-    Messages need other workspaces than a GPU's collectives, and reads of peer memory need no staging buffers.
+    Messages need other workspaces than a GPU's collectives, and reads of peer memory need no staging buffers. Threads
+    of gloo need a flat buffer for each first hop in flight, where a stream needs one for all.
     """
     expected = estimated(config)
     by_purpose = expected.bytes_by_purpose
     for found, bytes_of_states in ranks(4, allocated, config, ranks_per_node=2):
         own, other = ({k: v for k, v in each.items() if v and k not in STAGING} for each in (found, by_purpose))
         assert own == other
-        assert found.get("all-gather staging buffers", 0) <= by_purpose.get("all-gather staging buffers", 0)
+        streams_bytes = by_purpose.get("all-gather staging buffers", 0)
+        assert found.get("all-gather staging buffers", 0) <= config.prefetch * streams_bytes
+        assert found.get("gradient staging buffers", 0) >= by_purpose.get("gradient staging buffers", 0)
         assert bytes_of_states <= 8 * expected.num_trained <= 1.3 * bytes_of_states  # odd rows are padded
+
+
+@pytest.mark.parametrize("config", CONFIGS[:4], ids=lambda config: f"{config.params}-{config.grads}")
+def test_estimated_buffers_equal_those_of_a_backend_with_streams(config: ShardConfig) -> None:
+    """All purposes but workspaces: on the CPU sums are not the backend's own."""
+    expected = {k: v for k, v in estimated(config).bytes_by_purpose.items() if v and k != "workspaces"}
+    for found, _ in simulate(4, allocated, config, ranks_per_node=2):
+        assert {k: v for k, v in found.items() if v and k != "workspaces"} == expected
 
 
 def test_a_model_of_many_ranks_needs_little_time_and_no_memory() -> None:

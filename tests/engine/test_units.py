@@ -1,15 +1,23 @@
 """Choice of units, and the unit of a parameter that several units share."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from mics_strategy import ShardConfig, Topology
+from mics_strategy.engine import build as build_module
+from mics_strategy.engine import units as units_module
 from mics_strategy.engine.units import UnitSpec, find_units
 from mics_strategy.errors import ConfigError
 from tests import models
+from tests.engine.training import Run, forget_meshes, start, whole
 from tests.models import Block, Residual, Transformer
+from tests.ranks import RankContext, RankPool, simulate
 
 
 class EncoderDecoder(nn.Module):
@@ -76,6 +84,47 @@ def test_auto_takes_the_outer_of_nested_layers() -> None:
 def test_auto_leaves_small_change_with_the_root() -> None:
     model = nn.Sequential(nn.ModuleList(nn.LayerNorm(2) for _ in range(3)), nn.Linear(50, 50), nn.Linear(50, 50))
     assert _names(find_units(model, "auto")) == ["", "1", "2"]
+
+
+class LanguageModel(nn.Module):
+    """Repeated blocks between an embedding, which the head may share, and an attention that is not repeated."""
+
+    def __init__(self, *, tie: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(300, 8)
+        self.blocks = nn.ModuleList(Block(8, 2, 400) for _ in range(2))
+        self.attention = nn.MultiheadAttention(48, 2)
+        self.small = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 300, bias=False)
+        if tie:
+            self.head.weight = self.embedding.weight
+
+
+@pytest.fixture
+def large_is_2000(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mics_strategy.engine.units.LARGE_NUMEL", 2000)
+
+
+@pytest.mark.usefixtures("large_is_2000")
+def test_auto_takes_large_embeddings_and_heads_outside_of_layers() -> None:
+    units = find_units(LanguageModel(tie=False), "auto")
+    assert _names(units) == ["", "embedding", "blocks.0", "blocks.1", "head"]
+    assert _owners(units)["attention.out_proj.weight"] == ""  # of 2304 numbers, which the attention reads itself
+
+
+@pytest.mark.usefixtures("large_is_2000")
+def test_tied_large_embedding_stays_with_the_unit_around_both() -> None:
+    units = find_units(LanguageModel(tie=True), "auto")
+    assert _names(units) == ["", "blocks.0", "blocks.1"]
+    assert _owners(units)["embedding.weight"] == ""
+
+
+def test_llama_has_units_of_its_embedding_and_its_head() -> None:
+    with torch.device("meta"):
+        model = Transformer()
+        model.embedding, model.head = nn.Embedding(32000, 4096), nn.Linear(4096, 32000, bias=False)
+    names = _names(find_units(model, "auto"))
+    assert [name for name in names if "blocks" not in name] == ["", "embedding", "head"]
 
 
 def test_class_takes_all_its_instances() -> None:
@@ -172,6 +221,61 @@ def test_parameters_of_a_module_shared_by_units_belong_around_them() -> None:
     model = SharesModule()
     units = find_units(model, lambda module: isinstance(module, nn.ModuleDict))
     assert _owners(units)["layers.0.norm.weight"] == ""
+
+
+CUTS = {  # the rule, the smallest large layer, the largest bucket
+    "root": ("Block", 10**9, 10**9),
+    "own units": ("auto", 100, 10**9),
+    "own units in buckets": ("auto", 100, 1000),
+}
+
+
+@contextmanager
+def cut(name: str) -> Iterator[str]:
+    """Cut parameters in this way, in this process; yields the rule."""
+    rule, large_numel, bucket_bytes = CUTS[name]
+    with (
+        mock.patch.object(units_module, "LARGE_NUMEL", large_numel),
+        mock.patch.object(build_module, "_MAX_BUCKET_BYTES", bucket_bytes),
+    ):
+        yield rule
+
+
+def bits(ctx: RankContext, preset: str, name: str, rule: str) -> list[Any]:
+    """Losses and parameters of a training."""
+    forget_meshes()
+    config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=2), prefetch=2)
+    training = start(ctx, Run(case=models.transformer, config=config, accumulation=2, units=rule))
+    losses = [training.step(step) for step in range(2)]
+    units = training.sharded.units
+    assert {"embedding", "head"} <= {unit.name for unit in units} or rule != "auto"
+    assert (max(len(unit.buckets) for unit in units) > 2) == (name == "own units in buckets")
+    return [losses, *(whole(parameter.detach()).tolist() for parameter in training.model.parameters())]
+
+
+def bits_by_cut(ctx: RankContext, preset: str) -> dict[str, list[Any]]:
+    outcomes = {}
+    for name in CUTS:
+        with cut(name) as rule:
+            outcomes[name] = bits(ctx, preset, name, rule)
+    return outcomes
+
+
+@pytest.mark.parametrize("preset", ["mics", "paro-nig"])
+def test_units_and_buckets_do_not_change_a_bit(ranks: RankPool, preset: str) -> None:
+    for outcomes in ranks(4, bits_by_cut, preset, ranks_per_node=2):
+        assert outcomes["own units"] == outcomes["root"]
+        assert outcomes["own units in buckets"] == outcomes["root"]
+
+
+@pytest.mark.parametrize("preset", ["mics", "paro-nig"])
+def test_units_and_buckets_do_not_change_a_bit_where_a_stream_orders_collectives(preset: str) -> None:
+    outcomes = {}
+    for name in CUTS:
+        with cut(name) as rule:
+            outcomes[name] = simulate(4, bits, preset, name, rule, ranks_per_node=2)
+    assert outcomes["own units"] == outcomes["root"]
+    assert outcomes["own units in buckets"] == outcomes["root"]
 
 
 def test_missing_class_is_refused_with_the_present_ones() -> None:
