@@ -10,8 +10,21 @@ import pytest
 import torch
 
 from mics_strategy import finish_saves, load_checkpoint, save_checkpoint
+from mics_strategy.engine import build
 from tests.cuda_harness.machine import Machine
-from tests.cuda_harness.runs import LOOPS, PRESETS, Loop, config_of, left_out, run, start
+from tests.cuda_harness.runs import (
+    LOOPS,
+    PRESETS,
+    Loop,
+    config_of,
+    declared,
+    left_out,
+    raising,
+    run,
+    start,
+    two_forwards,
+    unused,
+)
 from tests.cuda_harness.simulated_ranks import simulate_gpus
 from tests.rank_report import RankContext
 
@@ -47,6 +60,17 @@ def _cells() -> list[Any]:
 @pytest.mark.parametrize(("preset", "option", "loop", "recomputes"), _cells())
 def test_every_access_is_ordered(preset: str, option: str, loop: Loop, recomputes: str) -> None:
     assert run(config_of(preset, **OPTIONS[option]), loop, recomputes=recomputes).races == []
+
+
+@pytest.mark.wide(every=5)
+@pytest.mark.parametrize("loop", [declared, raising, unused, two_forwards])
+@pytest.mark.parametrize("preset", ["mics", "zero3", "paro-iig", "zeropp-hpz"])
+def test_every_access_is_ordered_in_units_of_several_buckets(
+    preset: str, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They use the staging buffers one after the other."""
+    monkeypatch.setattr(build, "_MAX_BUCKET_BYTES", 1)
+    assert run(config_of(preset, param_dtype="bfloat16"), loop).races == []
 
 
 def test_what_only_other_ranks_use_has_arrived_before_weights_change() -> None:
