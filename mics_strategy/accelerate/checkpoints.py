@@ -15,7 +15,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +27,6 @@ from torch.distributed.fsdp import StateDictType
 
 from mics_strategy import (
     CheckpointError,
-    MiCSError,
     OpenCheckpoint,
     Sharded,
     atomic_checkpoint_folder,
@@ -40,6 +39,7 @@ from mics_strategy import (
 )
 from mics_strategy.accelerate import framework
 from mics_strategy.comm import consensus
+from mics_strategy.comm.consensus import broadcast_from_rank_0, run_on_files
 
 if TYPE_CHECKING:
     from mics_strategy.accelerate.plugin import MiCSPlugin
@@ -381,28 +381,3 @@ class SaveRendezvous:
                 f"{dist.get_rank()}. All ranks must save and load together: call it outside of "
                 "`if accelerator.is_main_process`."
             )
-
-
-def run_on_files(action: Callable[[], T]) -> T:
-    """Read or write files; if it fails on one rank, raise on all. Collective.
-
-    Raises:
-        CheckpointError: A rank failed; the error names it.
-    """
-
-    def attempt() -> T:
-        try:
-            return action()
-        except MiCSError:
-            raise
-        except (OSError, RuntimeError, pickle.PickleError) as error:
-            raise CheckpointError(str(error)) from error
-
-    return consensus.run_on_all_ranks(attempt)
-
-
-def broadcast_from_rank_0(value: T) -> T:
-    """Return rank 0's value. Collective."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]

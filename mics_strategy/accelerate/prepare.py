@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mics_strategy import ConfigError, ShardConfig, Sharded, shard
 from mics_strategy.accelerate import framework
-from mics_strategy.accelerate.checkpoints import broadcast_from_rank_0
-from mics_strategy.comm.consensus import gather_objects
+from mics_strategy.comm.consensus import broadcast_from_rank_0, gather_objects
 
 if TYPE_CHECKING:
     from mics_strategy.accelerate.plugin import MiCSPlugin

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,8 +30,11 @@ from torch.distributed.fsdp import StateDictType
 
 from mics_strategy import CheckpointError, Sharded, load_weights
 from mics_strategy.accelerate import framework
-from mics_strategy.accelerate.checkpoints import SaveRendezvous, run_on_files
 from mics_strategy.accelerate.plugin import MiCSPlugin
+from mics_strategy.comm.consensus import run_on_files
+
+if TYPE_CHECKING:
+    from mics_strategy.accelerate.checkpoints import SaveRendezvous
 
 HandleLookup = Callable[[nn.Module], Sharded | None]
 

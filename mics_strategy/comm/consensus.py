@@ -5,6 +5,7 @@ No collective blocks the rendezvous.
 
 from __future__ import annotations
 
+import pickle
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -51,6 +52,13 @@ def gather_objects(value: T) -> list[T]:
     return values
 
 
+def broadcast_from_rank_0(value: T) -> T:
+    """Return rank 0's value. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def _key(rank: int) -> str:
     return f"mics/agreements/{rank}"
 
@@ -76,6 +84,24 @@ def run_on_all_ranks(action: Callable[[], T], foreign: type[errors.MiCSError] | 
         Exception: The exception of this rank that is no `MiCSError`.
     """
     return run_and_gather(lambda: (action(), None), foreign)[0]
+
+
+def run_on_files(action: Callable[[], T]) -> T:
+    """Read or write files; if it fails on one rank, raise on all. Collective.
+
+    Raises:
+        CheckpointError: A rank failed; the error names it.
+    """
+
+    def attempt() -> T:
+        try:
+            return action()
+        except errors.MiCSError:
+            raise
+        except (OSError, RuntimeError, pickle.PickleError) as error:
+            raise errors.CheckpointError(str(error)) from error
+
+    return run_on_all_ranks(attempt)
 
 
 def run_and_gather(

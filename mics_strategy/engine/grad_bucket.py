@@ -31,6 +31,7 @@ from mics_strategy.engine.lifecycle import (
 )
 from mics_strategy.engine.memory import GradCopies
 from mics_strategy.engine.parameter import fast_attributes, grad_as_dtensor
+from mics_strategy.engine.streams import order_behind
 from mics_strategy.engine.zero_copy import plan_in_place_reduce
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class BackwardGrads:
         self.flat: torch.Tensor | None = None
         self.is_zero = False
         self.staging = staging
+        self._streams: list[torch.cuda.Stream] = []  # on which kept gradients were computed
         self._name = name
         self._flags = flags
 
@@ -95,6 +97,17 @@ class BackwardGrads:
         if earlier is not None and self.staging is not None:
             grad = earlier.to(self.staging.dtype) + grad.detach()
         self.kept[position] = grad.detach().clone() if grad.requires_grad else grad
+
+    def follow(self, stream: torch.cuda.Stream | None) -> None:
+        """Gradients arrive on `stream`; None on the CPU."""
+        if stream is not None and stream not in self._streams:
+            self._streams.append(stream)
+
+    def join_streams(self) -> None:
+        """Order the current stream behind those on which gradients have arrived."""
+        if self._streams:
+            order_behind(self._streams, self.kept.values())
+            self._streams.clear()
 
     def start_reduce(self) -> dict[int, torch.Tensor]:
         """The first hop takes the buffer. Returns the gradients that it reads in place."""

@@ -23,6 +23,7 @@ import torch
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
 from mics_strategy.engine.rank_agreement import DesyncCheck, UsedParamMap
 from mics_strategy.engine.schedule import second_hop_order
+from mics_strategy.engine.streams import current_stream
 
 if TYPE_CHECKING:
     from mics_strategy.comm.process_groups import ProcessGroups
@@ -249,6 +250,7 @@ class Reducer:
             self._copy_collected()
             if self.groups.grad_comm is not None and gradient.collected.state is not GradBufferState.FILLING:
                 self._acquire_buffer(unit)
+            gradient.collected.follow(current_stream(gradient.accumulator.device))
             self._collecting = gradient
         gradient.add(position, grad)
         gradients = self.gradients[unit.index]
@@ -261,6 +263,7 @@ class Reducer:
         gradient, self._collecting = self._collecting, None
         if gradient is not None:
             self._second_hops.wait(gradient)
+            gradient.collected.join_streams()
             gradient.copy_kept()
 
     def take_ready(self, unit: Unit) -> Iterator[Unit]:
@@ -332,6 +335,7 @@ class Reducer:
                 gradients = self.gradients[unit.index]
                 for gradient in gradients:
                     self._second_hops.wait(gradient)
+                    gradient.collected.join_streams()
                 if gradients[0].collected.state is not GradBufferState.FILLING:
                     self._bind_buffer(unit, self.buffers.zero_grads(), is_zero=True)
                 stream = self.streams.reduce_scatter

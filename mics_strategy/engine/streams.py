@@ -136,6 +136,25 @@ class Streams:
         self.second_hop = OpStream(device)
 
 
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The current stream of a device; None on the CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def order_behind(streams: Iterable[torch.cuda.Stream], tensors: Iterable[torch.Tensor]) -> None:
+    """Let the current stream read tensors that other streams have written.
+
+    The allocator keeps their memory until the current stream has read them.
+    """
+    tensors = list(tensors)
+    for stream in streams:
+        current = torch.cuda.current_stream(stream.device)
+        if current != stream:
+            current.wait_stream(stream)
+            for tensor in tensors:
+                tensor.record_stream(current)
+
+
 def outside_transforms() -> AbstractContextManager[object]:
     """A context in which `torch.func` does not transform the engine's own tensors."""
     if torch._C._functorch.peek_interpreter_stack() is None:
