@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 from mics_strategy.comm.codecs import quantizer
 from mics_strategy.engine.rank_agreement import ReplicaCheck
@@ -30,6 +31,7 @@ _CPU = torch.device("cpu")
 @contextmanager
 def pretended_cuda() -> Iterator[None]:
     """Pretend a CUDA build of torch, to threads that are in a `Machine`."""
+    _device_constructors()  # a cached list of torch's functions: of the true ones, not of those below
     with ExitStack() as stack:
         of_torch = _factories(torch, _FACTORIES) | _copies_to_device()
         of_tensors = _factories(torch.Tensor, _METHODS) | _tensor()
