@@ -47,7 +47,7 @@ class MemoryEstimate:
     Attributes:
         bytes_by_purpose: Bytes that the engine allocates, as in `Sharded.memory` of a real job on GPUs.
         pending_grad_bytes: Most bytes of gradients that wait for their first hop where autograd has stored them: those
-            of two units in a row.
+            of the root and of two units in a row.
         num_communicators: Communicators of NCCL, one for each process group of the rank.
         num_trained: Elements that this rank's optimizer updates.
         scopes: Degrees and mesh axes of each model state.
@@ -131,12 +131,12 @@ def estimate_memory(
 
 
 def _pending_grad_bytes(units: list[Unit]) -> int:
-    """Bytes of the gradients of two units in a row, of which one is being reduced."""
-    by_unit = [
+    """Bytes of the gradients of the root, and of two units in a row."""
+    root, *others = [
         sum(view.numel() * view.itemsize for bucket in unit.trainable_buckets for view in bucket.unsharded.views)
         for unit in units
     ]
-    return max(map(sum, zip(by_unit, [*by_unit[1:], 0], strict=True)))
+    return root + max(map(sum, zip(others, [*others[1:], 0], strict=True)), default=0)
 
 
 @contextmanager

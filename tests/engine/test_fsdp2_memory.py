@@ -1,7 +1,12 @@
 """The engine's buffers take no more than FSDP2's at its peak."""
 
+from typing import Any
+
 import pytest
 
+from mics_strategy.engine.reducer import Reducer
+from mics_strategy.engine.unit import Unit
+from tests.cuda_harness.runs import config_of, one_of_many, start
 from tests.engine import fsdp2_memory as memory
 
 
@@ -23,3 +28,27 @@ def test_buffers_do_not_grow_with_the_number_of_layers() -> None:
 def test_buffers_of_fsdp2_do_not_grow_with_the_number_of_layers() -> None:
     deep, short = (memory.of_fsdp2("LLaMA 7B", layers) for layers in (3 * memory.LAYERS, memory.LAYERS))
     assert 0 <= deep - short < 0.01 * short  # activations of two tokens
+
+
+def test_gradients_of_the_root_and_two_units_wait_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where autograd stored them, until the stream of first hops has copied them."""
+    add_grad, waiting = Reducer.add_grad, []
+
+    def measured(reducer: Reducer, unit: Unit, *arguments: Any) -> bool:
+        is_last = add_grad(reducer, unit, *arguments)
+        kept = {grad for units in reducer.gradients.values() for one in units for grad in one.collected.kept.values()}
+        sent = {tensor for hop in reducer._first_hops for chain in hop.chains for tensor in chain._keepalive}
+        waiting.append(sum(grad.numel() for grad in kept | sent))
+        return is_last
+
+    monkeypatch.setattr(Reducer, "add_grad", measured)
+    with one_of_many(8) as machine:
+        training = start(machine, config_of("mics"))
+        for _ in range(2):
+            training.step()
+        root, *units = (
+            sum(part.numel for bucket in unit.buckets for part in bucket.layout.param_slices)
+            for unit in training.sharded.units
+        )
+    assert len(units) > 2
+    assert max(units) < max(waiting) <= root + 2 * max(units)
