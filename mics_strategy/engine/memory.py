@@ -6,6 +6,7 @@ gradient buffer where gradients arrive in another order than the ranks' common o
 - *Arenas* hold model states: one tensor per dtype and purpose, with a piece for every bucket.
 - *Slots* hold unsharded parameters. A unit is bound to one slot for good, so its parameters keep one address.
 - *Staging buffers* hold payloads of collectives. The last borrower finishes its collective before the next one borrows.
+  `GradCopies` copies gradients into them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 from mics_strategy.engine.autograd import UnshardedParameter
 from mics_strategy.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.layout import BucketLayout
+    from mics_strategy.engine.lifecycle import GradFlag, GradFlags
 
 _ALIGN_BYTES = 64
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -245,3 +250,90 @@ class StagingPool:
             self._buffers.append(staging)
         self._next = (self._buffers.index(staging) + 1) % len(self._buffers)
         return staging.acquire(on_reuse, is_busy, may_reuse)
+
+
+class GradCopies:
+    """Copies of gradients into flat buffers of one bucket, in one call.
+
+    Views are cached by the address of a buffer: buffers are few and permanent.
+
+    Args:
+        layout: Layout of the bucket.
+    """
+
+    def __init__(self, layout: BucketLayout) -> None:
+        self._layout = layout
+        self._views: dict[int, list[torch.Tensor | None]] = {}
+        self._gaps: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def copy(self, flat: torch.Tensor, grads: dict[int, torch.Tensor], added: GradFlag, flags: GradFlags) -> None:
+        """Copy gradients to their places in a flat buffer.
+
+        Args:
+            flat: [full_numel].
+            grads: Gradients by position, in any dtype.
+            added: Flag of the parameters of which the buffer holds a gradient already, to which the new one is added.
+            flags: Flags of the parameters.
+        """
+        has_earlier = flags.any(added)
+        if flat.is_cuda and not has_earlier and self.copy_all(flat, grads):
+            return
+        copied, summed = _Pairs(), _Pairs()
+        views = self._views.get(flat.data_ptr())
+        if views is None:
+            views = self._views[flat.data_ptr()] = [
+                self._layout.strided_view(flat, position) for position in range(len(self._layout.param_slices))
+            ]
+        for position, grad in grads.items():
+            pairs = summed if has_earlier and flags.has(added, position) else copied
+            view = views[position]
+            if view is not None and grad.is_contiguous():
+                pairs.targets.append(view)
+                pairs.sources.append(grad.view(view.shape))
+            else:
+                for flat_part, grad_part in self._layout.copy_pairs(flat, grad, position):
+                    pairs.targets.append(flat_part)
+                    pairs.sources.append(grad_part)
+        with torch.no_grad():
+            if copied.targets:
+                torch._foreach_copy_(copied.targets, copied.sources)
+            if summed.targets:
+                torch._foreach_add_(summed.targets, summed.sources)
+
+    def copy_all(self, flat: torch.Tensor, grads: dict[int, torch.Tensor]) -> bool:
+        """Copy the gradients of all parameters in one kernel. Returns whether it can.
+
+        All must be there, contiguous, of one dtype, and cut along dimension 0. The padding is overwritten with zeros.
+
+        Source:
+            FSDP2 (torch 2.13, `foreach_reduce_scatter_copy_in`), which has the kernel for it.
+        """
+        layout, dtypes = self._layout, {grad.dtype for grad in grads.values()}
+        if len(grads) < len(layout.param_slices) or len(dtypes) > 1:
+            return False
+        dtype, pieces, end = dtypes.pop(), [], 0
+        for position, param_slice in enumerate(layout.param_slices):
+            grad = grads[position]
+            if param_slice.dim != 0 or not grad.is_contiguous():
+                return False
+            pieces += [self._gap(param_slice.offset - end, flat, dtype), grad]
+            end = param_slice.offset + param_slice.chunk_numel
+        pieces.append(self._gap(layout.shard_numel - end, flat, dtype))
+        filled = [piece for piece in pieces if piece.numel()]
+        torch._chunk_cat(filled, 0, layout.ranks, out=flat.view(layout.ranks, -1))
+        return True
+
+    def _gap(self, numel: int, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros for the padding between two parameters, [ranks, numel]."""
+        zeros = self._gaps.get((numel, dtype))
+        if zeros is None:
+            zeros = self._gaps[numel, dtype] = flat.new_zeros(self._layout.ranks, numel, dtype=dtype)
+        return zeros
+
+
+@dataclass(slots=True)
+class _Pairs:
+    """Parts of a flat buffer and of the gradients that belong there."""
+
+    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mics_strategy.engine.grad_bucket import GradCopies
 from mics_strategy.engine.layout import BucketLayout, make_layout
 from mics_strategy.engine.lifecycle import GradFlag, GradFlags
+from mics_strategy.engine.memory import GradCopies
 
 SHAPES = {
     "even": [(16, 4), (8,), (24, 3, 5)],

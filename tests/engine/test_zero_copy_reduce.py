@@ -19,8 +19,9 @@ from mics_strategy import ShardConfig, Sharded, Topology, shard
 from mics_strategy.comm.peer_memory import readv
 from mics_strategy.comm.placement import full_tensor
 from mics_strategy.engine import zero_copy
-from mics_strategy.engine.grad_bucket import GradBucket, GradCopies
+from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.lifecycle import GradFlag, GradFlags
+from mics_strategy.engine.memory import GradCopies
 from mics_strategy.engine.zero_copy import PeerReadGrads
 from mics_strategy.errors import CommunicationError
 from tests.engine.training import forget_meshes
