@@ -343,10 +343,12 @@ def test_an_error_about_two_dtypes_names_the_option() -> None:
 
 
 def in_presets(ctx: RankContext) -> dict[str, list[float]]:
-    presets = ("zero3", "ddp", "zero1", "zero2", "mics", "hsdp", "paro-nig")
+    presets = ("zero3", "ddp", "zero1", "zero2", "mics", "hsdp", "paro-nig", "zeropp")
     return {preset: _fitted(ctx, config=preset)[1].losses for preset in presets}
 
 
 def test_every_preset_trains_the_same(ranks: RankPool) -> None:
+    """But for one that rounds what it sends."""
     for losses in run(ranks, 2, in_presets, ranks_per_node=1):
+        assert losses.pop("zeropp") == pytest.approx(losses["zero3"], rel=0.05)
         assert {preset: own == losses["zero3"] for preset, own in losses.items()} == dict.fromkeys(losses, True)
