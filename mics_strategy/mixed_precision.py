@@ -90,8 +90,8 @@ def apply_mixed_precision(sharded: Sharded, dtype: torch.dtype | None, flag: str
         cast_unit_inputs(sharded, dtype)
     if dist.get_rank() != 0:
         return
-    stored = {p.dtype for p in sharded.model.parameters() if p.requires_grad}
-    if dtype is not None or _is_narrow(stored) or _is_narrow(map(sharded.config.param_dtype_of, stored)):
+    stored = _stored_dtypes(sharded.model)
+    if stored and (dtype is not None or _is_narrow(stored | set(map(sharded.config.param_dtype_of, stored)))):
         print(describe_mixed_precision(sharded, dtype, flag), flush=True)
     copies = 0 if dtype is None or is_gathered_in_it else _bytes_of_casts(sharded.model, dtype)
     if dtype is not None and copies and sharded.scopes.params > 1:
@@ -112,7 +112,7 @@ def describe_mixed_precision(sharded: Sharded, dtype: torch.dtype | None, flag: 
         flag: Option of the framework and its value.
     """
     config = sharded.config
-    stored = {p.dtype for p in sharded.model.parameters() if p.requires_grad and p.is_floating_point()}
+    stored = _stored_dtypes(sharded.model)
     gathered = {config.param_dtype_of(dtype) for dtype in stored}
     reduced = {config.wire_dtype_of(dtype) for dtype in stored}
     text = (
@@ -155,6 +155,12 @@ def _cast_floating(tree: T, dtype: torch.dtype) -> T:
         "T",
         tree_map(cast_leaf, tree, is_leaf=lambda node: not isinstance(node, tuple) and type(node) not in (list, dict)),
     )
+
+
+def _stored_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """Floating-point dtypes of the trained parameters, or of all if none is trained."""
+    floating = [p for p in model.parameters() if p.is_floating_point()]
+    return {p.dtype for p in floating if p.requires_grad} or {p.dtype for p in floating}
 
 
 def _bytes_of_casts(model: nn.Module, dtype: torch.dtype) -> int:

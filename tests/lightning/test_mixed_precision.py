@@ -197,6 +197,7 @@ def round_trip(ctx: RankContext, path: str, before: dict[str, Any]) -> tuple[boo
     return is_equal, dtypes, resumed.strategy.sharded.config.param_dtype == torch.bfloat16
 
 
+@pytest.mark.wide(every=2)
 @pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
 @pytest.mark.parametrize("before", [{}, {"param_dtype": "float32"}], ids=["the default", "autocast"])
 def test_checkpoints_hold_fp32_masters_and_those_of_autocast_load(
@@ -205,6 +206,21 @@ def test_checkpoints_hold_fp32_masters_and_those_of_autocast_load(
     options = {**before, "state_dict_type": state_dict_type}
     dtypes = {torch.float32} if state_dict_type == "full" else set()
     assert run(ranks, 2, round_trip, str(tmp_path / "saved"), options) == [(True, dtypes, True)] * 2
+
+
+def frozen(ctx: RankContext) -> tuple[str, torch.dtype]:
+    """A model that is only evaluated."""
+    fabric = launched(ctx, fabric_mics("zero3"), precision="bf16-mixed")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        model = fabric.setup_module(Tagger().requires_grad_(False))
+    tokens, features, _ = batches(ctx.rank)[0]
+    return out.getvalue(), model(tokens, features).dtype
+
+
+def test_a_frozen_model_is_gathered_in_16_bits(ranks: RankPool) -> None:
+    text, dtype = run(ranks, 2, frozen)[0]
+    assert "parameters in float32 (4 bytes each) are gathered in bfloat16" in text
+    assert dtype == torch.float32
 
 
 def contradicting(ctx: RankContext) -> None:
@@ -267,6 +283,7 @@ NOTICES: dict[str, tuple[dict[str, Any], Any, str, str]] = {
 }
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("name", NOTICES)
 def test_rank_0_says_what_is_gathered_and_reduced_in_one_line(ranks: RankPool, name: str) -> None:
     options, dtype, line, warning = NOTICES[name]
@@ -343,10 +360,12 @@ def test_an_error_about_two_dtypes_names_the_option() -> None:
 
 
 def in_presets(ctx: RankContext) -> dict[str, list[float]]:
-    presets = ("zero3", "ddp", "zero1", "zero2", "mics", "hsdp", "paro-nig")
+    presets = ("zero3", "ddp", "zero1", "zero2", "mics", "hsdp", "paro-nig", "zeropp")
     return {preset: _fitted(ctx, config=preset)[1].losses for preset in presets}
 
 
 def test_every_preset_trains_the_same(ranks: RankPool) -> None:
+    """But for one that rounds what it sends."""
     for losses in run(ranks, 2, in_presets, ranks_per_node=1):
+        assert losses.pop("zeropp") == pytest.approx(losses["zero3"], rel=0.05)
         assert {preset: own == losses["zero3"] for preset, own in losses.items()} == dict.fromkeys(losses, True)
