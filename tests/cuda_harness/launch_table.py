@@ -26,13 +26,11 @@ _CODECS = {"weight_codec": "int8", "grad_codec": "int4", "codec_links": "all"}
 # Columns, and the roles of chains or the names of FSDP2's launches that belong to them.
 _OF_CHAINS = {
     "gather": ("param_all_gather", "param_sync"),
-    "secondary": ("secondary_all_gather",),
     "first hop": ("grad_reduce_scatter",),
     "second hop": ("second_hop_all_reduce", "second_hop_reduce_scatter"),
 }
 _OF_FSDP2 = {
     "gather": ("_allgather_base_", "all_gather_copy_in", "split_with_sizes_copy"),
-    "secondary": (),
     "first hop": ("_reduce_scatter_base_", "chunk_cat"),
     "second hop": ("allreduce_",),
 }
@@ -66,7 +64,7 @@ ENGINES = (
     Engine("FSDP2"),
     Engine("zero3"),
     Engine("zero3", _CODECS, "INT8, INT4"),
-    Engine("zeropp_hpz"),
+    Engine("zeropp-hpz"),
     Engine("zeropp", {}, "INT8, INT4"),
     Engine("FSDP2 hybrid"),
     Engine("mics"),

@@ -11,7 +11,7 @@ import torch
 
 from mics_strategy.engine.bucket import UnshardedParams
 from mics_strategy.engine.layout import BucketSpec, make_layout
-from tests.cuda_harness.counting import table, totals
+from tests.cuda_harness.counting import chains, table, totals
 from tests.cuda_harness.launch_table import ENGINES, HEADER, NODES, Engine, Row, columns_of, fsdp2, log_of
 from tests.cuda_harness.runs import one_of_many
 from tests.cuda_harness.streams import Stream
@@ -26,38 +26,34 @@ Rows = dict[str, tuple[int, int, int]]
 LAUNCHES: dict[tuple[str, str], Rows] = {
     ("ddp", "none"): {"second_hop_all_reduce": (5, 3, 4)},
     ("zero1", "none"): {"param_sync": (5, 2, 4), "second_hop_reduce_scatter": (5, 2, 1)},
-    ("zero2", "none"): {"param_sync": (5, 2, 4), "grad_reduce_scatter": (5, 2, 0)},
-    ("zero3", "none"): {"param_all_gather": (7, 2, 4), "grad_reduce_scatter": (5, 2, 0)},
-    ("zero3", "int8"): {"param_all_gather": (7, 2, 4), "grad_reduce_scatter": (5, 2, 3)},
-    ("zeropp_hpz", "none"): {
-        "param_all_gather": (5, 2, 5),
-        "grad_reduce_scatter": (5, 2, 0),
-        "secondary_all_gather": (2, 1, 3),
-    },
+    ("zero2", "none"): {"param_sync": (5, 2, 4), "grad_reduce_scatter": (5, 2, 3)},
+    ("zero3", "none"): {"param_all_gather": (7, 2, 4), "grad_reduce_scatter": (5, 2, 3)},
+    ("zero3", "int8"): {"param_all_gather": (7, 2, 4), "grad_reduce_scatter": (5, 2, 6)},
+    ("zeropp-hpz", "none"): {"param_all_gather": (7, 2, 5), "grad_reduce_scatter": (5, 2, 3)},
     ("mics", "none"): {
         "param_all_gather": (7, 1, 1),
-        "grad_reduce_scatter": (5, 1, 0),
+        "grad_reduce_scatter": (5, 1, 1),
         "second_hop_all_reduce": (5, 1, 1),
     },
     ("mics", "int8"): {
         "param_all_gather": (7, 1, 1),
-        "grad_reduce_scatter": (5, 1, 1),
+        "grad_reduce_scatter": (5, 1, 2),
         "second_hop_all_reduce": (5, 2, 8),
     },
     ("paro-iig", "none"): {
         "param_sync+param_all_gather": (5, 2, 4),
-        "grad_reduce_scatter": (5, 1, 0),
+        "grad_reduce_scatter": (5, 1, 3),
         "param_all_gather": (2, 1, 3),
         "second_hop_reduce_scatter": (5, 1, 1),
     },
     ("paro-nii", "none"): {
         "param_sync": (5, 1, 1),
-        "grad_reduce_scatter": (5, 1, 0),
+        "grad_reduce_scatter": (5, 1, 1),
         "second_hop_all_reduce": (5, 1, 1),
     },
 }
 # A step on one node of 8 ranks, the model's and the optimizer's kernels included: collectives, kernels.
-ZERO3_TOTALS = (13, 97)
+ZERO3_TOTALS = (13, 94)
 FSDP2_TOTALS = (14, 82)
 counts_of_torch = pytest.mark.skipif(
     not torch.__version__.startswith("2.13"), reason="other versions of torch launch other kernels in a step"
@@ -68,6 +64,12 @@ counts_of_torch = pytest.mark.skipif(
 def test_a_unit_launches_as_many_as_before(preset: str, codec: str) -> None:
     log = log_of(preset, 16, PER_NODE, grad_codec=codec, width=NARROW)
     assert table(log) == LAUNCHES[preset, codec]
+
+
+def test_a_copy_inside_nodes_is_gathered_by_one_call() -> None:
+    log = log_of("zeropp-hpz", 16, PER_NODE, width=NARROW)
+    gathers = [chain.collectives for chain in chains(log) if chain.name == "param_all_gather"]
+    assert sorted(gathers) == [1, 1, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
