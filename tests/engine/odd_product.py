@@ -18,9 +18,10 @@ ON_SIX = ("mixtral", "experts in layers", "in two places", "gan", "lstm", "spect
 
 
 def on_four_ranks() -> dict[str, ShardConfig]:
-    """Every preset once, by its first name."""
-    first_names = {str(ShardConfig.preset(name)): name for name in reversed(ShardConfig.PRESETS)}
-    return {name: ShardConfig.preset(name) for name in ShardConfig.PRESETS if name in first_names.values()}
+    """Every preset once that rounds nothing, by its first name."""
+    exact = [name for name in ShardConfig.PRESETS if ShardConfig.preset(name).weight_codec == "none"]
+    first_names = {str(ShardConfig.preset(name)): name for name in reversed(exact)}
+    return {name: ShardConfig.preset(name) for name in exact if name in first_names.values()}
 
 
 def on_six_ranks(ranks_per_node: int) -> dict[str, ShardConfig]:
