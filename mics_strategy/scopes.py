@@ -125,7 +125,11 @@ class Scopes:
 
         They then differ from the shards.
         """
-        routes = [self.routes(role) for role in ("param_all_gather", "param_sync")]
+        return self.is_quantized("param_all_gather", "param_sync")
+
+    def is_quantized(self, *roles: str) -> bool:
+        """Whether a collective of any of the roles is quantized."""
+        routes = [self.routes(role) for role in roles]
         return any(sized is not None and sized.hierarchical.is_quantized for sized in routes)
 
     @property

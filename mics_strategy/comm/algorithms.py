@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mics_strategy.comm.transport import GlooTransport
 
 Completion = Callable[[], None]  # waits for the stage, and puts its result in place
+_SEED_OF_GATHERS = 1 << 32  # beyond all ranks
 SumCompletion = Callable[[torch.Tensor, bool], None]  # the same for a sum: the output, and whether to add to it
 
 
@@ -132,13 +133,18 @@ class QuantizedAlgorithm:
     Args:
         transport: Transport of the group.
         workspace: Scratch memory for payloads.
-        quantizer: Encodes and decodes the payloads.
+        quantizer: Encodes and decodes the payloads of sums.
+        gather_quantizer: Encodes those of all-gathers. A task may encode one before and the other after the next task
+            has started, so each draws random numbers of its own, in the order of the tasks.
     """
 
-    def __init__(self, transport: GlooTransport, workspace: Workspace, quantizer: Quantizer) -> None:
+    def __init__(
+        self, transport: GlooTransport, workspace: Workspace, quantizer: Quantizer, gather_quantizer: Quantizer
+    ) -> None:
         self.transport = transport
         self._workspace = workspace
         self._quantizer = quantizer
+        self._gather_quantizer = gather_quantizer
         self._codec = quantizer.codec
 
     def _allocate_payloads(self, numel: int) -> list[torch.Tensor]:
@@ -155,7 +161,7 @@ class QuantizedAlgorithm:
         """See `GroupAlgorithm.start_all_gather`."""
         payloads = self._allocate_payloads(shard.numel())
         local_payload = payloads[self.transport.index]
-        self._quantizer.encode(shard, local_payload)
+        self._gather_quantizer.encode(shard, local_payload)
         pending = self.transport.all_gather(payloads, local_payload, tag)
 
         def finish() -> None:
@@ -300,8 +306,12 @@ class RingAlgorithm:
 def make_algorithm(transport: GlooTransport, hop: Hop, workspace: Workspace, device: torch.device) -> GroupAlgorithm:
     """The algorithm for one hop of a route, point to point."""
     if hop.codec is not None:
-        generator = workspace.generator_for(hop.codec, transport.fingerprint.ranks[transport.index])
-        return QuantizedAlgorithm(transport, workspace, Quantizer(hop.codec, device, generator))
+        workspace.encode_ahead()
+        rank = transport.fingerprint.ranks[transport.index]
+        quantizer = Quantizer(hop.codec, device, workspace.generator_for(hop.codec, rank))
+        of_gathers = workspace.generator_for(hop.codec, rank + _SEED_OF_GATHERS)
+        gather_quantizer = quantizer if of_gathers is None else Quantizer(hop.codec, device, of_gathers)
+        return QuantizedAlgorithm(transport, workspace, quantizer, gather_quantizer)
     if hop.algorithm is Algorithm.RING:
         return RingAlgorithm(transport, workspace)
     return PlainAlgorithm(transport, workspace)

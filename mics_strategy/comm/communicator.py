@@ -1,13 +1,14 @@
 """All-gather, reduce-scatter and all-reduce of one tensor over one or two stages.
 
 A collective is a task of a queue (see `queue`), which runs its stages (see `stages`). `CoalescedCommunicator` takes
-several tensors in one launch instead. On the CPU it makes progress
-while nothing waits for it; on a GPU it is on the stream when the call returns. The workspace belongs to the queue, so
-that two tasks never use it at the same time.
+several tensors in one launch instead. On the CPU it makes progress while nothing waits for it. On a GPU what needs no
+other rank is on the stream when the call returns, and the rest when the work has been waited for. The workspace belongs
+to the queue, so that two tasks never use the same part of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -86,8 +87,10 @@ class Communicator:
         op = self._queue.next_op("All-gather", label, out.numel(), shard.dtype)
         self._queue.log(routes.all_gather_traffic(self.route, out.numel(), out.dtype))
         if (quantizer := self._stages.quantizer) is not None:
-            return self._queue.submit(op, partial(self._stages.all_gather_quantized, quantizer, out, shard, op.tag))
-        return self._queue.submit(op, partial(self._stages.all_gather, out, shard, op.tag))
+            task = partial(self._stages.all_gather_quantized, quantizer, out, shard, op.tag)
+        else:
+            task = partial(self._stages.all_gather, out, shard, op.tag)
+        return self._queue.submit(op, task, (out, shard))
 
     def for_bytes(self, full_bytes: int) -> Communicator:
         """This communicator, for full tensors of every size; see `SizeDispatch.for_bytes`."""
@@ -115,7 +118,7 @@ class Communicator:
         check_shapes(full.numel() == out.numel() * self.size, label, out, full)
         op = self._queue.next_op("Reduce-scatter", label, full.numel(), full.dtype)
         self._queue.log(routes.reduce_scatter_traffic(self.route, full.numel(), full.dtype))
-        return self._queue.submit(op, partial(self._stages.reduce_scatter, out, full, accumulate, op.tag))
+        return self._queue.submit(op, partial(self._stages.reduce_scatter, out, full, accumulate, op.tag), (out, full))
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for reduce-scatters of `full_numel` elements.
@@ -142,8 +145,8 @@ class Communicator:
         op = self._queue.next_op("All-reduce", label, tensor.numel(), wire)
         self._queue.log(routes.all_reduce_traffic(self.route, tensor.numel(), wire, tensor.dtype))
         if routes.is_plain_all_reduce(self.route, wire, tensor.dtype):
-            return self._queue.submit(op, partial(self._stages.all_reduce_plain, tensor, op.tag))
-        return self._queue.submit(op, partial(self._stages.all_reduce, tensor, wire, op.tag))
+            return self._queue.submit(op, partial(self._stages.all_reduce_plain, tensor, op.tag), (tensor,))
+        return self._queue.submit(op, partial(self._stages.all_reduce, tensor, wire, op.tag), (tensor,))
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for all-reduces of `numel` elements of `dtype`."""
@@ -235,7 +238,8 @@ class CoalescedCommunicator:
         """Reserve workspace for all-gathers of shards of `numel` elements."""
         self._workspace.reserve(aligned_bytes((numel, dtype)))
 
-    def _all_gather(self, outs: list[torch.Tensor], shard: torch.Tensor, parts: RowViews) -> None:
+    def _all_gather(self, outs: list[torch.Tensor], shard: torch.Tensor, parts: RowViews) -> Iterator[None]:
+        yield
         shards = [part.view(-1) for part in parts.views_of(shard)] if parts.rows == 1 else self._pack(shard, parts)
         intra = self._intra
         node_slices = outs if intra is None else [out.view(intra.size, -1)[intra.index] for out in outs]
@@ -283,7 +287,10 @@ class CoalescedCommunicator:
         node_numel = numel * self._inter.size if self._intra is not None else 0
         self._workspace.reserve(aligned_bytes((numel, wire), (node_numel, wire)))
 
-    def _reduce_scatter(self, out: torch.Tensor, fulls: list[torch.Tensor], parts: RowViews, accumulate: bool) -> None:
+    def _reduce_scatter(
+        self, out: torch.Tensor, fulls: list[torch.Tensor], parts: RowViews, accumulate: bool
+    ) -> Iterator[None]:
+        yield
         if self._intra is not None:
             numels = [full.numel() // self._intra.size for full in fulls]
             node_sums = self._split_scratch(numels, out.numel() * self._inter.size, parts.dtype)

@@ -10,6 +10,7 @@ and an all-reduce three, however many nodes there are.
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 class TableAlgorithm(Protocol):
     """One stage of a collective inside one group, of whole tensors.
 
-    A table is [size * n], contiguous, with one row for each rank.
+    A table is [size * n], contiguous, with one row for each rank. A stage is a generator that encodes before its
+    first `yield`, if it encodes at all; see `queue`.
     """
 
     def sum_dtype(self, wire: torch.dtype, dtype: torch.dtype) -> torch.dtype:
@@ -38,7 +40,7 @@ class TableAlgorithm(Protocol):
     def all_gather_scratch_bytes(self, numel: int) -> int:
         """Bytes of workspace for `all_gather` of `numel` elements from each rank."""
 
-    def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> None:
+    def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> Iterator[None]:
         """Put every rank's `shard`, [n], into its row.
 
         In place if it is its row. The dtypes are the same.
@@ -47,7 +49,9 @@ class TableAlgorithm(Protocol):
     def reduce_scatter_scratch_bytes(self, numel: int, wire: torch.dtype) -> int:
         """Bytes of workspace for `reduce_scatter` of `numel` elements for each rank."""
 
-    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> None:
+    def reduce_scatter(
+        self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool
+    ) -> Iterator[None]:
         """Sum the rows that all ranks have for this rank.
 
         Args:
@@ -60,7 +64,7 @@ class TableAlgorithm(Protocol):
     def all_reduce_scratch_bytes(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
         """Bytes of workspace for `all_reduce` of `numel` elements for each rank."""
 
-    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> None:
+    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> Iterator[None]:
         """Sum the tables of all ranks, in place; every rank ends with the same bits.
 
         Args:
@@ -92,16 +96,20 @@ class NativeAlgorithm:
         """See `TableAlgorithm.all_gather_scratch_bytes`."""
         return 0
 
-    def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> None:
+    def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> Iterator[None]:
         """See `TableAlgorithm.all_gather`."""
+        yield
         self.transport.all_gather(table, shard).wait()
 
     def reduce_scatter_scratch_bytes(self, numel: int, wire: torch.dtype) -> int:
         """See `TableAlgorithm.reduce_scatter_scratch_bytes`."""
         return aligned_bytes((numel, wire))
 
-    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> None:
+    def reduce_scatter(
+        self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool
+    ) -> Iterator[None]:
         """See `TableAlgorithm.reduce_scatter`."""
+        yield
         if out.dtype == wire and not accumulate:
             self.transport.reduce_scatter(out, table).wait()
             return
@@ -116,8 +124,9 @@ class NativeAlgorithm:
         """See `TableAlgorithm.all_reduce_scratch_bytes`."""
         return 0
 
-    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> None:
+    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> Iterator[None]:
         """See `TableAlgorithm.all_reduce`."""
+        yield
         self.transport.all_reduce(table).wait()
 
 
@@ -133,7 +142,10 @@ class OrderedAlgorithm(NativeAlgorithm):
         return 2 * aligned_bytes((self.transport.size * numel, wire))
 
     @override
-    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> None:
+    def reduce_scatter(
+        self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool
+    ) -> Iterator[None]:
+        yield
         sent = table if table.dtype == wire else self._workspace.allocate(table.numel(), wire).copy_(table)
         received = self._workspace.allocate(table.numel(), wire)
         self.transport.exchange(received, sent).wait()
@@ -149,12 +161,12 @@ class OrderedAlgorithm(NativeAlgorithm):
         return self.reduce_scatter_scratch_bytes(numel, wire) + own_bytes
 
     @override
-    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> None:
+    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> Iterator[None]:
         total = self._workspace.allocate(table.numel() // self.transport.size, dtype)
-        self.reduce_scatter(total, table, wire, False)
+        yield from self.reduce_scatter(total, table, wire, False)
         narrow = table if wire == table.dtype else self._workspace.allocate(table.numel(), wire)
         local_row = narrow.view(self.transport.size, -1)[self.transport.index].copy_(total)
-        self.all_gather(narrow, local_row)
+        yield from self.all_gather(narrow, local_row)
         if narrow is not table:
             table.copy_(narrow)
 
@@ -188,10 +200,11 @@ class QuantizedTableAlgorithm:
         """See `TableAlgorithm.all_gather_scratch_bytes`."""
         return aligned_bytes((self.transport.size * self._codec.encoded_bytes(numel), torch.uint8))
 
-    def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> None:
+    def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> Iterator[None]:
         """See `TableAlgorithm.all_gather`."""
         payloads = self._allocate_payloads(shard.numel())
         self._quantizer.encode(shard, payloads[self.transport.index])
+        yield
         self._gather_payloads(payloads, table)
 
     def _gather_payloads(self, payloads: torch.Tensor, table: torch.Tensor) -> None:
@@ -203,19 +216,23 @@ class QuantizedTableAlgorithm:
         """See `TableAlgorithm.reduce_scatter_scratch_bytes`."""
         return 2 * self.all_gather_scratch_bytes(numel) + aligned_bytes((numel, torch.float32))
 
-    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> None:
+    def reduce_scatter(
+        self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool
+    ) -> Iterator[None]:
         """See `TableAlgorithm.reduce_scatter`."""
-        self._quantizer.decode_sum(self.exchange(table), out, accumulate=accumulate)
+        summands = yield from self.exchange(table)
+        self._quantizer.decode_sum(summands, out, accumulate=accumulate)
 
     def reduce_scatter_sums(self, out: torch.Tensor, table: Summands, accumulate: bool) -> None:
         """Reduce-scatter a table that is itself a sum, without storing it."""
         self._quantizer.decode_sum(self._exchange_sums(table), out, accumulate=accumulate)
 
-    def exchange(self, table: torch.Tensor) -> Summands:
+    def exchange(self, table: torch.Tensor) -> Generator[None, None, Summands]:
         """Send every rank its row, and receive the contributions to this rank's sum."""
         rows = table.view(self.transport.size, -1)
         payloads = self._allocate_payloads(rows.shape[1])
         self._quantizer.encode(rows, payloads)
+        yield
         return self._exchange_payloads(payloads, rows[self.transport.index])
 
     def _exchange_sums(self, table: Summands) -> Summands:
@@ -234,9 +251,10 @@ class QuantizedTableAlgorithm:
         gather_bytes = self.all_gather_scratch_bytes(numel) + aligned_bytes((numel, dtype))
         return self.reduce_scatter_scratch_bytes(numel, wire) + gather_bytes
 
-    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> None:
+    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> Iterator[None]:
         """See `TableAlgorithm.all_reduce`."""
-        self._sum_and_gather(self.exchange(table), table, dtype)
+        summands = yield from self.exchange(table)
+        self._sum_and_gather(summands, table, dtype)
 
     def all_reduce_sums(self, out: torch.Tensor, table: Summands) -> None:
         """All-reduce a table that is itself a sum, without storing it, into `out`."""
@@ -263,6 +281,7 @@ def make_table_algorithm(
 ) -> TableAlgorithm:
     """The algorithm for one hop of a route, by the backend's collectives."""
     if hop.codec is not None:
+        workspace.encode_ahead()
         generator = workspace.generator_for(hop.codec, transport.fingerprint.ranks[transport.index])
         return QuantizedTableAlgorithm(transport, workspace, Quantizer(hop.codec, device, generator))
     return (NativeAlgorithm if transport.sums_natively else OrderedAlgorithm)(transport, workspace)
@@ -307,20 +326,22 @@ class NativeStages:
         if isinstance(self._intra, QuantizedTableAlgorithm) and isinstance(self._inter, QuantizedTableAlgorithm):
             self._fused = self._intra, self._inter
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Iterator[None]:
         """Put every rank's `shard`, or payload, into `out`; see `Communicator.all_gather`.
 
         1. All-gather between nodes, into this rank's slice of `out`.
         2. All-gather the slices inside the node, in place: slices are contiguous.
         """
         if self._plain_intra is None:
-            self._plain_inter.all_gather(out, shard)
+            yield from self._plain_inter.all_gather(out, shard)
             return
         local_slice = out.view(self._route.ranks_per_node, -1)[self._local_index]
-        self._plain_inter.all_gather(local_slice, shard)
-        self._plain_intra.all_gather(out, local_slice)
+        yield from self._plain_inter.all_gather(local_slice, shard)
+        yield from self._plain_intra.all_gather(out, local_slice)
 
-    def all_gather_quantized(self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+    def all_gather_quantized(
+        self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int
+    ) -> Iterator[None]:
         """Encode once, gather the payloads over all stages, and decode all of them.
 
         This rank's own payload is decoded as well.
@@ -329,7 +350,7 @@ class NativeStages:
         payloads = self._workspace.allocate(self._route.size * num_bytes, torch.uint8)
         rows = payloads.view(self._route.size, num_bytes)
         quantizer.encode(shard, rows[self.index])
-        self.all_gather(payloads, rows[self.index], tag)
+        yield from self.all_gather(payloads, rows[self.index], tag)
         quantizer.decode(rows, out.view(self._route.size, -1))
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
@@ -339,7 +360,7 @@ class NativeStages:
             num_bytes = aligned_bytes((self._route.size * self.quantizer.codec.encoded_bytes(numel), torch.uint8))
         self._workspace.reserve(num_bytes)
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> None:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Iterator[None]:
         """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`.
 
         1. Reduce-scatter inside the node: this rank keeps one slice.
@@ -347,15 +368,16 @@ class NativeStages:
            encoded for the second one in the kernel that adds them.
         """
         if self._intra is None:
-            self._inter.reduce_scatter(out, full, full.dtype, accumulate)
+            yield from self._inter.reduce_scatter(out, full, full.dtype, accumulate)
         elif self._fused is not None and out.dtype == torch.float32:
             quantized_intra, quantized_inter = self._fused
-            quantized_inter.reduce_scatter_sums(out, quantized_intra.exchange(full), accumulate)
+            summands = yield from quantized_intra.exchange(full)
+            quantized_inter.reduce_scatter_sums(out, summands, accumulate)
         else:
             numel = out.numel() * self._route.inter.size
             node_sums = self._workspace.allocate(numel, self._intra.sum_dtype(full.dtype, out.dtype))
-            self._intra.reduce_scatter(node_sums, full, full.dtype, False)
-            self._inter.reduce_scatter(out, node_sums, full.dtype, accumulate)
+            yield from self._intra.reduce_scatter(node_sums, full, full.dtype, False)
+            yield from self._inter.reduce_scatter(out, node_sums, full.dtype, accumulate)
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for reduce-scatters of `full_numel` elements.
@@ -370,11 +392,12 @@ class NativeStages:
             num_bytes += aligned_bytes((node_numel, self._intra.sum_dtype(wire, dtype)))
         self._workspace.reserve(num_bytes)
 
-    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> None:
+    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> Iterator[None]:
         """Sum `tensor` over all ranks with the backend's all-reduce, in its dtype."""
+        yield
         self._inter_transport.all_reduce(tensor).wait()
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> None:
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Iterator[None]:
         """Sum `tensor` over all ranks; see `Communicator.all_reduce`.
 
         1. Reduce-scatter inside the node; this rank keeps a slice.
@@ -382,25 +405,26 @@ class NativeStages:
         3. All-gather the slices inside the node, never quantized again, so that all nodes have the same bits.
         """
         if self._is_flat and wire == tensor.dtype:
-            self.all_reduce_plain(tensor, tag)
+            yield from self.all_reduce_plain(tensor, tag)
             return
         dtype = (self._intra or self._inter).sum_dtype(wire, tensor.dtype)
         full = self._padded(tensor, dtype)
         if self._intra is None or self._plain_intra is None:
-            self._inter.all_reduce(full, wire, tensor.dtype)
+            yield from self._inter.all_reduce(full, wire, tensor.dtype)
         else:
             slice_numel = full.numel() // self._route.ranks_per_node
             local_slice = self._workspace.allocate(slice_numel, dtype)
             if self._fused is not None and dtype == torch.float32:
                 quantized_intra, quantized_inter = self._fused
-                quantized_inter.all_reduce_sums(local_slice, quantized_intra.exchange(full))
+                summands = yield from quantized_intra.exchange(full)
+                quantized_inter.all_reduce_sums(local_slice, summands)
             else:
-                self._intra.reduce_scatter(local_slice, full, wire, False)
-                self._inter.all_reduce(local_slice, wire, tensor.dtype)
+                yield from self._intra.reduce_scatter(local_slice, full, wire, False)
+                yield from self._inter.all_reduce(local_slice, wire, tensor.dtype)
             if wire != dtype:
                 full = self._workspace.allocate(full.numel(), wire)
                 local_slice = full.view(self._route.ranks_per_node, -1)[self._local_index].copy_(local_slice)
-            self._plain_intra.all_gather(full, local_slice)
+            yield from self._plain_intra.all_gather(full, local_slice)
         if full is not tensor:
             tensor.copy_(full[: tensor.numel()])
 

@@ -8,26 +8,31 @@ waits for it, as it does on a CUDA stream. Ranks submit the collectives of one q
 match.
 
 Where the transport needs no thread (streams on a GPU; a transport that has finished when it returns), tasks run inline.
+
+A task is a generator. Up to its first `yield` it waits for no rank: it encodes, and posts its first messages. So a
+thread starts a task while the one before it is on the wire, and only then finishes that one, unless both use the same
+memory. A rank always waits for its oldest collective, so no two ranks wait for each other. Inline, that part of a task
+may run on another stream than the rest (see `engine.streams`).
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
-from mics_strategy.comm.work import BackendWork, Work, as_communication_error
-from mics_strategy.errors import LifecycleError
+from mics_strategy.comm.work import BackendWork, Work
 
 if TYPE_CHECKING:
     from mics_strategy.comm.desync import DesyncWatchdog, OpId
@@ -35,7 +40,7 @@ if TYPE_CHECKING:
     from mics_strategy.comm.transport import Transport
     from mics_strategy.comm.workspace import Workspace
 
-CommTask = Callable[[], None]
+CommTask = Callable[[], Iterator[None]]
 STALL_CHECK_S = 2.0  # before a waiting rank first checks whether its peers wait for something else
 MAX_STALL_CHECK_S = 30.0  # between two checks
 SHUTDOWN_GRACE_S = 1.0  # for unfinished tasks when the process ends
@@ -44,7 +49,7 @@ SHUTDOWN_GRACE_S = 1.0  # for unfinished tasks when the process ends
 class CommThread:
     """Runs tasks in its own thread.
 
-    After a task has failed, all later tasks fail with its error.
+    After a task has failed, all tasks that have not ended fail with its error.
 
     Args:
         name: Name of the thread: the same on all ranks, and unique on each.
@@ -60,21 +65,21 @@ class CommThread:
         self._last: _QueuedTask | None = None
         weakref.finalize(self, self._queue.put, None)
 
-    def submit(self, label: str, size: str, ranks: frozenset[int], task: CommTask) -> BackendWork:
+    def submit(self, op: OpRequest, label: str, ranks: frozenset[int], steps: TaskSteps) -> BackendWork:
         """Run a task after all previous ones.
 
         Args:
+            op: The collective.
             label: Name of the collective in errors, the same on all ranks that take part.
-            size: Size of the collective as text, the same on all ranks that take part.
             ranks: Ranks that take part.
-            task: Function to run.
+            steps: The task.
         """
         if self._thread is None:
             name = f"mics {self.name}"
             self._thread = threading.Thread(target=_run_queue, args=(self._queue,), name=name, daemon=True)
             self._thread.start()
-        op = self._watchdog.record(self.name, label, size, ranks)
-        queued = self._last = _QueuedTask(op, task, self._watchdog, self._first_failure, self._last)
+        op_id = self._watchdog.record(self.name, label, op.size, ranks)
+        queued = self._last = _QueuedTask(op_id, steps, self._watchdog, self._first_failure, self._last)
         self._queue.put(queued)
         return queued
 
@@ -135,18 +140,35 @@ class WatchedWork:
 
 
 def _run_queue(queue: SimpleQueue[_QueuedTask | None]) -> None:
-    """Run tasks until None arrives.
+    """Run tasks until None arrives: start each one that is queued before the one before it is finished.
 
     No reference is held between two tasks, so that an unused queue can be freed.
     """
     with torch.inference_mode():  # nothing is recorded for autograd; inference tensors may be written
         while (task := queue.get()) is not None:
-            task.execute()
+            task.start()
+            while (following := _queued(queue)) is not None:
+                if not following.uses_memory_of(task):
+                    following.start()
+                task.finish()
+                task = following
+                task.start()
+            task.finish()
             del task
 
 
+def _queued(queue: SimpleQueue[_QueuedTask | None]) -> _QueuedTask | None:
+    """The next task, if it is queued now."""
+    with suppress(Empty):
+        task = queue.get_nowait()
+        if task is None:
+            queue.put(None)  # nothing follows it
+        return task
+    return None
+
+
 class _FirstFailure:
-    """The failure of the first failed task of a queue."""
+    """The failure of the first failed task of a thread."""
 
     __slots__ = ("failure",)
 
@@ -157,12 +179,12 @@ class _FirstFailure:
 class _QueuedTask:
     """A task in the queue."""
 
-    __slots__ = ("_done", "_failure", "_first_failure", "_op", "_previous", "_task", "_watchdog")
+    __slots__ = ("_done", "_failure", "_first_failure", "_op", "_previous", "_steps", "_watchdog")
 
     def __init__(
         self,
         op: OpId,
-        task: CommTask,
+        steps: TaskSteps,
         watchdog: DesyncWatchdog,
         first_failure: _FirstFailure,
         previous: _QueuedTask | None,
@@ -170,22 +192,35 @@ class _QueuedTask:
         self._op = op
         self._first_failure = first_failure
         self._previous = previous
-        self._task: CommTask | None = task
+        self._steps: TaskSteps | None = steps
         self._watchdog = watchdog
         self._done = threading.Event()
         self._failure: BaseException | None = None
 
-    def execute(self) -> None:
-        """Run the task, unless a previous one has failed."""
-        task, self._task = self._task, None
+    def uses_memory_of(self, unfinished: _QueuedTask) -> bool:
+        """Whether this task may read or write what another one reads or writes."""
+        return self._steps is None or unfinished._steps is None or self._steps.uses_memory_of(unfinished._steps)
+
+    def start(self) -> None:
+        """Encode, and post the first messages, unless it has, if the workspace has a slot for that."""
+        if self._steps is not None and self._steps.can_start_ahead:
+            self._run(self._steps.start)
+
+    def finish(self) -> None:
+        """Run the rest, unless a task has failed."""
+        steps, self._steps = self._steps, None
         self._previous = None
-        if task is not None and self._first_failure.failure is None:
-            try:
-                task()
-            except BaseException as error:
-                self._first_failure.failure = error  # raised again where the work is waited for
+        if steps is not None:
+            self._run(steps.wait)
         self._failure = self._first_failure.failure
         self._done.set()
+
+    def _run(self, step: Callable[[], None]) -> None:
+        if self._first_failure.failure is None:
+            try:
+                step()
+            except BaseException as error:
+                self._first_failure.failure = error  # raised again where the work is waited for
 
     def wait(self) -> None:
         """Block until the task has ended.
@@ -242,6 +277,71 @@ class OpRequest:
     tag: int
 
 
+class TaskSteps:
+    """A task in two steps, each of which has a slot of the workspace for itself.
+
+    Args:
+        task: The task.
+        tensors: What it reads and writes, each contiguous; None where that is not known.
+        workspace: Scratch memory.
+    """
+
+    __slots__ = ("_has_ended", "_ranges", "_slot", "_steps", "_task", "_workspace")
+
+    def __init__(self, task: CommTask, tensors: Iterable[torch.Tensor] | None, workspace: Workspace) -> None:
+        self._task = task
+        self._ranges = None if tensors is None else [_address_range(tensor) for tensor in tensors]
+        self._workspace = workspace
+        self._steps: Iterator[None] | None = None
+        self._slot = 0
+        self._has_ended = False
+
+    @property
+    def can_start_ahead(self) -> bool:
+        """Whether `start` has not run, and may run while the task before is unfinished."""
+        return self._steps is None and self._workspace.encodes_ahead
+
+    def uses_memory_of(self, other: TaskSteps) -> bool:
+        """Whether both tasks may read or write the same memory."""
+        if self._ranges is None or other._ranges is None:
+            return True
+        return any(
+            start < other_end and other_start < end
+            for (start, end), (other_start, other_end) in itertools.product(self._ranges, other._ranges)
+        )
+
+    def start(self) -> None:
+        """Run what waits for no rank."""
+        self._slot = self._workspace.take()
+        self._steps = self._task()
+        try:
+            next(self._steps, None)
+        except BaseException:
+            self._workspace.release(self._slot)
+            raise
+
+    def wait(self) -> None:
+        """Run the rest; all of it if the task has not started."""
+        if self._steps is None:
+            self.start()
+        self._workspace.use(self._slot)
+        try:
+            for _ in self._steps or ():
+                pass
+        finally:
+            self._has_ended = True
+            self._workspace.release(self._slot)
+
+    def is_completed(self) -> bool:
+        """Whether the task has ended, with or without an error."""
+        return self._has_ended
+
+
+def _address_range(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.data_ptr()
+    return start, start + tensor.numel() * tensor.itemsize
+
+
 class CollectiveQueue(ABC):
     """Names, counts and submits the collectives of one route.
 
@@ -273,24 +373,29 @@ class CollectiveQueue(ABC):
             self._traffic_log.record(hop.collective, hop.axis, hop.size, hop.dtype, hop.full_bytes)
 
     @abstractmethod
-    def submit(self, op: OpRequest, task: CommTask) -> Work:
-        """Run a task, alone in the workspace, after all previous tasks of the queue."""
+    def submit(self, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None) -> Work:
+        """Run a task; it finishes after all previous tasks of the queue.
+
+        Args:
+            op: The collective.
+            task: The task.
+            tensors: What it reads and writes, each contiguous; None where that is not known, and then the task starts
+                when the one before has finished.
+        """
 
 
 class InlineQueue(CollectiveQueue):
-    """Runs every task inside `submit`; the current CUDA stream orders what follows."""
+    """Runs what needs no other rank inside `submit`, and the rest in `Work.wait`, on the then current CUDA stream.
+
+    A work is waited for before the next but one is submitted, or before the next one unless the workspace has two
+    slots.
+    """
 
     @override
-    def submit(self, op: OpRequest, task: CommTask) -> Work:
-        name = f"{op.name} over {self._where}"
-        self._workspace.reset()
-        try:
-            task()
-        except LifecycleError:
-            raise
-        except RuntimeError as error:
-            raise as_communication_error(name, error) from error
-        return Work(name, [], on_failure=self._binding.watchdog.explain)
+    def submit(self, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None) -> Work:
+        steps = TaskSteps(task, tensors, self._workspace)
+        steps.start()
+        return Work(f"{op.name} over {self._where}", [steps])
 
 
 class ThreadQueue(CollectiveQueue):
@@ -310,11 +415,7 @@ class ThreadQueue(CollectiveQueue):
         self._thread = thread
 
     @override
-    def submit(self, op: OpRequest, task: CommTask) -> Work:
+    def submit(self, op: OpRequest, task: CommTask, tensors: Iterable[torch.Tensor] | None = None) -> Work:
         name = f"{op.name} over {self._where}"
-        work = self._thread.submit(name, op.size, self._binding.ranks, partial(self._run, task))
+        work = self._thread.submit(op, name, self._binding.ranks, TaskSteps(task, tensors, self._workspace))
         return Work(name, [work], is_on_thread=True, on_failure=self._binding.watchdog.explain)
-
-    def _run(self, task: CommTask) -> None:
-        self._workspace.reset()
-        task()

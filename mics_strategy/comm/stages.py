@@ -8,6 +8,7 @@ long as both. Other backends pipeline by themselves; see `native`.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 class Stages(Protocol):
     """Runs collectives over one or two stages.
 
-    Each method runs inside a task of a queue, so that the workspace is its own.
+    Each collective is a task of a queue (see `queue`): a generator that waits for no rank before its first `yield`, and
+    has a slot of the workspace for itself.
 
     Attributes:
         index: Index of this rank among those of the route.
@@ -43,25 +45,27 @@ class Stages(Protocol):
     index: int
     quantizer: Quantizer | None
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Iterator[None]:
         """Put every rank's `shard`, or payload, into `out`; see `Communicator.all_gather`."""
 
-    def all_gather_quantized(self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+    def all_gather_quantized(
+        self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int
+    ) -> Iterator[None]:
         """Encode once, gather the payloads over all stages, and decode all of them."""
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Reserve workspace for all-gathers of shards of `numel` elements."""
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> None:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Iterator[None]:
         """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`."""
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for reduce-scatters of `full_numel` elements to `dtype`."""
 
-    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> None:
+    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> Iterator[None]:
         """Sum `tensor` over all ranks with the backend's all-reduce, in its dtype."""
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> None:
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Iterator[None]:
         """Sum `tensor` over all ranks; see `Communicator.all_reduce`."""
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
@@ -117,7 +121,7 @@ class StagePipeline:
         self.quantizer = Quantizer(codec, device, workspace.generator_for(codec, self.index)) if codec else None
         self._gather_algorithms = stages if self.quantizer is None else self._unquantized
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Iterator[None]:
         """Put every rank's `shard`, or payload, into `out`; see `Communicator.all_gather`.
 
         1. All-gather each chunk between nodes, into this rank's slice of `out`.
@@ -132,7 +136,7 @@ class StagePipeline:
             inter.start_all_gather([row[start:end] for row in local_slice], shard[start:end], shard.dtype, tag)
             for start, end in chunks
         ]
-
+        yield
         is_local_row_final = not isinstance(inter, QuantizedAlgorithm)
         steps = [(_nothing, [(local_row, *chunk) for chunk in chunks if is_local_row_final])]
         for finish, chunk in zip(inter_completions, chunks, strict=True):
@@ -151,7 +155,9 @@ class StagePipeline:
         for finish in previous:
             finish()
 
-    def all_gather_quantized(self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> None:
+    def all_gather_quantized(
+        self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int
+    ) -> Iterator[None]:
         """Encode once, gather the payloads over all stages, and decode all of them.
 
         This rank's own payload is decoded as well.
@@ -162,7 +168,7 @@ class StagePipeline:
         payloads = self._workspace.allocate(self._route.size * num_bytes, torch.uint8)
         rows = payloads.view(self._route.size, num_bytes)
         quantizer.encode(shard, rows[self.index])
-        self.all_gather(payloads, rows[self.index], tag)
+        yield from self.all_gather(payloads, rows[self.index], tag)
         for row, slice_ in zip(rows, out.view(self._route.size, -1), strict=True):
             quantizer.decode(row, slice_)
 
@@ -177,7 +183,7 @@ class StagePipeline:
                 sum(self._inter.all_gather_scratch_bytes(end - start, dtype, dtype) for start, end in chunks)
             )
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> None:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Iterator[None]:
         """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`.
 
         1. Reduce-scatter each chunk inside the node: this rank keeps one slice, in the dtype of the sum.
@@ -187,12 +193,10 @@ class StagePipeline:
         chunks = routes.chunks_of(self._route, numel, wire.itemsize)
         if self._intra is None:
             rows = list(full.view(self._route.size, -1).unbind())
-            if len(chunks) == 1:
-                self._inter.start_reduce_scatter(rows, wire, tag)(out, accumulate)
-                return
             completions = [
                 self._inter.start_reduce_scatter([row[start:end] for row in rows], wire, tag) for start, end in chunks
             ]
+            yield
             for finish, (start, end) in zip(completions, chunks, strict=True):
                 finish(out[start:end], accumulate)
             return
@@ -213,6 +217,7 @@ class StagePipeline:
                 ]
                 for start, end in chunks
             ]
+        yield
         inter_completions = []
         for row_completions, (start, end) in zip(intra_completions, chunks, strict=True):
             for finish, node_sum in row_completions:
@@ -240,12 +245,13 @@ class StagePipeline:
         inter_bytes = sum(self._inter.reduce_scatter_scratch_bytes(end - start, dtype, wire) for start, end in chunks)
         self._workspace.reserve(intra_bytes + inter_bytes + aligned_bytes((self._num_nodes * shard, dtype)))
 
-    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> None:
+    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> Iterator[None]:
         """Sum `tensor` over all ranks with the backend's all-reduce, in its dtype."""
+        yield
         self._inter.transport.barrier(tag)
         self._inter.transport.all_reduce(tensor).wait()
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> None:
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Iterator[None]:
         """Sum `tensor` over all ranks; see `Communicator.all_reduce`.
 
         1. Reduce-scatter each chunk inside the node; this rank keeps a slice.
@@ -264,12 +270,15 @@ class StagePipeline:
             for start, end in chunks:
                 rows = [rank_slice[start:end] for rank_slice in slices]
                 intra_sums.append(self._intra.start_reduce_scatter(rows, wire, tag))
+            yield
         inter_sums = []
         for index, (start, end) in enumerate(chunks):
             if intra_sums:
                 intra_sums[index](local_slice[start:end], False)
             rows = list(local_slice[start:end].view(self._num_nodes, -1))
             inter_sums.append((self._inter.start_reduce_scatter(rows, wire, tag), rows))
+        if self._intra is None:
+            yield
         inter_gathers = []
         for finish_sum, rows in inter_sums:
             total = self._workspace.allocate(rows[0].numel(), tensor.dtype)

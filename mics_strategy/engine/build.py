@@ -213,7 +213,7 @@ def build_engine(units: list[Unit], modules: list[UnitSpec], context: BuildConte
     """The engine of `units`, with all buffers of all-gathers and reductions."""
     config, overlap = context.config, context.config.overlap
     gradients = _gradients(units, context)
-    streams = Streams(context.device)
+    streams = Streams(context.device, context.groups.scopes)
     buffers = _reducer_buffers(gradients, modules, context)
     _allocate_workspaces(units, gradients, context)
     reducer = Reducer(
@@ -296,10 +296,10 @@ def _gradients(units: list[Unit], context: BuildContext) -> dict[int, list[GradB
 def _shared_staging(buckets: list[Bucket], context: BuildContext) -> list[torch.Tensor] | list[None]:
     """One flat buffer of gradients, as a view for each bucket.
 
-    Each is None where no stream orders first hops.
+    Each is None where first hops do not use it one after the other.
     """
     groups = context.groups
-    if groups.grad_comm is None or not groups.is_stream_ordered:
+    if groups.grad_comm is None or not groups.shares_gradient_staging:
         return [None] * len(buckets)
     sizes = [(b.layout.full_numel, context.config.wire_dtype_of(b.spec.master_dtype)) for b in buckets]
     num_bytes = max((packed_bytes([size]) for size in sizes), default=0)
@@ -315,7 +315,7 @@ def _reducer_buffers(
         index: [(g.bucket.layout.full_numel, g.wire_dtype) for g in unit_gradients]
         for index, unit_gradients in gradients.items()
     }
-    needs_flat = groups.grad_comm is not None and not groups.is_stream_ordered
+    needs_flat = groups.grad_comm is not None and not groups.shares_gradient_staging
     flat = {index: packed_bytes(sizes[index]) if needs_flat else 0 for index in gradients}
     by_depth: dict[int, list[int]] = defaultdict(list)
     for index in gradients:

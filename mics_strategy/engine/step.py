@@ -98,8 +98,6 @@ class Engine:
         if self._in_backward:
             self.order.record_backward(unit.index)
         self._start_unshard([unit])
-        unit.finish_unshard()
-        unit.enter_forward()
         is_recomputed = self.is_recomputing
         if not is_recomputed:
             self._record_forward(unit)
@@ -107,6 +105,8 @@ class Engine:
             self._start_unshard(self._free_to_prefetch(unit, upcoming))
         elif unit.index in self._pass.checkpointed:
             self._start_unshard(self._free_to_prefetch(unit, self._upcoming_in_backward(unit)))
+        unit.finish_unshard()  # after the next ones have started: they are encoded while this one is on the wire
+        unit.enter_forward()
         return ForwardCall(
             unit,
             self._clock,
@@ -157,13 +157,11 @@ class Engine:
                     other.unit.enter_backward(other.enter)
             self._retire_finished_units(call)
             _check_unchanged(call)
-            self._unshard(unit)
+            self._unshard(unit, () if call.is_recomputed else self._upcoming_in_backward(unit))
             unit.enter_backward(call.enter)
             if call.is_recomputed:
                 unit.earliest_enter = call.enter
                 _at_end_of_backward(lambda: self._release(unit))
-            else:
-                self._start_unshard(self._free_to_prefetch(unit, self._upcoming_in_backward(unit)))
 
     def on_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: torch.Tensor) -> None:
         """Collect the gradient that autograd has accumulated on an unsharded parameter.
@@ -262,10 +260,12 @@ class Engine:
             for due_unit in due:
                 due_unit.start_unshard(self._resources)
 
-    def _unshard(self, unit: Unit) -> None:
+    def _unshard(self, unit: Unit, upcoming: Iterable[Unit] = ()) -> None:
+        """Unshard a unit; start those that come after it before waiting for it."""
         if self._in_backward:
             self.order.record_backward(unit.index)
         self._start_unshard([unit])
+        self._start_unshard(self._free_to_prefetch(unit, upcoming))
         unit.finish_unshard()
 
     def _unshard_again(self, unit: Unit) -> None:
@@ -278,7 +278,7 @@ class Engine:
             return self._pass.upcoming(current, self.overlap.prefetch)
         return self._pending.upcoming(self.overlap.prefetch)
 
-    def _free_to_prefetch(self, current: Unit, upcoming: list[Unit]) -> Iterator[Unit]:
+    def _free_to_prefetch(self, current: Unit, upcoming: Iterable[Unit]) -> Iterator[Unit]:
         """The upcoming units whose slots are free while `current` computes."""
         claimed = {unit.slot for unit in self._pass.recomputed}
         for unit in upcoming:
@@ -311,8 +311,7 @@ class Engine:
         Without it, or in another order, ranks wait for each other: each for a collective that its peer starts later.
         """
         self._retire_finished_units(call)
-        self._unshard(call.unit)
-        self._start_unshard(self._free_to_prefetch(call.unit, self._upcoming_in_backward(call.unit)))
+        self._unshard(call.unit, self._upcoming_in_backward(call.unit))
 
     def _pre_double_backward(self, call: ForwardCall) -> None:
         """Unshard for a backward that differentiates the backward of `call`.

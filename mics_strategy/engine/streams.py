@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from mics_strategy.comm.work import Work
+
+if TYPE_CHECKING:
+    from mics_strategy.scopes import Scopes
 
 Op = Callable[[], Work | None]
 
@@ -87,13 +91,19 @@ class OpChain:
 class OpStream:
     """A side stream for one kind of collective; on the CPU, nothing but an order.
 
+    What a chain does before its first collective is sent may run on a stream of its own: then one chain is encoded
+    while the one before it is on the wire.
+
     Args:
         device: Device of the model.
         priority: CUDA priority; lower numbers run first.
+        encodes_ahead: Whether there is such a stream.
     """
 
-    def __init__(self, device: torch.device, priority: int = 0) -> None:
-        self._stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, priority: int = 0, *, encodes_ahead: bool = False) -> None:
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device, priority=priority) if is_cuda else None
+        self._encoding = torch.cuda.Stream(device, priority=priority) if is_cuda and encodes_ahead else None
 
     def launch(self, ops: Iterable[Op], finish: Callable[[], None] | None = None) -> OpChain:
         """Submit a chain behind the present work of the current stream.
@@ -102,14 +112,22 @@ class OpStream:
             ops: Each starts a collective, or does local work and returns None.
             finish: Local work after the last op.
         """
-        chain, stream = OpChain(finish), self._stream
+        chain, stream, remaining = OpChain(finish), self._stream, iter(ops)
         if stream is None:
-            for op in ops:
+            for op in remaining:
                 chain.add(op())
             return chain
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        before = torch.cuda.current_stream(stream.device)
+        started: Work | None = None
+        if self._encoding is not None:
+            self._encoding.wait_stream(before)
+            before = self._encoding
+            with torch.cuda.stream(before):
+                started = next((work for op in remaining if (work := op()) is not None), None)
+        stream.wait_stream(before)
         with torch.cuda.stream(stream):
-            for op in ops:
+            chain.add(started)
+            for op in remaining:
                 chain.add(op())
             chain.record(stream)
         return chain
@@ -123,6 +141,7 @@ class Streams:
 
     Args:
         device: Device of the model.
+        scopes: Scopes and codecs of the model.
 
     Attributes:
         all_gather: Stream of parameters.
@@ -130,10 +149,12 @@ class Streams:
         second_hop: Stream of second hops.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.all_gather = OpStream(device)
-        self.reduce_scatter = OpStream(device, priority=-1)
-        self.second_hop = OpStream(device)
+    def __init__(self, device: torch.device, scopes: Scopes) -> None:
+        self.all_gather = OpStream(device, encodes_ahead=scopes.has_quantized_params)
+        self.reduce_scatter = OpStream(device, priority=-1, encodes_ahead=scopes.is_quantized("grad_reduce_scatter"))
+        self.second_hop = OpStream(
+            device, encodes_ahead=scopes.is_quantized("second_hop_reduce_scatter", "second_hop_all_reduce")
+        )
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:

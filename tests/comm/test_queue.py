@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 
 from mics_strategy.comm.desync import OpId
-from mics_strategy.comm.queue import CollectiveQueue, CommTask, CommThread, InlineQueue, OpRequest, ThreadQueue
+from mics_strategy.comm.queue import (
+    CollectiveQueue,
+    CommTask,
+    CommThread,
+    InlineQueue,
+    OpRequest,
+    TaskSteps,
+    ThreadQueue,
+)
 from mics_strategy.comm.route import TrafficLog
 from mics_strategy.comm.work import BackendWork, Work
 from mics_strategy.comm.workspace import Workspace
@@ -24,6 +32,7 @@ from mics_strategy.errors import CommunicationError, LifecycleError
 from tests.comm.networks import Network
 from tests.ranks import RankContext, RankError, RankPool
 
+SHARED = torch.zeros(4)
 WITHIN_S = 15.0  # far less than the timeout of a process group
 
 
@@ -54,8 +63,19 @@ def threads_of(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == f"mics {name}"]
 
 
-def run(thread: CommThread, task: CommTask) -> BackendWork:
-    return thread.submit("Task", "1 number", frozenset([0]), task)
+def task_of(function: Callable[[], object]) -> CommTask:
+    """A task that does nothing before the one before has finished."""
+
+    def task() -> Iterator[None]:
+        yield
+        function()
+
+    return task
+
+
+def run(thread: CommThread, function: Callable[[], object]) -> BackendWork:
+    steps = TaskSteps(task_of(function), None, Workspace())
+    return thread.submit(OpRequest("Task", "1 number", 0), "Task", frozenset([0]), steps)
 
 
 def submit(thread: CommThread | None, task: CommTask) -> Work:
@@ -81,6 +101,117 @@ def test_tasks_run_one_after_the_other_in_the_order_of_submission() -> None:
         for work in reversed(works):
             work.wait()
     assert events == [(what, number) for number in range(20) for what in ("begin", "end")]
+
+
+class TwoSteps:
+    """Tasks that note what they do, on a thread that does not begin before it is let go.
+
+    Args:
+        comm_thread: The thread.
+        num_slots: Slots of their workspace.
+    """
+
+    def __init__(self, comm_thread: CommThread, num_slots: int = 2) -> None:
+        self.events: list[str] = []
+        self.workspace = Workspace()
+        if num_slots == 2:
+            self.workspace.encode_ahead()
+        self._thread = comm_thread
+        self._go_on = threading.Event()
+        run(comm_thread, self._go_on.wait)
+
+    def submit(self, name: str, tensor: torch.Tensor | None, *, fails_in: str = "") -> BackendWork:
+        def task() -> Iterator[None]:
+            for step in ("start", "finish"):
+                self.events.append(f"{step} {name}")
+                if step == fails_in:
+                    raise ValueError(name)
+                yield
+
+        steps = TaskSteps(task, None if tensor is None else [tensor], self.workspace)
+        return self._thread.submit(OpRequest(name, "1 number", 0), name, frozenset([0]), steps)
+
+    def go_on(self) -> None:
+        self._go_on.set()
+
+
+def test_a_task_starts_while_the_one_before_is_unfinished() -> None:
+    memory = torch.zeros(3)
+    with opened() as comm_thread:
+        tasks = TwoSteps(comm_thread)
+        works = [tasks.submit(name, memory[index : index + 1]) for index, name in enumerate("abc")]
+        tasks.go_on()
+        works[-1].wait()
+        assert all(work.is_completed() for work in works)
+    assert tasks.events == ["start a", "start b", "finish a", "start c", "finish b", "finish c"]
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "tensors"),
+    [
+        (1, (torch.zeros(1), torch.zeros(1))),
+        (2, (None, torch.zeros(1))),
+        (2, (torch.zeros(1), None)),
+        (2, (SHARED, SHARED)),
+        (2, (SHARED[:3], SHARED[2:])),
+    ],
+    ids=["one slot", "unknown before", "unknown", "the same memory", "part of the same storage"],
+)
+def test_a_task_waits_for_the_one_before_where_both_need_the_same(
+    num_slots: int, tensors: tuple[torch.Tensor | None, ...]
+) -> None:
+    with opened() as comm_thread:
+        tasks = TwoSteps(comm_thread, num_slots)
+        for name, tensor in zip("ab", tensors, strict=True):
+            tasks.submit(name, tensor)
+        tasks.go_on()
+    assert tasks.events == ["start a", "finish a", "start b", "finish b"]
+
+
+@pytest.mark.parametrize("fails_in", ["start", "finish"])
+def test_what_has_started_fails_with_the_task_before_it(fails_in: str) -> None:
+    with opened() as comm_thread:
+        tasks = TwoSteps(comm_thread)
+        failing, started = tasks.submit("a", torch.zeros(1), fails_in=fails_in), tasks.submit("b", torch.zeros(1))
+        tasks.go_on()
+        for work in (failing, started):
+            with pytest.raises(ValueError, match="a"):
+                work.wait()
+    assert "finish b" not in tasks.events
+
+
+def test_closing_finishes_what_has_started() -> None:
+    with opened() as comm_thread:
+        tasks = TwoSteps(comm_thread)
+        tasks.submit("a", torch.zeros(1))
+        tasks.submit("b", torch.zeros(1))
+        tasks.go_on()
+    assert tasks.events[-1] == "finish b"
+
+
+def test_slots_are_memory_of_their_own() -> None:
+    workspace = Workspace()
+    workspace.encode_ahead()
+    workspace.reserve(100)
+    workspace.bind(torch.zeros(workspace.needed_bytes, dtype=torch.uint8))
+    first = workspace.take()
+    of_first = workspace.allocate(60, torch.uint8)
+    second = workspace.take()
+    of_second = workspace.allocate(100, torch.uint8)
+    workspace.use(first)
+    more = workspace.allocate(40, torch.uint8)
+    for value, piece in enumerate((of_first, of_second, more), 1):
+        piece.fill_(value)
+    assert [piece.unique().tolist() for piece in (of_first, of_second, more)] == [[1], [2], [3]]
+    with pytest.raises(LifecycleError, match="starts while an earlier one uses"):
+        workspace.take()
+    workspace.release(first)
+    assert workspace.take() == first
+    with pytest.raises(LifecycleError, match="128 are reserved"):
+        workspace.allocate(129, torch.uint8)
+    workspace.use(second)
+    with pytest.raises(LifecycleError, match="128 are reserved"):
+        workspace.allocate(1, torch.uint8)
 
 
 def test_a_task_runs_without_a_waiting_caller() -> None:
@@ -155,7 +286,7 @@ def test_errors_of_the_transport_become_errors_of_communication(
         raise error
 
     with opened() as comm_thread, pytest.raises(expected, match=str(error)):
-        submit(comm_thread if is_thread else None, fail).wait()
+        submit(comm_thread if is_thread else None, task_of(fail)).wait()
 
 
 def test_nothing_of_a_task_is_for_autograd() -> None:

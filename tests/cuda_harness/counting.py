@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, field
 
-Log = list[tuple[str, int, str]]  # what, stream of the launch, name
+Log = list[tuple[str, int, str]]  # what, stream of the launch, name or the stream waited for
 
 
 @dataclass(slots=True)
 class Chain:
     """What a side stream did between two waits for another one.
+
+    If that was a side stream that has sent nothing, with what that one did.
 
     Attributes:
         roles: Roles of its collectives, in order.
@@ -30,7 +32,8 @@ def chains(log: Log) -> list[Chain]:
     running: dict[int, Chain] = {}
     for kind, stream, name in log:
         if kind == "wait":
-            running[stream] = Chain()
+            before = running.get(int(name), Chain())
+            running[stream] = Chain(kernels=0 if before.collectives else before.kernels)
             all_chains.append(running[stream])
         elif stream in running:
             chain = running[stream]

@@ -56,7 +56,7 @@ class Machine:
     Attributes:
         waits: Where the host waited for the device, in a step.
         launches: Collectives, in the order of the host.
-        log: Kernels, collectives and waits: what, stream of the launch, name.
+        log: Kernels, collectives and waits: what, stream of the launch, name, or number of the stream waited for.
     """
 
     def __init__(self, index: int = 0, *, runs_hooks_apart: bool = True) -> None:

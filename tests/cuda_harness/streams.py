@@ -35,7 +35,7 @@ class Stream:
         return torch.device("cuda", self.device_index)
 
     def wait_stream(self, other: "Stream") -> None:
-        self.machine.log.append(("wait", self.number, ""))
+        self.machine.log.append(("wait", self.number, str(other.number)))
         self.machine.orders.wait(self.number, self.machine.orders.record(other.number))
 
     def wait_event(self, event: "Event") -> None:

@@ -28,7 +28,7 @@ LAUNCHES: dict[tuple[str, str], Rows] = {
     ("zero1", "none"): {"param_sync": (5, 2, 4), "second_hop_reduce_scatter": (5, 2, 1)},
     ("zero2", "none"): {"param_sync": (5, 2, 4), "grad_reduce_scatter": (5, 2, 3)},
     ("zero3", "none"): {"param_all_gather": (7, 2, 4), "grad_reduce_scatter": (5, 2, 3)},
-    ("zero3", "int8"): {"param_all_gather": (7, 2, 4), "grad_reduce_scatter": (5, 2, 6)},
+    ("zero3", "int8"): {"param_all_gather": (7, 2, 4), "grad_reduce_scatter": (5, 2, 3)},
     ("zeropp-hpz", "none"): {"param_all_gather": (7, 2, 5), "grad_reduce_scatter": (5, 2, 3)},
     ("mics", "none"): {
         "param_all_gather": (7, 1, 1),

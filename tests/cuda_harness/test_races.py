@@ -39,6 +39,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "one stage": {"hierarchical": False},
     "int8": {"weight_codec": "int8", "grad_codec": "int8", "codec_links": "all"},
     "int4": {"grad_codec": "int4"},
+    "codecs": {
+        "weight_codec": "int8",
+        "grad_codec": "int4",
+        "codec_links": "all",
+        "grad_codec_hops": "all",
+        "prefetch": 2,
+    },
     "every backward": {"second_hop": "micro_step"},
 }
 WAYS: list[tuple[Loop, str]] = [(loop, "") for loop in LOOPS]
@@ -48,7 +55,7 @@ WAYS += [(LOOPS[0], "reentrant"), (LOOPS[1], "non_reentrant"), (LOOPS[6], "reent
 def _cells() -> list[Any]:
     cells = []
     for (row, preset), (column, option) in product(enumerate(PRESETS), enumerate(OPTIONS)):
-        if preset == "ddp" and option in ("coalesced", "int8"):  # nothing of it travels so
+        if preset == "ddp" and option in ("coalesced", "int8", "codecs"):  # nothing of it travels so
             continue
         loop, recomputes = WAYS[(5 * row + column) % len(WAYS)]
         name = f"{preset}-{option}-{loop.__name__}{'-' if recomputes else ''}{recomputes}".replace(" ", "_")
@@ -64,13 +71,15 @@ def test_every_access_is_ordered(preset: str, option: str, loop: Loop, recompute
 
 @pytest.mark.wide(every=5)
 @pytest.mark.parametrize("loop", [declared, raising, unused, two_forwards])
+@pytest.mark.parametrize("codecs", [False, True], ids=["plain", "codecs"])
 @pytest.mark.parametrize("preset", ["mics", "zero3", "paro-iig", "zeropp-hpz"])
 def test_every_access_is_ordered_in_units_of_several_buckets(
-    preset: str, loop: Loop, monkeypatch: pytest.MonkeyPatch
+    preset: str, codecs: bool, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They use the staging buffers one after the other."""
     monkeypatch.setattr(build, "_MAX_BUCKET_BYTES", 1)
-    assert run(config_of(preset, param_dtype="bfloat16"), loop).races == []
+    options = {"param_dtype": "bfloat16"} | (OPTIONS["codecs"] if codecs else {})
+    assert run(config_of(preset, **options), loop).races == []
 
 
 def test_what_only_other_ranks_use_has_arrived_before_weights_change() -> None:

@@ -23,6 +23,9 @@ from mics_strategy.engine.setup.resolve import target_device
 from mics_strategy.engine.streams import OpChain, Streams
 from tests.ranks import RankContext, RankPool
 
+UNQUANTIZED: Any = SimpleNamespace(has_quantized_params=False, is_quantized=lambda *roles: False)
+QUANTIZED: Any = SimpleNamespace(has_quantized_params=True, is_quantized=lambda *roles: True)
+
 
 @dataclass(eq=False)
 class Stream:
@@ -88,9 +91,21 @@ def test_all_gathers_and_both_hops_have_their_own_streams() -> None:
         return made[-1]
 
     with mock.patch.object(torch.cuda, "Stream", make):
-        streams = Streams(torch.device("cuda", 1))
+        streams = Streams(torch.device("cuda", 1), UNQUANTIZED)
     assert [streams.all_gather._stream, streams.reduce_scatter._stream, streams.second_hop._stream] == made
     assert len({id(stream) for stream in made}) == 3
+
+
+def test_each_encodes_on_a_stream_of_its_own() -> None:
+    made: list[Stream] = []
+
+    def make(device: torch.device, priority: int = 0) -> Stream:
+        made.append(Stream(device))
+        return made[-1]
+
+    with mock.patch.object(torch.cuda, "Stream", make):
+        Streams(torch.device("cuda", 1), QUANTIZED)
+    assert len({id(stream) for stream in made}) == 6
 
 
 def use_a_gathered_unit_twice(ctx: RankContext) -> list[int]:
@@ -181,7 +196,7 @@ def test_the_gpu_of_a_rank_becomes_current_before_groups_are_made(ranks: RankPoo
 def test_process_groups_send_tensors_on_the_models_device() -> None:
     groups: Any = SimpleNamespace(device=torch.device("meta"), reduce_over_shards=lambda value, **_: value)
     assert total_norm([], groups, 2.0).is_meta
-    assert Streams(torch.device("cpu")).all_gather._stream is None
+    assert Streams(torch.device("cpu"), UNQUANTIZED).all_gather._stream is None
 
 
 def device_of_a_calibration(ctx: RankContext) -> list[torch.device]:

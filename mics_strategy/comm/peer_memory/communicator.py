@@ -6,7 +6,7 @@ parameters or gradients of its peers, and writes them to their destinations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -93,11 +93,15 @@ class PeerMemoryCommunicator:
         Cost:
             That of `Communicator.all_gather`.
         """
-        transport, full_numel = self._transport, shard.numel() * self._transport.size
-        check_shapes(rows[transport.index].numel() == shard.numel(), label, shard, shard)
+        full_numel = shard.numel() * self._transport.size
+        check_shapes(rows[self._transport.index].numel() == shard.numel(), label, shard, shard)
         op = self._queue.next_op("All-gather", label, full_numel, shard.dtype)
         self._queue.log(routes.all_gather_traffic(self._route, full_numel, shard.dtype))
-        return self._queue.submit(op, lambda: transport.all_gather_into(rows, shard, op.tag).wait())
+        return self._queue.submit(op, partial(self._all_gather, rows, shard, op.tag))
+
+    def _all_gather(self, rows: list[ScatterTarget], shard: torch.Tensor, tag: int) -> Iterator[None]:
+        yield
+        self._transport.all_gather_into(rows, shard, tag).wait()
 
     def reduce_scatter(
         self, out: torch.Tensor, inputs: ReduceInputs, views: ShardViews, accumulate: bool, label: str
@@ -121,7 +125,8 @@ class PeerMemoryCommunicator:
 
     def _reduce_scatter(
         self, out: torch.Tensor, inputs: ReduceInputs, views: ShardViews, accumulate: bool, tag: int
-    ) -> None:
+    ) -> Iterator[None]:
+        yield
         transport, sums = self._transport, views.views_of(out)
         others = [index for index in range(transport.size) if index != transport.index]
         received = {index: views.views_of(self._workspace.allocate(out.numel(), views.dtype)) for index in others}
