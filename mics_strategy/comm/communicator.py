@@ -8,7 +8,6 @@ to the queue, so that two tasks never use the same part of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from mics_strategy.comm import route as routes
 from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator
 from mics_strategy.comm.stages import make_stages
 from mics_strategy.comm.transport import BackendTransport, GlooTransport
-from mics_strategy.comm.work import Work, check_shapes
+from mics_strategy.comm.work import Steps, Work, check_shapes
 from mics_strategy.comm.workspace import aligned_bytes
 
 if TYPE_CHECKING:
@@ -238,7 +237,7 @@ class CoalescedCommunicator:
         """Reserve workspace for all-gathers of shards of `numel` elements."""
         self._workspace.reserve(aligned_bytes((numel, dtype)))
 
-    def _all_gather(self, outs: list[torch.Tensor], shard: torch.Tensor, parts: RowViews) -> Iterator[None]:
+    def _all_gather(self, outs: list[torch.Tensor], shard: torch.Tensor, parts: RowViews) -> Steps:
         yield
         shards = [part.view(-1) for part in parts.views_of(shard)] if parts.rows == 1 else self._pack(shard, parts)
         intra = self._intra
@@ -287,9 +286,7 @@ class CoalescedCommunicator:
         node_numel = numel * self._inter.size if self._intra is not None else 0
         self._workspace.reserve(aligned_bytes((numel, wire), (node_numel, wire)))
 
-    def _reduce_scatter(
-        self, out: torch.Tensor, fulls: list[torch.Tensor], parts: RowViews, accumulate: bool
-    ) -> Iterator[None]:
+    def _reduce_scatter(self, out: torch.Tensor, fulls: list[torch.Tensor], parts: RowViews, accumulate: bool) -> Steps:
         yield
         if self._intra is not None:
             numels = [full.numel() // self._intra.size for full in fulls]

@@ -10,7 +10,7 @@ and an all-reduce three, however many nodes there are.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from mics_strategy.comm.workspace import Workspace, aligned_bytes
 if TYPE_CHECKING:
     from mics_strategy.comm.route import Hop, Route
     from mics_strategy.comm.transport import BackendTransport
+    from mics_strategy.comm.work import Steps
 
 
 class TableAlgorithm(Protocol):
@@ -40,7 +41,7 @@ class TableAlgorithm(Protocol):
     def all_gather_scratch_bytes(self, numel: int) -> int:
         """Bytes of workspace for `all_gather` of `numel` elements from each rank."""
 
-    def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> Iterator[None]:
+    def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> Steps:
         """Put every rank's `shard`, [n], into its row.
 
         In place if it is its row. The dtypes are the same.
@@ -49,9 +50,7 @@ class TableAlgorithm(Protocol):
     def reduce_scatter_scratch_bytes(self, numel: int, wire: torch.dtype) -> int:
         """Bytes of workspace for `reduce_scatter` of `numel` elements for each rank."""
 
-    def reduce_scatter(
-        self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool
-    ) -> Iterator[None]:
+    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> Steps:
         """Sum the rows that all ranks have for this rank.
 
         Args:
@@ -64,7 +63,7 @@ class TableAlgorithm(Protocol):
     def all_reduce_scratch_bytes(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
         """Bytes of workspace for `all_reduce` of `numel` elements for each rank."""
 
-    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> Iterator[None]:
+    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> Steps:
         """Sum the tables of all ranks, in place; every rank ends with the same bits.
 
         Args:
@@ -96,7 +95,7 @@ class NativeAlgorithm:
         """See `TableAlgorithm.all_gather_scratch_bytes`."""
         return 0
 
-    def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> Iterator[None]:
+    def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> Steps:
         """See `TableAlgorithm.all_gather`."""
         yield
         self.transport.all_gather(table, shard).wait()
@@ -105,9 +104,7 @@ class NativeAlgorithm:
         """See `TableAlgorithm.reduce_scatter_scratch_bytes`."""
         return aligned_bytes((numel, wire))
 
-    def reduce_scatter(
-        self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool
-    ) -> Iterator[None]:
+    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> Steps:
         """See `TableAlgorithm.reduce_scatter`."""
         yield
         if out.dtype == wire and not accumulate:
@@ -124,7 +121,7 @@ class NativeAlgorithm:
         """See `TableAlgorithm.all_reduce_scratch_bytes`."""
         return 0
 
-    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> Iterator[None]:
+    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> Steps:
         """See `TableAlgorithm.all_reduce`."""
         yield
         self.transport.all_reduce(table).wait()
@@ -142,9 +139,7 @@ class OrderedAlgorithm(NativeAlgorithm):
         return 2 * aligned_bytes((self.transport.size * numel, wire))
 
     @override
-    def reduce_scatter(
-        self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool
-    ) -> Iterator[None]:
+    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> Steps:
         yield
         sent = table if table.dtype == wire else self._workspace.allocate(table.numel(), wire).copy_(table)
         received = self._workspace.allocate(table.numel(), wire)
@@ -161,7 +156,7 @@ class OrderedAlgorithm(NativeAlgorithm):
         return self.reduce_scatter_scratch_bytes(numel, wire) + own_bytes
 
     @override
-    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> Iterator[None]:
+    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> Steps:
         total = self._workspace.allocate(table.numel() // self.transport.size, dtype)
         yield from self.reduce_scatter(total, table, wire, False)
         narrow = table if wire == table.dtype else self._workspace.allocate(table.numel(), wire)
@@ -200,7 +195,7 @@ class QuantizedTableAlgorithm:
         """See `TableAlgorithm.all_gather_scratch_bytes`."""
         return aligned_bytes((self.transport.size * self._codec.encoded_bytes(numel), torch.uint8))
 
-    def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> Iterator[None]:
+    def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> Steps:
         """See `TableAlgorithm.all_gather`."""
         payloads = self._allocate_payloads(shard.numel())
         self._quantizer.encode(shard, payloads[self.transport.index])
@@ -216,9 +211,7 @@ class QuantizedTableAlgorithm:
         """See `TableAlgorithm.reduce_scatter_scratch_bytes`."""
         return 2 * self.all_gather_scratch_bytes(numel) + aligned_bytes((numel, torch.float32))
 
-    def reduce_scatter(
-        self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool
-    ) -> Iterator[None]:
+    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> Steps:
         """See `TableAlgorithm.reduce_scatter`."""
         summands = yield from self.exchange(table)
         self._quantizer.decode_sum(summands, out, accumulate=accumulate)
@@ -251,7 +244,7 @@ class QuantizedTableAlgorithm:
         gather_bytes = self.all_gather_scratch_bytes(numel) + aligned_bytes((numel, dtype))
         return self.reduce_scatter_scratch_bytes(numel, wire) + gather_bytes
 
-    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> Iterator[None]:
+    def all_reduce(self, table: torch.Tensor, wire: torch.dtype, dtype: torch.dtype) -> Steps:
         """See `TableAlgorithm.all_reduce`."""
         summands = yield from self.exchange(table)
         self._sum_and_gather(summands, table, dtype)
@@ -326,7 +319,7 @@ class NativeStages:
         if isinstance(self._intra, QuantizedTableAlgorithm) and isinstance(self._inter, QuantizedTableAlgorithm):
             self._fused = self._intra, self._inter
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Iterator[None]:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
         """Put every rank's `shard`, or payload, into `out`; see `Communicator.all_gather`.
 
         1. All-gather between nodes, into this rank's slice of `out`.
@@ -339,9 +332,7 @@ class NativeStages:
         yield from self._plain_inter.all_gather(local_slice, shard)
         yield from self._plain_intra.all_gather(out, local_slice)
 
-    def all_gather_quantized(
-        self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int
-    ) -> Iterator[None]:
+    def all_gather_quantized(self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
         """Encode once, gather the payloads over all stages, and decode all of them.
 
         This rank's own payload is decoded as well.
@@ -360,7 +351,7 @@ class NativeStages:
             num_bytes = aligned_bytes((self._route.size * self.quantizer.codec.encoded_bytes(numel), torch.uint8))
         self._workspace.reserve(num_bytes)
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Iterator[None]:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Steps:
         """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`.
 
         1. Reduce-scatter inside the node: this rank keeps one slice.
@@ -392,12 +383,12 @@ class NativeStages:
             num_bytes += aligned_bytes((node_numel, self._intra.sum_dtype(wire, dtype)))
         self._workspace.reserve(num_bytes)
 
-    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> Iterator[None]:
+    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> Steps:
         """Sum `tensor` over all ranks with the backend's all-reduce, in its dtype."""
         yield
         self._inter_transport.all_reduce(tensor).wait()
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Iterator[None]:
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Steps:
         """Sum `tensor` over all ranks; see `Communicator.all_reduce`.
 
         1. Reduce-scatter inside the node; this rank keeps a slice.

@@ -22,7 +22,7 @@ import threading
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from mics_strategy.comm.work import BackendWork, Work
+from mics_strategy.comm.work import BackendWork, Steps, Work
 
 if TYPE_CHECKING:
     from mics_strategy.comm.desync import DesyncWatchdog, OpId
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mics_strategy.comm.transport import Transport
     from mics_strategy.comm.workspace import Workspace
 
-CommTask = Callable[[], Iterator[None]]
+CommTask = Callable[[], Steps]
 STALL_CHECK_S = 2.0  # before a waiting rank first checks whether its peers wait for something else
 MAX_STALL_CHECK_S = 30.0  # between two checks
 SHUTDOWN_GRACE_S = 1.0  # for unfinished tasks when the process ends
@@ -140,9 +140,9 @@ class WatchedWork:
 
 
 def _run_queue(queue: SimpleQueue[_QueuedTask | None]) -> None:
-    """Run tasks until None arrives: start each one that is queued before the one before it is finished.
+    """Run tasks until None arrives.
 
-    No reference is held between two tasks, so that an unused queue can be freed.
+    Each one that is queued starts before the one before it is finished. No reference is held between two tasks, so that an unused queue can be freed.
     """
     with torch.inference_mode():  # nothing is recorded for autograd; inference tensors may be written
         while (task := queue.get()) is not None:
@@ -202,7 +202,10 @@ class _QueuedTask:
         return self._steps is None or unfinished._steps is None or self._steps.uses_memory_of(unfinished._steps)
 
     def start(self) -> None:
-        """Encode, and post the first messages, unless it has, if the workspace has a slot for that."""
+        """Encode, and post the first messages, if the workspace has a part for that.
+
+        A second call does nothing.
+        """
         if self._steps is not None and self._steps.can_start_ahead:
             self._run(self._steps.start)
 
@@ -278,7 +281,7 @@ class OpRequest:
 
 
 class TaskSteps:
-    """A task in two steps, each of which has a slot of the workspace for itself.
+    """A task in two steps, which has a part of the workspace for itself.
 
     Args:
         task: The task.
@@ -286,14 +289,14 @@ class TaskSteps:
         workspace: Scratch memory.
     """
 
-    __slots__ = ("_has_ended", "_ranges", "_slot", "_steps", "_task", "_workspace")
+    __slots__ = ("_has_ended", "_part", "_ranges", "_steps", "_task", "_workspace")
 
     def __init__(self, task: CommTask, tensors: Iterable[torch.Tensor] | None, workspace: Workspace) -> None:
         self._task = task
         self._ranges = None if tensors is None else [_address_range(tensor) for tensor in tensors]
         self._workspace = workspace
-        self._steps: Iterator[None] | None = None
-        self._slot = 0
+        self._steps: Steps | None = None
+        self._part = 0
         self._has_ended = False
 
     @property
@@ -312,25 +315,25 @@ class TaskSteps:
 
     def start(self) -> None:
         """Run what waits for no rank."""
-        self._slot = self._workspace.take()
+        self._part = self._workspace.take()
         self._steps = self._task()
         try:
             next(self._steps, None)
         except BaseException:
-            self._workspace.release(self._slot)
+            self._workspace.release(self._part)
             raise
 
     def wait(self) -> None:
         """Run the rest; all of it if the task has not started."""
         if self._steps is None:
             self.start()
-        self._workspace.use(self._slot)
+        self._workspace.use(self._part)
         try:
             for _ in self._steps or ():
                 pass
         finally:
             self._has_ended = True
-            self._workspace.release(self._slot)
+            self._workspace.release(self._part)
 
     def is_completed(self) -> bool:
         """Whether the task has ended, with or without an error."""
@@ -385,10 +388,10 @@ class CollectiveQueue(ABC):
 
 
 class InlineQueue(CollectiveQueue):
-    """Runs what needs no other rank inside `submit`, and the rest in `Work.wait`, on the then current CUDA stream.
+    """Runs the first step inside `submit`, and the rest in `Work.wait`.
 
-    A work is waited for before the next but one is submitted, or before the next one unless the workspace has two
-    slots.
+    The rest runs on the CUDA stream that is current then. A work is waited for before the next but one is submitted, or before the next one unless the workspace has two
+    parts.
     """
 
     @override

@@ -8,7 +8,6 @@ long as both. Other backends pipeline by themselves; see `native`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -29,13 +28,14 @@ from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
 if TYPE_CHECKING:
     from mics_strategy.comm.route import Route
+    from mics_strategy.comm.work import Steps
 
 
 class Stages(Protocol):
     """Runs collectives over one or two stages.
 
     Each collective is a task of a queue (see `queue`): a generator that waits for no rank before its first `yield`, and
-    has a slot of the workspace for itself.
+    has a part of the workspace for itself.
 
     Attributes:
         index: Index of this rank among those of the route.
@@ -45,27 +45,25 @@ class Stages(Protocol):
     index: int
     quantizer: Quantizer | None
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Iterator[None]:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
         """Put every rank's `shard`, or payload, into `out`; see `Communicator.all_gather`."""
 
-    def all_gather_quantized(
-        self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int
-    ) -> Iterator[None]:
+    def all_gather_quantized(self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
         """Encode once, gather the payloads over all stages, and decode all of them."""
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Reserve workspace for all-gathers of shards of `numel` elements."""
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Iterator[None]:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Steps:
         """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`."""
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for reduce-scatters of `full_numel` elements to `dtype`."""
 
-    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> Iterator[None]:
+    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> Steps:
         """Sum `tensor` over all ranks with the backend's all-reduce, in its dtype."""
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Iterator[None]:
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Steps:
         """Sum `tensor` over all ranks; see `Communicator.all_reduce`."""
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
@@ -121,7 +119,7 @@ class StagePipeline:
         self.quantizer = Quantizer(codec, device, workspace.generator_for(codec, self.index)) if codec else None
         self._gather_algorithms = stages if self.quantizer is None else self._unquantized
 
-    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Iterator[None]:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
         """Put every rank's `shard`, or payload, into `out`; see `Communicator.all_gather`.
 
         1. All-gather each chunk between nodes, into this rank's slice of `out`.
@@ -155,9 +153,7 @@ class StagePipeline:
         for finish in previous:
             finish()
 
-    def all_gather_quantized(
-        self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int
-    ) -> Iterator[None]:
+    def all_gather_quantized(self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
         """Encode once, gather the payloads over all stages, and decode all of them.
 
         This rank's own payload is decoded as well.
@@ -183,7 +179,7 @@ class StagePipeline:
                 sum(self._inter.all_gather_scratch_bytes(end - start, dtype, dtype) for start, end in chunks)
             )
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Iterator[None]:
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Steps:
         """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`.
 
         1. Reduce-scatter each chunk inside the node: this rank keeps one slice, in the dtype of the sum.
@@ -245,13 +241,13 @@ class StagePipeline:
         inter_bytes = sum(self._inter.reduce_scatter_scratch_bytes(end - start, dtype, wire) for start, end in chunks)
         self._workspace.reserve(intra_bytes + inter_bytes + aligned_bytes((self._num_nodes * shard, dtype)))
 
-    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> Iterator[None]:
+    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> Steps:
         """Sum `tensor` over all ranks with the backend's all-reduce, in its dtype."""
         yield
         self._inter.transport.barrier(tag)
         self._inter.transport.all_reduce(tensor).wait()
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Iterator[None]:
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Steps:
         """Sum `tensor` over all ranks; see `Communicator.all_reduce`.
 
         1. Reduce-scatter each chunk inside the node; this rank keeps a slice.

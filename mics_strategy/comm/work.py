@@ -7,12 +7,14 @@ sum, copying out) are part of the work, so a caller never sees half a result.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 
 from mics_strategy.errors import CommunicationError, LifecycleError, ShapeError
+
+Steps = Iterator[None]  # of a collective, of which the first one waits for no rank; see `queue`
 
 
 class BackendWork(Protocol):

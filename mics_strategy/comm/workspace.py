@@ -30,14 +30,14 @@ def aligned_bytes(*sizes: tuple[int, torch.dtype]) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class _Part:
     """Scratch memory of one collective.
 
     Attributes:
         index: Position in the buffer.
         used_bytes: Bytes allocated so far.
-        is_taken: Whether a collective uses the slot.
-        done: Event behind everything on the device that used the slot; None on a CPU.
+        is_taken: Whether a collective uses the part.
+        done: Event behind everything on the device that used the part; None on a CPU.
     """
 
     index: int
@@ -49,36 +49,36 @@ class _Slot:
 class Workspace:
     """A buffer from which the collectives of one queue allocate scratch memory.
 
-    It has one slot, which the collectives use one after the other, or two: while one is on the wire, the next one is
-    encoded in the other slot.
+    It has one part, which the collectives use one after the other, or two: while one is on the wire, the next one is
+    encoded in the other part.
 
     Attributes:
-        slot_bytes: Bytes of the largest reserved collective.
+        part_bytes: Bytes of the largest reserved collective.
         generators: Generators of stochastic rounding, in the order in which they were created.
     """
 
     def __init__(self) -> None:
-        self.slot_bytes = 0
+        self.part_bytes = 0
         self.generators: list[torch.Generator] = []
-        self._slots = [_Slot(0)]
-        self._current = self._slots[0]
+        self._parts = [_Part(0)]
+        self._current = self._parts[0]
         self._next = 0
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def encode_ahead(self) -> None:
-        """Have two slots from now on."""
-        if len(self._slots) == 1:
-            self._slots.append(_Slot(1))
+        """Have two parts from now on."""
+        if len(self._parts) == 1:
+            self._parts.append(_Part(1))
 
     @property
     def encodes_ahead(self) -> bool:
         """Whether a collective may start while the one before it uses the workspace."""
-        return len(self._slots) > 1
+        return len(self._parts) > 1
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of all slots."""
-        return len(self._slots) * self.slot_bytes
+        """Bytes of all parts."""
+        return len(self._parts) * self.part_bytes
 
     def generator_for(self, codec: Codec, seed: int) -> torch.Generator | None:
         """A new generator for the rounding of a codec; None where it rounds without one."""
@@ -89,43 +89,43 @@ class Workspace:
 
     def reserve(self, num_bytes: int) -> None:
         """Announce a collective that needs `num_bytes` of scratch memory."""
-        self.slot_bytes = max(self.slot_bytes, aligned_bytes((num_bytes, torch.uint8)))
+        self.part_bytes = max(self.part_bytes, aligned_bytes((num_bytes, torch.uint8)))
 
     def bind(self, buffer: torch.Tensor) -> None:
         """Allocate from `buffer`, [needed_bytes] uint8, from now on."""
         self._buffer = buffer
 
     def take(self) -> int:
-        """Take the next slot for a collective that starts.
+        """Take the next part for a collective that starts.
 
         On CUDA the current stream waits for what the device still does there.
 
         Raises:
             LifecycleError: A collective uses it.
         """
-        slot = self._slots[self._next]
-        if slot.is_taken:
+        part = self._parts[self._next]
+        if part.is_taken:
             raise LifecycleError(
                 "A collective starts while an earlier one uses its scratch memory. This is a defect of the schedule; "
                 "please report it."
             )
-        slot.is_taken, slot.used_bytes = True, 0
-        if slot.done is not None:
-            torch.cuda.current_stream(self._buffer.device).wait_event(slot.done)
-        self._current, self._next = slot, (slot.index + 1) % len(self._slots)
-        return slot.index
+        part.is_taken, part.used_bytes = True, 0
+        if part.done is not None:
+            torch.cuda.current_stream(self._buffer.device).wait_event(part.done)
+        self._current, self._next = part, (part.index + 1) % len(self._parts)
+        return part.index
 
     def use(self, index: int) -> None:
-        """Allocate from a taken slot from now on."""
-        self._current = self._slots[index]
+        """Allocate from a taken part from now on."""
+        self._current = self._parts[index]
 
     def release(self, index: int) -> None:
-        """Free a slot, behind the present work of the current stream."""
-        slot = self._slots[index]
-        slot.is_taken = False
+        """Free a part, behind the present work of the current stream."""
+        part = self._parts[index]
+        part.is_taken = False
         if self.encodes_ahead and self._buffer.device.type == "cuda":
-            slot.done = torch.cuda.Event()
-            slot.done.record(torch.cuda.current_stream(self._buffer.device))
+            part.done = torch.cuda.Event()
+            part.done.record(torch.cuda.current_stream(self._buffer.device))
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A piece of scratch memory for the running collective, [numel], values undefined.
@@ -133,14 +133,14 @@ class Workspace:
         Raises:
             LifecycleError: The collective needs more than was reserved.
         """
-        slot, num_bytes = self._current, numel * dtype.itemsize
-        bound_bytes = self._buffer.numel() // len(self._slots) // ALIGN_BYTES * ALIGN_BYTES
-        end = slot.used_bytes + num_bytes
+        part, num_bytes = self._current, numel * dtype.itemsize
+        bound_bytes = self._buffer.numel() // len(self._parts) // ALIGN_BYTES * ALIGN_BYTES
+        end = part.used_bytes + num_bytes
         if end > bound_bytes:
             raise LifecycleError(
                 f"A collective needs {end} bytes of scratch memory, but {bound_bytes} are reserved. This is a defect "
                 "of the schedule; please report it."
             )
-        start = slot.index * bound_bytes + slot.used_bytes
-        slot.used_bytes += aligned_bytes((numel, dtype))
+        start = part.index * bound_bytes + part.used_bytes
+        part.used_bytes += aligned_bytes((numel, dtype))
         return self._buffer[start : start + num_bytes].view(dtype)

@@ -59,7 +59,7 @@ class Network:
         for workspace in self.groups.workspaces.values():
             num_bytes = max(0, workspace.needed_bytes + spare_bytes)
             workspace.bind(torch.full((num_bytes,), NAN_BYTE, dtype=torch.uint8))
-            workspace.slot_bytes = 0
+            workspace.part_bytes = 0
 
     def values(self, index: int, numel: int, dtype: torch.dtype = torch.float32, salt: int = 0) -> Tensor:
         """What the rank of that index brings."""

@@ -99,14 +99,14 @@ def test_the_second_tensor_is_encoded_before_the_first_has_arrived(ranks: RankPo
     assert ranks(4, withhold_all, stages, ranks_per_node=2) == [True] * 4
 
 
-def withhold_without_slots(ctx: RankContext) -> None:
+def withhold_without_parts(ctx: RankContext) -> None:
     with mock.patch.object(Workspace, "encode_ahead"), mock.patch(f"{__name__}.STUCK_S", 0.5):
         withhold(ctx, "gather", "int8", 1)
 
 
-def test_with_one_slot_it_is_not(ranks: RankPool) -> None:
+def test_with_one_part_it_is_not(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="is not encoded before the first has arrived"):
-        ranks(4, withhold_without_slots, ranks_per_node=2)
+        ranks(4, withhold_without_parts, ranks_per_node=2)
 
 
 def results(network: Network, kind: str, *, waits: bool) -> list[torch.Tensor]:

@@ -108,13 +108,13 @@ class TwoSteps:
 
     Args:
         comm_thread: The thread.
-        num_slots: Slots of their workspace.
+        num_parts: Parts of their workspace.
     """
 
-    def __init__(self, comm_thread: CommThread, num_slots: int = 2) -> None:
+    def __init__(self, comm_thread: CommThread, num_parts: int = 2) -> None:
         self.events: list[str] = []
         self.workspace = Workspace()
-        if num_slots == 2:
+        if num_parts == 2:
             self.workspace.encode_ahead()
         self._thread = comm_thread
         self._go_on = threading.Event()
@@ -147,7 +147,7 @@ def test_a_task_starts_while_the_one_before_is_unfinished() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "tensors"),
+    ("num_parts", "tensors"),
     [
         (1, (torch.zeros(1), torch.zeros(1))),
         (2, (None, torch.zeros(1))),
@@ -155,13 +155,13 @@ def test_a_task_starts_while_the_one_before_is_unfinished() -> None:
         (2, (SHARED, SHARED)),
         (2, (SHARED[:3], SHARED[2:])),
     ],
-    ids=["one slot", "unknown before", "unknown", "the same memory", "part of the same storage"],
+    ids=["one part", "unknown before", "unknown", "the same memory", "part of the same storage"],
 )
 def test_a_task_waits_for_the_one_before_where_both_need_the_same(
-    num_slots: int, tensors: tuple[torch.Tensor | None, ...]
+    num_parts: int, tensors: tuple[torch.Tensor | None, ...]
 ) -> None:
     with opened() as comm_thread:
-        tasks = TwoSteps(comm_thread, num_slots)
+        tasks = TwoSteps(comm_thread, num_parts)
         for name, tensor in zip("ab", tensors, strict=True):
             tasks.submit(name, tensor)
         tasks.go_on()
@@ -189,7 +189,7 @@ def test_closing_finishes_what_has_started() -> None:
     assert tasks.events[-1] == "finish b"
 
 
-def test_slots_are_memory_of_their_own() -> None:
+def test_parts_are_memory_of_their_own() -> None:
     workspace = Workspace()
     workspace.encode_ahead()
     workspace.reserve(100)

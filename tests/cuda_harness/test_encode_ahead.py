@@ -84,11 +84,11 @@ def races(preset: str) -> list[str]:
 
 
 @pytest.mark.parametrize("preset", ["zero3", "zeropp", "mics"])
-def test_a_race_is_found_where_slots_are_reused_without_their_event(preset: str) -> None:
-    """Three gathers in flight use two slots."""
+def test_a_race_is_found_where_parts_are_reused_without_their_event(preset: str) -> None:
+    """Three gathers in flight use two parts."""
 
     def release(workspace: Workspace, index: int) -> None:
-        workspace._slots[index].is_taken = False
+        workspace._parts[index].is_taken = False
 
     assert races(preset) == []
     with mock.patch.object(Workspace, "release", release):

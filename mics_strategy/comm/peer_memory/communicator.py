@@ -6,7 +6,7 @@ parameters or gradients of its peers, and writes them to their destinations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ import torch
 
 from mics_strategy.comm import route as routes
 from mics_strategy.comm.peer_memory.readv import GatherTarget, ScatterTarget, SourceVec
-from mics_strategy.comm.work import Work, check_shapes
+from mics_strategy.comm.work import Steps, Work, check_shapes
 
 if TYPE_CHECKING:
     from mics_strategy.comm.queue import CollectiveQueue
@@ -99,7 +99,7 @@ class PeerMemoryCommunicator:
         self._queue.log(routes.all_gather_traffic(self._route, full_numel, shard.dtype))
         return self._queue.submit(op, partial(self._all_gather, rows, shard, op.tag))
 
-    def _all_gather(self, rows: list[ScatterTarget], shard: torch.Tensor, tag: int) -> Iterator[None]:
+    def _all_gather(self, rows: list[ScatterTarget], shard: torch.Tensor, tag: int) -> Steps:
         yield
         self._transport.all_gather_into(rows, shard, tag).wait()
 
@@ -125,7 +125,7 @@ class PeerMemoryCommunicator:
 
     def _reduce_scatter(
         self, out: torch.Tensor, inputs: ReduceInputs, views: ShardViews, accumulate: bool, tag: int
-    ) -> Iterator[None]:
+    ) -> Steps:
         yield
         transport, sums = self._transport, views.views_of(out)
         others = [index for index in range(transport.size) if index != transport.index]
