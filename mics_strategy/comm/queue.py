@@ -142,7 +142,8 @@ class WatchedWork:
 def _run_queue(queue: SimpleQueue[_QueuedTask | None]) -> None:
     """Run tasks until None arrives.
 
-    Each one that is queued starts before the one before it is finished. No reference is held between two tasks, so that an unused queue can be freed.
+    Each one that is queued starts before the one before it is finished. No reference is held between two tasks, so that
+    an unused queue can be freed.
     """
     with torch.inference_mode():  # nothing is recorded for autograd; inference tensors may be written
         while (task := queue.get()) is not None:
@@ -390,8 +391,8 @@ class CollectiveQueue(ABC):
 class InlineQueue(CollectiveQueue):
     """Runs the first step inside `submit`, and the rest in `Work.wait`.
 
-    The rest runs on the CUDA stream that is current then. A work is waited for before the next but one is submitted, or before the next one unless the workspace has two
-    parts.
+    The rest runs on the CUDA stream that is current then. A work is waited for before the next but one is submitted, or
+    before the next one unless the workspace has two parts.
     """
 
     @override
