@@ -38,7 +38,7 @@ def test_all_engines_train_alike(ranks: RankPool) -> None:
     assert found["ddp"][0] != found["ddp"][1]
     for label, by_rank in found.items():
         for own, expected in zip(by_rank, found["ddp"], strict=True):
-            assert own == pytest.approx(expected, rel=1e-5), label
+            assert own == pytest.approx(expected, rel=1e-2 if label == "zeropp" else 1e-5), label  # it rounds
 
 
 @pytest.mark.parametrize("entry", [*map(peer, PEERS), *parse_ours("mics,zero3")], ids=lambda entry: entry.label)
