@@ -3,7 +3,7 @@
 ``python -m benchmarks.gpu`` measures four things, prints a table of each as soon as it has it, and writes JSON:
 
 - ``codecs``: bytes by time of every codec operation beside a plain copy (`gpu_codecs`);
-- ``engine``: tokens/s at world size 1 beside plain PyTorch and FSDP2 (`gpu_training`);
+- ``engine``: tokens/s at world size 1 beside plain PyTorch, FSDP2 and Megatron-FSDP (`gpu_training`);
 - ``overlap``: whether a unit is gathered while the one before it computes;
 - ``memory``: what is allocated, beside what the engine's account says.
 
@@ -37,6 +37,7 @@ from torch import nn
 
 from benchmarks.gpu_codecs import Meter, Row, Sizes, Stamp, measure_codecs
 from benchmarks.gpu_training import SIZES, Block, Rounds, Shape, Trained, compare_engines
+from benchmarks.megatron_peer import DISTRIBUTION, installed_version
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.streams import Op, OpChain, OpStream
@@ -319,14 +320,18 @@ def _run(name: str, part: Callable[[], Iterator[Row]], device: torch.device) -> 
 
 def table(rows: list[Row]) -> str:
     """Rows as text, with the columns that any of them has; lists are for the file only."""
-    columns = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in ("problem", "losses")]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    columns = [name for name in keys if name not in ("problem", "not measured", "losses")]
     lines = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join(
-        f"{line}  {'WRONG: ' + row['problem'] if row.get('problem') else ''}".rstrip()
-        for line, row in zip(text, [{}, *rows], strict=True)
-    )
+    return "\n".join(f"{line}  {_remark(row)}".rstrip() for line, row in zip(text, [{}, *rows], strict=True))
+
+
+def _remark(row: Row) -> str:
+    if row.get("problem"):
+        return f"WRONG: {row['problem']}"
+    return f"not measured: {row['not measured']}" if row.get("not measured") else ""
 
 
 def _cell(value: object) -> str:
@@ -341,7 +346,12 @@ def _write(tables: dict[str, list[Row]], options: argparse.Namespace, device: to
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            DISTRIBUTION: installed_version(),
+        },
         "has_triton": importlib.util.find_spec("triton") is not None,
     }
     (options.output / "gpu.json").write_text(json.dumps({**facts, "parts": tables}, indent=1))
