@@ -1,9 +1,10 @@
 """What do kernels and engine reach on one GPU?
 
-``python -m benchmarks.gpu`` measures four things, prints a table of each as soon as it has it, and writes JSON:
+``python -m benchmarks.gpu`` measures five things, prints a table of each as soon as it has it, and writes JSON:
 
 - ``codecs``: bytes by time of every codec operation beside a plain copy (`gpu_codecs`);
 - ``engine``: tokens/s at world size 1 beside plain PyTorch, FSDP2 and Megatron-FSDP (`gpu_training`);
+- ``ranks``: steps of 2 and 4 ranks on the device, over gloo (`gpu_ranks`);
 - ``overlap``: whether a unit is gathered while the one before it computes;
 - ``memory``: what is allocated, beside what the engine's account says.
 
@@ -36,6 +37,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.gpu_codecs import Meter, Row, Sizes, Stamp, measure_codecs
+from benchmarks.gpu_ranks import measure_ranks
 from benchmarks.gpu_training import SIZES, Block, Rounds, Shape, Trained, compare_engines
 from benchmarks.megatron_peer import DISTRIBUTION, installed_version
 from mics_strategy import ShardConfig, Topology, shard
@@ -43,7 +45,8 @@ from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.streams import Op, OpChain, OpStream
 from mics_strategy.engine.unit import GatherResources, Unit
 
-PARTS = ("codecs", "engine", "overlap", "memory")
+PARTS = ("codecs", "engine", "ranks", "overlap", "memory")
+_RANKS_SIZE = "30m"  # all ranks are on one device, and gloo moves what they send through host memory
 _PER_NODE = 8
 _OVERLAP_RANKS = 8
 _MEMORY_CASES = (("mics", 512), ("zero3", 512), ("zero3", 8))
@@ -255,7 +258,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="on the CPU only the codecs' figures mean something")
     add("--smoke", action="store_true", help="everything tiny and once: to see in seconds whether it runs")
     add("--parts", default=",".join(PARTS), help="any of %(default)s")
-    add("--size", choices=tuple(SIZES), default="1b", help="of the model")
+    add("--size", choices=tuple(SIZES), default="1b", help="of the model, but of `ranks`")
     add("--numel", type=int, default=Sizes().numel, help="values of a tensor that is encoded")
     add("--rounds", type=int, default=Rounds().rounds, help="in each, every engine is built and trained once")
     add("--steps", type=int, default=Rounds().steps, help="measured in each round")
@@ -299,6 +302,7 @@ def _parts(options: argparse.Namespace, device: torch.device) -> dict[str, Calla
     return {
         "codecs": lambda: measure_codecs(device, sizes),
         "engine": lambda: compare_engines(shape, device, rounds),
+        "ranks": lambda: measure_ranks(SIZES["tiny" if options.smoke else _RANKS_SIZE], device, rounds),
         "overlap": lambda: measure_overlap(shape, device),
         "memory": lambda: measure_memory(shape, device),
     }

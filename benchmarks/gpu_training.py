@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ class Shape:
 
 SIZES = {
     "tiny": Shape(width=32, layers=4, heads=2, feed_forward=64, vocabulary=128, sequence=16, micro_batch=2),
+    "30m": Shape(width=512, layers=8, heads=8, feed_forward=1408, vocabulary=8192, sequence=512, micro_batch=4),
     "300m": Shape(width=1024, layers=20, heads=8, feed_forward=2816, vocabulary=32000, sequence=2048, micro_batch=8),
     "1b": Shape(width=2048, layers=18, heads=16, feed_forward=5504, vocabulary=32000, sequence=2048, micro_batch=8),
 }
@@ -141,18 +143,26 @@ class Llama(nn.Module):
         return loss
 
 
+_adamw = partial(torch.optim.AdamW, lr=_LEARNING_RATE, fused=True)
+
+
 class Trained:
     """A model and its optimizer.
 
     Args:
         model: On its device.
         masters: What the optimizer updates; the model's own parameters where they are not given.
+        make_optimizer: Makes it of an iterable of parameters.
     """
 
-    def __init__(self, model: nn.Module, masters: list[torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        masters: list[torch.Tensor] | None = None,
+        make_optimizer: Callable[..., torch.optim.Optimizer] = _adamw,
+    ) -> None:
         self.model = model
-        parameters: Any = model.parameters() if masters is None else masters
-        self.optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)
+        self.optimizer = make_optimizer(model.parameters() if masters is None else masters)
 
     def step(self, batch: Batch) -> torch.Tensor:
         """Train on a batch. Returns its loss, without waiting for it."""
@@ -309,7 +319,8 @@ def compare_engines(
             if not engine.is_measured:
                 continue
             try:
-                _train(builders[name], engine, shape, meter, rounds)
+                batches = [shape.batch(step, device) for step in range(rounds.warm_up + rounds.steps)]
+                train(partial(builders[name], shape, device), batches, rounds.warm_up, meter, engine)
                 say(f"round {index}: {name} {statistics.median(engine.step_s[-rounds.steps :]):.4f} s a step")
             except NotMeasuredError as error:
                 engine.reason = str(error)
@@ -331,22 +342,30 @@ def _own_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _train(
-    build: Callable[[Shape, torch.device], Trained], result: EngineResult, shape: Shape, meter: Meter, rounds: Rounds
+def train(
+    build: Callable[[], Trained], batches: Sequence[Batch], warm_up: int, meter: Meter, into: EngineResult
 ) -> None:
+    """Build an engine and train it once.
+
+    Args:
+        build: Makes the engine.
+        batches: Batch of every step.
+        warm_up: Steps that are not measured.
+        meter: Meter of the device.
+        into: Result that is extended.
+    """
     meter.release()
     before = meter.allocated_bytes
-    engine = build(shape, meter.device)
-    batches = [shape.batch(step, meter.device) for step in range(rounds.warm_up + rounds.steps)]
-    losses = [engine.step(batch) for batch in batches[: rounds.warm_up]]
+    engine = build()
+    losses = [engine.step(batch) for batch in batches[:warm_up]]
     meter.forget_peak()
     marks = [meter.mark()]
-    for batch in batches[rounds.warm_up :]:
+    for batch in batches[warm_up:]:
         losses.append(engine.step(batch))
         marks.append(meter.mark())
-    result.step_s += [meter.seconds(begin, end) for begin, end in itertools.pairwise(marks)]
-    result.losses.append([float(loss) for loss in losses])
-    result.peak_bytes.append(meter.peak_bytes - before)
+    into.step_s += [meter.seconds(begin, end) for begin, end in itertools.pairwise(marks)]
+    into.losses.append([float(loss) for loss in losses])
+    into.peak_bytes.append(meter.peak_bytes - before)
 
 
 def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: float) -> Iterator[Row]:
@@ -377,7 +396,7 @@ def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: 
         if name in OURS and megatron is not None:
             row |= {"of megatron": speeds[name] / megatron}
         row |= {"peak MB": max(each.peak_bytes) / 1e6 or None, "loss": each.losses[-1][-1], "losses": each.losses}
-        yield {**row, "problem": _difference(each.losses, expected, loss_tolerance)}
+        yield {**row, "problem": loss_difference(each.losses, expected, loss_tolerance)}
 
 
 def _fastest(speeds: dict[str, float], peer: str, *, is_compiled: bool) -> float | None:
@@ -387,7 +406,8 @@ def _fastest(speeds: dict[str, float], peer: str, *, is_compiled: bool) -> float
     return max(of_peer, default=None)
 
 
-def _difference(losses: list[list[float]], expected: list[float], tolerance: float) -> str:
+def loss_difference(losses: list[list[float]], expected: list[float], tolerance: float) -> str:
+    """The first loss that is not the expected one within a relative tolerance; empty where all are."""
     pairs = [pair for of_round in losses for pair in zip(of_round, expected, strict=True)]
     wrong = [pair for pair in pairs if not abs(pair[0] - pair[1]) <= tolerance * abs(pair[1])]  # NaN is wrong
     return f"loss {wrong[0][0]:.4f} where {wrong[0][1]:.4f} is expected" if wrong else ""
