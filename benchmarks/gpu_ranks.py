@@ -81,7 +81,7 @@ _OURS = ("zero3", "mics")
 
 
 def engines_of(world_size: int) -> list[str]:
-    """Engines that differ on so many ranks; `mics` and hybrid FSDP2 replicate from two partitions on."""
+    """Names of the engines that are measured; `mics` and hybrid FSDP2 need two partitions."""
     is_replicated = world_size > PARTITION
     return [name for name in RANK_BUILDERS if is_replicated or name not in ("fsdp2-hybrid", "mics")]
 
@@ -106,7 +106,7 @@ def plain_losses(shape: Shape, device: torch.device, world_size: int, rounds: Ro
 
 
 def rank_batch(shape: Shape, step: int, rank: int, world_size: int, device: torch.device) -> Batch:
-    """What a rank reads in a step."""
+    """Batch of a rank in a step."""
     return shape.batch(step * world_size + rank, device)
 
 
@@ -130,7 +130,16 @@ def train_on_ranks(name: str, shape: Shape, device: torch.device, rounds: Rounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What every rank of one start does; results are files in the folder, one for each engine."""
+    """Arguments of the ranks of one start.
+
+    Attributes:
+        shape: Shape of the model.
+        device: Name of the device that all share.
+        rounds: Numbers of steps.
+        engines: Names of engines, in the order in which they train.
+        world_size: Number of ranks.
+        folder: Folder of the store and of the results, one file for each engine that has trained.
+    """
 
     shape: Shape
     device: str
