@@ -1,9 +1,10 @@
 """What do kernels and engine reach on one GPU?
 
-``python -m benchmarks.gpu`` measures four things, prints a table of each as soon as it has it, and writes JSON:
+``python -m benchmarks.gpu`` measures five things, prints a table of each as soon as it has it, and writes JSON:
 
 - ``codecs``: bytes by time of every codec operation beside a plain copy (`gpu_codecs`);
-- ``engine``: tokens/s at world size 1 beside plain PyTorch and FSDP2 (`gpu_training`);
+- ``engine``: tokens/s at world size 1 beside plain PyTorch, FSDP2 and Megatron-FSDP (`gpu_training`);
+- ``ranks``: steps of 2 and 4 ranks on the device, over gloo (`gpu_ranks`);
 - ``overlap``: whether a unit is gathered while the one before it computes;
 - ``memory``: what is allocated, beside what the engine's account says.
 
@@ -36,13 +37,16 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.gpu_codecs import Meter, Row, Sizes, Stamp, measure_codecs
+from benchmarks.gpu_ranks import measure_ranks
 from benchmarks.gpu_training import SIZES, Block, Rounds, Shape, Trained, compare_engines
+from benchmarks.megatron_peer import DISTRIBUTION, installed_version
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.streams import Op, OpChain, OpStream
 from mics_strategy.engine.unit import GatherResources, Unit
 
-PARTS = ("codecs", "engine", "overlap", "memory")
+PARTS = ("codecs", "engine", "ranks", "overlap", "memory")
+_RANKS_SIZE = "30m"  # all ranks are on one device, and gloo moves what they send through host memory
 _PER_NODE = 8
 _OVERLAP_RANKS = 8
 _MEMORY_CASES = (("mics", 512), ("zero3", 512), ("zero3", 8))
@@ -254,7 +258,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), default="cuda", help="on the CPU only the codecs' figures mean something")
     add("--smoke", action="store_true", help="everything tiny and once: to see in seconds whether it runs")
     add("--parts", default=",".join(PARTS), help="any of %(default)s")
-    add("--size", choices=tuple(SIZES), default="1b", help="of the model")
+    add("--size", choices=tuple(SIZES), default="1b", help="of the model, but of `ranks`")
     add("--numel", type=int, default=Sizes().numel, help="values of a tensor that is encoded")
     add("--rounds", type=int, default=Rounds().rounds, help="in each, every engine is built and trained once")
     add("--steps", type=int, default=Rounds().steps, help="measured in each round")
@@ -298,6 +302,7 @@ def _parts(options: argparse.Namespace, device: torch.device) -> dict[str, Calla
     return {
         "codecs": lambda: measure_codecs(device, sizes),
         "engine": lambda: compare_engines(shape, device, rounds),
+        "ranks": lambda: measure_ranks(SIZES["tiny" if options.smoke else _RANKS_SIZE], device, rounds),
         "overlap": lambda: measure_overlap(shape, device),
         "memory": lambda: measure_memory(shape, device),
     }
@@ -319,14 +324,18 @@ def _run(name: str, part: Callable[[], Iterator[Row]], device: torch.device) -> 
 
 def table(rows: list[Row]) -> str:
     """Rows as text, with the columns that any of them has; lists are for the file only."""
-    columns = [name for name in dict.fromkeys(key for row in rows for key in row) if name not in ("problem", "losses")]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    columns = [name for name in keys if name not in ("problem", "not measured", "losses")]
     lines = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join(
-        f"{line}  {'WRONG: ' + row['problem'] if row.get('problem') else ''}".rstrip()
-        for line, row in zip(text, [{}, *rows], strict=True)
-    )
+    return "\n".join(f"{line}  {_remark(row)}".rstrip() for line, row in zip(text, [{}, *rows], strict=True))
+
+
+def _remark(row: Row) -> str:
+    if row.get("problem"):
+        return f"WRONG: {row['problem']}"
+    return f"not measured: {row['not measured']}" if row.get("not measured") else ""
 
 
 def _cell(value: object) -> str:
@@ -341,7 +350,12 @@ def _write(tables: dict[str, list[Row]], options: argparse.Namespace, device: to
         "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            DISTRIBUTION: installed_version(),
+        },
         "has_triton": importlib.util.find_spec("triton") is not None,
     }
     (options.output / "gpu.json").write_text(json.dumps({**facts, "parts": tables}, indent=1))

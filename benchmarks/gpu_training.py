@@ -1,16 +1,17 @@
 """What does the engine cost on one device, where it has nothing to send?
 
-A model like LLaMA in plain torch, trained by plain PyTorch, FSDP2 and the engine: the same values, data, step and fused
-AdamW. Parameters, gradients and states that an optimizer reads are fp32; compute is bf16.
+A model like LLaMA in plain torch, trained by plain PyTorch, FSDP2, Megatron-FSDP and the engine: the same values, data,
+step and fused AdamW. Parameters, gradients and states that an optimizer reads are fp32; compute is bf16.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gpu_codecs import Meter, Row
+from benchmarks.megatron_peer import NotMeasuredError, adopt_optimizer, load, sharded_model
 from benchmarks.workload import Batch
 from mics_strategy import ShardConfig, shard
 
@@ -80,6 +82,7 @@ class Shape:
 
 SIZES = {
     "tiny": Shape(width=32, layers=4, heads=2, feed_forward=64, vocabulary=128, sequence=16, micro_batch=2),
+    "30m": Shape(width=512, layers=8, heads=8, feed_forward=1408, vocabulary=8192, sequence=512, micro_batch=4),
     "300m": Shape(width=1024, layers=20, heads=8, feed_forward=2816, vocabulary=32000, sequence=2048, micro_batch=8),
     "1b": Shape(width=2048, layers=18, heads=16, feed_forward=5504, vocabulary=32000, sequence=2048, micro_batch=8),
 }
@@ -140,18 +143,26 @@ class Llama(nn.Module):
         return loss
 
 
+_adamw = partial(torch.optim.AdamW, lr=_LEARNING_RATE, fused=True)
+
+
 class Trained:
     """A model and its optimizer.
 
     Args:
         model: On its device.
         masters: What the optimizer updates; the model's own parameters where they are not given.
+        make_optimizer: Makes it of an iterable of parameters.
     """
 
-    def __init__(self, model: nn.Module, masters: list[torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        masters: list[torch.Tensor] | None = None,
+        make_optimizer: Callable[..., torch.optim.Optimizer] = _adamw,
+    ) -> None:
         self.model = model
-        parameters: Any = model.parameters() if masters is None else masters
-        self.optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)
+        self.optimizer = make_optimizer(model.parameters() if masters is None else masters)
 
     def step(self, batch: Batch) -> torch.Tensor:
         """Train on a batch. Returns its loss, without waiting for it."""
@@ -210,6 +221,14 @@ def _fsdp2(shape: Shape, device: torch.device, *, is_light: bool) -> Trained:
     return Trained(model)
 
 
+def _megatron(shape: Shape, device: torch.device, *, strategy: str) -> Trained:
+    """Megatron-FSDP, sharded as its users do by default or in the way that does the least on one GPU."""
+    package = load(device)
+    trained = Trained(sharded_model(package, shape.model(device).bfloat16(), Block, device, strategy))
+    adopt_optimizer(package, trained.optimizer)
+    return trained
+
+
 def _ours(shape: Shape, device: torch.device, *, preset: str) -> Trained:
     model = shape.model(device)
     shard(model, ShardConfig.preset(preset, param_dtype="bfloat16"), units=[Block], device=device)
@@ -221,6 +240,8 @@ BUILDERS: dict[str, Callable[[Shape, torch.device], Trained]] = {
     "plain-autocast": lambda shape, device: _Autocast(shape.model(device)),
     "fsdp2": lambda shape, device: _fsdp2(shape, device, is_light=False),
     "fsdp2-light": lambda shape, device: _fsdp2(shape, device, is_light=True),
+    "megatron-fsdp": lambda shape, device: _megatron(shape, device, strategy="optim_grads_params"),
+    "megatron-fsdp-light": lambda shape, device: _megatron(shape, device, strategy="no_shard"),
     "mics": lambda shape, device: _ours(shape, device, preset="mics"),
     "zero3": lambda shape, device: _ours(shape, device, preset="zero3"),
 }
@@ -265,12 +286,26 @@ class Rounds:
 
 @dataclass(slots=True)
 class EngineResult:
-    """What one engine did, over all rounds."""
+    """What one engine did, over all rounds.
+
+    Attributes:
+        step_s: Seconds of each measured step.
+        peak_bytes: Most bytes of live tensors in measured steps, by round.
+        losses: Loss of every step, by round.
+        failure: Error that ended it.
+        reason: Why it cannot run here, which is no failure.
+    """
 
     step_s: list[float] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
     losses: list[list[float]] = field(default_factory=list)
     failure: str = ""
+    reason: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it has steps, and all it was asked for."""
+        return not self.failure and not self.reason
 
 
 def compare_engines(
@@ -281,11 +316,14 @@ def compare_engines(
     results, meter = {name: EngineResult() for name in builders}, Meter(device)
     with _own_group(device):
         for index, (name, engine) in itertools.product(range(rounds.rounds), results.items()):
-            if engine.failure:
+            if not engine.is_measured:
                 continue
             try:
-                _train(builders[name], engine, shape, meter, rounds)
+                batches = [shape.batch(step, device) for step in range(rounds.warm_up + rounds.steps)]
+                train(partial(builders[name], shape, device), batches, rounds.warm_up, meter, engine)
                 say(f"round {index}: {name} {statistics.median(engine.step_s[-rounds.steps :]):.4f} s a step")
+            except NotMeasuredError as error:
+                engine.reason = str(error)
             except Exception as error:  # out of memory, say; the others have their rows
                 engine.failure = f"{type(error).__name__}: {error}".splitlines()[0]
         yield from engine_rows(results, shape, rounds.loss_tolerance)
@@ -304,26 +342,34 @@ def _own_group(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _train(
-    build: Callable[[Shape, torch.device], Trained], result: EngineResult, shape: Shape, meter: Meter, rounds: Rounds
+def train(
+    build: Callable[[], Trained], batches: Sequence[Batch], warm_up: int, meter: Meter, into: EngineResult
 ) -> None:
+    """Build an engine and train it once.
+
+    Args:
+        build: Makes the engine.
+        batches: Batch of every step.
+        warm_up: Steps that are not measured.
+        meter: Meter of the device.
+        into: Result that is extended.
+    """
     meter.release()
     before = meter.allocated_bytes
-    engine = build(shape, meter.device)
-    batches = [shape.batch(step, meter.device) for step in range(rounds.warm_up + rounds.steps)]
-    losses = [engine.step(batch) for batch in batches[: rounds.warm_up]]
+    engine = build()
+    losses = [engine.step(batch) for batch in batches[:warm_up]]
     meter.forget_peak()
     marks = [meter.mark()]
-    for batch in batches[rounds.warm_up :]:
+    for batch in batches[warm_up:]:
         losses.append(engine.step(batch))
         marks.append(meter.mark())
-    result.step_s += [meter.seconds(begin, end) for begin, end in itertools.pairwise(marks)]
-    result.losses.append([float(loss) for loss in losses])
-    result.peak_bytes.append(meter.peak_bytes - before)
+    into.step_s += [meter.seconds(begin, end) for begin, end in itertools.pairwise(marks)]
+    into.losses.append([float(loss) for loss in losses])
+    into.peak_bytes.append(meter.peak_bytes - before)
 
 
 def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: float) -> Iterator[Row]:
-    """A row for each engine, with ratios of tokens/s: ours to the faster FSDP2, and to the faster plain loop.
+    """A row for each engine, with ratios of tokens/s: ours to the faster of each peer, and to the faster plain loop.
 
     Compiled engines are compared with compiled ones.
 
@@ -332,21 +378,25 @@ def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: 
         shape: That was trained.
         loss_tolerance: See `Rounds`.
     """
-    speeds = {name: shape.tokens / statistics.median(each.step_s) for name, each in results.items() if not each.failure}
-    expected = next((each.losses[0] for each in results.values() if not each.failure), [])
+    speeds = {name: shape.tokens / statistics.median(each.step_s) for name, each in results.items() if each.is_measured}
+    expected = next((each.losses[0] for each in results.values() if each.is_measured), [])
     for name, each in results.items():
-        if each.failure:
-            yield {"engine": name, "problem": each.failure}
+        if not each.is_measured:
+            yield {"engine": name, "problem": each.failure, "not measured": each.reason}
             continue
         row: Row = {"engine": name, "step s": statistics.median(each.step_s)}
         row |= {"min s": min(each.step_s), "max s": max(each.step_s), "tokens/s": speeds[name]}
-        fsdp2, plain = (_fastest(speeds, peer, is_compiled=name.endswith(_COMPILED)) for peer in ("fsdp2", "plain"))
+        fsdp2, megatron, plain = (
+            _fastest(speeds, peer, is_compiled=name.endswith(_COMPILED)) for peer in ("fsdp2", "megatron", "plain")
+        )
         if name in OURS and fsdp2 is not None and plain is not None:
             share = speeds[name] / fsdp2
             target = "met" if share >= FSDP2_SHARE else "missed"
             row |= {"of fsdp2": share, "of plain": speeds[name] / plain, "target": target}
+        if name in OURS and megatron is not None:
+            row |= {"of megatron": speeds[name] / megatron}
         row |= {"peak MB": max(each.peak_bytes) / 1e6 or None, "loss": each.losses[-1][-1], "losses": each.losses}
-        yield {**row, "problem": _difference(each.losses, expected, loss_tolerance)}
+        yield {**row, "problem": loss_difference(each.losses, expected, loss_tolerance)}
 
 
 def _fastest(speeds: dict[str, float], peer: str, *, is_compiled: bool) -> float | None:
@@ -356,7 +406,8 @@ def _fastest(speeds: dict[str, float], peer: str, *, is_compiled: bool) -> float
     return max(of_peer, default=None)
 
 
-def _difference(losses: list[list[float]], expected: list[float], tolerance: float) -> str:
+def loss_difference(losses: list[list[float]], expected: list[float], tolerance: float) -> str:
+    """The first loss that is not the expected one within a relative tolerance; empty where all are."""
     pairs = [pair for of_round in losses for pair in zip(of_round, expected, strict=True)]
     wrong = [pair for pair in pairs if not abs(pair[0] - pair[1]) <= tolerance * abs(pair[1])]  # NaN is wrong
     return f"loss {wrong[0][0]:.4f} where {wrong[0][1]:.4f} is expected" if wrong else ""

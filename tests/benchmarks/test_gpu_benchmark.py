@@ -39,7 +39,7 @@ def smoke(ranks: RankPool, part: str, folder: Path) -> list[dict]:
 
 def columns_explained(rows: list[dict]) -> None:
     explained = set(re.findall(r"^\| ([\w/ -]+?) \|", PAGE, flags=re.MULTILINE))
-    named = {key for row in rows for key in row} - {"problem", "losses"}
+    named = {key for row in rows for key in row} - {"problem", "not measured", "losses"}
     assert named - {"operation", "codec", "dtype", "engine", "phase", "preset", "ranks"} <= explained
 
 
@@ -75,7 +75,9 @@ def test_compiled_engines_are_compared_with_compiled_ones(tmp_path: Path) -> Non
 def test_every_engine_is_measured_and_they_agree(ranks: RankPool, tmp_path: Path) -> None:
     rows = smoke(ranks, "engine", tmp_path)
     assert [row["engine"] for row in rows] == list(BUILDERS)
-    assert all(row["tokens/s"] == pytest.approx(SIZES["tiny"].tokens / row["step s"]) for row in rows)
+    measured = [row for row in rows if not row.get("not measured")]
+    assert {row["engine"] for row in rows if row not in measured} == {"megatron-fsdp", "megatron-fsdp-light"}
+    assert all(row["tokens/s"] == pytest.approx(SIZES["tiny"].tokens / row["step s"]) for row in measured)
     assert {row["engine"] for row in rows if "of fsdp2" in row} == {"mics", "zero3"}
     columns_explained(rows)
 

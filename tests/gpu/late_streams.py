@@ -54,8 +54,8 @@ def late(variant: str) -> Iterator[None]:
     launch, init = OpStream.launch, Streams.__init__
     kinds: dict[OpStream, str] = {}
 
-    def initialized(streams: Streams, device: torch.device) -> None:
-        init(streams, device)
+    def initialized(streams: Streams, *arguments: Any) -> None:
+        init(streams, *arguments)
         kinds.update({streams.all_gather: "gathers", streams.reduce_scatter: "sums", streams.second_hop: "sums"})
 
     def launched(stream: OpStream, ops: Iterable[Op], finish: Callable[[], None] | None = None) -> OpChain:

@@ -82,3 +82,43 @@ def test_without_a_gpu_the_first_half_hour_says_so_and_succeeds(tmp_path: Path) 
     ran = subprocess.run([ROOT / "tests" / "gpu" / "run"], env=environment, capture_output=True, text=True)
     assert (ran.returncode, "nothing was run on a GPU" in ran.stdout) == (0, True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def pretended(tmp_path: Path) -> dict[str, str]:
+    """An environment in which every command of the script says what it was asked for, and a GPU seems to be there."""
+    for name in ("python", "nvidia-smi", "compute-sanitizer"):
+        (tmp_path / name).write_text('#!/bin/bash\necho "asked for $*"\n[[ "$*" != *"$FAILS"* ]]\n')
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHON": "python", "OUT": str(tmp_path / "out"), "FAILS": "no such part"}
+
+
+def report_of(environment: dict[str, str]) -> tuple[int, str, dict[str, str]]:
+    """Exit status, standard output, and the report by part."""
+    ran = subprocess.run([ROOT / "tests" / "gpu" / "run"], env=environment, capture_output=True, text=True)
+    sections = Path(environment["OUT"], "report.md").read_text().split("\n# ")
+    return ran.returncode, ran.stdout, dict(section.lstrip("# ").split("\n", 1) for section in sections)
+
+
+def test_the_one_report_holds_every_part(pretended: dict[str, str]) -> None:
+    code, _, report = report_of(pretended)
+    assert code == 0
+    assert all(f"--parts {part}" in report[part] for part in ("engine", "ranks", "codecs"))
+    assert all("asked for" in section for section in report.values())
+    commands = re.findall(r"^ *part (\w+) (\d+)", (ROOT / "tests" / "gpu" / "run").read_text(), flags=re.MULTILINE)
+    assert set(report) == {name for name, _ in commands}
+    assert max(int(limit) for _, limit in commands) <= 600
+
+
+def test_a_part_that_fails_leaves_the_others_their_turn(pretended: dict[str, str]) -> None:
+    code, output, report = report_of(pretended | {"FAILS": "--parts engine"})
+    assert (code, "failed: engine (see" in output) == (1, True)
+    assert "asked for" in report["codecs"]
+
+
+def test_parts_behind_the_end_of_the_budget_are_left_out_and_named(pretended: dict[str, str]) -> None:
+    code, output, report = report_of(pretended | {"BUDGET": "0"})
+    assert code == len(report)
+    assert all("left out, all 0 seconds are used" in section for section in report.values())
+    assert "asked for -m" not in output
