@@ -14,8 +14,8 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ArgumentParser
 
-from recipes.errors import RecipeError
-from recipes.schedule import ScheduleName
+from .errors import RecipeError
+from .schedule import ScheduleName
 
 
 def _require(is_met: bool, name: str, value: object, rule: str) -> None:

@@ -8,10 +8,10 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipes.config import Recipe
-from recipes.data.tokens import IGNORED_LABEL, Batch
-from recipes.models import build_model
-from recipes.schedule import lr_share
+from .config import Recipe
+from .data.tokens import IGNORED_LABEL, Batch
+from .models import build_model
+from .schedule import lr_share
 
 
 class Pretraining(LightningModule):

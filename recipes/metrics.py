@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from recipes.batch import BatchPlan
-from recipes.lightning_module import Pretraining
+from .batch import BatchPlan
+from .lightning_module import Pretraining
 
 
 @dataclass(frozen=True, kw_only=True)

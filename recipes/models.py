@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from recipes import flops
-from recipes.config import ModelConfig
+from . import flops
+from .config import ModelConfig
 
 PACKED_ATTENTION = "mics_sdpa"
 

@@ -20,17 +20,18 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 
 from mics_strategy.errors import MiCSError
-from recipes.batch import BatchPlan
-from recipes.config import Recipe, load_recipe
-from recipes.data.prepare import PreparedData, prepare
-from recipes.data.tokens import TrainLoader, ValidationLoader
-from recipes.flops import peak_tflop_per_s
-from recipes.lightning_module import Pretraining
-from recipes.metrics import MetricsLog, RunFacts
-from recipes.models import model_flop_per_sequence, num_parameters
-from recipes.report import ClosingReport
-from recipes.resume import checkpoint_callbacks, checkpoint_to_resume
-from recipes.strategy import build_strategy
+
+from .batch import BatchPlan
+from .config import Recipe, load_recipe
+from .data.prepare import PreparedData, prepare
+from .data.tokens import TrainLoader, ValidationLoader
+from .flops import peak_tflop_per_s
+from .lightning_module import Pretraining
+from .metrics import MetricsLog, RunFacts
+from .models import model_flop_per_sequence, num_parameters
+from .report import ClosingReport
+from .resume import checkpoint_callbacks, checkpoint_to_resume
+from .strategy import build_strategy
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

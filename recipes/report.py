@@ -10,9 +10,9 @@ from typing import Protocol
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tokenizers import Tokenizer
 
-from recipes.config import SampleConfig
-from recipes.metrics import History
-from recipes.sampling import write_sample
+from .config import SampleConfig
+from .metrics import History
+from .sampling import write_sample
 
 _BARS = "▁▂▃▄▅▆▇█"
 

@@ -9,7 +9,7 @@ probability.
 import math
 import random
 
-from recipes.data.corpus import Corpus
+from .corpus import Corpus
 
 # A rule lists equally likely expansions; words in capitals name further rules. Different choices give
 # different sentences, so the probability of a sentence is the product of its choices.

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from recipes.data.corpus import Corpus
-from recipes.errors import RecipeError
+from ..errors import RecipeError
+from .corpus import Corpus
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"})
 _MIN_WORDS = 8

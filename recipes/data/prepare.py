@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from recipes.config import DataConfig
-from recipes.data.corpus import Corpus, held_out
-from recipes.data.grammar import make_grammar_corpus
-from recipes.data.local_docs import read_local_docs, versions_key
-from recipes.data.tokenizer import encode_documents, train_tokenizer
-from recipes.data.tokens import TokenStore
-from recipes.errors import RecipeError
+from ..config import DataConfig
+from ..errors import RecipeError
+from .corpus import Corpus, held_out
+from .grammar import make_grammar_corpus
+from .local_docs import read_local_docs, versions_key
+from .tokenizer import encode_documents, train_tokenizer
+from .tokens import TokenStore
 
 _FORMAT = 1  # counts up when equal keys would give other tokens
 

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from recipes.batch import BatchPlan
-from recipes.data.permutation import Int64Array, Permutation
-from recipes.errors import RecipeError
+from ..batch import BatchPlan
+from ..errors import RecipeError
+from .permutation import Int64Array, Permutation
 
 IGNORED_LABEL = -100  # what torch.nn.functional.cross_entropy leaves out by default
 
