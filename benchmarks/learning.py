@@ -20,7 +20,7 @@ from recipes.config import Recipe
 from recipes.data.prepare import prepare
 from recipes.data.tokens import IGNORED_LABEL, Batch, TrainLoader, ValidationLoader
 from recipes.lightning_module import parameter_groups
-from recipes.models import build_model
+from recipes.models.build import build_model
 from recipes.schedule import lr_share
 
 
@@ -57,7 +57,7 @@ def learn(recipe: Recipe, variant: str, config: ShardConfig, *, every: int) -> C
         every: Optimizer steps between evaluations; the last step is always followed by one.
     """
     start, num_steps, seed = time.perf_counter(), recipe.trainer.max_steps, recipe.trainer.seed
-    data = prepare(recipe.data, recipe.model.vocab_size)
+    data = prepare(recipe.data, recipe.model.vocab_rows)
     batch = BatchPlan(
         global_size=recipe.batch.global_size,
         micro_size=recipe.batch.micro_size,

@@ -2,7 +2,8 @@
 
 ``mics inspect PATH`` shows the contents of a checkpoint and verifies it. ``mics export PATH FOLDER`` converts its model
 to safetensors files. ``mics config`` writes the configuration of ``accelerate launch``. ``mics estimate MODEL`` shows
-the memory that each rank of a job would need. No command needs ranks or a GPU.
+the memory that each rank of a job would need. These need neither ranks nor a GPU.
+``mics pretrain RECIPE`` trains one of the project's recipes.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     estimate.add_argument(
         "--state-bytes", type=int, default=8, help="bytes of optimizer state per element; default: Adam's 8"
     )
+    commands.add_parser("pretrain", help="train a recipe: RECIPE [options], or --list [--json]", add_help=False)
     return commands_parser
 
 
@@ -80,7 +82,10 @@ def _size(text: str) -> str | int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code, 0 on success."""
-    options = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["pretrain"]:
+        return _pretrain(given[1:])
+    options = parser().parse_args(given)
     try:
         if options.command == "inspect":
             return _inspect(options.path, is_long=options.tensors)
@@ -98,6 +103,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mics {options.command}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _pretrain(arguments: Sequence[str]) -> int:
+    """Run the program of the recipes, which parses its options itself."""
+    try:
+        program: Any = importlib.import_module(f"{_recipes_package()}.pretrain")
+    except ModuleNotFoundError as error:
+        print(
+            f"mics pretrain: the recipes need `{error.name}`, which is not installed. Run `pip install "
+            "'mics_strategy[recipes]'`.",
+            file=sys.stderr,
+        )
+        return 1
+    program.main(arguments)
+    return 0
+
+
+def _recipes_package() -> str:
+    """Name of the recipes' package; in a plain checkout it is beside this one."""
+    if importlib.util.find_spec("mics_strategy.recipes") is None:
+        checkout = Path(__file__).resolve().parents[1]
+        if (checkout / "recipes" / "pretrain.py").is_file():
+            sys.path.append(str(checkout))
+            return "recipes"
+    return "mics_strategy.recipes"
 
 
 def _inspect(path: Path, *, is_long: bool) -> int:
@@ -198,3 +228,7 @@ def _build_model(source: str) -> Any:
             return transformers.AutoModelForCausalLM.from_config(config)
         except ValueError:  # not a causal language model
             return transformers.AutoModel.from_config(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,7 +29,7 @@ class RunFacts:
         log_every_steps: optimizer steps between two lines.
         model_flop_per_sequence: forward and backward.
         peak_tflop_per_s: of one device; 0.0 when unknown, then no utilisation is shown.
-        bytes_per_token: mean length of a token's text in the corpus.
+        bytes_per_token: mean length of a token's text in the corpus; 0.0 without text, then no bits per byte are shown.
         output_dir: where `metrics.jsonl` goes.
     """
 
@@ -102,9 +102,12 @@ class MetricsLog(Callback):
         """Write the validation loss that the module computed."""
         loss = cast(Pretraining, pl_module).validation_loss
         self.history.validation_losses.append(loss)
-        bits_per_byte = loss / math.log(2) / self.facts.bytes_per_token
-        record = {"step": trainer.global_step, "validation_loss": loss, "bits_per_byte": bits_per_byte}
-        self._write(trainer, record, f"validation loss {loss:.3f} | {bits_per_byte:.2f} bits per byte")
+        record = {"step": trainer.global_step, "validation_loss": loss}
+        line = f"validation loss {loss:.3f}"
+        if self.facts.bytes_per_token:
+            record["bits_per_byte"] = loss / math.log(2) / self.facts.bytes_per_token
+            line += f" | {record['bits_per_byte']:.2f} bits per byte"
+        self._write(trainer, record, line)
 
     def _log(self, trainer: Trainer, module: Pretraining, step: int) -> None:
         mean = torch.as_tensor(self._loss_sum, device=module.device) / (step - self._logged_step)

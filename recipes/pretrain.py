@@ -1,4 +1,4 @@
-"""Pretrain a language model from a recipe: `python -m recipes.pretrain --config recipes/llama/demo.yaml`.
+"""Pretraining from a recipe: `mics pretrain llama-demo`, or `python -m recipes.pretrain llama-demo`.
 
 1. Read the recipe; work out ranks and batches, so that what cannot work fails before anything starts.
 2. Prepare the data, or find it prepared, before ranks are launched.
@@ -22,26 +22,48 @@ from lightning.pytorch import Trainer, seed_everything
 from mics_strategy.errors import MiCSError
 
 from .batch import BatchPlan
+from .catalog import catalog, catalog_json, catalog_table, find_recipe
 from .config import Recipe, load_recipe
 from .data.prepare import PreparedData, prepare
 from .data.tokens import TrainLoader, ValidationLoader
+from .errors import RecipeError
 from .flops import peak_tflop_per_s
 from .lightning_module import Pretraining
 from .metrics import MetricsLog, RunFacts
-from .models import model_flop_per_sequence, num_parameters
+from .models.build import num_parameters
+from .models.cost import model_flop_per_sample
 from .report import ClosingReport
 from .resume import checkpoint_callbacks, checkpoint_to_resume
 from .strategy import build_strategy
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program; what a user can repair ends it with one line instead of a traceback."""
+    """Run the program; what a user can repair ends it with one line instead of a traceback.
+
+    Args:
+        arguments: `RECIPE [--ci] [options]`, `--config FILE [--ci] [options]` or `--list [--json]`; default: those of
+            the process. A recipe is the path of a YAML file or the name of one of the project's.
+    """
     _quiet_lightning()
+    given = [*(sys.argv[1:] if arguments is None else arguments)]
     try:
-        recipe = load_recipe(sys.argv[1:] if arguments is None else arguments, has_cuda=torch.cuda.is_available())
-        pretrain(recipe)
+        if "--list" in given:
+            print(_listing(given))
+            return
+        if given and not given[0].startswith("-"):
+            given[0] = f"--config={find_recipe(given[0])}"
+        pretrain(load_recipe(given, has_cuda=torch.cuda.is_available()))
     except MiCSError as error:
         sys.exit(f"error: {error}")
+
+
+def _listing(arguments: Sequence[str]) -> str:
+    """Return the catalog as `--list` prints it."""
+    others = [argument for argument in arguments if argument not in ("--list", "--json")]
+    if others:
+        raise RecipeError(f"`--list` was given with {' '.join(others)}. It takes `--json` alone.")
+    entries = catalog()
+    return catalog_json(entries) if "--json" in arguments else catalog_table(entries)
 
 
 def pretrain(recipe: Recipe) -> None:
@@ -51,10 +73,11 @@ def pretrain(recipe: Recipe) -> None:
         global_size=recipe.batch.global_size,
         micro_size=recipe.batch.micro_size,
         world_size=devices * recipe.trainer.num_nodes,
-        sequence_length=recipe.data.sequence_length,
+        sequence_length=1 if recipe.model.reads_images else recipe.data.sequence_length,
     )
+    _check_launcher(plan)
     strategy = build_strategy(recipe.strategy, recipe.trainer.checkpoint_format)
-    data = prepare(recipe.data, recipe.model.vocab_size)
+    data = prepare(recipe.data, recipe.model.vocab_rows)
     if _is_first_process():
         _announce(recipe, plan, data)
     checkpoint = checkpoint_to_resume(recipe.trainer)
@@ -97,6 +120,21 @@ def num_devices(recipe: Recipe) -> int:
     return max(1, torch.cuda.device_count()) if recipe.trainer.accelerator != "cpu" else 1
 
 
+def _check_launcher(plan: BatchPlan) -> None:
+    """Refuse ranks of torchrun that are not those of the recipe.
+
+    Raises:
+        RecipeError: Their number differs, on every rank alike.
+    """
+    started = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else plan.world_size
+    if started != plan.world_size:
+        raise RecipeError(
+            f"The recipe is for {plan.world_size} ranks (`trainer.num_nodes` times `trainer.devices`), but the "
+            f"launcher started {started}. Set `--trainer.num_nodes` and `--trainer.devices` to its nodes and "
+            "ranks of a node."
+        )
+
+
 def _run_facts(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> RunFacts:
     peak = recipe.trainer.peak_tflop_per_s
     if peak == "auto":
@@ -106,9 +144,9 @@ def _run_facts(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> RunFacts:
         plan=plan,
         max_steps=recipe.trainer.max_steps,
         log_every_steps=recipe.trainer.log_every_steps,
-        model_flop_per_sequence=model_flop_per_sequence(recipe.model, recipe.data.sequence_length),
+        model_flop_per_sequence=model_flop_per_sample(recipe.model, recipe.sample_size),
         peak_tflop_per_s=peak,
-        bytes_per_token=data.bytes_per_token,
+        bytes_per_token=0.0 if recipe.model.reads_images else data.bytes_per_token,
         output_dir=Path(recipe.trainer.output_dir),
     )
 
@@ -120,12 +158,12 @@ def _announce(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> None:
     (output_dir / "config.yaml").write_text(recipe.to_yaml())
     if checkpoint_to_resume(recipe.trainer) is None:
         (output_dir / "metrics.jsonl").unlink(missing_ok=True)
-    parameters = num_parameters(recipe.model, recipe.data.sequence_length)
+    parameters = num_parameters(recipe.model, recipe.sample_size)
     epochs = recipe.trainer.max_steps * plan.global_size / data.train.num_sequences
     lines = [
         f"{recipe.name}: {recipe.model.family}, {parameters / 1e6:.2f} M parameters",
         f"strategy {recipe.strategy.name}, {plan.world_size} ranks, {recipe.trainer.precision}",
-        f"text: {data.origin}",
+        f"data: {data.origin}",
         f"batch: {plan}",
         f"{recipe.trainer.max_steps} steps, {epochs:.1f} epochs; results in {output_dir}",
     ]

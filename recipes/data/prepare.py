@@ -14,15 +14,18 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
-from ..config import DataConfig
 from ..errors import RecipeError
+from .config import DataConfig
 from .corpus import Corpus, held_out
 from .grammar import make_grammar_corpus
 from .local_docs import read_local_docs, versions_key
+from .stand_in import SyntheticImages
 from .tokenizer import encode_documents, train_tokenizer
 from .tokens import TokenStore
 
@@ -69,6 +72,17 @@ def prepare(config: DataConfig, vocab_size: int) -> PreparedData:
         First call: reading the corpus and about 1 s per MB for the tokenizer, and a line that says so. Later
         calls: milliseconds.
     """
+    if config.source == "synthetic_images":
+        images: Any = SyntheticImages(config.images)
+        return PreparedData(
+            train=images,
+            validation=images,
+            tokenizer=Tokenizer(BPE()),
+            origin="random images",
+            floor_nats=0.0,
+            bytes_per_token=1.0,
+            folder=_cache_folder(config.cache_dir),
+        )
     key = _key(config, vocab_size)
     folder = _cache_folder(config.cache_dir) / f"{config.source}-{key}"
     if not folder.is_dir():
@@ -102,7 +116,7 @@ def _key(config: DataConfig, vocab_size: int) -> str:
     if config.source == "grammar":
         text = f"documents={config.grammar_documents}"
     else:
-        text = versions_key(config.packages)
+        text = versions_key(config.packages) if config.source == "local_docs" else ""
     described = f"{_FORMAT} {config.source} {text} held_out={config.validation_share} vocab={vocab_size}"
     return hashlib.blake2b(described.encode(), digest_size=6).hexdigest()
 
@@ -110,7 +124,9 @@ def _key(config: DataConfig, vocab_size: int) -> str:
 def _read_corpus(config: DataConfig) -> Corpus:
     if config.source == "grammar":
         return make_grammar_corpus(config.grammar_documents, seed=0)
-    return read_local_docs(config.packages)
+    if config.source == "local_docs":
+        return read_local_docs(config.packages)
+    raise RecipeError(f"`data.source={config.source}` cannot be prepared yet. Use `grammar` or `local_docs`.")
 
 
 def _cache_folder(cache_dir: str) -> Path:
