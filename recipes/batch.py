@@ -8,7 +8,7 @@ follows:
 
 from dataclasses import dataclass
 
-from recipes.errors import RecipeError
+from .errors import RecipeError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

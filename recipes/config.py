@@ -14,15 +14,9 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ArgumentParser
 
-from recipes.errors import RecipeError
-from recipes.schedule import ScheduleName
-
-
-def _require(is_met: bool, name: str, value: object, rule: str) -> None:
-    if not is_met:
-        raise RecipeError(
-            f"`{name}={value}` cannot be used: it must be {rule}. Change it in the YAML or with --{name}."
-        )
+from .data.config import DataConfig
+from .errors import require as _require
+from .schedule import ScheduleName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,36 +67,6 @@ class ModelConfig:
             kv_heads,
             f"a divisor of `model.num_heads={heads}`",
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Text, and how it is cut.
-
-    Args:
-        source: `local_docs` (English from the Python documentation on this machine) or `grammar` (generated
-            sentences, the same everywhere).
-        packages: installed packages whose documentation `local_docs` reads as well.
-        grammar_documents: documents that `grammar` writes, 8 sentences each.
-        sequence_length: tokens in a sequence.
-        validation_share: part of the documents that is held out.
-        validation_sequences: sequences in one validation pass; 0 turns validation off.
-        cache_dir: where prepared tokens are kept; `auto` is `mics_strategy/recipes` in the user's cache
-            folder.
-    """
-
-    source: Literal["local_docs", "grammar"] = "local_docs"
-    packages: tuple[str, ...] = ()
-    grammar_documents: int = 2000
-    sequence_length: int = 128
-    validation_share: float = 0.05
-    validation_sequences: int = 64
-    cache_dir: str = "auto"
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that hold no text."""
-        _require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2")
-        _require(0 < self.validation_share < 1, "data.validation_share", self.validation_share, "between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from recipes.config import Recipe
-from recipes.data.tokens import IGNORED_LABEL, Batch
+from recipes.data.masking import IGNORED_LABEL
+from recipes.data.samples import Batch
 from recipes.models import build_model
 from recipes.schedule import lr_share
 

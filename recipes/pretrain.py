@@ -22,8 +22,8 @@ from lightning.pytorch import Trainer, seed_everything
 from mics_strategy.errors import MiCSError
 from recipes.batch import BatchPlan
 from recipes.config import Recipe, load_recipe
-from recipes.data.prepare import PreparedData, prepare
-from recipes.data.tokens import TrainLoader, ValidationLoader
+from recipes.data.loaders import TrainLoader, ValidationLoader
+from recipes.data.prepare import PreparedData, objective_of, prepare
 from recipes.flops import peak_tflop_per_s
 from recipes.lightning_module import Pretraining
 from recipes.metrics import MetricsLog, RunFacts
@@ -53,7 +53,7 @@ def pretrain(recipe: Recipe) -> None:
         sequence_length=recipe.data.sequence_length,
     )
     strategy = build_strategy(recipe.strategy, recipe.trainer.checkpoint_format)
-    data = prepare(recipe.data, recipe.model.vocab_size)
+    data = prepare(recipe.data, recipe.model.vocab_size, objective_of(recipe.model.family))
     if _is_first_process():
         _announce(recipe, plan, data)
     checkpoint = checkpoint_to_resume(recipe.trainer)
@@ -120,7 +120,7 @@ def _announce(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> None:
     if checkpoint_to_resume(recipe.trainer) is None:
         (output_dir / "metrics.jsonl").unlink(missing_ok=True)
     parameters = num_parameters(recipe.model, recipe.data.sequence_length)
-    epochs = recipe.trainer.max_steps * plan.global_size / data.train.num_sequences
+    epochs = recipe.trainer.max_steps * plan.global_size / data.train.num_samples
     lines = [
         f"{recipe.name}: {recipe.model.family}, {parameters / 1e6:.2f} M parameters",
         f"strategy {recipe.strategy.name}, {plan.world_size} ranks, {recipe.trainer.precision}",
