@@ -220,6 +220,7 @@ class HubSource:
     def _rows(self, file: Path) -> Iterator[dict[str, Any]]:
         import datasets
 
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # each reading of a local file would be sent to a counter
         options = {"columns": [_COLUMN]} if self.dataset.reader == "parquet" else {}
         rows = datasets.load_dataset(
             self.dataset.reader, data_files=[str(file)], split="train", streaming=True, **options

@@ -155,8 +155,9 @@ def _json_texts(file: Path) -> Iterator[str]:
     except (ValueError, EOFError, OSError) as error:
         if isinstance(error, RecipeError):
             raise
+        line = number if isinstance(error, json.JSONDecodeError) else number + 1
         raise RecipeError(
-            f"{file}:{number + 1} cannot be read: {error}. Each line must be one JSON object in UTF-8; repair or "
+            f"{file}:{line} cannot be read: {error}. Each line must be one JSON object in UTF-8; repair or "
             "remove the file."
         ) from error
 
