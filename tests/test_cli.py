@@ -23,6 +23,7 @@ OPTIONS = {
         *("model", "--nodes", "--ranks-per-node", "--preset", "--partition-size", "--param-dtype", "--units"),
         "--state-bytes",
     ],
+    "data": [],  # the recipes' program parses its own
 }
 
 

@@ -1,4 +1,4 @@
-"""The command that prepares the token store of a recipe: `python -m recipes.data.prepare`."""
+"""The command that prepares the token store of a recipe: `mics data prepare`, `python -m recipes.data.prepare`."""
 
 import argparse
 import importlib.util
@@ -57,7 +57,7 @@ def _run(arguments: list[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.data.prepare",
+        prog="mics data prepare",
         description="Prepare the token store of a recipe, or verify and repair it. Needs no ranks and no GPU.",
         epilog="Further options are those of the recipe, for example --data.path=FOLDER.",
         allow_abbrev=False,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import RecipeError
-from .source import SPLITS, Document, Split, TextPart
+from .source import SPLITS, Document, Split, TextPart, import_extra
 
 _COLUMN = "text"
 
@@ -166,8 +166,7 @@ class HubSource:
         Raises:
             RecipeError: The hub cannot be reached, or refuses.
         """
-        import huggingface_hub
-
+        huggingface_hub = import_extra("huggingface_hub")
         if self.path == "none":
             raise RecipeError("`data.download` needs a folder for the files. Name it with `--data.path=FOLDER`.")
         indices = ["*"] if self.num_shards == "all" else [f"{index:05d}" for index in range(self.num_shards)]
@@ -218,8 +217,7 @@ class HubSource:
         return {index: files[index] for index in range(needed)}
 
     def _rows(self, file: Path) -> Iterator[dict[str, Any]]:
-        import datasets
-
+        datasets = import_extra("datasets")
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # each reading of a local file would be sent to a counter
         options = {"columns": [_COLUMN]} if self.dataset.reader == "parquet" else {}
         rows = datasets.load_dataset(

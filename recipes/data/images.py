@@ -52,7 +52,7 @@ class SyntheticImages:
         keys = keys_of([split, ids.indices])
         labels = (draws(keys, 1, 0)[:, 0] % np.uint64(self.config.num_classes)).astype(np.int64)
         pixels = np.stack([self._noise(int(key)) for key in keys]) + self._patterns(labels)
-        return {"pixel_values": torch.from_numpy(pixels / np.float32(2)), "labels": torch.from_numpy(labels)}
+        return {"images": torch.from_numpy(pixels / np.float32(2)), "labels": torch.from_numpy(labels)}
 
     def _noise(self, key: int) -> npt.NDArray[np.float32]:
         shape = (self.config.channels, self.config.size, self.config.size)

@@ -1,6 +1,6 @@
 """Prepared data: made once per machine, never half, and found again by every run.
 
-`python -m recipes.data.prepare --config RECIPE` writes the token store of a recipe with many processes and without
+`mics data prepare RECIPE` writes the token store of a recipe with many processes and without
 a process group. Training finds the store. Small sources it prepares itself, before ranks are launched: the first
 process takes a lock, the others wait for the lock and find the work done. The lock is the operating system's and
 dies with its holder.
@@ -30,7 +30,7 @@ from .sources import open_source
 from .store import Manifest, TokenStore, open_store, open_tokenizer
 from .tokenizer import Objective, TokenizerRequest, vocabulary_size
 
-COMMAND = "python -m recipes.data.prepare --config RECIPE"
+COMMAND = "mics data prepare RECIPE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

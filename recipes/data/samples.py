@@ -31,7 +31,7 @@ class Batch(TypedDict):
 class ImageBatch(TypedDict):
     """A micro-batch of B images, [B, C, H, W] float32, and their classes, [B] int64."""
 
-    pixel_values: torch.Tensor
+    images: torch.Tensor
     labels: torch.Tensor
 
 

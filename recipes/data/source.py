@@ -1,10 +1,14 @@
 """The interface of a source of text."""
 
 import hashlib
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Literal, NamedTuple, Protocol
+
+from ..errors import RecipeError
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
@@ -72,6 +76,21 @@ class TextSource(Protocol):
             RecipeError: A file is damaged or has no text.
         """
         ...
+
+
+def import_extra(name: str) -> ModuleType:
+    """Import a module that the extra `recipes` installs.
+
+    Raises:
+        RecipeError: It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise RecipeError(
+            f"This source is read with `{name}`, and `{error.name}` is not installed. Run `pip install "
+            "'mics_strategy[recipes]'`."
+        ) from None
 
 
 def hash_of(text: str) -> int:

@@ -250,6 +250,6 @@ def write_durably(file: Path, content: bytes) -> None:
 def damaged(folder: Path, fault: str) -> RecipeError:
     """Return the error of a store that cannot be believed."""
     return RecipeError(
-        f"The token store {folder} is damaged: {fault}. Prepare it again with the command of `docs/data.md` "
-        "(`python -m recipes.data.prepare --config RECIPE`): parts that are intact are kept. Or delete the folder."
+        f"The token store {folder} is damaged: {fault}. Repair it with `mics data prepare RECIPE` and the options of "
+        "this run: parts that are intact are kept. Or delete the folder."
     )

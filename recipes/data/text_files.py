@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ..errors import RecipeError
-from .source import Document, TextPart
+from .source import Document, TextPart, import_extra
 
 _PLAIN = (".txt", ".md")
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".json.gz")
@@ -173,11 +173,9 @@ def _text_of(record: object, place: str) -> str:
 
 
 def _parquet_texts(file: Path) -> Iterator[str]:
-    import pyarrow
-    import pyarrow.parquet
-
+    pyarrow, parquet = import_extra("pyarrow"), import_extra("pyarrow.parquet")
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
+        with parquet.ParquetFile(file) as table:
             if COLUMN not in table.schema_arrow.names:
                 raise RecipeError(
                     f"{file} has no column `{COLUMN}`; found {table.schema_arrow.names}. Rename the one with the text."

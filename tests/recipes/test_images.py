@@ -22,32 +22,32 @@ def ids(*indices: int, epoch: int = 0, seed: int = 0) -> SampleIds:
 
 def test_images_have_the_size_of_the_paper_by_default():
     batch = prepare(DataConfig(source="synthetic_images"), 0).train.read(ids(0, 1_281_166))
-    assert batch["pixel_values"].shape == (2, 3, 224, 224)
-    assert (batch["pixel_values"].dtype, batch["labels"].dtype) == (torch.float32, torch.int64)
-    assert abs(batch["pixel_values"].mean()) < 0.1
-    assert 0.2 < batch["pixel_values"].var() < 1.0
+    assert batch["images"].shape == (2, 3, 224, 224)
+    assert (batch["images"].dtype, batch["labels"].dtype) == (torch.float32, torch.int64)
+    assert abs(batch["images"].mean()) < 0.1
+    assert 0.2 < batch["images"].var() < 1.0
 
 
 def test_an_image_depends_on_its_index_alone():
     store = SyntheticImages(config=SMALL)
     first, second = store.read(ids(3, 7)), store.read(ids(7, 3, epoch=2, seed=9))
-    assert torch.equal(first["pixel_values"], second["pixel_values"].flip(0))
+    assert torch.equal(first["images"], second["images"].flip(0))
     assert torch.equal(first["labels"], second["labels"].flip(0))
-    assert not torch.equal(first["pixel_values"][0], first["pixel_values"][1])
+    assert not torch.equal(first["images"][0], first["images"][1])
 
 
 def test_images_are_the_same_on_every_machine():
     batch = SyntheticImages(config=SMALL).read(ids(0, 1, 2))
     assert batch["labels"].tolist() == [4, 0, 3]
-    assert batch["pixel_values"][0, 0, 0, :3].tolist() == pytest.approx([-0.252179, 0.891258, -0.65232], abs=1e-5)
+    assert batch["images"][0, 0, 0, :3].tolist() == pytest.approx([-0.252179, 0.891258, -0.65232], abs=1e-5)
 
 
 def test_labels_are_even_and_can_be_read_off_the_image():
     store = SyntheticImages(config=ImagesConfig(count=400, size=32, num_classes=4))
     batch = store.read(ids(*range(400)))
     assert torch.bincount(batch["labels"], minlength=4).min() > 70
-    means = torch.stack([batch["pixel_values"][:200][batch["labels"][:200] == c].mean(0) for c in range(4)])
-    held_out = batch["pixel_values"][200:]
+    means = torch.stack([batch["images"][:200][batch["labels"][:200] == c].mean(0) for c in range(4)])
+    held_out = batch["images"][200:]
     nearest = torch.cdist(held_out.flatten(1), means.flatten(1)).argmin(dim=1)
     assert (nearest == batch["labels"][200:]).float().mean() > 0.95
 
@@ -55,10 +55,10 @@ def test_labels_are_even_and_can_be_read_off_the_image():
 def test_validation_images_are_others_of_the_same_classes():
     data = prepare(DataConfig(source="synthetic_images", images=SMALL), 0)
     train, validation = data.train.read(ids(*range(50))), data.validation.read(ids(*range(50)))
-    assert not torch.equal(train["pixel_values"], validation["pixel_values"])
+    assert not torch.equal(train["images"], validation["images"])
     assert data.train.fingerprint != data.validation.fingerprint
-    means = torch.stack([train["pixel_values"][train["labels"] == c].mean(0) for c in range(5)])
-    nearest = torch.cdist(validation["pixel_values"].flatten(1), means.flatten(1)).argmin(dim=1)
+    means = torch.stack([train["images"][train["labels"] == c].mean(0) for c in range(5)])
+    nearest = torch.cdist(validation["images"].flatten(1), means.flatten(1)).argmin(dim=1)
     assert (nearest == validation["labels"]).float().mean() > 0.9
 
 

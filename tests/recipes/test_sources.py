@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -140,6 +141,13 @@ def test_a_hub_that_cannot_be_reached_says_how_to_go_on(tmp_path: Path, monkeypa
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     with pytest.raises(RecipeError, match=r"asked the hub for allenai/c4 and failed: 429.*run the command again"):
         open_source(DataConfig(source="c4", path=str(tmp_path), download=True)).download()
+
+
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_wikipedia(tmp_path, num_shards=1, rows=3)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(RecipeError, match=r"`datasets` is not installed.*pip install 'mics_strategy\[recipes\]'"):
+        read_all(DataConfig(source="wikipedia", path=str(tmp_path)))
 
 
 # The user's own files

@@ -148,7 +148,7 @@ def test_of_few_documents_one_is_held_out(config: DataConfig):
 
 
 def test_a_large_source_names_the_command_instead(wikipedia: DataConfig):
-    with pytest.raises(RecipeError, match=r"prepared before training.*recipes.data.prepare --config.*--workers"):
+    with pytest.raises(RecipeError, match=r"prepared before training.*mics data prepare RECIPE.*--workers"):
         prepare(wikipedia, VOCAB)
     assert not Path(wikipedia.cache_dir).exists()
 
@@ -263,7 +263,7 @@ def test_a_damaged_store_is_refused_and_repaired(name: str, damage: str, message
     folder = run(wikipedia).folder
     whole = files_of(folder)
     spoil(folder / name, damage)
-    with pytest.raises(RecipeError, match=rf"is damaged: {message}.*recipes.data.prepare"):
+    with pytest.raises(RecipeError, match=rf"is damaged: {message}.*mics data prepare RECIPE"):
         prepare(wikipedia, VOCAB)
     run(wikipedia)
     assert files_of(folder) == whole
