@@ -1,15 +1,12 @@
-"""The recipes that come with the project: their names, files and facts."""
+"""The recipes that come with the project, and what each of them trains."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from .config import Recipe, load_recipe, recipe_files
-from .errors import RecipeError
+from .files import ROOT
 from .models.build import num_parameters
-
-ROOT = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,32 +30,6 @@ class CatalogEntry:
     global_batch: int
     data: str
     cluster: str
-
-
-def name_of(file: Path) -> str:
-    """Return the name of a recipe's file: folder and stem, joined by a hyphen."""
-    return f"{file.parent.name}-{file.stem}"
-
-
-def find_recipe(text: str) -> Path:
-    """Return the file of a recipe.
-
-    Args:
-        text: Path of a YAML file, or the name of a recipe of the project.
-
-    Raises:
-        RecipeError: There is neither such a file nor such a recipe.
-    """
-    path = Path(text)
-    if path.is_file():
-        return path
-    by_name = {name_of(file): file for file in recipe_files(ROOT)}
-    if text in by_name:
-        return by_name[text]
-    raise RecipeError(
-        f"`{text}` is neither a file nor a recipe. The recipes are: {', '.join(by_name)}. `mics pretrain --list` shows "
-        "what each trains."
-    )
 
 
 def catalog() -> list[CatalogEntry]:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .config import Recipe
-from .data.stand_in import mask_tokens
-from .data.tokens import IGNORED_LABEL, Batch
+from .data.masking import IGNORED_LABEL
+from .data.samples import Batch
 from .models.build import build_model
 from .schedule import lr_share
 
@@ -48,12 +48,6 @@ class Pretraining(LightningModule):
     def on_train_start(self) -> None:
         """Give every rank its own dropout, after all have drawn the same first weights."""
         torch.manual_seed(hash((self.recipe.trainer.seed, self.global_step, self.global_rank)))
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Hide tokens from a masked language model."""
-        return (
-            mask_tokens(batch, self.recipe.model, self.recipe.data.mask_share) if self.recipe.model.is_masked else batch
-        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return logits [B, S, V] for tokens [B, S], or [B, C] for images [B, 3, H, W]."""

@@ -22,11 +22,12 @@ from lightning.pytorch import Trainer, seed_everything
 from mics_strategy.errors import MiCSError
 
 from .batch import BatchPlan
-from .catalog import catalog, catalog_json, catalog_table, find_recipe
+from .catalog import catalog, catalog_json, catalog_table
 from .config import Recipe, load_recipe
-from .data.prepare import PreparedData, prepare
-from .data.tokens import TrainLoader, ValidationLoader
+from .data.loaders import TrainLoader, ValidationLoader
+from .data.prepare import PreparedData, objective_of, prepare
 from .errors import RecipeError
+from .files import find_recipe
 from .flops import peak_tflop_per_s
 from .lightning_module import Pretraining
 from .metrics import MetricsLog, RunFacts
@@ -77,7 +78,7 @@ def pretrain(recipe: Recipe) -> None:
     )
     _check_launcher(plan)
     strategy = build_strategy(recipe.strategy, recipe.trainer.checkpoint_format)
-    data = prepare(recipe.data, recipe.model.vocab_rows)
+    data = prepare(recipe.data, recipe.model.vocab_rows, objective_of(recipe.model.family))
     if _is_first_process():
         _announce(recipe, plan, data)
     checkpoint = checkpoint_to_resume(recipe.trainer)
@@ -146,7 +147,7 @@ def _run_facts(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> RunFacts:
         log_every_steps=recipe.trainer.log_every_steps,
         model_flop_per_sequence=model_flop_per_sample(recipe.model, recipe.sample_size),
         peak_tflop_per_s=peak,
-        bytes_per_token=0.0 if recipe.model.reads_images else data.bytes_per_token,
+        bytes_per_token=0.0 if recipe.model.is_masked else data.bytes_per_token,
         output_dir=Path(recipe.trainer.output_dir),
     )
 
@@ -159,7 +160,7 @@ def _announce(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> None:
     if checkpoint_to_resume(recipe.trainer) is None:
         (output_dir / "metrics.jsonl").unlink(missing_ok=True)
     parameters = num_parameters(recipe.model, recipe.sample_size)
-    epochs = recipe.trainer.max_steps * plan.global_size / data.train.num_sequences
+    epochs = recipe.trainer.max_steps * plan.global_size / data.train.num_samples
     lines = [
         f"{recipe.name}: {recipe.model.family}, {parameters / 1e6:.2f} M parameters",
         f"strategy {recipe.strategy.name}, {plan.world_size} ranks, {recipe.trainer.precision}",
@@ -167,7 +168,7 @@ def _announce(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> None:
         f"batch: {plan}",
         f"{recipe.trainer.max_steps} steps, {epochs:.1f} epochs; results in {output_dir}",
     ]
-    if data.floor_nats:
+    if data.floor_nats and not recipe.model.is_masked:
         lines.append(f"no model can reach a loss below {data.floor_nats:.3f} on this text")
     print("\n".join([*lines, f"starting {plan.world_size} ranks ..."]), flush=True)
 

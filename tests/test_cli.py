@@ -24,6 +24,7 @@ OPTIONS = {
         "--state-bytes",
     ],
     "pretrain": [],  # the recipes' program parses its own
+    "data": [],  # the recipes' program parses its own
 }
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from recipes import pretrain
 from recipes.batch import BatchPlan
-from recipes.catalog import ROOT, CatalogEntry, catalog, catalog_table, find_recipe, name_of
+from recipes.catalog import CatalogEntry, catalog, catalog_table
 from recipes.config import Recipe, load_recipe, recipe_files
 from recipes.errors import RecipeError
+from recipes.files import ROOT, find_recipe, name_of
 from recipes.memory import rank_memory
 from recipes.models.build import num_parameters
 from recipes.strategy import is_ours, shard_config

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.catalog import ROOT, name_of
 from recipes.config import recipe_files
+from recipes.files import ROOT, name_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 NAMES = [name_of(file) for file in recipe_files(ROOT)]
@@ -69,6 +69,7 @@ def test_torchrun_starts_the_ranks(repository: Path, cache_dir: Path, tmp_path: 
     result = run([*torchrun, "-m", "recipes.pretrain", "bert-base", *options], repository)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("bert-base: bert") == 1
+    assert "bits per byte" not in result.stdout  # hidden tokens have no code length
     check_run(tmp_path)
 
 
