@@ -99,6 +99,7 @@ class TrainerConfig:
     """The run.
 
     Args:
+        framework: `lightning`, or `accelerate`, whose loop writes no checkpoints yet.
         accelerator: `auto` takes CUDA when there is a GPU.
         devices: ranks on this machine; `auto` is the number of GPUs, or 1 without any.
         num_nodes: machines.
@@ -115,6 +116,7 @@ class TrainerConfig:
             unknown.
     """
 
+    framework: Literal["lightning", "accelerate"] = "lightning"
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     devices: int | Literal["auto"] = "auto"
     num_nodes: int = 1

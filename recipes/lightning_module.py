@@ -84,7 +84,10 @@ class Pretraining(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip by the norm over all parameters and keep it for the log (Lightning's own hook drops it)."""
-        norm = nn.utils.clip_grad_norm_(self.parameters(), self.recipe.optimizer.clip_norm)
+        self.record_gradient(nn.utils.clip_grad_norm_(self.parameters(), self.recipe.optimizer.clip_norm), optimizer)
+
+    def record_gradient(self, norm: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the norm of the gradient and the learning rate of this step for the log."""
         self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.lr = optimizer.param_groups[0]["lr"]
 

@@ -15,9 +15,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 
 from mics_strategy.errors import MiCSError
 
@@ -37,6 +38,9 @@ from .report import ClosingReport
 from .resume import checkpoint_callbacks, checkpoint_to_resume
 from .strategy import build_strategy
 
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program; what a user can repair ends it with one line instead of a traceback.
@@ -53,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         if given and not given[0].startswith("-"):
             given[0] = f"--config={find_recipe(given[0])}"
-        pretrain(load_recipe(given, has_cuda=torch.cuda.is_available()))
+        pretrain(load_recipe(given, has_cuda=torch.cuda.is_available()), given)
     except MiCSError as error:
         sys.exit(f"error: {error}")
 
@@ -67,27 +71,54 @@ def _listing(arguments: Sequence[str]) -> str:
     return catalog_json(entries) if "--json" in arguments else catalog_table(entries)
 
 
-def pretrain(recipe: Recipe) -> None:
-    """Train one recipe from beginning to end, on every rank."""
-    devices = num_devices(recipe)
+def pretrain(recipe: Recipe, arguments: Sequence[str] = ()) -> None:
+    """Train one recipe from beginning to end, on every rank.
+
+    Args:
+        recipe: The resolved recipe.
+        arguments: Arguments of the program, with which torchrun starts it again where Accelerate needs ranks.
+    """
     plan = BatchPlan(
         global_size=recipe.batch.global_size,
         micro_size=recipe.batch.micro_size,
-        world_size=devices * recipe.trainer.num_nodes,
+        world_size=num_devices(recipe) * recipe.trainer.num_nodes,
         sequence_length=1 if recipe.model.reads_images else recipe.data.sequence_length,
     )
-    _check_launcher(plan)
+    _check_launcher(plan, recipe.trainer.framework)
+    uses_accelerate = recipe.trainer.framework == "accelerate"
+    if uses_accelerate:
+        from . import accelerate_loop  # patches Accelerate, which runs with Lightning do not need
+
+        accelerate_loop.check_recipe(recipe)
     strategy = build_strategy(recipe.strategy, recipe.trainer.checkpoint_format)
+    checkpoint = checkpoint_to_resume(recipe.trainer)
+    if uses_accelerate and checkpoint is not None:
+        raise RecipeError(
+            f"`trainer.framework=accelerate` found {checkpoint}, which it cannot continue. Use "
+            "`--trainer.framework=lightning`, or another `--trainer.output_dir`."
+        )
     data = prepare(recipe.data, recipe.model.vocab_rows, objective_of(recipe.model.family))
+    if uses_accelerate and accelerate_loop.needs_ranks(plan, recipe.trainer.num_nodes):
+        sys.exit(accelerate_loop.start_ranks(plan, arguments))
     if _is_first_process():
         _announce(recipe, plan, data)
-    checkpoint = checkpoint_to_resume(recipe.trainer)
     metrics = MetricsLog(_run_facts(recipe, plan, data))
     report = ClosingReport(metrics.history, data.tokenizer, recipe.sample, recipe.data.sequence_length)
     seed_everything(recipe.trainer.seed, verbose=False)
+    if uses_accelerate:
+        accelerate_loop.train(recipe, plan, data, metrics, report)
+    else:
+        _train_with_lightning(recipe, plan, data, strategy, [metrics, report])
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # Lightning leaves it to the exit, where NCCL complains
+
+
+def _train_with_lightning(
+    recipe: Recipe, plan: BatchPlan, data: PreparedData, strategy: "Strategy | str", callbacks: list[Callback]
+) -> None:
     trainer = Trainer(
         accelerator=recipe.trainer.accelerator,
-        devices=devices,
+        devices=num_devices(recipe),
         num_nodes=recipe.trainer.num_nodes,
         strategy=strategy,
         precision=recipe.trainer.precision,
@@ -95,7 +126,7 @@ def pretrain(recipe: Recipe) -> None:
         accumulate_grad_batches=plan.accumulation,
         use_distributed_sampler=False,  # the loaders know their rank
         num_sanity_val_steps=-1,  # the validation loss before training
-        callbacks=[metrics, report, *checkpoint_callbacks(recipe.trainer, plan.accumulation)],
+        callbacks=[*callbacks, *checkpoint_callbacks(recipe.trainer, plan.accumulation)],
         enable_checkpointing=recipe.trainer.checkpoint_every_steps != "never",
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -108,10 +139,8 @@ def pretrain(recipe: Recipe) -> None:
         Pretraining(recipe),
         loader,
         validation if recipe.data.validation_sequences else None,
-        ckpt_path=checkpoint,
+        ckpt_path=checkpoint_to_resume(recipe.trainer),
     )
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # Lightning leaves it to the exit, where NCCL complains
 
 
 def num_devices(recipe: Recipe) -> int:
@@ -121,13 +150,14 @@ def num_devices(recipe: Recipe) -> int:
     return max(1, torch.cuda.device_count()) if recipe.trainer.accelerator != "cpu" else 1
 
 
-def _check_launcher(plan: BatchPlan) -> None:
-    """Refuse ranks of torchrun that are not those of the recipe.
+def _check_launcher(plan: BatchPlan, framework: str) -> None:
+    """Refuse ranks of a launcher that are not those of the recipe; Lightning reads other launchers itself.
 
     Raises:
         RecipeError: Their number differs, on every rank alike.
     """
-    started = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else plan.world_size
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or (framework == "accelerate" and "WORLD_SIZE" in os.environ)
+    started = int(os.environ["WORLD_SIZE"]) if is_launched else plan.world_size
     if started != plan.world_size:
         raise RecipeError(
             f"The recipe is for {plan.world_size} ranks (`trainer.num_nodes` times `trainer.devices`), but the "

@@ -1,11 +1,14 @@
-"""Run recipes one after the other in the ranks that Lightning started for the first: NAME... -- OPTION...
+"""Run recipes one after the other in the same ranks: NAME... -- OPTION...
 
-Each has a process group of its own, on the next port of the list `PORTS` in the environment: the store of an earlier
-group lives as long as the process and holds its old keys.
+Lightning starts the second rank with the first recipe; for Accelerate, the caller starts both. Each recipe has a
+process group of its own, on the next port of the list `PORTS` in the environment, because the store of an earlier group
+lives as long as the process and holds its old keys.
 """
 
 import os
 import sys
+
+from accelerate.state import AcceleratorState
 
 from recipes.pretrain import main
 
@@ -14,3 +17,4 @@ if __name__ == "__main__":
     for name, port in zip(sys.argv[1:end], os.environ["PORTS"].split(","), strict=True):
         os.environ["MASTER_PORT"] = port
         main([name, "--ci", *(option.replace("{name}", name) for option in sys.argv[end + 1 :])])
+        AcceleratorState._reset_state(reset_partial_state=True)

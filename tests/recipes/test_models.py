@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mics_strategy.engine.setup.materialize import check_initialized, find_initializer, initialized_values
 from mics_strategy.engine.units import find_units
-from recipes.config import OptimizerConfig
+from recipes.config import OptimizerConfig, Recipe
 from recipes.errors import RecipeError
-from recipes.lightning_module import parameter_groups
+from recipes.lightning_module import Pretraining, parameter_groups
 from recipes.models.build import build_model, num_parameters
 from recipes.models.config import DEFAULTS, CompileBackend, ModelConfig
 from recipes.models.cost import activation_bytes, model_flop_per_sample
@@ -202,6 +203,16 @@ def test_dropout_is_the_recipes(family: str):
     assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.25}
     assert not torch.equal(loss_of(model), loss_of(model))
     assert torch.equal(loss_of(seeded(FAMILIES[family]).train()), loss_of(seeded(FAMILIES[family]).eval()))
+
+
+def test_ranks_draw_their_own_dropout_and_every_run_the_same():
+    def drawn(rank: int) -> float:
+        module = Pretraining(Recipe(name="any", model=SMALL))
+        module.trainer = SimpleNamespace(global_step=3, global_rank=rank)
+        module.on_train_start()
+        return torch.rand(()).item()
+
+    assert drawn(0) == drawn(0) != drawn(1)
 
 
 def test_no_model_keeps_keys_and_values():
