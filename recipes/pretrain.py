@@ -24,7 +24,7 @@ from mics_strategy.errors import MiCSError
 
 from .batch import BatchPlan
 from .catalog import catalog, catalog_json, catalog_table
-from .config import Recipe, load_recipe
+from .config import Recipe, TrainerConfig, load_recipe
 from .data.loaders import TrainLoader, ValidationLoader
 from .data.prepare import PreparedData, objective_of, prepare
 from .errors import RecipeError
@@ -40,6 +40,9 @@ from .strategy import build_strategy
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
+
+# Variables that say where the first node is, or from which Lightning finds out: torchrun and others, SLURM, LSF, MPI.
+_LAUNCHERS = ("MASTER_ADDR", "SLURM_JOB_ID", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -84,7 +87,7 @@ def pretrain(recipe: Recipe, arguments: Sequence[str] = ()) -> None:
         world_size=num_devices(recipe) * recipe.trainer.num_nodes,
         sequence_length=1 if recipe.model.reads_images else recipe.data.sequence_length,
     )
-    _check_launcher(plan, recipe.trainer.framework)
+    _check_launcher(plan, recipe.trainer)
     uses_accelerate = recipe.trainer.framework == "accelerate"
     if uses_accelerate:
         from . import accelerate_loop  # patches Accelerate, which runs with Lightning do not need
@@ -150,13 +153,21 @@ def num_devices(recipe: Recipe) -> int:
     return max(1, torch.cuda.device_count()) if recipe.trainer.accelerator != "cpu" else 1
 
 
-def _check_launcher(plan: BatchPlan, framework: str) -> None:
-    """Refuse ranks of a launcher that are not those of the recipe; Lightning reads other launchers itself.
+def _check_launcher(plan: BatchPlan, config: TrainerConfig) -> None:
+    """Refuse several nodes without a launcher, and ranks of a launcher that are not those of the recipe.
 
     Raises:
-        RecipeError: Their number differs, on every rank alike.
+        RecipeError: Nodes would wait for one another, or the number of ranks differs, on every rank alike.
     """
-    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or (framework == "accelerate" and "WORLD_SIZE" in os.environ)
+    if config.num_nodes > 1 and not any(name in os.environ for name in _LAUNCHERS):
+        raise RecipeError(
+            f"The recipe is for {config.num_nodes} nodes (`trainer.num_nodes`), but this process was started without a "
+            "launcher, so no other node takes part. Start it with torchrun on every node (see docs/recipes.md), or use "
+            "`--trainer.num_nodes=1`."
+        )
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or (
+        config.framework == "accelerate" and "WORLD_SIZE" in os.environ
+    )
     started = int(os.environ["WORLD_SIZE"]) if is_launched else plan.world_size
     if started != plan.world_size:
         raise RecipeError(

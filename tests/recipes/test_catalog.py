@@ -163,10 +163,11 @@ def test_the_table_of_the_guide_is_the_catalog(listed: list[CatalogEntry]):
     ("arguments", "message"),
     [
         (["llama-8b"], "`llama-8b` is neither a file nor a recipe.*llama-7b.*--list"),
+        (["wide_resnet-3b"], "16 nodes.*without a launcher.*torchrun"),
         (["--list", "--trainer.max_steps=3"], "--list.*--trainer.max_steps=3.*--json"),
     ],
 )
-def test_what_does_not_exist_is_refused_with_what_does(arguments: list[str], message: str):
+def test_what_cannot_run_is_refused_with_what_can(arguments: list[str], message: str):
     with pytest.raises(SystemExit, match=message):
         pretrain.main(arguments)
 

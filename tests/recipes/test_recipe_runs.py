@@ -131,7 +131,7 @@ def test_a_launcher_with_other_ranks_is_refused(repository: Path, cache_dir: Pat
         ),
         (("--trainer.precision=bf16-true",), "precision=bf16-true.*accelerate.*bf16-mixed"),
         (("--strategy.name=fsdp", "--model.meta_start=false"), "strategy.name=fsdp.*accelerate.*ddp"),
-        (("--trainer.num_nodes=2",), "num_nodes=2.*accelerate.*torchrun on every node"),
+        (("--trainer.num_nodes=2",), "2 nodes.*without a launcher.*torchrun on every node.*num_nodes=1"),
     ],
 )
 def test_accelerate_refuses_what_its_loop_does_not_do(options: tuple[str, ...], message: str, cache_dir: Path):
