@@ -292,7 +292,10 @@ def load_recipe(arguments: Sequence[str], *, has_cuda: bool) -> Recipe:
 
 
 def _parse(arguments: list[str]) -> Recipe:
-    parser = ArgumentParser(prog="mics pretrain", description="Pretrain a model from a recipe.")
+    parser = ArgumentParser(
+        prog="mics pretrain",
+        description="Pretrain a model: RECIPE (name or file) [--ci] [options], or --list [--json].",
+    )
     parser.add_argument("--config", action="config", help="YAML file of a recipe; may be given several times")
     parser.add_class_arguments(Recipe)
     values = parser.instantiate(parser.parse_args(arguments))
