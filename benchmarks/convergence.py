@@ -30,7 +30,7 @@ from benchmarks.learning import Curve, learn
 from mics_strategy import Codec, ShardConfig, Topology
 from recipes.config import Recipe, load_recipe
 from recipes.data.prepare import prepare
-from recipes.models import num_parameters
+from recipes.models.build import num_parameters
 
 UNCOMPRESSED = "uncompressed"
 _DEMO = Path(__file__).parents[1] / "recipes" / "llama" / "demo.yaml"
@@ -105,9 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     recipe = _recipe(options)
     names = [UNCOMPRESSED, *(name for name in options.variants if name != UNCOMPRESSED)]
-    data = prepare(recipe.data, recipe.model.vocab_size)
+    data = prepare(recipe.data, recipe.model.vocab_rows)
     parameters = num_parameters(recipe.model, recipe.data.sequence_length)
-    epochs = recipe.trainer.max_steps * recipe.batch.global_size / data.train.num_sequences
+    epochs = recipe.trainer.max_steps * recipe.batch.global_size / data.train.num_samples
     print(f"{parameters / 1e6:.2f} M parameters; {data.origin}")
     print(f"{recipe.trainer.max_steps} steps, {epochs:.1f} epochs; 4 ranks as 2 nodes of 2", flush=True)
     try:

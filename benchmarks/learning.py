@@ -17,10 +17,12 @@ from torch import nn
 from mics_strategy import ShardConfig, shard
 from recipes.batch import BatchPlan
 from recipes.config import Recipe
+from recipes.data.loaders import TrainLoader, ValidationLoader
+from recipes.data.masking import IGNORED_LABEL
 from recipes.data.prepare import prepare
-from recipes.data.tokens import IGNORED_LABEL, Batch, TrainLoader, ValidationLoader
+from recipes.data.samples import Batch
 from recipes.lightning_module import parameter_groups
-from recipes.models import build_model
+from recipes.models.build import build_model
 from recipes.schedule import lr_share
 
 
@@ -57,7 +59,7 @@ def learn(recipe: Recipe, variant: str, config: ShardConfig, *, every: int) -> C
         every: Optimizer steps between evaluations; the last step is always followed by one.
     """
     start, num_steps, seed = time.perf_counter(), recipe.trainer.max_steps, recipe.trainer.seed
-    data = prepare(recipe.data, recipe.model.vocab_size)
+    data = prepare(recipe.data, recipe.model.vocab_rows)
     batch = BatchPlan(
         global_size=recipe.batch.global_size,
         micro_size=recipe.batch.micro_size,
@@ -118,7 +120,7 @@ def _learning_rate(recipe: Recipe, step: int) -> float:
 
 
 @torch.no_grad()
-def _evaluate(model: nn.Module, held_out: ValidationLoader) -> float:
+def _evaluate(model: nn.Module, held_out: ValidationLoader[Batch]) -> float:
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64)
     for batch in held_out:

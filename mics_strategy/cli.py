@@ -2,7 +2,8 @@
 
 ``mics inspect PATH`` shows the contents of a checkpoint and verifies it. ``mics export PATH FOLDER`` converts its model
 to safetensors files. ``mics config`` writes the configuration of ``accelerate launch``. ``mics estimate MODEL`` shows
-the memory that each rank of a job would need. No command needs ranks or a GPU.
+the memory that each rank of a job would need. ``mics data prepare RECIPE`` tokenizes the text of one of the project's
+recipes. These need neither ranks nor a GPU. ``mics pretrain RECIPE`` trains a recipe.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
     estimate.add_argument(
         "--state-bytes", type=int, default=8, help="bytes of optimizer state per element; default: Adam's 8"
     )
+    commands.add_parser("pretrain", help="train a recipe: RECIPE [options], or --list [--json]", add_help=False)
+    commands.add_parser("data", help="prepare RECIPE [--workers N] [options]: tokenize the text of a recipe")
     return commands_parser
 
 
@@ -80,7 +83,12 @@ def _size(text: str) -> str | int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code, 0 on success."""
-    options = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["pretrain"]:
+        return _run_recipes("pretrain", given[1:], "pretrain")
+    if given[:1] == ["data"]:
+        return _prepare_data(given[1:])
+    options = parser().parse_args(given)
     try:
         if options.command == "inspect":
             return _inspect(options.path, is_long=options.tensors)
@@ -98,6 +106,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mics {options.command}: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _prepare_data(arguments: Sequence[str]) -> int:
+    """Run the recipes' preparation of data, which parses its options itself."""
+    if arguments[:1] != ["prepare"]:
+        print("usage: mics data prepare RECIPE [--workers N] [options of the recipe]", file=sys.stderr)
+        return 0 if arguments in (["-h"], ["--help"]) else 2
+    return _run_recipes("data.command", arguments[1:], "data prepare")
+
+
+def _run_recipes(module: str, arguments: Sequence[str], command: str) -> int:
+    """Run a program of the recipes, which parses its options itself."""
+    try:
+        program: Any = importlib.import_module(f"{_recipes_package()}.{module}")
+    except ModuleNotFoundError as error:
+        print(
+            f"mics {command}: the recipes need `{error.name}`, which is not installed. Run `pip install "
+            "'mics_strategy[recipes]'`.",
+            file=sys.stderr,
+        )
+        return 1
+    program.main(arguments)
+    return 0
+
+
+def _recipes_package() -> str:
+    """Return the name of the recipes' package.
+
+    In a checkout that is not installed, they are beside this package.
+    """
+    if importlib.util.find_spec("mics_strategy.recipes") is None:
+        checkout = Path(__file__).resolve().parents[1]
+        if (checkout / "recipes" / "pretrain.py").is_file():
+            sys.path.append(str(checkout))
+            return "recipes"
+    return "mics_strategy.recipes"
 
 
 def _inspect(path: Path, *, is_long: bool) -> int:
@@ -198,3 +242,7 @@ def _build_model(source: str) -> Any:
             return transformers.AutoModelForCausalLM.from_config(config)
         except ValueError:  # not a causal language model
             return transformers.AutoModel.from_config(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

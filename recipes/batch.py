@@ -7,8 +7,9 @@ follows:
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
-from recipes.errors import RecipeError
+from .errors import RecipeError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class BatchPlan:
         global_size: sequences in one optimizer step, over all ranks.
         micro_size: sequences that a rank holds in one forward and backward.
         world_size: ranks, each of which reads different sequences.
-        sequence_length: tokens in a sequence.
+        sequence_length: tokens in a sequence; 1 for images.
 
     Raises:
         RecipeError: the global batch is not a whole number of rounds of micro-batches.
@@ -56,10 +57,17 @@ class BatchPlan:
         """Tokens in one optimizer step, over all ranks."""
         return self.global_size * self.sequence_length
 
+    @property
+    def unit(self) -> Literal["tok", "images"]:
+        """Name of what rates count; a sequence of text has two tokens or more."""
+        return "tok" if self.sequence_length > 1 else "images"
+
     def __str__(self) -> str:
         """Show the arithmetic beside its result."""
+        shared = f"{self.micro_size} micro batch x {self.accumulation} accumulation x {self.world_size} ranks"
+        if self.unit == "images":
+            return f"{shared} = {self.global_size:,} images per optimizer step"
         return (
-            f"{self.micro_size} micro batch x {self.accumulation} accumulation x {self.world_size} ranks "
-            f"= {self.global_size} sequences x {self.sequence_length} tokens "
+            f"{shared} = {self.global_size} sequences x {self.sequence_length} tokens "
             f"= {self.tokens_per_step:,} tokens per optimizer step"
         )

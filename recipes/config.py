@@ -14,95 +14,11 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ArgumentParser
 
-from recipes.errors import RecipeError
-from recipes.schedule import ScheduleName
-
-
-def _require(is_met: bool, name: str, value: object, rule: str) -> None:
-    if not is_met:
-        raise RecipeError(
-            f"`{name}={value}` cannot be used: it must be {rule}. Change it in the YAML or with --{name}."
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A transformers model, built from these numbers with random weights.
-
-    Args:
-        family: which architecture.
-        vocab_size: rows of the embedding, and the largest vocabulary of the tokenizer.
-        hidden_size: width.
-        intermediate_size: width inside the feed-forward network.
-        num_layers: transformer layers.
-        num_heads: attention heads; they divide the width.
-        num_kv_heads: key-value heads; they divide the heads.
-        tie_embeddings: use one matrix for the embedding and the output projection.
-        activation_checkpointing: keep only layer inputs and recompute the rest in the backward.
-    """
-
-    family: Literal["llama"] = "llama"
-    vocab_size: int = 1024
-    hidden_size: int = 128
-    intermediate_size: int = 344
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 4
-    tie_embeddings: bool = False
-    activation_checkpointing: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse shapes that no model has."""
-        _require(
-            self.vocab_size >= 257,
-            "model.vocab_size",
-            self.vocab_size,
-            "at least 257 (256 bytes and end of text)",
-        )
-        _require(self.num_layers >= 1, "model.num_layers", self.num_layers, "at least 1")
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        _require(
-            heads >= 1 and self.hidden_size % (2 * heads) == 0,
-            "model.num_heads",
-            heads,
-            f"a divisor of `model.hidden_size={self.hidden_size}` that leaves heads of an even size",
-        )
-        _require(
-            kv_heads >= 1 and heads % kv_heads == 0,
-            "model.num_kv_heads",
-            kv_heads,
-            f"a divisor of `model.num_heads={heads}`",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Text, and how it is cut.
-
-    Args:
-        source: `local_docs` (English from the Python documentation on this machine) or `grammar` (generated
-            sentences, the same everywhere).
-        packages: installed packages whose documentation `local_docs` reads as well.
-        grammar_documents: documents that `grammar` writes, 8 sentences each.
-        sequence_length: tokens in a sequence.
-        validation_share: part of the documents that is held out.
-        validation_sequences: sequences in one validation pass; 0 turns validation off.
-        cache_dir: where prepared tokens are kept; `auto` is `mics_strategy/recipes` in the user's cache
-            folder.
-    """
-
-    source: Literal["local_docs", "grammar"] = "local_docs"
-    packages: tuple[str, ...] = ()
-    grammar_documents: int = 2000
-    sequence_length: int = 128
-    validation_share: float = 0.05
-    validation_sequences: int = 64
-    cache_dir: str = "auto"
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that hold no text."""
-        _require(self.sequence_length >= 2, "data.sequence_length", self.sequence_length, "at least 2")
-        _require(0 < self.validation_share < 1, "data.validation_share", self.validation_share, "between 0 and 1")
+from .data.config import DataConfig
+from .errors import RecipeError
+from .errors import require as _require
+from .models.config import CAUSAL_FAMILIES, ModelConfig
+from .schedule import ScheduleName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +99,7 @@ class TrainerConfig:
     """The run.
 
     Args:
+        framework: `lightning`, or `accelerate`, whose loop writes no checkpoints yet.
         accelerator: `auto` takes CUDA when there is a GPU.
         devices: ranks on this machine; `auto` is the number of GPUs, or 1 without any.
         num_nodes: machines.
@@ -199,6 +116,7 @@ class TrainerConfig:
             unknown.
     """
 
+    framework: Literal["lightning", "accelerate"] = "lightning"
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     devices: int | Literal["auto"] = "auto"
     num_nodes: int = 1
@@ -234,24 +152,58 @@ class SampleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The machines that a recipe is meant for; the run itself asks the launcher.
+
+    Args:
+        name: Name of the machines, with the paper that used them where there is one.
+        ranks_per_node: GPUs of one machine, or CPU processes.
+        memory_gb: Memory of one GPU, 1 GB = 1e9 bytes; 0 where it is not a GPU.
+    """
+
+    name: str = "any machine"
+    ranks_per_node: int = 1
+    memory_gb: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedConfig:
+    """Facts of a recipe that tests compare with the code; a run does not read them.
+
+    Args:
+        num_parameters: Exact number of parameters, tied ones once.
+        rank_gb: Memory of a rank on the cluster, 1 GB = 1e9 bytes: the engine, optimizer states, communicators and an
+            estimate of the activations; 0 where the cluster has no GPUs.
+        fits: Whether that is at most `cluster.memory_gb`.
+    """
+
+    num_parameters: int = 0
+    rank_gb: float = 0.0
+    fits: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A complete pretraining run.
 
     Args:
-        name: shown in the log.
-        model: what is trained.
-        data: on what.
-        batch: how much of it per step.
-        optimizer: by which rule.
-        schedule: how fast over time.
-        strategy: shared how.
-        trainer: where and how long.
-        sample: what the model writes afterwards.
-        cuda: fields of this recipe that have other values when it runs on GPUs, nested as above.
+        name: Name in the log and for `mics pretrain`: folder and file, joined by a hyphen.
+        model: Network.
+        data: Text or images.
+        batch: Samples per step.
+        optimizer: Update rule.
+        schedule: Learning rate over time.
+        strategy: Sharding.
+        trainer: Ranks, precision and length.
+        sample: Text that the model writes afterwards.
+        cluster: Machines that the recipe is meant for.
+        expected: Facts that tests compare with the code.
+        cuda: Fields with other values when this recipe runs on GPUs, nested as above.
+        ci: Fields with other values under `--ci`: a few layers and two steps on two CPU ranks.
     """
 
     name: str
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -259,7 +211,45 @@ class Recipe:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    expected: ExpectedConfig = field(default_factory=ExpectedConfig)
     cuda: dict[str, Any] = field(default_factory=dict)
+    ci: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse options of different blocks that contradict each other."""
+        self._check_family()
+        is_ours = self.strategy.name == "mics" or self.strategy.name.startswith("mics_")
+        if self.model.meta_start and not is_ours:
+            raise RecipeError(
+                f"`model.meta_start=true` with `strategy.name={self.strategy.name}`: only `mics` strategies "
+                "initialize a model that was built without memory. Use `--model.meta_start=false` or a `mics` one."
+            )
+
+    @property
+    def sample_size(self) -> int:
+        """Tokens of a sequence, or pixels along the edge of an image."""
+        return self.data.images.size if self.model.reads_images else self.data.sequence_length
+
+    def _check_family(self) -> None:
+        model, data = self.model, self.data
+        if model.reads_images != (data.source == "synthetic_images"):
+            kind = "images: use `data.source=synthetic_images`" if model.reads_images else "text: use another source"
+            raise RecipeError(
+                f"`data.source={data.source}` with `model.family={model.family}`: this family reads {kind}."
+            )
+        if model.family not in CAUSAL_FAMILIES and self.sample.num_tokens:
+            raise RecipeError(
+                f"`sample.num_tokens={self.sample.num_tokens}` with `model.family={model.family}`: only "
+                f"{' and '.join(CAUSAL_FAMILIES)} write text. Use `--sample.num_tokens=0`."
+            )
+        if model.reads_images:
+            images = data.images
+            _require(images.channels == 3, "data.images.channels", images.channels, f"3 for {model.family}")
+            classes = f"at most `model.num_classes={model.num_classes}`"
+            _require(images.num_classes <= model.num_classes, "data.images.num_classes", images.num_classes, classes)
+        elif model.max_positions != "auto":
+            model.positions(data.sequence_length)
 
     def to_yaml(self) -> str:
         """Return this recipe as a file that `--config` reads back."""
@@ -270,31 +260,42 @@ def load_recipe(arguments: Sequence[str], *, has_cuda: bool) -> Recipe:
     """Read a recipe from a command line.
 
     Args:
-        arguments: `--config FILE` (repeatable, later files win), then dotted overrides.
-        has_cuda: this machine has a GPU; then the recipe's `cuda` block applies, unless the accelerator is
+        arguments: `--config FILE` (repeatable, later files win), `--ci`, then dotted overrides.
+        has_cuda: Whether this machine has a GPU; then the recipe's `cuda` block applies, unless the accelerator is
             `cpu`.
 
     Returns:
-        The resolved recipe. Overrides on the command line win over the `cuda` block, and that over the file.
+        The resolved recipe. Overrides on the command line win over the `ci` block under `--ci`, that over the `cuda`
+        block, and that over the file.
 
     Raises:
-        RecipeError: a value cannot be used.
-        SystemExit: an unknown name or a wrong type (2), or `--help` and `--print_config` (0).
+        RecipeError: A value cannot be used, or `--ci` was given and the recipe has no such block.
+        SystemExit: Unknown name or wrong type (2), or `--help` and `--print_config` (0).
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", action="append", default=[])
+    finder.add_argument("--ci", action="store_true")
     options, overrides = finder.parse_known_args(list(arguments))
     files = [f"--config={file}" for file in options.config]
+    quiet = [text for text in overrides if not text.startswith(("--print_config", "--help", "-h"))]
+    ci: list[str] = []
+    if options.ci:
+        block = _parse([*files, *quiet]).ci
+        if not block:
+            raise RecipeError(f"`--ci` was given, but {' and '.join(options.config) or 'no file'} has no block `ci`.")
+        ci = [f"--config={yaml.safe_dump(block)}"]
     if has_cuda:
-        quiet = [text for text in overrides if not text.startswith(("--print_config", "--help", "-h"))]
-        first = _parse([*files, *quiet])
+        first = _parse([*files, *ci, *quiet])
         if first.trainer.accelerator != "cpu" and first.cuda:
             files.append(f"--config={yaml.safe_dump(first.cuda)}")
-    return _parse([*files, *overrides])
+    return _parse([*files, *ci, *overrides])
 
 
 def _parse(arguments: list[str]) -> Recipe:
-    parser = ArgumentParser(prog="python -m recipes.pretrain", description="Pretrain a language model from a recipe.")
+    parser = ArgumentParser(
+        prog="mics pretrain",
+        description="Pretrain a model: RECIPE (name or file) [--ci] [options], or --list [--json].",
+    )
     parser.add_argument("--config", action="config", help="YAML file of a recipe; may be given several times")
     parser.add_class_arguments(Recipe)
     values = parser.instantiate(parser.parse_args(arguments))

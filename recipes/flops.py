@@ -62,6 +62,19 @@ def llama_matmul_params(*, L: int, h: int, ffn: int, V: int, kv_share: float = 1
     return L * per_layer + V * h
 
 
+def transformer_matmul_params(*, L: int, h: int, ffn: int, V: int, has_masked_head: bool) -> int:
+    """Weights of a BERT, RoBERTa or GPT-2 that multiply every token.
+
+    Args:
+        L: layers.
+        h: hidden size.
+        ffn: hidden size of the feed-forward network, which has two matrices.
+        V: vocabulary, for the output projection.
+        has_masked_head: the output projection is preceded by a matrix of h by h.
+    """
+    return L * (4 * h * h + 2 * h * ffn) + V * h + (h * h if has_masked_head else 0)
+
+
 # Dense peak without sparsity, in TFLOP/s, of 16-bit arithmetic with 32-bit accumulation: bfloat16, or float16
 # where the chip has no bfloat16. From the vendors' datasheets; the first pattern found in the device's name
 # counts.

@@ -1,6 +1,8 @@
-"""What is trained, by which rule? A LightningModule that does not know that it is sharded."""
+"""A recipe's network and update rule as a LightningModule that does not know that it is sharded."""
 
 import math
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -8,14 +10,15 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from recipes.config import Recipe
-from recipes.data.tokens import IGNORED_LABEL, Batch
-from recipes.models import build_model
-from recipes.schedule import lr_share
+from .config import Recipe
+from .data.masking import IGNORED_LABEL
+from .data.samples import Batch
+from .models.build import build_model
+from .schedule import lr_share
 
 
 class Pretraining(LightningModule):
-    """Next-token (or any token) prediction with AdamW.
+    """Prediction of tokens or classes with AdamW.
 
     Args:
         recipe: the resolved recipe.
@@ -39,16 +42,26 @@ class Pretraining(LightningModule):
         """Build the model once ranks exist; equal seeds give every rank the same weights."""
         if not hasattr(self, "model"):
             torch.manual_seed(self.recipe.trainer.seed)
-            self.model = build_model(self.recipe.model, self.recipe.data.sequence_length)
+            with torch.device("meta") if self.recipe.model.meta_start else nullcontext():
+                self.model = build_model(self.recipe.model, self.recipe.sample_size)
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, S, V] for tokens [B, S]."""
-        logits: torch.Tensor = self.model(input_ids=input_ids).logits
+    def on_train_start(self) -> None:
+        """Give every rank its own dropout, after all have drawn the same first weights."""
+        torch.manual_seed(hash((self.recipe.trainer.seed, self.global_step, self.global_rank)))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, S, V] for tokens [B, S], or [B, C] for images [B, 3, H, W]."""
+        logits: torch.Tensor
+        logits = self.model(inputs) if self.recipe.model.reads_images else self.model(input_ids=inputs).logits
         return logits
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         """Return the mean loss per token; every micro-batch has equally many, so means of means are means."""
-        return _cross_entropy(self(batch["input_ids"]), batch["labels"], reduction="mean")
+        return _cross_entropy(self(self._inputs(batch)), batch["labels"], reduction="mean")
+
+    def _inputs(self, batch: Any) -> torch.Tensor:
+        inputs: torch.Tensor = batch["images" if self.recipe.model.reads_images else "input_ids"]
+        return inputs
 
     def on_validation_epoch_start(self) -> None:
         """Forget the previous pass."""
@@ -56,7 +69,7 @@ class Pretraining(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add up loss and tokens; rows that only fill up a batch have ignored labels."""
-        self._validation_sums[0] += _cross_entropy(self(batch["input_ids"]), batch["labels"], reduction="sum")
+        self._validation_sums[0] += _cross_entropy(self(self._inputs(batch)), batch["labels"], reduction="sum")
         self._validation_sums[1] += (batch["labels"] != IGNORED_LABEL).sum()
 
     def on_validation_epoch_end(self) -> None:
@@ -71,7 +84,10 @@ class Pretraining(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip by the norm over all parameters and keep it for the log (Lightning's own hook drops it)."""
-        norm = nn.utils.clip_grad_norm_(self.parameters(), self.recipe.optimizer.clip_norm)
+        self.record_gradient(nn.utils.clip_grad_norm_(self.parameters(), self.recipe.optimizer.clip_norm), optimizer)
+
+    def record_gradient(self, norm: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the norm of the gradient and the learning rate of this step for the log."""
         self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.lr = optimizer.param_groups[0]["lr"]
 
@@ -103,16 +119,17 @@ class Pretraining(LightningModule):
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Split parameters into those that decay and those that do not.
 
-    Weight decay is for matrices that multiply activations: not for norms and biases (one dim) nor for
+    Weight decay is for matrices and kernels that multiply activations: not for norms and biases (one dim) nor for
     embedding tables, whose rare rows would shrink without ever being used.
 
     Returns:
         Two parameter groups for a torch optimizer, in the order of `module.named_parameters()`.
     """
+    tables = {id(table.weight) for table in module.modules() if isinstance(table, nn.Embedding)}
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in module.named_parameters():
+    for parameter in module.parameters():
         if parameter.requires_grad:
-            groups[parameter.ndim >= 2 and "embed" not in name].append(parameter)
+            groups[parameter.ndim >= 2 and id(parameter) not in tables].append(parameter)
     return [
         {"params": groups[True], "weight_decay": weight_decay},
         {"params": groups[False], "weight_decay": 0.0},
@@ -120,6 +137,6 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, o
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *, reduction: str) -> torch.Tensor:
-    """Compare logits [B, S, V] with labels [B, S], in fp32."""
-    flat = logits.float().flatten(0, 1)
+    """Compare logits [..., V] with labels [...], in fp32."""
+    flat = logits.float().flatten(0, -2)
     return nn.functional.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction)

@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from recipes.batch import BatchPlan
-from recipes.lightning_module import Pretraining
+from .batch import BatchPlan
+from .lightning_module import Pretraining
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ class RunFacts:
         log_every_steps: optimizer steps between two lines.
         model_flop_per_sequence: forward and backward.
         peak_tflop_per_s: of one device; 0.0 when unknown, then no utilisation is shown.
-        bytes_per_token: mean length of a token's text in the corpus.
+        bytes_per_token: mean length of a token's text in the corpus; 0.0 where a loss is no code length
+            (images, masked models), then no bits per byte are shown.
         output_dir: where `metrics.jsonl` goes.
     """
 
@@ -49,6 +50,7 @@ class History:
     losses: list[float] = field(default_factory=list)
     validation_losses: list[float] = field(default_factory=list)
     mean_tokens_per_s: float = 0.0
+    unit: str = "tok"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class MetricsLog(Callback):
 
     def __init__(self, facts: RunFacts) -> None:
         self.facts = facts
-        self.history = History()
+        self.history = History(unit=facts.plan.unit)
         self._loss_sum: torch.Tensor | float = 0.0
         self._seen_step = self._logged_step = 0
         self._warm: _Mark | None = None  # after the first step of this process
@@ -102,9 +104,12 @@ class MetricsLog(Callback):
         """Write the validation loss that the module computed."""
         loss = cast(Pretraining, pl_module).validation_loss
         self.history.validation_losses.append(loss)
-        bits_per_byte = loss / math.log(2) / self.facts.bytes_per_token
-        record = {"step": trainer.global_step, "validation_loss": loss, "bits_per_byte": bits_per_byte}
-        self._write(trainer, record, f"validation loss {loss:.3f} | {bits_per_byte:.2f} bits per byte")
+        record = {"step": trainer.global_step, "validation_loss": loss}
+        line = f"validation loss {loss:.3f}"
+        if self.facts.bytes_per_token:
+            record["bits_per_byte"] = loss / math.log(2) / self.facts.bytes_per_token
+            line += f" | {record['bits_per_byte']:.2f} bits per byte"
+        self._write(trainer, record, line)
 
     def _log(self, trainer: Trainer, module: Pretraining, step: int) -> None:
         mean = torch.as_tensor(self._loss_sum, device=module.device) / (step - self._logged_step)
@@ -147,7 +152,7 @@ class MetricsLog(Callback):
             f"lr {record['lr']:.2e}",
         ]
         if "tokens_per_s" in record:
-            parts.append(f"{record['tokens_per_s']:,.0f} tok/s")
+            parts.append(f"{record['tokens_per_s']:,.0f} {self.facts.plan.unit}/s")
         if "mfu" in record:
             parts.append(f"{record['model_tflop_per_s_per_rank']:.1f} TFLOP/s/rank | MFU {record['mfu']:.1%}")
         if "peak_memory_bytes" in record:

@@ -1,4 +1,4 @@
-"""Pretrain a language model from a recipe: `python -m recipes.pretrain --config recipes/llama/demo.yaml`.
+"""Pretraining from a recipe: `mics pretrain llama-demo`, or `python -m recipes.pretrain llama-demo`.
 
 1. Read the recipe; work out ranks and batches, so that what cannot work fails before anything starts.
 2. Prepare the data, or find it prepared, before ranks are launched.
@@ -15,54 +15,113 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 
 from mics_strategy.errors import MiCSError
-from recipes.batch import BatchPlan
-from recipes.config import Recipe, load_recipe
-from recipes.data.prepare import PreparedData, prepare
-from recipes.data.tokens import TrainLoader, ValidationLoader
-from recipes.flops import peak_tflop_per_s
-from recipes.lightning_module import Pretraining
-from recipes.metrics import MetricsLog, RunFacts
-from recipes.models import model_flop_per_sequence, num_parameters
-from recipes.report import ClosingReport
-from recipes.resume import checkpoint_callbacks, checkpoint_to_resume
-from recipes.strategy import build_strategy
+
+from .batch import BatchPlan
+from .catalog import catalog, catalog_json, catalog_table
+from .config import Recipe, TrainerConfig, load_recipe
+from .data.loaders import TrainLoader, ValidationLoader
+from .data.prepare import PreparedData, objective_of, prepare
+from .errors import RecipeError
+from .files import find_recipe
+from .flops import peak_tflop_per_s
+from .lightning_module import Pretraining
+from .metrics import MetricsLog, RunFacts
+from .models.build import num_parameters
+from .models.cost import model_flop_per_sample
+from .report import ClosingReport
+from .resume import checkpoint_callbacks, checkpoint_to_resume
+from .strategy import build_strategy
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+# Variables that say where the first node is, or from which Lightning finds out: torchrun and others, SLURM, LSF, MPI.
+_LAUNCHERS = ("MASTER_ADDR", "SLURM_JOB_ID", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program; what a user can repair ends it with one line instead of a traceback."""
+    """Run the program; what a user can repair ends it with one line instead of a traceback.
+
+    Args:
+        arguments: `RECIPE [--ci] [options]`, `--config FILE [--ci] [options]` or `--list [--json]`; default: those of
+            the process. A recipe is the path of a YAML file or the name of one of the project's.
+    """
     _quiet_lightning()
+    given = [*(sys.argv[1:] if arguments is None else arguments)]
     try:
-        recipe = load_recipe(sys.argv[1:] if arguments is None else arguments, has_cuda=torch.cuda.is_available())
-        pretrain(recipe)
+        if "--list" in given:
+            print(_listing(given))
+            return
+        if given and not given[0].startswith("-"):
+            given[0] = f"--config={find_recipe(given[0])}"
+        pretrain(load_recipe(given, has_cuda=torch.cuda.is_available()), given)
     except MiCSError as error:
         sys.exit(f"error: {error}")
 
 
-def pretrain(recipe: Recipe) -> None:
-    """Train one recipe from beginning to end, on every rank."""
-    devices = num_devices(recipe)
+def _listing(arguments: Sequence[str]) -> str:
+    """Return the catalog as `--list` prints it."""
+    others = [argument for argument in arguments if argument not in ("--list", "--json")]
+    if others:
+        raise RecipeError(f"`--list` was given with {' '.join(others)}. It takes `--json` alone.")
+    entries = catalog()
+    return catalog_json(entries) if "--json" in arguments else catalog_table(entries)
+
+
+def pretrain(recipe: Recipe, arguments: Sequence[str] = ()) -> None:
+    """Train one recipe from beginning to end, on every rank.
+
+    Args:
+        recipe: The resolved recipe.
+        arguments: Arguments of the program, with which torchrun starts it again where Accelerate needs ranks.
+    """
     plan = BatchPlan(
         global_size=recipe.batch.global_size,
         micro_size=recipe.batch.micro_size,
-        world_size=devices * recipe.trainer.num_nodes,
-        sequence_length=recipe.data.sequence_length,
+        world_size=num_devices(recipe) * recipe.trainer.num_nodes,
+        sequence_length=1 if recipe.model.reads_images else recipe.data.sequence_length,
     )
+    _check_launcher(plan, recipe.trainer)
+    uses_accelerate = recipe.trainer.framework == "accelerate"
+    if uses_accelerate:
+        from . import accelerate_loop  # patches Accelerate, which runs with Lightning do not need
+
+        accelerate_loop.check_recipe(recipe)
     strategy = build_strategy(recipe.strategy, recipe.trainer.checkpoint_format)
-    data = prepare(recipe.data, recipe.model.vocab_size)
+    checkpoint = checkpoint_to_resume(recipe.trainer)
+    if uses_accelerate and checkpoint is not None:
+        raise RecipeError(
+            f"`trainer.framework=accelerate` found {checkpoint}, which it cannot continue. Use "
+            "`--trainer.framework=lightning`, or another `--trainer.output_dir`."
+        )
+    data = prepare(recipe.data, recipe.model.vocab_rows, objective_of(recipe.model.family))
+    if uses_accelerate and accelerate_loop.needs_ranks(plan, recipe.trainer.num_nodes):
+        sys.exit(accelerate_loop.start_ranks(plan, arguments))
     if _is_first_process():
         _announce(recipe, plan, data)
-    checkpoint = checkpoint_to_resume(recipe.trainer)
     metrics = MetricsLog(_run_facts(recipe, plan, data))
     report = ClosingReport(metrics.history, data.tokenizer, recipe.sample, recipe.data.sequence_length)
     seed_everything(recipe.trainer.seed, verbose=False)
+    if uses_accelerate:
+        accelerate_loop.train(recipe, plan, data, metrics, report)
+    else:
+        _train_with_lightning(recipe, plan, data, strategy, [metrics, report])
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # Lightning leaves it to the exit, where NCCL complains
+
+
+def _train_with_lightning(
+    recipe: Recipe, plan: BatchPlan, data: PreparedData, strategy: "Strategy | str", callbacks: list[Callback]
+) -> None:
     trainer = Trainer(
         accelerator=recipe.trainer.accelerator,
-        devices=devices,
+        devices=num_devices(recipe),
         num_nodes=recipe.trainer.num_nodes,
         strategy=strategy,
         precision=recipe.trainer.precision,
@@ -70,7 +129,7 @@ def pretrain(recipe: Recipe) -> None:
         accumulate_grad_batches=plan.accumulation,
         use_distributed_sampler=False,  # the loaders know their rank
         num_sanity_val_steps=-1,  # the validation loss before training
-        callbacks=[metrics, report, *checkpoint_callbacks(recipe.trainer, plan.accumulation)],
+        callbacks=[*callbacks, *checkpoint_callbacks(recipe.trainer, plan.accumulation)],
         enable_checkpointing=recipe.trainer.checkpoint_every_steps != "never",
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -83,10 +142,8 @@ def pretrain(recipe: Recipe) -> None:
         Pretraining(recipe),
         loader,
         validation if recipe.data.validation_sequences else None,
-        ckpt_path=checkpoint,
+        ckpt_path=checkpoint_to_resume(recipe.trainer),
     )
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()  # Lightning leaves it to the exit, where NCCL complains
 
 
 def num_devices(recipe: Recipe) -> int:
@@ -94,6 +151,30 @@ def num_devices(recipe: Recipe) -> int:
     if recipe.trainer.devices != "auto":
         return recipe.trainer.devices
     return max(1, torch.cuda.device_count()) if recipe.trainer.accelerator != "cpu" else 1
+
+
+def _check_launcher(plan: BatchPlan, config: TrainerConfig) -> None:
+    """Refuse several nodes without a launcher, and ranks of a launcher that are not those of the recipe.
+
+    Raises:
+        RecipeError: Nodes would wait for one another, or the number of ranks differs, on every rank alike.
+    """
+    if config.num_nodes > 1 and not any(name in os.environ for name in _LAUNCHERS):
+        raise RecipeError(
+            f"The recipe is for {config.num_nodes} nodes (`trainer.num_nodes`), but this process was started without a "
+            "launcher, so no other node takes part. Start it with torchrun on every node (see docs/recipes.md), or use "
+            "`--trainer.num_nodes=1`."
+        )
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ or (
+        config.framework == "accelerate" and "WORLD_SIZE" in os.environ
+    )
+    started = int(os.environ["WORLD_SIZE"]) if is_launched else plan.world_size
+    if started != plan.world_size:
+        raise RecipeError(
+            f"The recipe is for {plan.world_size} ranks (`trainer.num_nodes` times `trainer.devices`), but the "
+            f"launcher started {started}. Set `--trainer.num_nodes` and `--trainer.devices` to its nodes and "
+            "ranks of a node."
+        )
 
 
 def _run_facts(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> RunFacts:
@@ -105,9 +186,9 @@ def _run_facts(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> RunFacts:
         plan=plan,
         max_steps=recipe.trainer.max_steps,
         log_every_steps=recipe.trainer.log_every_steps,
-        model_flop_per_sequence=model_flop_per_sequence(recipe.model, recipe.data.sequence_length),
+        model_flop_per_sequence=model_flop_per_sample(recipe.model, recipe.sample_size),
         peak_tflop_per_s=peak,
-        bytes_per_token=data.bytes_per_token,
+        bytes_per_token=0.0 if recipe.model.is_masked else data.bytes_per_token,
         output_dir=Path(recipe.trainer.output_dir),
     )
 
@@ -119,16 +200,16 @@ def _announce(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> None:
     (output_dir / "config.yaml").write_text(recipe.to_yaml())
     if checkpoint_to_resume(recipe.trainer) is None:
         (output_dir / "metrics.jsonl").unlink(missing_ok=True)
-    parameters = num_parameters(recipe.model, recipe.data.sequence_length)
-    epochs = recipe.trainer.max_steps * plan.global_size / data.train.num_sequences
+    parameters = num_parameters(recipe.model, recipe.sample_size)
+    epochs = recipe.trainer.max_steps * plan.global_size / data.train.num_samples
     lines = [
         f"{recipe.name}: {recipe.model.family}, {parameters / 1e6:.2f} M parameters",
         f"strategy {recipe.strategy.name}, {plan.world_size} ranks, {recipe.trainer.precision}",
-        f"text: {data.origin}",
+        f"data: {data.origin}",
         f"batch: {plan}",
         f"{recipe.trainer.max_steps} steps, {epochs:.1f} epochs; results in {output_dir}",
     ]
-    if data.floor_nats:
+    if data.floor_nats and not recipe.model.is_masked:
         lines.append(f"no model can reach a loss below {data.floor_nats:.3f} on this text")
     print("\n".join([*lines, f"starting {plan.world_size} ranks ..."]), flush=True)
 

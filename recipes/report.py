@@ -10,9 +10,9 @@ from typing import Protocol
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tokenizers import Tokenizer
 
-from recipes.config import SampleConfig
-from recipes.metrics import History
-from recipes.sampling import write_sample
+from .config import SampleConfig
+from .metrics import History
+from .sampling import write_sample
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -32,12 +32,12 @@ class ClosingReport(Callback):
 
     Args:
         history: filled by the metrics log.
-        tokenizer: of the training data.
+        tokenizer: of the training data; none for images.
         sample: what to write.
         max_context: tokens in a sequence.
     """
 
-    def __init__(self, history: History, tokenizer: Tokenizer, sample: SampleConfig, max_context: int) -> None:
+    def __init__(self, history: History, tokenizer: Tokenizer | None, sample: SampleConfig, max_context: int) -> None:
         self.history = history
         self.tokenizer = tokenizer
         self.sample = sample
@@ -47,7 +47,7 @@ class ClosingReport(Callback):
         """Report on the first rank; writing the sample takes all of them."""
         traffic = traffic_of(trainer)  # before the forwards of the sample, which also communicate
         parts = [loss_summary(self.history)]
-        if self.sample.num_tokens:
+        if self.sample.num_tokens and self.tokenizer is not None:
             text = write_sample(trainer, pl_module, self.tokenizer, self.sample, max_context=self.max_context)
             parts.append(f"The model continues {self.sample.prompt!r}:\n  {text}")
         if traffic:
@@ -97,7 +97,7 @@ def loss_summary(history: History) -> str:
         first, *_, last = history.validation_losses
         lines.append(f"Validation loss {first:.3f} -> {last:.3f}")
     if history.mean_tokens_per_s:
-        lines.append(f"{history.mean_tokens_per_s:,.0f} tokens per second on average, first step left out")
+        lines.append(f"{history.mean_tokens_per_s:,.0f} {history.unit}/s on average, first step left out")
     return "\n".join(lines)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from recipes.config import TrainerConfig
-from recipes.errors import RecipeError
+from .config import TrainerConfig
+from .errors import RecipeError
 
 _FOLDER = "checkpoints"
 

@@ -4,7 +4,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from tokenizers import Tokenizer
 
-from recipes.config import SampleConfig
+from .config import SampleConfig
 
 
 @torch.no_grad()

@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from mics_strategy import ShardConfig, Topology
-from recipes.config import StrategyConfig
-from recipes.errors import RecipeError
+
+from .config import StrategyConfig
+from .errors import RecipeError
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy

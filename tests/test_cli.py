@@ -23,6 +23,8 @@ OPTIONS = {
         *("model", "--nodes", "--ranks-per-node", "--preset", "--partition-size", "--param-dtype", "--units"),
         "--state-bytes",
     ],
+    "pretrain": [],  # the recipes' program parses its own
+    "data": [],  # the recipes' program parses its own
 }
 
 

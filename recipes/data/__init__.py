@@ -1,1 +1,1 @@
-"""Where does the text of a recipe come from, and which rank reads which tokens when?"""
+"""Text and images of the recipes: where they come from, how they are stored, which rank reads which."""

@@ -1,4 +1,4 @@
-"""Which text is the same on every machine? Sentences drawn from a small grammar.
+"""Text that is the same on every machine: sentences drawn from a small grammar.
 
 For tests, continuous integration and resume demonstrations: no file is read, the text depends on the seed
 alone (not on the Python version: only `random.Random.random` is used, whose sequence Python promises to
@@ -8,8 +8,10 @@ probability.
 
 import math
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from recipes.data.corpus import Corpus
+from .source import Document, TextPart
 
 # A rule lists equally likely expansions; words in capitals name further rules. Different choices give
 # different sentences, so the probability of a sentence is the product of its choices.
@@ -49,38 +51,54 @@ _RULES: dict[str, tuple[str, ...]] = {
 _SENTENCES_PER_DOCUMENT = 8
 
 
-def make_grammar_corpus(num_documents: int, seed: int) -> Corpus:
-    """Write documents of simple grammatical sentences.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarSource:
+    """Documents of simple grammatical sentences, with their exact information.
 
     Args:
-        num_documents: how many documents of 8 sentences; 2,000 are about 0.7 MB.
-        seed: equal seeds give equal text on every machine.
-
-    Returns:
-        The corpus, with its exact information content in `surprise_nats`.
+        num_documents: Documents of 8 sentences; 2,000 are about 0.7 MB.
+        seed: Equal seeds give equal text on every machine.
     """
-    source = random.Random(seed)
-    documents, nats = [], 0.0
-    for _ in range(num_documents):
-        sentences = []
-        for _ in range(_SENTENCES_PER_DOCUMENT):
-            sentence, sentence_nats = _expand("SENTENCE", source)
-            sentences.append(sentence[0].upper() + sentence[1:])
-            nats += sentence_nats
-        documents.append(" ".join(sentences))
-    origin = f"sentences drawn from a small grammar with seed {seed} ({num_documents:,} documents), no files read"
-    return Corpus(documents=tuple(documents), origin=origin, surprise_nats=nats)
+
+    num_documents: int
+    seed: int = 0
+    is_small: bool = True
+
+    @property
+    def origin(self) -> str:
+        """Where the text comes from."""
+        return f"sentences drawn from a small grammar with seed {self.seed}, no files read"
+
+    @property
+    def identity(self) -> str:
+        """Number of documents and seed."""
+        return f"grammar documents={self.num_documents} seed={self.seed}"
+
+    def parts(self) -> tuple[TextPart]:
+        """Return one part: the sentences are drawn one after the other."""
+        return (TextPart(name="grammar"),)
+
+    def read(self, part: TextPart) -> Iterator[Document]:
+        """Write the documents."""
+        generator = random.Random(self.seed)
+        for _ in range(self.num_documents):
+            sentences, nats = [], 0.0
+            for _ in range(_SENTENCES_PER_DOCUMENT):
+                sentence, sentence_nats = _expand("SENTENCE", generator)
+                sentences.append(sentence[0].upper() + sentence[1:])
+                nats += sentence_nats
+            yield Document(" ".join(sentences), nats)
 
 
-def _expand(rule: str, source: random.Random) -> tuple[str, float]:
+def _expand(rule: str, generator: random.Random) -> tuple[str, float]:
     """Draw one expansion of a rule; returns the text and the information of the choices made, in nats."""
     options = _RULES[rule]
     nats = math.log(len(options))
     words = []
-    for word in options[int(source.random() * len(options))].split():
+    for word in options[int(generator.random() * len(options))].split():
         name = word.rstrip(".,")
         if name in _RULES:
-            text, more = _expand(name, source)
+            text, more = _expand(name, generator)
             words.append(text + word[len(name) :])
             nats += more
         else:

@@ -1,4 +1,4 @@
-"""How much English is on this machine already? The prose of its own Python documentation.
+"""English that is on this machine already: the prose of its own Python documentation.
 
 A demonstration must start without an account, a token or a download. Every Python installation carries more
 than a megabyte of English: the docstrings of the standard library and the language reference that `help()`
@@ -16,11 +16,12 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from recipes.data.corpus import Corpus
-from recipes.errors import RecipeError
+from ..errors import RecipeError
+from .source import Document, TextPart
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"})
 _MIN_WORDS = 8
@@ -42,7 +43,38 @@ def versions_key(packages: Sequence[str]) -> str:
     return "+".join(parts)
 
 
-def read_local_docs(packages: Sequence[str] = ()) -> Corpus:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalDocsSource:
+    """Prose paragraphs of the Python documentation on this machine.
+
+    Args:
+        packages: Installed packages whose docstrings are read after those of the standard library.
+    """
+
+    packages: tuple[str, ...] = ()
+    is_small: bool = True
+
+    @property
+    def origin(self) -> str:
+        """Where the text comes from."""
+        named = ", ".join([f"Python {platform.python_version()}", *self.packages])
+        return f"English prose in the documentation of {named} as installed on this machine, nothing was downloaded"
+
+    @property
+    def identity(self) -> str:
+        """Interpreter and packages with their versions."""
+        return f"local_docs {versions_key(self.packages)}"
+
+    def parts(self) -> tuple[TextPart]:
+        """Return one part: paragraphs that were seen before are left out."""
+        return (TextPart(name="local_docs"),)
+
+    def read(self, part: TextPart) -> Iterator[Document]:
+        """Read one document per docstring or help topic that contains prose."""
+        return (Document(text) for text in read_local_docs(self.packages))
+
+
+def read_local_docs(packages: Sequence[str] = ()) -> list[str]:
     """Collect the prose paragraphs of the Python documentation on this machine.
 
     Args:
@@ -68,13 +100,7 @@ def read_local_docs(packages: Sequence[str] = ()) -> Corpus:
             f"The corpus `local_docs` needs the sources of Python's standard library; {roots[0]} holds no "
             "docstrings. Use `--data.source=grammar`, which needs no files."
         )
-    size = sum(len(document.encode()) for document in documents)
-    named = ", ".join([f"Python {platform.python_version()}", *packages])
-    origin = (
-        f"English prose in the documentation of {named} as installed on this machine "
-        f"({len(documents):,} documents, {size / 1e6:.2f} MB); nothing was downloaded"
-    )
-    return Corpus(documents=tuple(documents), origin=origin)
+    return documents
 
 
 def read_docs_below(roots: Sequence[Path], more_texts: Sequence[str] = ()) -> list[str]:

@@ -1,14 +1,16 @@
-"""In which order are the sequences of an epoch read, without keeping a list of them?
+"""The order in which the samples of an epoch are read, without a list of them.
 
 A Feistel network scrambles the numbers 0 .. 4**k - 1 one to one whatever its round function; numbers beyond
 the size are sent through it again until they fall inside (cycle walking), which keeps the map one to one. So
-the sequence at any position is found in constant memory, on every rank, and training resumes anywhere.
+the sample at any position is found in constant memory, on every rank, and training resumes anywhere.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from .hashing import mix
 
 Int64Array = npt.NDArray[np.int64]
 _ROUNDS = 6
@@ -51,7 +53,7 @@ class Permutation:
         mask = np.uint64((1 << int(half)) - 1)
         left, right = values >> half, values & mask
         for key in self._keys():
-            left, right = right, left ^ (_mix(right ^ key) & mask)
+            left, right = right, left ^ (mix(right ^ key) & mask)
         return (left << half) | right
 
     def _keys(self) -> list[np.uint64]:
@@ -64,10 +66,3 @@ class Permutation:
             mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
             keys.append(np.uint64(mixed ^ (mixed >> 31)))
         return keys
-
-
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Spread every input bit over all output bits (MurmurHash3's 64-bit finaliser)."""
-    values = (values ^ (values >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-    values = (values ^ (values >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-    return values ^ (values >> np.uint64(33))

@@ -1,32 +1,36 @@
-"""How does text become tokens on disk, once per machine and never half?
+"""Prepared data: made once per machine, never half, and found again by every run.
 
-Preparation needs no process group, so it can run long before the ranks start. The first process takes a lock,
-writes into a folder beside the final one and renames it; the others wait for the lock and find the work done.
-The lock is the operating system's and dies with its holder.
+`mics data prepare RECIPE` writes the token store of a recipe with many processes and without
+a process group. Training finds the store. Small sources it prepares itself, before ranks are launched: the first
+process takes a lock, the others wait for the lock and find the work done. The lock is the operating system's and
+dies with its holder.
 """
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer
 
-from recipes.config import DataConfig
-from recipes.data.corpus import Corpus, held_out
-from recipes.data.grammar import make_grammar_corpus
-from recipes.data.local_docs import read_local_docs, versions_key
-from recipes.data.tokenizer import encode_documents, train_tokenizer
-from recipes.data.tokens import TokenStore
-from recipes.errors import RecipeError
+from ..errors import RecipeError
+from .build import StoreRequest, build_store, reopen_as_draft, verify_store
+from .config import DataConfig
+from .hub import HubSource
+from .images import SyntheticImages
+from .progress import NoProgress, Progress
+from .samples import MaskedSamples, NextTokenSamples, SampleStore
+from .source import Split
+from .sources import open_source
+from .store import Manifest, TokenStore, open_store, open_tokenizer
+from .tokenizer import Objective, TokenizerRequest, vocabulary_size
 
-_FORMAT = 1  # counts up when equal keys would give other tokens
+COMMAND = "mics data prepare RECIPE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,83 +38,130 @@ class PreparedData:
     """What training reads.
 
     Args:
-        train: tokens to learn from.
-        validation: tokens of held-out documents.
-        tokenizer: turns tokens into text and back.
-        origin: a sentence for the log: where the text comes from.
+        train: samples to learn from.
+        validation: samples of held-out documents or images.
+        tokenizer: turns tokens into text and back; images have none.
+        origin: a sentence for the log: where the data comes from.
         floor_nats: lowest possible mean loss per token, when the source knows it; 0.0 when unknown.
-        bytes_per_token: mean length of a token's text.
-        folder: where all this lies.
+        bytes_per_token: mean length of a token's text; 0.0 for images.
+        folder: where the tokens are; images are nowhere.
     """
 
-    train: TokenStore
-    validation: TokenStore
-    tokenizer: Tokenizer
+    train: SampleStore[Any]
+    validation: SampleStore[Any]
+    tokenizer: Tokenizer | None
     origin: str
     floor_nats: float
     bytes_per_token: float
+    folder: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a store is, or will be.
+
+    Args:
+        request: Its contents.
+        folder: Its name when it is complete.
+    """
+
+    request: StoreRequest
     folder: Path
 
+    @property
+    def lock(self) -> Path:
+        """File that the process which prepares has locked."""
+        return self.folder.with_suffix(".lock")
 
-def prepare(config: DataConfig, vocab_size: int) -> PreparedData:
-    """Return the tokens of a recipe, making them when no earlier run did.
+    @property
+    def draft(self) -> Path:
+        """Folder of a preparation that is continued after an interruption."""
+        return self.folder.with_suffix(".partial")
+
+    @property
+    def own_draft(self) -> Path:
+        """Folder of a preparation in this process; nothing else writes there even where locks do not work."""
+        return self.folder.with_suffix(f".{socket.gethostname()}-{os.getpid()}.partial")
+
+
+def prepare(config: DataConfig, vocab_size: int, objective: Objective = "causal") -> PreparedData:
+    """Return the data of a recipe, preparing small sources when no earlier run did.
 
     Safe to call from any number of processes at once; call it in the parent, before ranks are launched, so
     that the ranks only open files.
 
     Args:
-        config: which corpus, and how it is cut.
-        vocab_size: largest vocabulary of the tokenizer.
+        config: which data, and how it is cut.
+        vocab_size: largest vocabulary of the tokenizer; unused by images.
+        objective: what the model predicts; unused by images.
 
     Returns:
-        Tokens as read-only memory maps.
+        Samples over read-only memory maps.
 
     Cost:
-        First call: reading the corpus and about 1 s per MB for the tokenizer, and a line that says so. Later
-        calls: milliseconds.
+        First call for a small source: reading it and about 1 s per MB for the tokenizer, and a line that says so.
+        Later calls: milliseconds, and one check of size per file.
+
+    Raises:
+        RecipeError: A large source is not prepared, or a store is damaged.
     """
-    key = _key(config, vocab_size)
-    folder = _cache_folder(config.cache_dir) / f"{config.source}-{key}"
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _exclusive(folder.with_suffix(".lock")):
-            if not folder.is_dir():
+    if config.source == "synthetic_images":
+        return _prepared_images(config)
+    place = _place(config, vocab_size, objective)
+    if not place.folder.is_dir():
+        _refuse_large(config, place)
+        place.folder.parent.mkdir(parents=True, exist_ok=True)
+        with _exclusive(place.lock):
+            if not place.folder.is_dir():
                 print("preparing text and tokenizer, once on this machine ...", flush=True)
-                _write_atomically(folder, _read_corpus(config), config.validation_share, vocab_size)
-    facts = json.loads((folder / "facts.json").read_text())
-    fingerprint = f"{key}-{facts['digest'][:12]}-s{config.sequence_length}"
-    stores = {
-        part: TokenStore(
-            tokens=np.load(folder / f"{part}.npy", mmap_mode="r"),
-            sequence_length=config.sequence_length,
-            fingerprint=fingerprint,
-        )
-        for part in ("train", "validation")
-    }
-    return PreparedData(
-        **stores,
-        tokenizer=Tokenizer.from_file(str(folder / "tokenizer.json")),
-        origin=facts["origin"],
-        floor_nats=facts["floor_nats"],
-        bytes_per_token=facts["num_bytes"] / facts["num_tokens"],
-        folder=folder,
-    )
+                _build_at_once(place)
+    return _prepared_text(open_store(place.folder), config, objective)
 
 
-def _key(config: DataConfig, vocab_size: int) -> str:
-    """Name everything that decides the tokens, short enough for a folder name."""
-    if config.source == "grammar":
-        text = f"documents={config.grammar_documents}"
-    else:
-        text = versions_key(config.packages)
-    described = f"{_FORMAT} {config.source} {text} held_out={config.validation_share} vocab={vocab_size}"
-    return hashlib.blake2b(described.encode(), digest_size=6).hexdigest()
+def prepare_store(
+    config: DataConfig, vocab_size: int, objective: Objective, *, workers: int, progress: Progress
+) -> TokenStore:
+    """Prepare the store of a recipe, or verify and repair the one that is there.
+
+    Args:
+        config: which text.
+        vocab_size: largest vocabulary of the tokenizer.
+        objective: what the model predicts.
+        workers: processes.
+        progress: shows the parts.
+
+    Returns:
+        The complete store, all of whose files were read or written just now.
+
+    Raises:
+        RecipeError: Another process prepares this store, files are missing or damaged, or a worker was killed.
+    """
+    place = _place(config, vocab_size, objective, download=config.download)
+    place.folder.parent.mkdir(parents=True, exist_ok=True)
+    with _exclusive(place.lock, waits=False):
+        if place.folder.is_dir():
+            if _is_intact(place, workers, progress):
+                return open_store(place.folder)
+        if config.download and isinstance(place.request.source, HubSource):
+            place.request.source.download()
+        build_store(place.request, place.folder, place.draft, workers, progress)
+    return open_store(place.folder)
 
 
-def _read_corpus(config: DataConfig) -> Corpus:
-    if config.source == "grammar":
-        return make_grammar_corpus(config.grammar_documents, seed=0)
-    return read_local_docs(config.packages)
+def objective_of(family: str) -> Objective:
+    """Return what models of a family predict: hidden tokens (BERT, RoBERTa), or next ones."""
+    return "masked" if "bert" in family else "causal"
+
+
+def store_folder(config: DataConfig, vocab_size: int, objective: Objective) -> Path:
+    """Return where the store of a recipe is, whether or not it is prepared."""
+    return _place(config, vocab_size, objective).folder
+
+
+def _place(config: DataConfig, vocab_size: int, objective: Objective, *, download: bool = False) -> _Place:
+    tokenizer = TokenizerRequest(name=config.tokenizer, vocab_size=vocab_size, objective=objective, download=download)
+    request = StoreRequest(source=open_source(config), tokenizer=tokenizer, validation_share=config.validation_share)
+    return _Place(request=request, folder=_cache_folder(config.cache_dir) / f"{config.source}-{request.key}")
 
 
 def _cache_folder(cache_dir: str) -> Path:
@@ -120,49 +171,100 @@ def _cache_folder(cache_dir: str) -> Path:
     return Path(base) / "mics_strategy" / "recipes"
 
 
-def _write_atomically(folder: Path, corpus: Corpus, validation_share: float, vocab_size: int) -> None:
-    """Write all files of one prepared corpus beside `folder`, then give the whole its name."""
-    beside = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
+def _refuse_large(config: DataConfig, place: _Place) -> None:
+    if not place.request.source.is_small:
+        unfinished = " An unfinished preparation is there, which continues." if place.draft.is_dir() else ""
+        raise RecipeError(
+            f"`data.source={config.source}` is prepared before training, and {place.folder} does not exist."
+            f"{unfinished} Run `{COMMAND}` once, without ranks, with the recipe and options of this run "
+            "(and `--workers=N`); see docs/data.md. If it was run, compare `data.cache_dir`, `data.tokenizer`, "
+            "`data.num_shards` and `model.vocab_size`, which name the folder."
+        )
+
+
+def _build_at_once(place: _Place) -> None:
+    """Prepare a small source in this process; nothing is left of a failure."""
     try:
-        _write_files(beside, corpus, validation_share, vocab_size)
-        beside.rename(folder)
+        build_store(place.request, place.folder, place.own_draft, 1, NoProgress())
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(place.own_draft, ignore_errors=True)
 
 
-def _write_files(folder: Path, corpus: Corpus, validation_share: float, vocab_size: int) -> None:
-    tokenizer = train_tokenizer(corpus.documents, vocab_size)
-    digest, num_tokens = hashlib.blake2b(digest_size=16), 0
-    for part in ("train", "validation"):
-        chosen = [text for text in corpus.documents if held_out(text, validation_share) == (part == "validation")]
-        if not chosen:
-            raise RecipeError(
-                f"`data.validation_share={validation_share}` of {len(corpus.documents)} documents leaves "
-                f"none for {part}. Use a share nearer to 0.05, or a larger corpus."
-            )
-        tokens = encode_documents(tokenizer, chosen)
-        np.save(folder / f"{part}.npy", tokens)
-        digest.update(tokens.tobytes())
-        num_tokens += len(tokens)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    facts = {
-        "origin": corpus.origin,
-        "floor_nats": corpus.surprise_nats / num_tokens,
-        "num_tokens": num_tokens,
-        "num_bytes": corpus.num_bytes,
-        "digest": digest.hexdigest(),
-    }
-    (folder / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
+def _is_intact(place: _Place, workers: int, progress: Progress) -> bool:
+    """Verify a complete store; a damaged one becomes a draft that keeps its intact parts."""
+    try:
+        manifest = Manifest.read(place.folder)
+        open_tokenizer(place.folder, manifest.tokenizer_digest)
+    except RecipeError:
+        shutil.rmtree(place.folder)  # nothing says what its files should be
+        return False
+    faulty = verify_store(place.folder, workers, progress)
+    if faulty:
+        shutil.rmtree(place.draft, ignore_errors=True)
+        reopen_as_draft(place.folder, place.draft, place.request, faulty)
+    return not faulty
+
+
+def _prepared_text(store: TokenStore, config: DataConfig, objective: Objective) -> PreparedData:
+    manifest = store.manifest
+    num_tokens, num_bytes = manifest.total("num_tokens"), manifest.total("num_bytes")
+    return PreparedData(
+        train=_samples(store, "train", config, objective),
+        validation=_samples(store, "validation", config, objective),
+        tokenizer=store.tokenizer,
+        origin=f"{manifest.origin} ({manifest.total('num_documents'):,} documents, {num_bytes / 1e6:,.2f} MB)",
+        floor_nats=sum(part.information_nats for part in manifest.parts) / num_tokens,
+        bytes_per_token=num_bytes / num_tokens,
+        folder=store.folder,
+    )
+
+
+def _samples(store: TokenStore, split: Split, config: DataConfig, objective: Objective) -> SampleStore[Any]:
+    stream = store.stream(split)
+    name = f"{store.manifest.key}-{store.manifest.digest[:12]}"
+    if objective == "causal":
+        return NextTokenSamples(tokens=stream, sequence_length=config.sequence_length, name=name)
+    return MaskedSamples(
+        stream,
+        sequence_length=config.sequence_length,
+        name=name,
+        special=store.manifest.special,
+        vocab_size=vocabulary_size(store.tokenizer),
+        mask_share=config.mask_share,
+    )
+
+
+def _prepared_images(config: DataConfig) -> PreparedData:
+    images = config.images
+    return PreparedData(
+        train=SyntheticImages(config=images),
+        validation=SyntheticImages(config=images, is_validation=True),
+        tokenizer=None,
+        origin=f"{images.count:,} synthetic images of {images.num_classes:,} classes, no files read",
+        floor_nats=0.0,
+        bytes_per_token=0.0,
+        folder=None,
+    )
 
 
 @contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
+def _exclusive(path: Path, *, waits: bool = True) -> Iterator[None]:
     """Hold a lock that only one process on this machine (or shared file system) can hold."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecipeError(
+                f"Another process prepares the same store now: it holds {path}. Wait for it, or stop it; what it has "
+                "completed is kept."
+            ) from None
         try:
             yield
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)
+
+
+if __name__ == "__main__":
+    from .command import main
+
+    main()

@@ -21,6 +21,12 @@ def test_accumulation_follows_from_the_global_batch():
     assert "4 micro batch x 2 accumulation x 8 ranks = 64 sequences" in str(found)
 
 
+def test_images_are_counted_as_images():
+    images = BatchPlan(global_size=64, micro_size=4, world_size=8, sequence_length=1)
+    assert str(images) == "4 micro batch x 2 accumulation x 8 ranks = 64 images per optimizer step"
+    assert (images.unit, images.tokens_per_step, plan(64, 4, 8).unit) == ("images", 64, "tok")
+
+
 @pytest.mark.parametrize(("global_size", "suggestion"), [(20, 16), (5, 8)])
 def test_a_global_batch_that_cannot_be_shared_is_refused_with_a_repair(global_size: int, suggestion: int):
     with pytest.raises(RecipeError, match=rf"{global_size}.*4 ranks.*micro_size=2.*global_size={suggestion}"):

@@ -12,21 +12,39 @@ import torch
 
 from recipes.batch import BatchPlan
 from recipes.config import DataConfig
-from recipes.data.corpus import held_out
-from recipes.data.grammar import make_grammar_corpus
-from recipes.data.local_docs import prose_paragraphs, read_docs_below, read_local_docs, versions_key
+from recipes.data.grammar import GrammarSource
+from recipes.data.loaders import TrainLoader, ValidationLoader, samples_at
+from recipes.data.local_docs import LocalDocsSource, prose_paragraphs, read_docs_below, read_local_docs, versions_key
+from recipes.data.masking import IGNORED_LABEL
 from recipes.data.permutation import Permutation
 from recipes.data.prepare import PreparedData, prepare
-from recipes.data.tokenizer import END_OF_TEXT, encode_documents, train_tokenizer
-from recipes.data.tokens import IGNORED_LABEL, TokenStore, TrainLoader, ValidationLoader, sequences_at
+from recipes.data.samples import NextTokenSamples, SampleIds
+from recipes.data.source import Document, TextPart, held_out
+from recipes.data.stream import TokenStream
+from recipes.data.tokenizer import END_OF_TEXT, encode_documents, special_tokens, token_dtype, train_tokenizer
 from recipes.errors import RecipeError
 
 AWKWARD = ["", " ", "naïve café — 数据 🙂", "tabs\tand\nlines\r\n", "  two  spaces ", "x" * 500]
 
 
-def store(num_sequences: int = 50, sequence_length: int = 4, fingerprint: str = "f") -> TokenStore:
-    tokens = np.arange(num_sequences * sequence_length + 1, dtype=np.uint32)
-    return TokenStore(tokens=tokens, sequence_length=sequence_length, fingerprint=fingerprint)
+def sentences(num_documents: int, seed: int = 0) -> list[str]:
+    return [document.text for document in grammar(num_documents, seed)]
+
+
+def grammar(num_documents: int, seed: int = 0) -> list[Document]:
+    source = GrammarSource(num_documents=num_documents, seed=seed)
+    return [document for part in source.parts() for document in source.read(part)]
+
+
+def store(num_samples: int = 50, sequence_length: int = 4, name: str = "f") -> NextTokenSamples:
+    tokens = np.arange(num_samples * sequence_length + 1, dtype=np.uint32)
+    cuts = (0, 7, 7, 30, 31, len(tokens))  # parts end inside sequences, one is empty, one is shorter than a sequence
+    stream = TokenStream([tokens[start:end] for start, end in pairwise(cuts)])
+    return NextTokenSamples(tokens=stream, sequence_length=sequence_length, name=name)
+
+
+def ids(indices: list[int]) -> SampleIds:
+    return SampleIds(indices=np.array(indices), epochs=np.zeros(len(indices), np.int64), seed=0)
 
 
 def loader(world_size: int, rank: int, micro_size: int = 2, num_steps: int = 6, **options: object) -> TrainLoader:
@@ -45,13 +63,13 @@ def global_batches(world_size: int, micro_size: int) -> list[list[int]]:
 
 
 def test_grammar_is_the_same_text_on_every_machine():
-    corpus = make_grammar_corpus(2000, seed=0)
-    assert zlib.crc32("\n".join(corpus.documents).encode()) == 1056527502
-    assert corpus.surprise_nats == pytest.approx(221554.47, abs=0.01)
+    documents = grammar(2000)
+    assert zlib.crc32("\n".join(document.text for document in documents).encode()) == 1056527502
+    assert sum(document.information_nats for document in documents) == pytest.approx(221554.47, abs=0.01)
 
 
 def test_grammar_depends_on_its_seed():
-    assert make_grammar_corpus(3, seed=0).documents != make_grammar_corpus(3, seed=1).documents
+    assert sentences(3, seed=0) != sentences(3, seed=1)
 
 
 def test_prose_keeps_english_and_drops_code_tables_and_lists():
@@ -93,9 +111,9 @@ def test_docstrings_are_read_without_importing_and_each_text_once(tmp_path: Path
 
 @pytest.mark.slow
 def test_this_machine_holds_enough_english_for_the_demonstration():
-    corpus = read_local_docs(["iniconfig"])
-    assert corpus.num_bytes > 400_000
-    assert "iniconfig" in corpus.origin
+    source = LocalDocsSource(packages=("iniconfig",))
+    assert sum(len(document.text.encode()) for document in source.read(TextPart(name="all"))) > 400_000
+    assert "iniconfig" in source.origin
     assert "iniconfig-" in versions_key(["iniconfig"])
 
 
@@ -116,12 +134,12 @@ def test_documents_are_held_out_by_their_text_alone():
 
 @pytest.mark.parametrize("text", AWKWARD, ids=range(len(AWKWARD)))
 def test_the_tokenizer_gives_every_text_back(text: str):
-    tokenizer = train_tokenizer(make_grammar_corpus(20, seed=0).documents, 300)
+    tokenizer = train_tokenizer(sentences(20), 300)
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
 def test_training_a_tokenizer_twice_gives_the_same_tokens():
-    documents = make_grammar_corpus(50, seed=0).documents
+    documents = sentences(50)
     first, second = train_tokenizer(documents, 400), train_tokenizer(documents, 400)
     assert first.get_vocab() == second.get_vocab()
     assert first.get_vocab_size() == 400
@@ -130,8 +148,8 @@ def test_training_a_tokenizer_twice_gives_the_same_tokens():
 def test_every_document_ends_with_the_end_of_text():
     documents = ["a b", "c"]
     tokenizer = train_tokenizer(documents, 300)
-    tokens = encode_documents(tokenizer, documents)
-    assert tokens.dtype == np.uint16
+    tokens = np.concatenate(list(encode_documents(tokenizer, documents, special_tokens(tokenizer, "causal").end)))
+    assert tokens.dtype == token_dtype(tokenizer) == np.uint16
     assert tokenizer.decode(tokens.tolist(), skip_special_tokens=False) == f"a b{END_OF_TEXT}c{END_OF_TEXT}"
 
 
@@ -160,7 +178,7 @@ def test_a_permutation_is_the_same_on_every_machine():
 
 
 def test_each_epoch_reads_every_sequence_once():
-    indices = sequences_at(np.arange(150), num_sequences=50, seed=1).reshape(3, 50)
+    indices = samples_at(np.arange(150), num_samples=50, seed=1).indices.reshape(3, 50)
     assert all(sorted(epoch) == list(range(50)) for epoch in indices.tolist())
     assert len({tuple(epoch) for epoch in indices.tolist()}) == 3
 
@@ -169,7 +187,7 @@ def test_each_epoch_reads_every_sequence_once():
 
 
 def test_labels_are_the_next_tokens():
-    batch = store().read(np.array([0, 3]))
+    batch = store().read(ids([0, 3]))
     assert batch["input_ids"].tolist() == [[0, 1, 2, 3], [12, 13, 14, 15]]
     assert batch["labels"].tolist() == [[1, 2, 3, 4], [13, 14, 15, 16]]
 
@@ -195,7 +213,7 @@ def test_a_loader_resumes_exactly(stop: int):
 def after(whole: list[object]) -> list[object]:
     """What follows a complete pass: the next pass, over later epochs of the data."""
     following = loader(2, rank=1)
-    following.consumed_sequences = 6 * 24
+    following.consumed_samples = 6 * 24
     batches = [batch["input_ids"].tolist() for batch in following]
     assert len(batches) == len(whole)
     return batches
@@ -219,25 +237,25 @@ def test_the_state_is_plain_and_the_same_on_all_ranks():
     for rank in ranks:
         next(iter(rank))
     assert ranks[0].state_dict() == ranks[1].state_dict()
-    assert ranks[0].state_dict() == {"consumed_sequences": 4, "seed": 7, "fingerprint": "f"}
+    assert ranks[0].state_dict() == {"consumed_samples": 4, "seed": 7, "fingerprint": "f-s4"}
 
 
-@pytest.mark.parametrize("options", [{"store": store(fingerprint="g")}, {"seed": 8}], ids=["other-data", "other-order"])
+@pytest.mark.parametrize("options", [{"store": store(name="g")}, {"seed": 8}], ids=["other-data", "other-order"])
 def test_a_loader_refuses_the_state_of_other_data(options: dict[str, object]):
-    with pytest.raises(RecipeError, match=r"trained on data f.*Resume with the same corpus"):
+    with pytest.raises(RecipeError, match=r"trained on data f-s4.*Resume with the same corpus"):
         loader(2, rank=0, **options).load_state_dict(loader(2, rank=0).state_dict())
 
 
 def test_a_loader_refuses_a_state_inside_a_global_batch():
-    state = loader(2, rank=0).state_dict() | {"consumed_sequences": 28}
-    with pytest.raises(RecipeError, match=r"28 sequences.*global_size=24"):
+    state = loader(2, rank=0).state_dict() | {"consumed_samples": 28}
+    with pytest.raises(RecipeError, match=r"28 samples.*global_size=24"):
         loader(2, rank=0).load_state_dict(state)
 
 
 @pytest.mark.parametrize(("world_size", "micro_size"), [(1, 1), (2, 4), (3, 2)])
 def test_validation_reads_every_sequence_once_in_equally_many_batches(world_size: int, micro_size: int):
     plan = BatchPlan(global_size=24, micro_size=micro_size, world_size=world_size, sequence_length=4)
-    ranks = [list(ValidationLoader(store(), plan, rank, num_sequences=13)) for rank in range(world_size)]
+    ranks = [list(ValidationLoader(store(), plan, rank, num_samples=13)) for rank in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1
     labels = torch.cat([batch["labels"] for batches in ranks for batch in batches])
     assert sorted(labels[labels != IGNORED_LABEL].tolist()) == list(range(1, 13 * 4 + 1))
@@ -245,7 +263,7 @@ def test_validation_reads_every_sequence_once_in_equally_many_batches(world_size
 
 def test_a_corpus_without_a_sequence_is_refused():
     with pytest.raises(RecipeError, match=r"sequence_length=64.*65 tokens or more"):
-        TokenStore(tokens=np.zeros(10, np.uint16), sequence_length=64, fingerprint="f")
+        NextTokenSamples(tokens=TokenStream([np.zeros(10, np.uint16)]), sequence_length=64, name="f")
 
 
 # Preparation
@@ -264,8 +282,9 @@ def test_prepared_data_is_made_once_and_read_as_memory_maps(cache_dir: Path, cap
     second = prepared(cache_dir)
     assert capsys.readouterr().out == ""
     assert first.train.fingerprint == second.train.fingerprint
-    assert isinstance(second.train.tokens, np.memmap)
-    assert np.array_equal(first.train.tokens, second.train.tokens)
+    (first_tokens,), (second_tokens,) = first.train.tokens.arrays, second.train.tokens.arrays
+    assert isinstance(second_tokens, np.memmap)
+    assert np.array_equal(first_tokens, second_tokens)
     assert 0 < second.floor_nats < 2
     assert 1 < second.bytes_per_token < 5
 

@@ -1,0 +1,1 @@
+"""The networks that recipes train: their numbers, their modules, their cost."""

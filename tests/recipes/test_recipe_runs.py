@@ -1,0 +1,139 @@
+"""Every recipe's small version takes two steps on two gloo ranks that a real launcher started."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from recipes.config import recipe_files
+from recipes.files import ROOT, name_of
+from recipes.pretrain import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+ACCELERATE = "--trainer.framework=accelerate"
+NAMES = [name_of(file) for file in recipe_files(ROOT)]
+BATCHES = [NAMES[0::2], NAMES[1::2]]  # families mixed, so that nothing survives from one to the next
+
+
+def free_ports(count: int) -> list[str]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for item in sockets:
+            item.bind(("127.0.0.1", 0))
+        return [str(item.getsockname()[1]) for item in sockets]
+
+
+def run(command: Sequence[str], repository: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository), **variables}
+    return subprocess.run(
+        command, cwd=repository, env=environment, capture_output=True, text=True, timeout=230, check=False
+    )
+
+
+def check_run(output_dir: Path) -> None:
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert [record["step"] for record in records if "loss" in record] == [1, 2]
+    assert all(0 < loss < 20 for loss in losses)
+    assert [record["step"] for record in records if "validation_loss" in record] == [0, 2]
+
+
+@pytest.mark.parametrize("names", BATCHES, ids=["first", "second"])
+def test_every_recipe_takes_two_steps(names: list[str], repository: Path, cache_dir: Path, tmp_path: Path):
+    options = (f"--data.cache_dir={cache_dir}", f"--trainer.output_dir={tmp_path}/{{name}}")
+    command = [sys.executable, "tests/recipes/run_recipes.py", *names, "--", *options]
+    result = run(command, repository, PORTS=",".join(free_ports(len(names))))
+    assert result.returncode == 0, result.stderr
+    check_runs(result.stdout, names, tmp_path)
+
+
+@pytest.mark.parametrize("names", BATCHES, ids=["first", "second"])
+def test_every_recipe_takes_two_steps_with_accelerate(
+    names: list[str], repository: Path, cache_dir: Path, tmp_path: Path
+):
+    options = (f"--data.cache_dir={cache_dir}", f"--trainer.output_dir={tmp_path}/{{name}}", ACCELERATE)
+    command = [sys.executable, "tests/recipes/run_recipes.py", *names, "--", *options]
+    variables = {"PORTS": ",".join(free_ports(len(names))), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+    ranks = [{**variables, "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"} for rank in ("0", "1")]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda rank: run(command, repository, **rank), ranks))
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
+    check_runs(results[0].stdout, names, tmp_path)
+
+
+def check_runs(output: str, names: list[str], folder: Path) -> None:
+    assert output.count("strategy mics") == len(names)
+    assert output.count("  equal") > len(names)
+    assert "DIFFERENT" not in output
+    for name in names:
+        check_run(folder / name)
+
+
+@pytest.mark.parametrize("strategy", ["mics", "ddp"])
+def test_accelerate_trains_as_lightning_does(strategy: str, repository: Path, cache_dir: Path, tmp_path: Path):
+    records = {}
+    for framework in ("lightning", "accelerate"):
+        options = (f"--trainer.framework={framework}", f"--strategy.name={strategy}", "--trainer.max_steps=4")
+        folders = (f"--data.cache_dir={cache_dir}", f"--trainer.output_dir={tmp_path / framework}")
+        command = [sys.executable, "-m", "mics_strategy.cli", "pretrain", "llama-debug", *options, *folders]
+        result = run([*command, "--trainer.log_every_steps=1"], repository)
+        assert result.returncode == 0, result.stderr
+        lines = (tmp_path / framework / "metrics.jsonl").read_text().splitlines()
+        kept = ("step", "loss", "grad_norm", "lr", "validation_loss")
+        records[framework] = [{name: r[name] for name in kept if name in r} for r in map(json.loads, lines)]
+        assert "The model continues" in result.stdout
+    assert len(records["lightning"]) == 6
+    for one, other in zip(records["lightning"], records["accelerate"], strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_the_command_starts_the_ranks(repository: Path, cache_dir: Path, tmp_path: Path):
+    options = ("--ci", f"--data.cache_dir={cache_dir}", f"--trainer.output_dir={tmp_path}")
+    command = [sys.executable, "-m", "mics_strategy.cli", "pretrain", "recipes/llama/7b.yaml", *options]
+    result = run(command, repository)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("llama-7b: llama") == 1
+    check_run(tmp_path)
+
+
+def test_torchrun_starts_the_ranks(repository: Path, cache_dir: Path, tmp_path: Path):
+    options = ("--ci", f"--data.cache_dir={cache_dir}", f"--trainer.output_dir={tmp_path}")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = run([*torchrun, "-m", "recipes.pretrain", "bert-base", *options], repository)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("bert-base: bert") == 1
+    assert "bits per byte" not in result.stdout  # hidden tokens have no code length
+    check_run(tmp_path)
+
+
+def test_a_launcher_with_other_ranks_is_refused(repository: Path, cache_dir: Path):
+    variables = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "3", "RANK": "1", "LOCAL_RANK": "1"}
+    command = [sys.executable, "-m", "recipes.pretrain", "bert-base", "--ci", f"--data.cache_dir={cache_dir}"]
+    result = run(command, repository, **variables)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "is for 2 ranks" in result.stderr
+    assert "started 3" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--trainer.checkpoint_every_steps=10",),
+            "checkpoint_every_steps=10.*accelerate.*steps=never",
+        ),
+        (("--trainer.precision=bf16-true",), "precision=bf16-true.*accelerate.*bf16-mixed"),
+        (("--strategy.name=fsdp", "--model.meta_start=false"), "strategy.name=fsdp.*accelerate.*ddp"),
+        (("--trainer.num_nodes=2",), "2 nodes.*without a launcher.*torchrun on every node.*num_nodes=1"),
+    ],
+)
+def test_accelerate_refuses_what_its_loop_does_not_do(options: tuple[str, ...], message: str, cache_dir: Path):
+    with pytest.raises(SystemExit, match=message):
+        main(["llama-7b", "--ci", ACCELERATE, f"--data.cache_dir={cache_dir}", *options])
