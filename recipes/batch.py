@@ -1,4 +1,4 @@
-"""How many sequences does each rank read between two optimizer steps?
+"""Numbers of samples that each rank reads between two optimizer steps.
 
 The global batch is what the learning rate was chosen for, so it is what a recipe states; accumulation
 follows:

@@ -1,4 +1,4 @@
-"""How does a run continue from its last checkpoint, on any number of ranks?
+"""A run that continues from its last checkpoint, on any number of ranks.
 
 Lightning restores weights, optimizer, learning rate and the position of the loader. It also restores a count
 of micro-batches, from which it tells when an optimizer step is due; on another number of ranks a step has

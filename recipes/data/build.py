@@ -38,6 +38,7 @@ from .worker import PartJob, write_part
 
 _DRAFT = "draft.json"
 _SAMPLE_CHARACTERS, _SAMPLE_PARTS = 100_000_000, 64  # of text for the tokenizer: all of a small source
+_LEAST_EXPECTED = 0.05  # documents: fewer expected ones mean that none is wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +101,8 @@ def build_store(request: StoreRequest, folder: Path, draft: Path, workers: int, 
     )
     _require_documents(manifest, request)
     write_durably(draft / MANIFEST, manifest.to_json().encode())
-    (draft / _DRAFT).unlink(missing_ok=True)
     draft.rename(folder)
+    (folder / _DRAFT).unlink()  # after the renaming: until then an interrupted run continues here
 
 
 def verify_store(folder: Path, workers: int, progress: Progress) -> tuple[str, ...]:
@@ -133,12 +134,11 @@ def reopen_as_draft(folder: Path, draft: Path, request: StoreRequest, faulty: Se
         request: What the store shall contain.
         faulty: Names of damaged parts.
     """
-    tokenizer_digest = Manifest.read(folder).tokenizer_digest
+    _write_draft_note(folder, request, request.source.parts(), Manifest.read(folder).tokenizer_digest)
     for name in faulty:
         part_file(folder, name, "json").unlink(missing_ok=True)
     folder.rename(draft)
     (draft / MANIFEST).unlink()
-    _write_draft_note(draft, request, request.source.parts(), tokenizer_digest)
 
 
 def _draft_tokenizer(request: StoreRequest, parts: Sequence[TextPart], draft: Path) -> Tokenizer:
@@ -253,7 +253,8 @@ def _hold_one_out(jobs: Sequence[PartJob], records: dict[str, PartRecord], reque
     splits = list(chain.from_iterable((record.train, record.validation) for record in records.values()))
     num_documents = sum(split.num_documents for split in splits)
     has_validation = any(record.validation.num_documents for record in records.values())
-    if has_validation or not request.source.is_small or share * num_documents < 0.5 or num_documents < 2:
+    is_wanted = request.source.is_small and num_documents >= 2 and share * num_documents >= _LEAST_EXPECTED
+    if has_validation or not is_wanted:
         return share
     lowest = min(record.lowest_hash for record in records.values())
     share = (lowest + 1) / 2**32
@@ -270,5 +271,5 @@ def _require_documents(manifest: Manifest, request: StoreRequest) -> None:
         if not manifest.total("num_documents", (split,)):
             raise RecipeError(
                 f"`data.validation_share={request.validation_share}` of {num_documents} documents leaves "
-                f"none for {split}. Use a share nearer to 0.05, or a larger corpus."
+                f"none for {split}. Use `--data.validation_share=0.05`, or a larger corpus."
             )

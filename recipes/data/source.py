@@ -34,11 +34,13 @@ class TextPart:
         name: Name within the source, the same in every run.
         files: Files to read, in this order; a generated source has none.
         split: Split of all documents, or `by_hash` when each document's text decides.
+        span: First byte and end of the lines to read, of a single file; a line belongs where it begins.
     """
 
     name: str
     files: tuple[Path, ...] = ()
     split: Split | Literal["by_hash"] = "by_hash"
+    span: tuple[int, int] | Literal["all"] = "all"
 
 
 class TextSource(Protocol):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import IO, Literal
 
 from ..errors import RecipeError
 from .source import Document, TextPart, import_extra
@@ -71,16 +72,24 @@ class TextFiles:
         return f"text {digest.hexdigest()}"
 
     def parts(self) -> tuple[TextPart, ...]:
-        """Group files until they have 64 MB; one file is never divided."""
-        groups: list[list[Path]] = []
-        size = _PART_BYTES
+        """Group files until they have 64 MB; long .jsonl files are divided into pieces of that size."""
+        groups: list[tuple[list[Path], tuple[int, int] | Literal["all"]]] = []
+        room = 0
         for file in self.files:
-            if size >= _PART_BYTES:
-                groups.append([])
-                size = 0
-            groups[-1].append(file)
-            size += file.stat().st_size
-        return tuple(TextPart(name=f"{index:05d}", files=tuple(files)) for index, files in enumerate(groups))
+            size = file.stat().st_size
+            if _suffix(file) == ".jsonl" and size >= 2 * _PART_BYTES:
+                starts = range(0, size, _PART_BYTES)
+                groups += [([file], (start, min(start + _PART_BYTES, size))) for start in starts]
+                room = 0
+                continue
+            if room <= 0:
+                groups.append(([], "all"))
+                room = _PART_BYTES
+            groups[-1][0].append(file)
+            room -= size
+        return tuple(
+            TextPart(name=f"{index:05d}", files=tuple(files), span=span) for index, (files, span) in enumerate(groups)
+        )
 
     def read(self, part: TextPart) -> Iterator[Document]:
         """Read the documents of some files."""
@@ -90,7 +99,7 @@ class TextFiles:
             elif _suffix(file) in _PARQUET:
                 yield from map(Document, _parquet_texts(file))
             else:
-                yield from map(Document, _json_texts(file))
+                yield from map(Document, _json_texts(file, part.span))
 
 
 def _suffix(file: Path) -> str:
@@ -145,21 +154,34 @@ def cut_position(text: str, limit: int) -> int:
     return limit
 
 
-def _json_texts(file: Path) -> Iterator[str]:
-    number = 0
+def _json_texts(file: Path, span: tuple[int, int] | Literal["all"]) -> Iterator[str]:
+    place = f"{file}:1"
     try:
-        with gzip.open(file, "rt", encoding="utf-8") if file.name.endswith(".gz") else file.open(encoding="utf-8") as f:
-            for number, line in enumerate(f, 1):
+        with gzip.open(file) if file.name.endswith(".gz") else file.open("rb") as stream:
+            for place, line in _lines(stream, file, span):
                 if line.strip():
-                    yield _text_of(json.loads(line), f"{file}:{number}")
+                    yield _text_of(json.loads(line), place)
     except (ValueError, EOFError, OSError) as error:
         if isinstance(error, RecipeError):
             raise
-        line = number if isinstance(error, json.JSONDecodeError) else number + 1
+        after = "" if isinstance(error, ValueError) else "after "
         raise RecipeError(
-            f"{file}:{line} cannot be read: {error}. Each line must be one JSON object in UTF-8; repair or "
+            f"{after}{place} cannot be read: {error}. Each line must be one JSON object in UTF-8; repair or "
             "remove the file."
         ) from error
+
+
+def _lines(stream: IO[bytes], file: Path, span: tuple[int, int] | Literal["all"]) -> Iterator[tuple[str, bytes]]:
+    """Yield lines, each with its place for errors."""
+    if span == "all":
+        yield from ((f"{file}:{number}", line) for number, line in enumerate(stream, 1))
+        return
+    start, end = span
+    if start:
+        stream.seek(start - 1)
+        stream.readline()  # the rest of a line that begins before
+    while (position := stream.tell()) < end and (line := stream.readline()):
+        yield f"{file} (line at byte {position})", line
 
 
 def _text_of(record: object, place: str) -> str:

@@ -91,6 +91,15 @@ def test_a_preparation_on_ranks_is_refused(options: list[str], monkeypatch: pyte
         main([str(RECIPE), *options])
 
 
+def test_several_paths_are_a_list_in_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.md").write_text(f"{name} lamps and rivers.\n\n" * 400)
+    file = tmp_path / "own.yaml"
+    file.write_text(f"data: {{source: text, path: [{tmp_path / 'a.md'}, {tmp_path / 'b.md'}]}}\n")
+    main([str(RECIPE), f"--config={file}", f"--data.cache_dir={tmp_path / 'cache'}", "--workers=1", "--for=cpu"])
+    assert f"2 files of {tmp_path / 'a.md'}, {tmp_path / 'b.md'}" in capsys.readouterr().out
+
+
 def test_images_need_no_preparation(capsys: pytest.CaptureFixture[str]):
     main(["wide_resnet-3b", "--for=cpu"])
     assert "nothing to prepare" in capsys.readouterr().out

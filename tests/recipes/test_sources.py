@@ -191,6 +191,28 @@ def test_small_files_are_read_together_and_large_ones_apart(tmp_path: Path, monk
     assert [[file.stem for file in part.files] for part in parts] == [["0", "1", "2", "3"], ["4"], ["5"]]
 
 
+@pytest.mark.parametrize("part_bytes", [1, 7, 50, 64, 1000])
+def test_a_long_file_of_lines_is_divided_and_read_once(
+    part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("recipes.data.text_files._PART_BYTES", part_bytes)
+    written = texts(30)
+    lines = [json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in written]
+    (tmp_path / "a.jsonl").write_text("".join(lines), encoding="utf-8")
+    (tmp_path / "b.txt").write_text("the end")
+    config = DataConfig(source="text", path=str(tmp_path))
+    size = (tmp_path / "a.jsonl").stat().st_size
+    assert len(open_source(config).parts()) == -(-size // part_bytes) + 1
+    assert read_all(config) == {"by_hash": [*written, "the end"]}
+
+
+def test_a_bad_line_of_a_divided_file_is_named_by_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("recipes.data.text_files._PART_BYTES", 10)
+    (tmp_path / "a.jsonl").write_text('{"text": "0123456789"}\n{"text": }\n')
+    with pytest.raises(RecipeError, match=r"a.jsonl \(line at byte 23\) cannot be read"):
+        read_all(DataConfig(source="text", path=str(tmp_path)))
+
+
 @pytest.mark.parametrize("is_small", [True, False], ids=["small", "large"])
 def test_a_changed_file_is_another_source(is_small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("recipes.data.text_files.SMALL_BYTES", 100 if is_small else 0)
@@ -209,7 +231,7 @@ def test_a_changed_file_is_another_source(is_small: bool, tmp_path: Path, monkey
         ("a.jsonl", b'{"text": "x"}\n{"text":', r"a.jsonl:2 cannot be read.*one JSON object"),
         ("a.jsonl", b'{"body": "x"}\n', r"a.jsonl:1 has no string in the field `text`; found \['body'\]"),
         ("a.jsonl", b"[1]\n", r"a.jsonl:1 has no string.*found list"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n')[:-9], r"a.jsonl.gz:\d cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n')[:-9], r"after .*a.jsonl.gz:\d cannot be read"),
         ("a.parquet", b"PAR1", r"a.parquet cannot be read"),
         ("a.csv", b"x", r"a.csv. has an unknown suffix.*\.jsonl"),
     ],

@@ -135,10 +135,11 @@ def test_own_text_is_prepared_by_the_training(config: DataConfig, capsys: pytest
     assert min(data.train.num_samples, data.validation.num_samples) > 4
 
 
-def test_of_few_documents_one_is_held_out(config: DataConfig):
+@pytest.mark.parametrize("count", [2, 12])
+def test_of_few_documents_one_is_held_out(count: int, config: DataConfig):
     folder = Path(config.paths[0])
     folder.mkdir()
-    written = [f"Document {i} about lamps and rivers." for i in range(12)]
+    written = [f"Document {i} about lamps and rivers." for i in range(count)]
     assert not any(held_out(text, 0.05) for text in written)
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in written))
     prepare(replace(config, sequence_length=4), VOCAB)
@@ -201,6 +202,29 @@ def count_parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     write_part = build.write_part
     monkeypatch.setattr(build, "write_part", lambda job: (names.append(job.part.name), write_part(job))[1])
     return names
+
+
+@pytest.mark.parametrize("moment", ["training the tokenizer", "before the manifest", "before the renaming"])
+def test_an_interruption_between_parts_is_survived(
+    moment: str, wikipedia: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = files_of(run(replace(wikipedia, cache_dir=str(tmp_path / "whole"))).folder)
+
+    def stop(*_: object) -> None:
+        raise Interrupted
+
+    targets = {
+        "training the tokenizer": (build, "load_tokenizer"),
+        "before the manifest": (build, "_require_documents"),
+        "before the renaming": (Path, "rename"),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(*targets[moment], stop)
+        with pytest.raises(Interrupted):
+            run(wikipedia)
+    rewritten = count_parts(monkeypatch)
+    assert files_of(run(wikipedia).folder) == whole
+    assert len(rewritten) == (SHARDS if moment == "training the tokenizer" else 0)
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "record"])
@@ -367,7 +391,7 @@ def test_a_killed_preparation_leaves_no_worker_and_continues(wikipedia: DataConf
     process.wait()
     while session_members(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert session_members(process.pid) == []
+    assert session_members(process.pid) == {}
     done = subprocess.run(
         command(wikipedia, repository, 2), cwd=repository, capture_output=True, text=True, check=False
     )
@@ -375,14 +399,51 @@ def test_a_killed_preparation_leaves_no_worker_and_continues(wikipedia: DataConf
     assert files_of(store_folder(wikipedia, VOCAB, "causal")) == whole
 
 
-def session_members(session: int) -> list[int]:
-    """Processes that a command started and that still run (Linux)."""
-    members = []
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+def test_a_killed_worker_is_reported_with_what_to_do(wikipedia: DataConfig, repository: Path):
+    process = subprocess.Popen(
+        command(wikipedia, repository, 2), cwd=repository, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    workers: list[int] = []
+    while not workers and process.poll() is None:
+        members = session_members(process.pid)
+        server = [pid for pid, parent in members.items() if parent == process.pid]
+        workers = [pid for pid, parent in members.items() if parent in server]
+        time.sleep(0.01)
+    os.kill(workers[0], signal.SIGKILL)
+    assert "error: One of 2 workers was killed, usually because memory" in process.communicate(timeout=100)[1]
+    assert process.returncode == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(170)
+def test_two_ranks_train_on_a_prepared_store_and_not_without(wikipedia: DataConfig, repository: Path, tmp_path: Path):
+    options = ("source", "cache_dir", "validation_share", "tokenizer", "sequence_length")
+    train = [
+        *(sys.executable, "-m", "recipes.pretrain", "--config=recipes/llama/debug.yaml", "--sample.num_tokens=0"),
+        *(f"--data.{name}={getattr(wikipedia, name)}" for name in options),
+        *(f"--model.vocab_size={VOCAB}", "--trainer.max_steps=2", f"--trainer.output_dir={tmp_path / 'run'}"),
+    ]
+    refused = subprocess.run(train, cwd=repository, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: `data.source=wikipedia` is prepared before training")
+    assert not (tmp_path / "run").exists()
+    run(wikipedia)
+    done = subprocess.run(train, cwd=repository, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "wikimedia/wikipedia 20231101.en (CC BY-SA 3.0 and GFDL) (95 documents" in done.stdout
+    assert "step 2/2 | loss" in done.stdout
+
+
+def session_members(session: int) -> dict[int, int]:
+    """Processes of a session that still run, each with its parent (Linux)."""
+    members = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             state, *fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if int(fields[2]) == session and state != "Z" and int(folder.name) != os.getpid():
-            members.append(int(folder.name))
+        if int(fields[2]) == session and state != "Z":
+            members[int(folder.name)] = int(fields[0])
     return members
