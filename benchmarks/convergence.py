@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [UNCOMPRESSED, *(name for name in options.variants if name != UNCOMPRESSED)]
     data = prepare(recipe.data, recipe.model.vocab_rows)
     parameters = num_parameters(recipe.model, recipe.data.sequence_length)
-    epochs = recipe.trainer.max_steps * recipe.batch.global_size / data.train.num_samples
+    epochs = recipe.trainer.max_steps * recipe.global_batch / data.train.num_samples
     print(f"{parameters / 1e6:.2f} M parameters; {data.origin}")
     print(f"{recipe.trainer.max_steps} steps, {epochs:.1f} epochs; 4 ranks as 2 nodes of 2", flush=True)
     try:

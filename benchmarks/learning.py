@@ -61,7 +61,7 @@ def learn(recipe: Recipe, variant: str, config: ShardConfig, *, every: int) -> C
     start, num_steps, seed = time.perf_counter(), recipe.trainer.max_steps, recipe.trainer.seed
     data = prepare(recipe.data, recipe.model.vocab_rows)
     batch = BatchPlan(
-        global_size=recipe.batch.global_size,
+        global_size=recipe.global_batch,
         micro_size=recipe.batch.micro_size,
         world_size=dist.get_world_size(),
         sequence_length=recipe.data.sequence_length,

@@ -1,16 +1,15 @@
 """The training loop of Accelerate: the same model, data, optimizer, log and report as Lightning's, without a Trainer.
 
 1. Construct an Accelerator with this project's plugin (or plain DDP), prepare model and optimizer.
-2. Validate, then take the optimizer steps: micro-steps under `accumulate`, clipping, update, learning rate.
-3. Validate again, and report.
+2. Restore a checkpoint, or validate the untrained model.
+3. Take the optimizer steps: micro-steps under `accumulate`, clipping, update, learning rate; save what is due.
+4. Validate again, and report.
 
 The log and the report are Lightning callbacks that read a few attributes of a Trainer; `_Trainer` has those.
 """
 
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,14 +19,16 @@ from accelerate.utils import broadcast_object_list
 
 from mics_strategy.accelerate import MiCSPlugin
 
+from .accelerate_checkpoint import AccelerateCheckpoints, TrainingState
 from .batch import BatchPlan
 from .config import Recipe
 from .data.loaders import TrainLoader, ValidationLoader
-from .data.prepare import PreparedData
 from .errors import RecipeError
 from .lightning_module import Pretraining
 from .metrics import MetricsLog
-from .report import ClosingReport
+from .resume import is_validated
+from .run_inputs import RunInputs
+from .signals import Request
 from .strategy import is_ours, shard_config
 
 _MIXED_PRECISION = {"32-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}
@@ -37,13 +38,12 @@ def check_recipe(recipe: Recipe) -> None:
     """Refuse what this loop does not do, before ranks are started.
 
     Raises:
-        RecipeError: A precision, strategy or checkpoint that only Lightning's loop has.
+        RecipeError: A precision or strategy that only Lightning's loop has.
     """
-    trainer, strategy, saves = recipe.trainer, recipe.strategy, recipe.trainer.checkpoint_every_steps
+    trainer, strategy = recipe.trainer, recipe.strategy
     unsupported = {
         "trainer.precision": (trainer.precision, trainer.precision not in _MIXED_PRECISION, "bf16-mixed"),
         "strategy.name": (strategy.name, not is_ours(strategy) and strategy.name != "ddp", "ddp"),
-        "trainer.checkpoint_every_steps": (saves, saves != "never", "never"),
     }
     for name, (value, is_unsupported, repair) in unsupported.items():
         if is_unsupported:
@@ -69,63 +69,121 @@ def needs_ranks(plan: BatchPlan, num_nodes: int) -> bool:
     return True
 
 
-def start_ranks(plan: BatchPlan, arguments: Sequence[str]) -> int:
-    """Run this program on the ranks of this machine under torchrun; return its exit code.
-
-    Args:
-        plan: Batch with the number of ranks.
-        arguments: Arguments of the program.
-    """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={plan.world_size}"]
-    return subprocess.run([*torchrun, "-m", f"{__package__}.pretrain", *arguments], check=False).returncode
-
-
-def train(recipe: Recipe, plan: BatchPlan, data: PreparedData, metrics: MetricsLog, report: ClosingReport) -> None:
+def train(recipe: Recipe, inputs: RunInputs) -> None:
     """Train a recipe on every rank that a launcher started.
 
     Args:
         recipe: The resolved recipe, which `check_recipe` accepts.
-        plan: Batch of every step.
-        data: Prepared data.
-        metrics: Log, as in Lightning's loop.
-        report: Report at the end, as in Lightning's loop.
+        inputs: Data, log and checkpoint.
     """
-    accelerator = Accelerator(
-        gradient_accumulation_steps=plan.accumulation,
-        mixed_precision=_MIXED_PRECISION[recipe.trainer.precision],
-        cpu=recipe.trainer.accelerator == "cpu",
-        fsdp_plugin=MiCSPlugin(shard_config(recipe.strategy)) if is_ours(recipe.strategy) else None,
-    )
-    module = Pretraining(recipe)
-    module.configure_model()
-    optimizers: Any = module.configure_optimizers()
-    module.model, optimizer = accelerator.prepare(module.model, optimizers["optimizer"])
-    sharded = accelerator.sharded_of(module.model) if is_ours(recipe.strategy) else None
-    ranks = _Ranks(accelerator, sharded)
-    trainer: Any = _Trainer(ranks)
-    module.trainer = trainer
-    module._device = accelerator.device
-    held_out = ValidationLoader(data.validation, plan, trainer.global_rank, recipe.data.validation_sequences)
-    _validate(module, held_out, metrics)
-    metrics.on_train_start(trainer, module)
-    module.on_train_start()
-    for batch in TrainLoader(data.train, plan, trainer.global_rank, recipe.trainer.max_steps, recipe.trainer.seed):
+    loop = AccelerateLoop(recipe, inputs)
+    if not loop.restore():
+        loop.validate()
+    loop.train()
+    if not loop.trainer.should_stop:
+        loop.validate()
+        inputs.report.on_train_end(loop.trainer, loop.module)
+    loop.checkpoints.finish()
+    loop.accelerator.wait_for_everyone()  # gloo hangs if a rank leaves while another one still receives
+    loop.accelerator.end_training()
+
+
+class AccelerateLoop:
+    """Model, optimizer and data of one run, prepared by Accelerate.
+
+    Args:
+        recipe: The resolved recipe.
+        inputs: Data, log and checkpoint.
+    """
+
+    def __init__(self, recipe: Recipe, inputs: RunInputs) -> None:
+        self.recipe, self.inputs = recipe, inputs
+        plugin = MiCSPlugin(shard_config(recipe.strategy)) if is_ours(recipe.strategy) else None
+        self.accelerator = Accelerator(
+            gradient_accumulation_steps=inputs.plan.accumulation,
+            mixed_precision=_MIXED_PRECISION[recipe.trainer.precision],
+            cpu=recipe.trainer.accelerator == "cpu",
+            fsdp_plugin=plugin,
+        )
+        self.module = Pretraining(recipe)
+        self.module.configure_model()
+        network, optimizers = self.module.model, self.module.configure_optimizers()
+        raw_optimizer: Any = optimizers["optimizer"]
+        self.scheduler: Any = optimizers["lr_scheduler"]["scheduler"]
+        self.module.model, self.optimizer = self.accelerator.prepare(network, raw_optimizer)
+        sharded = self.accelerator.sharded_of(network) if plugin is not None else None
+        self.ranks = _Ranks(self.accelerator, sharded)
+        self.trainer: Any = _Trainer(self.ranks)
+        self.module.trainer = self.trainer
+        self.module._device = self.accelerator.device
+        plan, data, rank = inputs.plan, inputs.data, self.trainer.global_rank
+        self.loader = TrainLoader(data.train, plan, rank, recipe.trainer.max_steps, recipe.trainer.seed)
+        self.held_out = ValidationLoader(data.validation, plan, rank, recipe.data.validation_sequences)
+        state = TrainingState(
+            model=network,
+            optimizer=raw_optimizer,
+            scheduler=self.scheduler,
+            loader=self.loader,
+            sharded=sharded,
+            scaler=self.accelerator.scaler,
+        )
+        self.checkpoints = AccelerateCheckpoints(recipe.trainer, state, is_first=self.trainer.is_global_zero)
+
+    def restore(self) -> bool:
+        """Continue from the checkpoint that rank 0 has found; return whether there is one."""
+        checkpoint = self.ranks.broadcast(self.inputs.checkpoint)
+        if checkpoint is not None:
+            self.trainer.global_step = self.checkpoints.restore(checkpoint)
+        return checkpoint is not None
+
+    def train(self) -> None:
+        """Take the optimizer steps that are left, until SIGTERM."""
+        self.inputs.metrics.on_train_start(self.trainer, self.module)
+        self.module.on_train_start()
+        for batch in self._batches():
+            self._micro_step(batch)
+            if self.accelerator.sync_gradients:
+                self._end_step()
+
+    def _batches(self) -> Iterator[Any]:
+        while self.trainer.global_step < self.recipe.trainer.max_steps:
+            for batch in self.loader:
+                yield batch
+                if self.trainer.should_stop or self.trainer.global_step >= self.recipe.trainer.max_steps:
+                    return
+
+    def _micro_step(self, batch: Any) -> None:
+        module, accelerator = self.module, self.accelerator
         with accelerator.accumulate(module.model):
-            loss = module.training_step(ranks.to_device(batch), 0)
+            loss = module.training_step(self.ranks.to_device(batch), 0)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(module.parameters(), recipe.optimizer.clip_norm)
-                module.record_gradient(norm, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+                norm = accelerator.clip_grad_norm_(module.parameters(), self.recipe.optimizer.clip_norm)
+                module.record_gradient(norm, self.optimizer)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         if accelerator.sync_gradients:
-            optimizers["lr_scheduler"]["scheduler"].step()  # once per step; a prepared one steps once per rank
-            trainer.global_step += 1
-        metrics.on_train_batch_end(trainer, module, {"loss": loss.detach() / plan.accumulation}, batch, 0)
-    _validate(module, held_out, metrics)
-    report.on_train_end(trainer, module)
-    accelerator.wait_for_everyone()  # gloo hangs if a rank leaves while another one still receives
-    accelerator.end_training()
+            self.scheduler.step()  # once per step; a prepared one steps once per rank
+            self.trainer.global_step += 1
+        outputs = {"loss": loss.detach() / self.inputs.plan.accumulation}
+        self.inputs.metrics.on_train_batch_end(self.trainer, module, outputs, batch, 0)
+
+    def _end_step(self) -> None:
+        """Save and validate what is due, and save what a signal requests."""
+        step, requests = self.trainer.global_step, self.inputs.requests
+        request = requests.agree(step)
+        if self.checkpoints.is_due(step) or (request and requests.saves):
+            self.checkpoints.save(step)
+        self.trainer.should_stop = request is Request.STOP
+        if request is Request.SAVE and self.trainer.is_global_zero:
+            print(requests.describe(request, step), flush=True)
+        config = self.recipe.trainer
+        if not self.trainer.should_stop and step < config.max_steps and is_validated(config, step):
+            self.validate()
+
+    def validate(self) -> None:
+        """Compute and log the loss of held-out samples."""
+        _validate(self.module, self.held_out, self.inputs.metrics)
 
 
 @torch.no_grad()
@@ -134,6 +192,7 @@ def _validate(module: Pretraining, held_out: ValidationLoader[Any], metrics: Met
         return
     trainer: Any = module.trainer
     module.eval()
+    metrics.on_validation_start(trainer, module)
     module.on_validation_epoch_start()
     for index, batch in enumerate(held_out):
         module.validation_step(trainer.strategy.to_device(batch), index)
@@ -183,5 +242,6 @@ class _Trainer:
     def __init__(self, ranks: _Ranks) -> None:
         self.strategy = self.precision_plugin = ranks
         self.global_step = 0
+        self.should_stop = False
         self.global_rank = ranks.accelerator.process_index
         self.is_global_zero = ranks.accelerator.is_main_process

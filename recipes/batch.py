@@ -7,9 +7,12 @@ follows:
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from .errors import RecipeError
+
+if TYPE_CHECKING:
+    from .config import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +74,17 @@ class BatchPlan:
             f"{shared} = {self.global_size} sequences x {self.sequence_length} tokens "
             f"= {self.tokens_per_step:,} tokens per optimizer step"
         )
+
+
+def batch_plan(recipe: "Recipe", world_size: int) -> BatchPlan:
+    """Return the batch of a recipe on so many ranks.
+
+    Raises:
+        RecipeError: The ranks cannot share the batch.
+    """
+    return BatchPlan(
+        global_size=recipe.global_batch,
+        micro_size=recipe.batch.micro_size,
+        world_size=world_size,
+        sequence_length=1 if recipe.model.reads_images else recipe.data.sequence_length,
+    )

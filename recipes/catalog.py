@@ -68,7 +68,7 @@ def _describe(recipe: Recipe) -> CatalogEntry:
         family=recipe.model.family,
         parameters=num_parameters(recipe.model, recipe.sample_size),
         sequence_length=recipe.sample_size,
-        global_batch=recipe.batch.global_size,
+        global_batch=recipe.global_batch,
         data=recipe.data.source,
         cluster=recipe.cluster.name,
     )

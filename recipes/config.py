@@ -18,25 +18,62 @@ from .data.config import DataConfig
 from .errors import RecipeError
 from .errors import require as _require
 from .models.config import CAUSAL_FAMILIES, ModelConfig
-from .schedule import ScheduleName
+from .schedule import ScheduleName, lr_share
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """Sequences per optimizer step; accumulation follows from these two and the number of ranks.
+    """Samples or tokens per optimizer step; accumulation follows from them and the number of ranks.
 
     Args:
-        global_size: sequences in one optimizer step, over all ranks and micro-steps.
+        global_size: sequences in one optimizer step, over all ranks and micro-steps; `auto` where `global_tokens` is
+            given.
+        global_tokens: tokens in one optimizer step, a multiple of `data.sequence_length`; `auto` where `global_size` is
+            given.
         micro_size: sequences that a rank holds in one forward and backward.
     """
 
-    global_size: int = 8
+    global_size: int | Literal["auto"] = 8
+    global_tokens: int | Literal["auto"] = "auto"
     micro_size: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse empty batches."""
-        _require(self.global_size >= 1, "batch.global_size", self.global_size, "at least 1")
+        """Refuse empty batches, and two sizes or none."""
+        sizes = {"global_size": self.global_size, "global_tokens": self.global_tokens}
+        if [*sizes.values()].count("auto") != 1:
+            raise RecipeError(
+                f"`batch.global_size={self.global_size}` and `batch.global_tokens={self.global_tokens}` cannot be used "
+                "together: exactly one of them is a number. Set the other one to `auto`, for example "
+                "`--batch.global_size=auto --batch.global_tokens=65536`."
+            )
+        for name, size in sizes.items():
+            _require(size == "auto" or size >= 1, f"batch.{name}", size, "at least 1")
         _require(self.micro_size >= 1, "batch.micro_size", self.micro_size, "at least 1")
+
+    def samples(self, sequence_length: int | None) -> int:
+        """Return the sequences or images in one optimizer step.
+
+        Args:
+            sequence_length: Tokens of a sequence; None for images.
+
+        Raises:
+            RecipeError: Tokens are given for images, or no whole number of sequences.
+        """
+        if self.global_size != "auto":
+            return self.global_size
+        tokens = int(self.global_tokens)
+        if sequence_length is None:
+            raise RecipeError(
+                f"`batch.global_tokens={tokens}` was given, but this family reads images, which have no tokens. Give "
+                "the images of a step: `--batch.global_tokens=auto --batch.global_size=256`."
+            )
+        if tokens % sequence_length:
+            nearest = max(1, round(tokens / sequence_length)) * sequence_length
+            raise RecipeError(
+                f"`batch.global_tokens={tokens}` is not a whole number of sequences of "
+                f"`data.sequence_length={sequence_length}` tokens. Use `--batch.global_tokens={nearest}`."
+            )
+        return tokens // sequence_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +114,18 @@ class ScheduleConfig:
     floor: float = 0.1
     total_steps: int | Literal["auto"] = "auto"
 
+    def share(self, step: int, max_steps: int) -> float:
+        """Return the learning rate after so many optimizer steps, as a share of its peak.
+
+        Args:
+            step: Optimizer steps already taken.
+            max_steps: Optimizer steps of the run.
+        """
+        total = max_steps if self.total_steps == "auto" else self.total_steps
+        return lr_share(
+            self.name, step, total=total, warmup=self.warmup_steps, decay=self.decay_steps, floor=self.floor
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
@@ -99,16 +148,19 @@ class TrainerConfig:
     """The run.
 
     Args:
-        framework: `lightning`, or `accelerate`, whose loop writes no checkpoints yet.
+        framework: `lightning` or `accelerate`; both train alike. Each continues its own checkpoints only.
         accelerator: `auto` takes CUDA when there is a GPU.
         devices: ranks on this machine; `auto` is the number of GPUs, or 1 without any.
         num_nodes: machines.
         precision: as in Lightning; mixed precision gathers 16 bits and updates in float32.
         max_steps: optimizer steps.
         log_every_steps: optimizer steps between two lines of the log.
+        validate_every_steps: optimizer steps between two validations; `never` validates before and after training
+            only.
         seed: of the weights and of the order of the data.
         output_dir: folder for metrics, the resolved config and checkpoints.
-        checkpoint_every_steps: optimizer steps between two checkpoints, or `never`.
+        checkpoint_every_steps: optimizer steps between two checkpoints, or `never`. SIGUSR1 asks for one more, SIGTERM
+            for one and the end of the run.
         checkpoint_format: `full` is one file, which rank 0 writes; `sharded` a folder to which every rank writes while
             training goes on (`mics` only). A run resumes from either, on any number of ranks.
         resume: `auto` continues the last checkpoint in `output_dir` if there is one; `never` starts from the beginning.
@@ -123,6 +175,7 @@ class TrainerConfig:
     precision: Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"] = "32-true"
     max_steps: int = 300
     log_every_steps: int = 10
+    validate_every_steps: int | Literal["never"] = "never"
     seed: int = 1
     output_dir: str = "runs/pretrain"
     checkpoint_every_steps: int | Literal["never"] = "never"
@@ -134,6 +187,9 @@ class TrainerConfig:
         """Refuse a run without steps."""
         for name in ("max_steps", "log_every_steps", "num_nodes"):
             _require(getattr(self, name) >= 1, f"trainer.{name}", getattr(self, name), "at least 1")
+        for name in ("validate_every_steps", "checkpoint_every_steps"):
+            every = getattr(self, name)
+            _require(every == "never" or every >= 1, f"trainer.{name}", every, "`never` or at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,12 +275,18 @@ class Recipe:
     def __post_init__(self) -> None:
         """Refuse options of different blocks that contradict each other."""
         self._check_family()
+        self.global_batch  # noqa: B018  # raises where tokens and sequences do not fit
         is_ours = self.strategy.name == "mics" or self.strategy.name.startswith("mics_")
         if self.model.meta_start and not is_ours:
             raise RecipeError(
                 f"`model.meta_start=true` with `strategy.name={self.strategy.name}`: only `mics` strategies "
                 "initialize a model that was built without memory. Use `--model.meta_start=false` or a `mics` one."
             )
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences or images in one optimizer step, over all ranks."""
+        return self.batch.samples(None if self.model.reads_images else self.data.sequence_length)
 
     @property
     def sample_size(self) -> int:
@@ -294,7 +356,7 @@ def load_recipe(arguments: Sequence[str], *, has_cuda: bool) -> Recipe:
 def _parse(arguments: list[str]) -> Recipe:
     parser = ArgumentParser(
         prog="mics pretrain",
-        description="Pretrain a model: RECIPE (name or file) [--ci] [options], or --list [--json].",
+        description="Pretrain a model: RECIPE (name or file) [--ci] [--dry-run] [options], or --list [--json].",
     )
     parser.add_argument("--config", action="config", help="YAML file of a recipe; may be given several times")
     parser.add_class_arguments(Recipe)

@@ -9,12 +9,12 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
 
 from .config import Recipe
 from .data.masking import IGNORED_LABEL
 from .data.samples import Batch
 from .models.build import build_model
-from .schedule import lr_share
 
 
 class Pretraining(LightningModule):
@@ -36,7 +36,7 @@ class Pretraining(LightningModule):
         self.grad_norm = torch.tensor(math.nan)
         self.lr = math.nan
         self.validation_loss = math.nan
-        self._validation_sums = torch.zeros(2)
+        self.held_out = HeldOutLoss()
 
     def configure_model(self) -> None:
         """Build the model once ranks exist; equal seeds give every rank the same weights."""
@@ -65,17 +65,20 @@ class Pretraining(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Forget the previous pass."""
-        self._validation_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.held_out.to(self.device).reset()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add up loss and tokens; rows that only fill up a batch have ignored labels."""
-        self._validation_sums[0] += _cross_entropy(self(self._inputs(batch)), batch["labels"], reduction="sum")
-        self._validation_sums[1] += (batch["labels"] != IGNORED_LABEL).sum()
+        """Add up loss and tokens."""
+        self.held_out.update(self(self._inputs(batch)), batch["labels"])
 
     def on_validation_epoch_end(self) -> None:
         """Sum over ranks."""
-        nats, tokens = self.trainer.strategy.reduce(self._validation_sums, reduce_op="sum").tolist()
-        self.validation_loss = nats / tokens
+        self.validation_loss = float(self.held_out.compute())
+
+    @property
+    def validation_perplexity(self) -> float:
+        """Exponential of the mean loss per held-out token; infinite where it has no float."""
+        return math.exp(self.validation_loss) if self.validation_loss < 700 else math.inf
 
     def configure_gradient_clipping(
         self,
@@ -104,16 +107,32 @@ class Pretraining(LightningModule):
         }
 
     def _lr_share(self, step: int) -> float:
-        config = self.recipe.schedule
-        total = self.recipe.trainer.max_steps if config.total_steps == "auto" else config.total_steps
-        return lr_share(
-            config.name,
-            step,
-            total=total,
-            warmup=config.warmup_steps,
-            decay=config.decay_steps,
-            floor=config.floor,
-        )
+        return self.recipe.schedule.share(step, self.recipe.trainer.max_steps)
+
+
+class HeldOutLoss(Metric):
+    """Mean loss per token over all batches and ranks, however unevenly tokens are spread over them.
+
+    Rows that only fill up a batch have ignored labels and do not count. torchmetrics' own `Perplexity` computes a
+    softmax of all logits and takes logarithms of its rounded values; its `MeanMetric` drops the weights where it is
+    told not to look for NaN, and otherwise waits for the device at every update.
+    """
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("nats", "tokens"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add a batch: logits [..., V] and labels [...]."""
+        self.nats += _cross_entropy(logits, labels, reduction="sum")
+        self.tokens += (labels != IGNORED_LABEL).sum()
+
+    def compute(self) -> torch.Tensor:
+        """Return the mean, a scalar; torchmetrics has added up all ranks."""
+        return self.nats / self.tokens
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, object]]:

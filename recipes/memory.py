@@ -43,6 +43,42 @@ class RankMemory:
         return self.states_bytes + self.activation_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """Nodes and ranks that a recipe is planned for.
+
+    Attributes:
+        num_nodes: Nodes, real or imitated.
+        ranks_per_node: Ranks of each node.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.num_nodes * self.ranks_per_node
+
+
+def planned_machines(recipe: Recipe) -> Machines:
+    """Return the machines of a recipe's cluster, whatever this machine has.
+
+    Raises:
+        RecipeError: The nodes that the recipe imitates do not divide its ranks.
+    """
+    trainer, per_node = recipe.trainer, recipe.strategy.ranks_per_node
+    devices = recipe.cluster.ranks_per_node if trainer.devices == "auto" else trainer.devices
+    if per_node == "auto":
+        return Machines(num_nodes=trainer.num_nodes, ranks_per_node=devices)
+    world_size = trainer.num_nodes * devices
+    if world_size % per_node:
+        raise RecipeError(
+            f"`strategy.ranks_per_node={per_node}` does not divide the {world_size} ranks of the recipe. Use a divisor."
+        )
+    return Machines(num_nodes=world_size // per_node, ranks_per_node=per_node)
+
+
 def rank_memory(recipe: Recipe) -> RankMemory:
     """Plan a recipe for its cluster: build its engine on the meta device, for the first rank.
 
@@ -65,8 +101,8 @@ def rank_memory(recipe: Recipe) -> RankMemory:
         config = config.replace(param_dtype=dtype)
     else:
         model = model.to(dtype)
-    nodes, ranks = recipe.trainer.num_nodes, recipe.cluster.ranks_per_node
+    machines = planned_machines(recipe)
     return RankMemory(
-        engine=estimate_memory(model, config, num_nodes=nodes, ranks_per_node=ranks),
+        engine=estimate_memory(model, config, num_nodes=machines.num_nodes, ranks_per_node=machines.ranks_per_node),
         activation_bytes=activation_bytes(recipe.model, recipe.batch.micro_size, recipe.sample_size, dtype),
     )

@@ -78,6 +78,7 @@ class MetricsLog(Callback):
         self._seen_step = self._logged_step = 0
         self._warm: _Mark | None = None  # after the first step of this process
         self._last: _Mark | None = None
+        self._validation_s = self._validation_start_s = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count at the present step, which is not 0 after a resume."""
@@ -100,12 +101,20 @@ class MetricsLog(Callback):
         if self._warm is None or step % self.facts.log_every_steps == 0 or step == self.facts.max_steps:
             self._log(trainer, cast(Pretraining, pl_module), step)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock of the training steps."""
+        self._validation_start_s = _finished_s(pl_module.device)
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the validation loss that the module computed."""
+        """Write the validation loss that the module computed, and start the clock again."""
+        self._validation_s += _finished_s(pl_module.device) - self._validation_start_s
         loss = cast(Pretraining, pl_module).validation_loss
         self.history.validation_losses.append(loss)
         record = {"step": trainer.global_step, "validation_loss": loss}
         line = f"validation loss {loss:.3f}"
+        if self.facts.plan.unit == "tok":
+            record["perplexity"] = perplexity = cast(Pretraining, pl_module).validation_perplexity
+            line += f" | perplexity {perplexity:,.2f}"
         if self.facts.bytes_per_token:
             record["bits_per_byte"] = loss / math.log(2) / self.facts.bytes_per_token
             line += f" | {record['bits_per_byte']:.2f} bits per byte"
@@ -114,7 +123,7 @@ class MetricsLog(Callback):
     def _log(self, trainer: Trainer, module: Pretraining, step: int) -> None:
         mean = torch.as_tensor(self._loss_sum, device=module.device) / (step - self._logged_step)
         loss = float(trainer.strategy.reduce(mean, reduce_op="mean"))  # waits for the device
-        now = _Mark(step=step, at_s=time.perf_counter())
+        now = _Mark(step=step, at_s=time.perf_counter() - self._validation_s)
         record: dict[str, float] = {
             "step": step,
             "loss": loss,
@@ -168,3 +177,10 @@ class MetricsLog(Callback):
             file.write(json.dumps(record) + "\n")
         width = len(str(self.facts.max_steps))
         print(f"step {trainer.global_step:>{width}}/{self.facts.max_steps} | {line}", flush=True)
+
+
+def _finished_s(device: torch.device) -> float:
+    """Return the time at which the device has finished what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 
 from mics_strategy.errors import MiCSError
 
-from .batch import BatchPlan
+from .batch import BatchPlan, batch_plan
 from .catalog import catalog, catalog_json, catalog_table
 from .config import Recipe, TrainerConfig, load_recipe
 from .data.loaders import TrainLoader, ValidationLoader
 from .data.prepare import PreparedData, objective_of, prepare
+from .dry_run import dry_run
 from .errors import RecipeError
 from .files import find_recipe
 from .flops import peak_tflop_per_s
@@ -34,9 +35,12 @@ from .lightning_module import Pretraining
 from .metrics import MetricsLog, RunFacts
 from .models.build import num_parameters
 from .models.cost import model_flop_per_sample
+from .ranks import start_ranks
 from .report import ClosingReport
-from .resume import checkpoint_callbacks, checkpoint_to_resume
-from .strategy import build_strategy
+from .resume import SaveOnSignal, checkpoint_to_resume, progress_callbacks
+from .run_inputs import RunInputs
+from .signals import SIGTERM_EXIT, Request, SaveRequests
+from .strategy import build_strategy, is_ours
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -49,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program; what a user can repair ends it with one line instead of a traceback.
 
     Args:
-        arguments: `RECIPE [--ci] [options]`, `--config FILE [--ci] [options]` or `--list [--json]`; default: those of
-            the process. A recipe is the path of a YAML file or the name of one of the project's.
+        arguments: `RECIPE [--ci] [--dry-run] [options]`, `--config FILE [--ci] [--dry-run] [options]` or `--list
+            [--json]`; default: those of the process. A recipe is the path of a YAML file or the name of one of the
+            project's.
     """
     _quiet_lightning()
     given = [*(sys.argv[1:] if arguments is None else arguments)]
@@ -60,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         if given and not given[0].startswith("-"):
             given[0] = f"--config={find_recipe(given[0])}"
+        if "--dry-run" in given:
+            print(_dry_run([argument for argument in given if argument != "--dry-run"]))
+            return
         pretrain(load_recipe(given, has_cuda=torch.cuda.is_available()), given)
     except MiCSError as error:
         sys.exit(f"error: {error}")
@@ -74,19 +82,27 @@ def _listing(arguments: Sequence[str]) -> str:
     return catalog_json(entries) if "--json" in arguments else catalog_table(entries)
 
 
+def _dry_run(arguments: Sequence[str]) -> str:
+    """Return the report of `--dry-run`, or refuse what a run would refuse."""
+    recipe = load_recipe(arguments, has_cuda=torch.cuda.is_available())
+    build_strategy(recipe.strategy, recipe.trainer.checkpoint_format)
+    if recipe.trainer.framework == "accelerate":
+        from .accelerate_loop import check_recipe
+
+        check_recipe(recipe)
+    checkpoint = checkpoint_to_resume(recipe.trainer, reads_folders=is_ours(recipe.strategy))
+    start = "starts from the beginning" if checkpoint is None else f"continues {checkpoint}"
+    return f"{dry_run(recipe)}\nnothing was started; the run {start}"
+
+
 def pretrain(recipe: Recipe, arguments: Sequence[str] = ()) -> None:
     """Train one recipe from beginning to end, on every rank.
 
     Args:
         recipe: The resolved recipe.
-        arguments: Arguments of the program, with which torchrun starts it again where Accelerate needs ranks.
+        arguments: Arguments of the program, with which the ranks of Accelerate are started.
     """
-    plan = BatchPlan(
-        global_size=recipe.batch.global_size,
-        micro_size=recipe.batch.micro_size,
-        world_size=num_devices(recipe) * recipe.trainer.num_nodes,
-        sequence_length=1 if recipe.model.reads_images else recipe.data.sequence_length,
-    )
+    plan = batch_plan(recipe, num_devices(recipe) * recipe.trainer.num_nodes)
     _check_launcher(plan, recipe.trainer)
     uses_accelerate = recipe.trainer.framework == "accelerate"
     if uses_accelerate:
@@ -94,31 +110,36 @@ def pretrain(recipe: Recipe, arguments: Sequence[str] = ()) -> None:
 
         accelerate_loop.check_recipe(recipe)
     strategy = build_strategy(recipe.strategy, recipe.trainer.checkpoint_format)
-    checkpoint = checkpoint_to_resume(recipe.trainer)
-    if uses_accelerate and checkpoint is not None:
-        raise RecipeError(
-            f"`trainer.framework=accelerate` found {checkpoint}, which it cannot continue. Use "
-            "`--trainer.framework=lightning`, or another `--trainer.output_dir`."
-        )
+    checkpoint = checkpoint_to_resume(recipe.trainer, reads_folders=is_ours(recipe.strategy))
     data = prepare(recipe.data, recipe.model.vocab_rows, objective_of(recipe.model.family))
     if uses_accelerate and accelerate_loop.needs_ranks(plan, recipe.trainer.num_nodes):
-        sys.exit(accelerate_loop.start_ranks(plan, arguments))
+        sys.exit(start_ranks(plan.world_size, f"{__package__}.pretrain", arguments))
+    requests = SaveRequests(saves=recipe.trainer.checkpoint_every_steps != "never")
+    requests.install()
     if _is_first_process():
-        _announce(recipe, plan, data)
+        _announce(recipe, plan, data, is_new=checkpoint is None)
     metrics = MetricsLog(_run_facts(recipe, plan, data))
     report = ClosingReport(metrics.history, data.tokenizer, recipe.sample, recipe.data.sequence_length)
     seed_everything(recipe.trainer.seed, verbose=False)
-    if uses_accelerate:
-        accelerate_loop.train(recipe, plan, data, metrics, report)
-    else:
-        _train_with_lightning(recipe, plan, data, strategy, [metrics, report])
+    inputs = RunInputs(plan=plan, data=data, metrics=metrics, report=report, requests=requests, checkpoint=checkpoint)
+    try:
+        if uses_accelerate:
+            accelerate_loop.train(recipe, inputs)
+        else:
+            _train_with_lightning(recipe, inputs, strategy)
+    finally:
+        requests.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # Lightning leaves it to the exit, where NCCL complains
+    if requests.stopped_at:
+        if _is_first_process():
+            print(requests.describe(Request.STOP, requests.stopped_at, arguments), flush=True)
+        if not requests.saves:
+            sys.exit(SIGTERM_EXIT)
 
 
-def _train_with_lightning(
-    recipe: Recipe, plan: BatchPlan, data: PreparedData, strategy: "Strategy | str", callbacks: list[Callback]
-) -> None:
+def _train_with_lightning(recipe: Recipe, inputs: RunInputs, strategy: "Strategy | str") -> None:
+    plan, data = inputs.plan, inputs.data
     trainer = Trainer(
         accelerator=recipe.trainer.accelerator,
         devices=num_devices(recipe),
@@ -129,7 +150,12 @@ def _train_with_lightning(
         accumulate_grad_batches=plan.accumulation,
         use_distributed_sampler=False,  # the loaders know their rank
         num_sanity_val_steps=-1,  # the validation loss before training
-        callbacks=[*callbacks, *checkpoint_callbacks(recipe.trainer, plan.accumulation)],
+        callbacks=[
+            inputs.metrics,
+            SaveOnSignal(inputs.requests, recipe.trainer),
+            inputs.report,
+            *progress_callbacks(recipe.trainer, plan.accumulation),
+        ],
         enable_checkpointing=recipe.trainer.checkpoint_every_steps != "never",
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -142,7 +168,7 @@ def _train_with_lightning(
         Pretraining(recipe),
         loader,
         validation if recipe.data.validation_sequences else None,
-        ckpt_path=checkpoint_to_resume(recipe.trainer),
+        ckpt_path=inputs.checkpoint,
     )
 
 
@@ -193,12 +219,12 @@ def _run_facts(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> RunFacts:
     )
 
 
-def _announce(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> None:
+def _announce(recipe: Recipe, plan: BatchPlan, data: PreparedData, *, is_new: bool) -> None:
     """Say what will happen, and keep the resolved recipe beside its results."""
     output_dir = Path(recipe.trainer.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "config.yaml").write_text(recipe.to_yaml())
-    if checkpoint_to_resume(recipe.trainer) is None:
+    if is_new:
         (output_dir / "metrics.jsonl").unlink(missing_ok=True)
     parameters = num_parameters(recipe.model, recipe.sample_size)
     epochs = recipe.trainer.max_steps * plan.global_size / data.train.num_samples

@@ -5,16 +5,22 @@ of micro-batches, from which it tells when an optimizer step is due; on another 
 another number of micro-batches, so that count is converted.
 """
 
+import math
+import sys
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from mics_strategy.lightning.framework import throttle_sigterm_check
+
 from .config import TrainerConfig
 from .errors import RecipeError
+from .signals import Request, SaveRequests
 
 _FOLDER = "checkpoints"
+_SUFFIXES = {"lightning": ".ckpt", "accelerate": ".accelerate"}
 
 
 class ElasticProgress(Callback):
@@ -38,6 +44,87 @@ class ElasticProgress(Callback):
             convert_progress(counts, checkpoint["accumulation"], self.accumulation)
 
 
+class SaveOnSignal(Callback):
+    """Save, and end the run on SIGTERM, in place of Lightning's own reactions to signals.
+
+    Lightning would broadcast inside of the handler, wait for the device at every micro-batch, hear SIGTERM of rank 0
+    only, and end without saving.
+
+    Args:
+        requests: Signals of the run.
+        config: Block `trainer` of the recipe.
+    """
+
+    def __init__(self, requests: SaveRequests, config: TrainerConfig) -> None:
+        self.requests = requests
+        self.config = config
+        self._seen_step = 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Drop the check at every micro-batch."""
+        throttle_sigterm_check(trainer, sys.maxsize)
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace the handlers that the Trainer has just installed."""
+        self.requests.install()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace the handlers where nothing is validated first."""
+        self.requests.install()
+        self._seen_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After an optimizer step, do what the ranks agree on."""
+        step, requests = trainer.global_step, self.requests
+        if step == self._seen_step:
+            return
+        self._seen_step = step
+        request = requests.agree(step)
+        is_regular = requests.saves and step % int(self.config.checkpoint_every_steps) == 0
+        if request and requests.saves and not is_regular:  # a regular one is written after this callback
+            trainer.save_checkpoint(checkpoint_path(self.config, step))
+        if request is Request.STOP:
+            trainer.should_stop = True
+            trainer.limit_val_batches = 0
+        elif request and trainer.is_global_zero:
+            print(requests.describe(request, step), flush=True)
+
+
+class ValidateEvery(Callback):
+    """Validate during training, counted in optimizer steps on any number of ranks.
+
+    Lightning counts micro-batches, and leaves out the last validation where its interval does not divide the run.
+
+    Args:
+        config: Block `trainer` of the recipe.
+    """
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self.config = config
+        self._seen_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count at the present step."""
+        self._seen_step = trainer.global_step
+        trainer.val_check_batch = math.inf  # only after the last batch
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Let the Trainer validate after this batch if its step is due."""
+        step, is_new = trainer.global_step, trainer.global_step != self._seen_step
+        self._seen_step = step
+        trainer.val_check_batch = 1 if is_new and is_validated(self.config, step) else math.inf
+
+
+def is_validated(config: TrainerConfig, step: int) -> bool:
+    """Return whether held-out samples are read after an optimizer step."""
+    every = config.validate_every_steps
+    return step == config.max_steps or (every != "never" and step % every == 0)
+
+
 def convert_progress(counts: dict[str, int], saved: int, present: int) -> None:
     """Convert one of Lightning's progress records in place.
 
@@ -53,11 +140,11 @@ def convert_progress(counts: dict[str, int], saved: int, present: int) -> None:
     counts["ready"] = ready
 
 
-def checkpoint_callbacks(config: TrainerConfig, accumulation: int) -> list[Callback]:
-    """Return what writes checkpoints, when the recipe asks for them, and what reads them."""
-    progress = ElasticProgress(accumulation)
+def progress_callbacks(config: TrainerConfig, accumulation: int) -> list[Callback]:
+    """Return what validates, what writes checkpoints when the recipe asks for them, and what reads them."""
+    callbacks: list[Callback] = [ElasticProgress(accumulation), ValidateEvery(config)]
     if config.checkpoint_every_steps == "never":
-        return [progress]
+        return callbacks
     writer = ModelCheckpoint(
         dirpath=Path(config.output_dir) / _FOLDER,
         filename="step={step}",
@@ -66,30 +153,59 @@ def checkpoint_callbacks(config: TrainerConfig, accumulation: int) -> list[Callb
         save_top_k=1,
         enable_version_counter=False,
     )
-    return [progress, writer]
+    return [*callbacks, writer]
 
 
-def checkpoint_to_resume(config: TrainerConfig) -> Path | None:
+def checkpoint_path(config: TrainerConfig, step: int) -> Path:
+    """Return where the checkpoint after an optimizer step is, a file or a folder."""
+    return Path(config.output_dir) / _FOLDER / f"step={step}{_SUFFIXES[config.framework]}"
+
+
+def checkpoints_of(config: TrainerConfig) -> list[Path]:
+    """Return the checkpoints in the output folder that the recipe's framework wrote, by step."""
+    return sorted((Path(config.output_dir) / _FOLDER).glob(f"step=*{_SUFFIXES[config.framework]}"), key=step_of)
+
+
+def checkpoint_to_resume(config: TrainerConfig, *, reads_folders: bool) -> Path | None:
     """Return the newest checkpoint of the output folder when the recipe resumes; None starts from the beginning.
 
-    Where that is a sharded one, return the folder of all: the strategy takes the newest that is whole.
+    Where that is a sharded one, return the folder of all: loading takes the newest that is whole.
+
+    Args:
+        config: Block `trainer` of the recipe.
+        reads_folders: Whether the strategy reads sharded checkpoints.
 
     Raises:
-        RecipeError: a new run would mix its checkpoints with those of an earlier one.
+        RecipeError: A new run would mix its checkpoints with those of an earlier one, or the run would continue a
+            checkpoint of the other framework, or a sharded one with a strategy that cannot read it.
     """
-    checkpoints = sorted((Path(config.output_dir) / _FOLDER).glob("step=*.ckpt"), key=_step_of)
-    if not checkpoints:
+    is_new, writes = config.resume == "never", config.checkpoint_every_steps != "never"
+    checkpoints = sorted((Path(config.output_dir) / _FOLDER).glob("step=*"), key=step_of)
+    checkpoints = [path for path in checkpoints if path.suffix in _SUFFIXES.values()]
+    if not checkpoints or (is_new and not writes):
         return None
-    if config.resume == "never" and config.checkpoint_every_steps != "never":
+    newest = checkpoints[-1]
+    if is_new:
         raise RecipeError(
-            f"A new run was asked to write checkpoints to {checkpoints[-1].parent}, which holds {checkpoints[-1].name} "
+            f"A new run was asked to write checkpoints to {newest.parent}, which holds {newest.name} "
             "of an earlier run. Continue it with `--trainer.resume=auto`, or choose another "
             "`--trainer.output_dir`."
         )
-    if config.resume == "never":
-        return None
-    return checkpoints[-1].parent if checkpoints[-1].is_dir() else checkpoints[-1]
+    others = [path for path in checkpoints if path.suffix != _SUFFIXES[config.framework]]
+    if others:
+        (other,) = (name for name in _SUFFIXES if name != config.framework)
+        raise RecipeError(
+            f"`trainer.framework={config.framework}` found {others[-1]}, which `{other}` wrote and which it cannot "
+            f"continue. Use `--trainer.framework={other}`, or another `--trainer.output_dir`."
+        )
+    if newest.is_dir() and not reads_folders:
+        raise RecipeError(
+            f"`trainer.resume=auto` found {newest}, a sharded checkpoint, which only `mics` strategies read. Use "
+            "`--strategy.name=mics`, or another `--trainer.output_dir`."
+        )
+    return newest.parent if newest.is_dir() else newest
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Return the optimizer steps that a checkpoint was saved after."""
     return int(path.stem.removeprefix("step="))

@@ -25,6 +25,8 @@ from mics_strategy.engine.build import (
     make_bucket_specs,
 )
 from mics_strategy.engine.memory import MemoryTracker
+from mics_strategy.engine.plan import Plan, StepOrder, UnitPlan, plan_step
+from mics_strategy.engine.unit import unit_plan_of
 from mics_strategy.engine.units import UnitRule, find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, resolve_scopes
@@ -52,6 +54,7 @@ class MemoryEstimate:
         num_trained: Elements that this rank's optimizer updates.
         scopes: Degrees and mesh axes of each model state.
         num_units: Number of units in the model. The parameters of a few are unsharded at a time.
+        unit_plans: Units of the first rank, with what its traffic depends on.
     """
 
     bytes_by_purpose: Mapping[str, int]
@@ -60,6 +63,19 @@ class MemoryEstimate:
     num_trained: int
     scopes: Scopes
     num_units: int
+    unit_plans: tuple[UnitPlan, ...]
+
+    def plan(self, num_micro_steps: int) -> Plan:
+        """Every collective of the first rank in one optimizer step.
+
+        Units are in the order of the model, as before the first step of a real job.
+
+        Args:
+            num_micro_steps: Forwards and backwards of the step.
+        """
+        order = tuple(range(self.num_units))
+        step_order = StepOrder(forward=order, backward=(0, *reversed(order[1:])), num_micro_steps=num_micro_steps)
+        return plan_step(self.unit_plans, self.scopes, step_order)
 
     def total_bytes(self, state_bytes_per_number: int = 8) -> int:
         """Bytes of the engine, gradients, states and communicators, not of activations.
@@ -116,7 +132,9 @@ def estimate_memory(
         specs = choose_coalescing(specs, config, groups, _META)
         built_units = build_units(modules, specs, context)
         add_sharded_parameters(built_units, modules, context)
-        build_engine(built_units, modules, context)
+        engine = build_engine(built_units, modules, context)
+        gradients, slots = engine.reducer.gradients, {id(unit.slot): unit.index for unit in reversed(built_units)}
+        unit_plans = [unit_plan_of(u, gradients.get(u.index, []), slots[id(u.slot)]) for u in built_units]
         trained = [bucket for unit in built_units for bucket in unit.trainable_buckets]
         num_trained = sum(bucket.layout.shard_numel for bucket in trained)
         num_communicators = groups.resources.num_groups
@@ -127,6 +145,7 @@ def estimate_memory(
         num_trained=num_trained,
         scopes=scopes,
         num_units=len(modules),
+        unit_plans=tuple(unit_plans),
     )
 
 

@@ -93,6 +93,10 @@ def test_an_unknown_name_in_the_cuda_block_is_found_on_a_gpu(tmp_path: Path):
         ("--trainer.max_steps=0", "max_steps=0.*at least 1"),
         ("--data.validation_share=1.5", "validation_share=1.5.*between"),
         ("--batch.micro_size=0", "micro_size=0.*at least 1"),
+        ("--trainer.validate_every_steps=0", "validate_every_steps=0.*`never` or at least 1"),
+        ("--trainer.checkpoint_every_steps=0", "checkpoint_every_steps=0.*`never` or at least 1"),
+        ("--batch.global_tokens=4096", "global_size=8.*global_tokens=4096.*exactly one.*global_size=auto"),
+        ("--batch.global_size=auto", "global_size=auto.*global_tokens=auto.*exactly one"),
     ],
 )
 def test_values_that_cannot_be_used_say_what_to_do(option: str, message: str):
@@ -176,6 +180,16 @@ def test_the_ci_block_wins_over_the_cuda_block_and_the_command_line_over_both():
     recipe = load_recipe([DEMO, "--ci", "--trainer.max_steps=7"], has_cuda=True)
     assert (recipe.trainer.accelerator, recipe.trainer.devices, recipe.trainer.max_steps) == ("cpu", 2, 7)
     assert (recipe.model.hidden_size, recipe.data.source) == (128, "grammar")
+
+
+def test_a_batch_may_be_given_in_tokens():
+    tokens = ["--batch.global_size=auto", "--batch.global_tokens=4096"]
+    assert load_recipe([DEMO, *tokens], has_cuda=False).global_batch == 4096 // 128
+    assert load_recipe([DEMO, *tokens, "--data.sequence_length=64"], has_cuda=False).global_batch == 64
+    with pytest.raises(RecipeError, match=r"global_tokens=4096.*sequence_length=96.*global_tokens=4128"):
+        load_recipe([DEMO, *tokens, "--data.sequence_length=96"], has_cuda=False)
+    with pytest.raises(RecipeError, match=r"global_tokens=4096.*reads images.*global_size=256"):
+        load_recipe([f"--config={ROOT / 'wide_resnet' / '3b.yaml'}", *tokens], has_cuda=False)
 
 
 def test_a_recipe_without_a_ci_block_says_so(tmp_path: Path):

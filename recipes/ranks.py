@@ -1,0 +1,92 @@
+"""The ranks of one machine, started by this process where no launcher has started them."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+_POLL_S = 0.1
+_GRACE_S = 5.0  # for ranks to end by themselves after another one has
+_FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def start_ranks(world_size: int, module: str, arguments: Sequence[str]) -> int:
+    """Run a module on the ranks of this machine; return its exit code.
+
+    SIGTERM and SIGUSR1 are forwarded to every rank. When a rank fails, the others are ended.
+
+    Args:
+        world_size: Number of ranks.
+        module: Name of the module, as for `python -m`.
+        arguments: Arguments of the program.
+    """
+    environment = os.environ | {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # as torchrun does
+    }
+    command = [sys.executable, "-m", module, *arguments]
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        with _forwarding(ranks):
+            for rank in range(world_size):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(subprocess.Popen(command, env=environment | own))
+            return _wait(ranks)
+    except KeyboardInterrupt:  # the terminal has sent it to the ranks as well
+        return 128 + signal.SIGINT
+    finally:
+        _end(ranks)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Return the exit code of the first rank that failed; 0 when all have ended well."""
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        failed = next((code for code in codes if code), None)
+        if failed is not None:
+            return failed if failed > 0 else 128 - failed
+        if None not in codes:
+            return 0
+        time.sleep(_POLL_S)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait for ranks that still run, and end those that do not end by themselves."""
+    deadline_s = time.monotonic() + _GRACE_S
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+@contextlib.contextmanager
+def _forwarding(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Pass signals on to every rank that runs."""
+
+    def forward(number: int, _: object) -> None:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+    earlier = {number: signal.signal(number, forward) for number in _FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+    return port

@@ -1,0 +1,118 @@
+"""Signals that ask a run to save: SIGUSR1 goes on afterwards, SIGTERM ends the run.
+
+A signal may reach one rank or all. After every optimizer step the ranks agree on the strongest request, so that all of
+them save after the same step. A handler only takes a note: nothing communicates inside of it.
+"""
+
+import os
+import shlex
+import signal
+import threading
+from collections.abc import Sequence
+from enum import IntEnum
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIGTERM_EXIT = 128 + signal.SIGTERM  # exit code of a run that SIGTERM ended and that saved nothing
+
+
+class Request(IntEnum):
+    """What a signal asks for; larger ones win."""
+
+    NONE = 0
+    SAVE = 1
+    STOP = 2
+
+
+_REQUESTS = {signal.SIGUSR1: Request.SAVE, signal.SIGTERM: Request.STOP}
+_NAMES = {request: number.name for number, request in _REQUESTS.items()}
+
+
+class SaveRequests:
+    """The requests that this process received and the ranks have not agreed on yet.
+
+    Args:
+        saves: Whether the run writes checkpoints.
+
+    Attributes:
+        stopped_at: Optimizer steps after which SIGTERM ended the training; 0 where it did not.
+    """
+
+    def __init__(self, *, saves: bool) -> None:
+        self.saves = saves
+        self.stopped_at = 0
+        self._received: list[Request] = []
+        self._num_handled = 0
+        self._group: Any = None
+        self._earlier: dict[int, Any] = {}
+
+    def install(self) -> None:
+        """Handle both signals from now on; call it again after a framework has set handlers of its own."""
+        if threading.current_thread() is threading.main_thread():
+            for number in _REQUESTS:
+                self._earlier.setdefault(number, signal.signal(number, self._handle))
+
+    def close(self) -> None:
+        """Restore the handlers from before `install`."""
+        for number, handler in self._earlier.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._earlier.clear()
+        self._group = None
+
+    def agree(self, step: int) -> Request:
+        """Return the strongest request of all ranks, once. Collective; call it after every optimizer step.
+
+        Args:
+            step: Optimizer steps done.
+
+        Cost:
+            One all-reduce of 8 bytes between the hosts, over a gloo group of its own that the first call opens. It
+            waits until every host has submitted this step, and for no device.
+        """
+        num_received = len(self._received)  # a handler may append at any time
+        request = max(self._received[self._num_handled : num_received], default=Request.NONE)
+        self._num_handled = num_received
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = self._group or dist.new_group(backend="gloo")
+            strongest = torch.tensor([request])
+            dist.all_reduce(strongest, dist.ReduceOp.MAX, group=self._group)
+            request = Request(int(strongest))
+        if request is Request.STOP:
+            self.stopped_at = step
+        return request
+
+    def describe(self, request: Request, step: int, arguments: Sequence[str] = ()) -> str:
+        """Return the line that rank 0 prints.
+
+        Args:
+            request: What the ranks have agreed on.
+            step: Optimizer steps done.
+            arguments: Arguments of the program, which a run that stops is continued with.
+        """
+        if not self.saves:
+            end = "the run goes on" if request is Request.SAVE else "the run ends"
+            return (
+                f"{_NAMES[request]}: nothing is saved, because of `trainer.checkpoint_every_steps=never`; {end} after "
+                f"step {step}"
+            )
+        if request is Request.SAVE:
+            return f"{_NAMES[request]}: checkpoint after step {step}"
+        return f"{_NAMES[request]}: saved after step {step}. Continue with: {resume_command(arguments)}"
+
+    def note(self, number: int) -> None:
+        """Take a note of a signal of this process."""
+        self._received.append(_REQUESTS[signal.Signals(number)])
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        self.note(number)
+        name = signal.Signals(number).name  # print() may not be called again inside of itself, write() may
+        os.write(2, f"{name} received, handled after this optimizer step\n".encode())
+
+
+def resume_command(arguments: Sequence[str]) -> str:
+    """Return the command that continues a run from its newest checkpoint."""
+    others = [text for text in arguments if not text.startswith("--trainer.resume")]
+    return shlex.join(["mics", "pretrain", *others, "--trainer.resume=auto"])

@@ -1,0 +1,80 @@
+"""What `--dry-run` says, without ranks, GPUs or text."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes import pretrain
+from recipes.config import Recipe, load_recipe, recipe_files
+from recipes.dry_run import dry_run
+from recipes.files import ROOT, find_recipe, name_of
+from recipes.memory import planned_machines, rank_memory
+
+NAMES = [name_of(file) for file in recipe_files(ROOT)]
+FAST = ("llama-debug", "llama-7b")
+EACH = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+
+
+def load(name: str, *options: str) -> Recipe:
+    return load_recipe([f"--config={find_recipe(name)}", *options], has_cuda=False)
+
+
+def no_data(*_: object, **__: object) -> None:
+    raise AssertionError("a dry run prepares no data")
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_every_recipe_is_planned_for_its_machines(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(pretrain, "prepare", no_data)
+    folders = (f"--data.cache_dir={tmp_path / 'cache'}", f"--trainer.output_dir={tmp_path / 'run'}")
+    pretrain.main([name, "--dry-run", *folders])
+    report, recipe = capsys.readouterr().out, load(name)
+    machines = planned_machines(recipe)
+    for words in (
+        f"{recipe.name}: {recipe.model.family}, {recipe.expected.num_parameters:,} parameters",
+        f"{machines.world_size} ranks, {machines.ranks_per_node} on a node",
+        f"{recipe.batch.micro_size} micro batch x ",
+        f"{recipe.trainer.max_steps:,} steps: ",
+        f"step {recipe.trainer.max_steps:,}: ",
+        "sent by a rank in one optimizer step of ",
+        "not prepared on this machine" if not recipe.model.reads_images else "nothing to prepare",
+        "nothing was started; the run starts from the beginning",
+    ):
+        assert report.count(words) == 1, words
+    if recipe.cluster.memory_gb:
+        (total,) = (line for line in report.splitlines() if line.startswith("  total") and " of " in line)
+        assert float(total.split()[1]) == pytest.approx(recipe.expected.rank_gb, abs=0.05)
+        assert total.endswith("GB: fits" if recipe.expected.fits else "GB: does NOT fit")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_bytes_are_those_of_the_papers_arithmetic():
+    recipe = load("bert-10b")
+    memory, accumulation, numel = rank_memory(recipe), 8, recipe.expected.num_parameters
+    plan = memory.engine.plan(accumulation)
+    gathers = 2 * accumulation * 2 * numel * 7 / 8  # 2 bytes, twice per micro-step, over the 8 ranks of a partition
+    reductions = accumulation * 4 * numel * 7 / 8  # 4 bytes, once per micro-step
+    assert plan.sent_bytes("intra_node") == pytest.approx(gathers + reductions, rel=0.02)
+    second_hop = 2 * 4 * numel / 8 * 15 / 16  # of the shard over 16 nodes, once per optimizer step
+    assert plan.sent_bytes("inter_node") == pytest.approx(second_hop, rel=0.02)
+    assert memory.engine.plan(2 * accumulation).sent_bytes("inter_node") == plan.sent_bytes("inter_node")
+
+
+def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path):
+    for options, message in (
+        (["--batch.global_size=1000"], r"global_size=1000.*128 ranks"),
+        (["--trainer.framework=accelerate", "--trainer.precision=bf16-true"], r"bf16-true.*accelerate"),
+        (["--strategy.shard.partition_size=7"], "partition_size"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            pretrain.main(["llama-7b", "--dry-run", f"--trainer.output_dir={tmp_path}", *options])
+
+
+def test_other_strategies_have_no_plan(tmp_path: Path):
+    assert "`strategy.name=ddp` is not planned by this project" in dry_run(load("llama-demo", "--strategy.name=ddp"))
+    own = ("--data.source=text", f"--data.path={tmp_path / 'missing'}", "--strategy.name=ddp")
+    (line,) = (line for line in dry_run(load("llama-debug", *own)).splitlines() if line.startswith("  text: "))
+    assert str(tmp_path / "missing") in line

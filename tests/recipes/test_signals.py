@@ -1,0 +1,106 @@
+"""Signals to the program as users send them: ranks of a real launcher save, stop and continue."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+STEPS = 400  # more than are done before a signal arrives
+LOGGED = "--trainer.log_every_steps=1"
+
+
+def start(repository: Path, folders: tuple[Path, Path], *options: str) -> subprocess.Popen[str]:
+    cache, output = folders
+    command = [
+        *(sys.executable, "-m", "recipes.pretrain", "llama-debug", f"--data.cache_dir={cache}"),
+        *(f"--trainer.output_dir={output}", LOGGED, "--sample.num_tokens=0", *options),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=repository, env=environment, text=True, **pipes)
+
+
+def wait_for_step(output: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline_s = time.monotonic() + 90
+    while max(losses(output), default=0) < step:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def losses(output: Path) -> dict[int, float]:
+    file = output / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def saved(output: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step=")) for path in (output / "checkpoints").iterdir())
+
+
+def rank_processes(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+FULL_DDP = ("--strategy.name=ddp", f"--trainer.max_steps={STEPS}", "--trainer.checkpoint_every_steps=1000")
+SHARDED = (
+    *("--strategy.name=mics", f"--trainer.max_steps={STEPS}", "--trainer.checkpoint_every_steps=1000"),
+    "--trainer.checkpoint_format=sharded",
+)
+ALONE = ("--trainer.devices=1", "--strategy.shard.partition_size=1")
+
+
+@pytest.mark.parametrize(
+    ("framework", "options"),
+    [("lightning", SHARDED), ("lightning", FULL_DDP), ("accelerate", SHARDED), ("accelerate", FULL_DDP)],
+    ids=["lightning-mics", "lightning-ddp", "accelerate-mics", "accelerate-ddp"],
+)
+def test_sigterm_saves_and_the_printed_command_continues(
+    framework: str, options: Sequence[str], repository: Path, cache_dir: Path, tmp_path: Path
+):
+    process = start(repository, (cache_dir, tmp_path), f"--trainer.framework={framework}", *options)
+    wait_for_step(tmp_path, 3, process)
+    os.kill(rank_processes(process)[-1], signal.SIGUSR1)  # one rank
+    while not (tmp_path / "checkpoints").is_dir() or not saved(tmp_path):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)  # the process that the user has started
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    first, last = saved(tmp_path)
+    assert f"SIGUSR1: checkpoint after step {first}" in output
+    assert max(losses(tmp_path)) == last < STEPS
+    line = next(line for line in output.splitlines() if line.startswith("SIGTERM: "))
+    assert line.startswith(f"SIGTERM: saved after step {last}. Continue with: mics pretrain --config=")
+    assert "Loss " not in output  # no report of a run that is not finished
+    assert "Traceback" not in errors
+    resume = [word for word in line.partition("mics pretrain ")[2].split() if word.startswith("--trainer.resume")]
+    shorter = ("--trainer.max_steps=" + str(last + 2), *ALONE, *resume)
+    continued = start(repository, (cache_dir, tmp_path), f"--trainer.framework={framework}", *options, *shorter)
+    _, errors = continued.communicate(timeout=90)
+    assert continued.returncode == 0, errors
+    assert sorted(losses(tmp_path)) == [*range(1, last + 3)]
+
+
+@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
+def test_a_signal_to_a_run_without_checkpoints_is_answered(
+    framework: str, repository: Path, cache_dir: Path, tmp_path: Path
+):
+    process = start(
+        repository, (cache_dir, tmp_path), f"--trainer.framework={framework}", f"--trainer.max_steps={STEPS}"
+    )
+    wait_for_step(tmp_path, 2, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM: nothing is saved, because of `trainer.checkpoint_every_steps=never`" in output
+    assert not (tmp_path / "checkpoints").exists()
