@@ -123,6 +123,7 @@ def train(recipe: Recipe, plan: BatchPlan, data: PreparedData, metrics: MetricsL
             trainer.global_step += 1
         metrics.on_train_batch_end(trainer, module, {"loss": loss.detach() / plan.accumulation}, batch, 0)
     _validate(module, held_out, metrics)
+    metrics.on_train_end(trainer, module)
     report.on_train_end(trainer, module)
     accelerator.wait_for_everyone()  # gloo hangs if a rank leaves while another one still receives
     accelerator.end_training()

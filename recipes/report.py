@@ -96,8 +96,8 @@ def loss_summary(history: History) -> str:
     if len(history.validation_losses) > 1:
         first, *_, last = history.validation_losses
         lines.append(f"Validation loss {first:.3f} -> {last:.3f}")
-    if history.mean_tokens_per_s:
-        lines.append(f"{history.mean_tokens_per_s:,.0f} {history.unit}/s on average, first step left out")
+    if history.mean_rate:
+        lines.append(f"{history.mean_rate:,.0f} {history.unit}/s on average, first step left out")
     return "\n".join(lines)
 
 
