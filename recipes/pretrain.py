@@ -113,7 +113,7 @@ def pretrain(recipe: Recipe, arguments: Sequence[str] = ()) -> None:
     folder = Path(recipe.trainer.output_dir)
     loggers = Loggers(recipe.trainer.loggers, folder, recipe.name, asdict(recipe))
     metrics = MetricsLog(_run_facts(recipe, plan, data), loggers)
-    report = ClosingReport(metrics.history, data.tokenizer, recipe.sample, recipe.data.sequence_length)
+    report = ClosingReport(metrics.history, data.tokenizer, recipe.sample, recipe.data.sequence_length, folder)
     seed_everything(recipe.trainer.seed, verbose=False)
     if uses_accelerate:
         accelerate_loop.train(recipe, plan, data, metrics, report)

@@ -15,7 +15,9 @@ DEBUG = Path(__file__).resolve().parents[2] / "recipes" / "llama" / "debug.yaml"
 STRATEGIES = {"lightning": "auto", "accelerate": "ddp"}
 
 
-def run_debug_recipe(output_dir: Path, cache_dir: Path, *options: str, framework: str = "lightning") -> str:
+def run_debug_recipe(
+    output_dir: Path, cache_dir: Path, *options: str, framework: str = "lightning", draws: bool = False
+) -> str:
     """Train the smallest recipe for 7 steps with a log every 3 steps; return what it prints.
 
     Args:
@@ -23,6 +25,7 @@ def run_debug_recipe(output_dir: Path, cache_dir: Path, *options: str, framework
         cache_dir: Folder of the prepared data.
         options: Further options of the recipe.
         framework: Loop that trains.
+        draws: Whether the page has plots, which take most of the time.
     """
     given = [
         *(f"--config={DEBUG}", f"--data.cache_dir={cache_dir}", f"--trainer.output_dir={output_dir}"),
@@ -31,7 +34,11 @@ def run_debug_recipe(output_dir: Path, cache_dir: Path, *options: str, framework
         *("--batch.global_size=8", "--batch.micro_size=4", "--sample.num_tokens=0", *options),
     ]
     output = io.StringIO()
-    with contextlib.redirect_stdout(output), mock.patch.dict(os.environ):  # frameworks note seeds there
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(output))
+        stack.enter_context(mock.patch.dict(os.environ))  # frameworks note seeds there
+        if not draws:
+            stack.enter_context(mock.patch("recipes.report_page._plots", return_value=[]))
         pretrain(load_recipe(given, has_cuda=False))
     AcceleratorState._reset_state(reset_partial_state=True)
     return output.getvalue()
