@@ -77,11 +77,17 @@ def train(recipe: Recipe, inputs: RunInputs) -> None:
         inputs: Data, log and checkpoint.
     """
     loop = AccelerateLoop(recipe, inputs)
-    if not loop.restore():
-        loop.validate()
-    loop.train()
+    try:
+        if not loop.restore():
+            loop.validate()
+        loop.train()
+        if not loop.trainer.should_stop:
+            loop.validate()
+    except BaseException as error:
+        inputs.metrics.on_exception(loop.trainer, loop.module, error)
+        raise
+    inputs.metrics.on_train_end(loop.trainer, loop.module)
     if not loop.trainer.should_stop:
-        loop.validate()
         inputs.report.on_train_end(loop.trainer, loop.module)
     loop.checkpoints.finish()
     loop.accelerator.wait_for_everyone()  # gloo hangs if a rank leaves while another one still receives

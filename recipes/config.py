@@ -17,6 +17,7 @@ from jsonargparse import ArgumentParser
 from .data.config import DataConfig
 from .errors import RecipeError
 from .errors import require as _require
+from .loggers import LoggerName
 from .models.config import CAUSAL_FAMILIES, ModelConfig
 from .schedule import ScheduleName, lr_share
 
@@ -164,8 +165,9 @@ class TrainerConfig:
         checkpoint_format: `full` is one file, which rank 0 writes; `sharded` a folder to which every rank writes while
             training goes on (`mics` only). A run resumes from either, on any number of ranks.
         resume: `auto` continues the last checkpoint in `output_dir` if there is one; `never` starts from the beginning.
-        peak_tflop_per_s: of one device, for the utilisation (MFU); `auto` looks it up, and shows none when
-            unknown.
+        peak_tflop_per_s: Peak of one device, for the utilisation (MFU). `auto` looks up the dense 16-bit peak; without
+            16 bits, or of a device that is not known, no utilisation is shown.
+        loggers: `tensorboard`, `wandb`, or both, besides metrics.csv and metrics.jsonl.
     """
 
     framework: Literal["lightning", "accelerate"] = "lightning"
@@ -182,6 +184,7 @@ class TrainerConfig:
     checkpoint_format: Literal["full", "sharded"] = "full"
     resume: Literal["auto", "never"] = "never"
     peak_tflop_per_s: float | Literal["auto"] = "auto"
+    loggers: tuple[LoggerName, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse a run without steps."""

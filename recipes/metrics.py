@@ -1,12 +1,13 @@
-"""What does a run say about itself while it trains?
+"""Numbers that a run reports while it trains.
 
-One line every N optimizer steps, and the same numbers in `metrics.jsonl`. Rates are taken from the difference
-of two clock readings between which the device was waited for (reading the loss waits), so nothing
-synchronises in between, and the first step, which allocates and compiles, is in no average.
+One row every N optimizer steps goes to the terminal, to `metrics.jsonl`, `metrics.csv` and the loggers of the recipe.
+Rates are taken from the difference of two clock readings between which the device was waited for: reading the loss
+waits. Nothing synchronizes between two logged steps, and the first step of a process, which allocates and compiles, is
+in no average.
 """
 
-import json
 import math
+import resource
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,42 +16,55 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from .batch import BatchPlan
 from .lightning_module import Pretraining
+from .loggers import Loggers
+from .metrics_files import VALIDATION_LOSS, MetricsFiles, Row
+from .progress import NoTrainingProgress, TrainingProgress, training_progress
+from .rates import Throughput
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What turns steps and seconds into rates.
+    """Facts of a run that its log needs.
 
-    Args:
-        plan: tokens per optimizer step.
-        max_steps: optimizer steps in the run.
-        log_every_steps: optimizer steps between two lines.
-        model_flop_per_sequence: forward and backward.
-        peak_tflop_per_s: of one device; 0.0 when unknown, then no utilisation is shown.
-        bytes_per_token: mean length of a token's text in the corpus; 0.0 where a loss is no code length
-            (images, masked models), then no bits per byte are shown.
-        output_dir: where `metrics.jsonl` goes.
+    Attributes:
+        throughput: Conversion of steps and seconds to rates.
+        max_steps: Optimizer steps of the run.
+        log_every_steps: Optimizer steps between two rows.
+        bytes_per_token: Mean length of a token's text in the corpus; 0.0 where a loss is no code length (images, masked
+            models), then no bits per byte are shown.
+        output_dir: Folder of the files.
     """
 
-    plan: BatchPlan
+    throughput: Throughput
     max_steps: int
     log_every_steps: int
-    model_flop_per_sequence: float
-    peak_tflop_per_s: float
     bytes_per_token: float
     output_dir: Path
 
 
 @dataclass(kw_only=True)
 class History:
-    """What the log has shown so far, for the report at the end."""
+    """What the log has shown so far, for the report at the end; empty on all ranks but the first.
+
+    Attributes:
+        losses: Losses of the logged steps, those of a continued run included.
+        validation_losses: Losses of all passes over held-out samples.
+        mean_rate: Tokens or images per second of this process, its first step left out.
+        unit: What the rate counts.
+    """
 
     losses: list[float] = field(default_factory=list)
     validation_losses: list[float] = field(default_factory=list)
-    mean_tokens_per_s: float = 0.0
+    mean_rate: float = 0.0
     unit: str = "tok"
+
+    def add(self, row: Row) -> None:
+        """Take the losses of a row."""
+        if "loss" in row:
+            self.losses.append(row["loss"])
+        if VALIDATION_LOSS in row:
+            self.validation_losses.append(row[VALIDATION_LOSS])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +76,22 @@ class _Mark:
 
 
 class MetricsLog(Callback):
-    """Measure on all ranks, write on the first.
+    """Measures on all ranks, writes on the first.
 
     Args:
-        facts: what turns steps into rates.
+        facts: Facts of the run.
+        loggers: Further receivers of the rows.
 
     Attributes:
-        history: what was written so far.
+        history: What was written so far.
     """
 
-    def __init__(self, facts: RunFacts) -> None:
+    def __init__(self, facts: RunFacts, loggers: Loggers) -> None:
         self.facts = facts
-        self.history = History(unit=facts.plan.unit)
+        self.loggers = loggers
+        self.history = History(unit=facts.throughput.plan.unit)
+        self._files: MetricsFiles | None = None  # of the first rank, from the first row on
+        self._progress: TrainingProgress = NoTrainingProgress()
         self._loss_sum: torch.Tensor | float = 0.0
         self._seen_step = self._logged_step = 0
         self._warm: _Mark | None = None  # after the first step of this process
@@ -83,6 +101,7 @@ class MetricsLog(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count at the present step, which is not 0 after a resume."""
         self._seen_step = self._logged_step = trainer.global_step
+        self._begin(trainer)
 
     def on_train_batch_end(
         self,
@@ -92,7 +111,7 @@ class MetricsLog(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Add up losses; at a logged step, agree on the mean over ranks and write a line."""
+        """Add up losses; at a logged step, reduce their mean over ranks and write a row."""
         self._loss_sum = self._loss_sum + outputs["loss"].detach()  # Lightning divided it by the accumulation
         step = trainer.global_step
         if step == self._seen_step:
@@ -100,6 +119,7 @@ class MetricsLog(Callback):
         self._seen_step = step
         if self._warm is None or step % self.facts.log_every_steps == 0 or step == self.facts.max_steps:
             self._log(trainer, cast(Pretraining, pl_module), step)
+        self._progress.advance(step)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the clock of the training steps."""
@@ -109,74 +129,86 @@ class MetricsLog(Callback):
         """Write the validation loss that the module computed, and start the clock again."""
         self._validation_s += _finished_s(pl_module.device) - self._validation_start_s
         loss = cast(Pretraining, pl_module).validation_loss
-        self.history.validation_losses.append(loss)
-        record = {"step": trainer.global_step, "validation_loss": loss}
+        row = {"step": trainer.global_step, VALIDATION_LOSS: loss}
         line = f"validation loss {loss:.3f}"
-        if self.facts.plan.unit == "tok":
-            record["perplexity"] = perplexity = cast(Pretraining, pl_module).validation_perplexity
+        if self.facts.throughput.plan.unit == "tok":
+            row["perplexity"] = perplexity = cast(Pretraining, pl_module).validation_perplexity
             line += f" | perplexity {perplexity:,.2f}"
         if self.facts.bytes_per_token:
-            record["bits_per_byte"] = loss / math.log(2) / self.facts.bytes_per_token
-            line += f" | {record['bits_per_byte']:.2f} bits per byte"
-        self._write(trainer, record, line)
+            row["bits_per_byte"] = loss / math.log(2) / self.facts.bytes_per_token
+            line += f" | {row['bits_per_byte']:.2f} bits per byte"
+        self._begin(trainer)
+        self._write(row, line)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the loggers and leave the terminal as it was. Further calls have no effect."""
+        self._end("success")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Close the loggers of a run that failed."""
+        self._end("failed")
+
+    def _begin(self, trainer: Trainer) -> None:
+        """Open the files on the first rank; rows above the present step are dropped."""
+        if self._files is not None or not trainer.is_global_zero:
+            return
+        self._files = MetricsFiles(self.facts.output_dir, trainer.global_step)
+        for row in self._files.rows:
+            self.history.add(row)
+        self.loggers.begin(trainer.global_step)
+        self._progress = training_progress(self.facts.max_steps)
+
+    def _end(self, status: Any) -> None:
+        self._progress.end()
+        self._progress = NoTrainingProgress()
+        self.loggers.end(status)
 
     def _log(self, trainer: Trainer, module: Pretraining, step: int) -> None:
         mean = torch.as_tensor(self._loss_sum, device=module.device) / (step - self._logged_step)
         loss = float(trainer.strategy.reduce(mean, reduce_op="mean"))  # waits for the device
         now = _Mark(step=step, at_s=time.perf_counter() - self._validation_s)
-        record: dict[str, float] = {
+        row: Row = {
             "step": step,
             "loss": loss,
             "grad_norm": float(module.grad_norm),
             "lr": module.lr,
-            "tokens": step * self.facts.plan.tokens_per_step,
+            **self.facts.throughput.progress(step),
         }
         if self._last is not None and self._warm is not None:
-            record |= self._rates(self._last, now)
-            self.history.mean_tokens_per_s = self._rates(self._warm, now)["tokens_per_s"]
+            row |= self._rates(self._last, now)
+            self.history.mean_rate = self._rates(self._warm, now)[self.facts.throughput.main_rate]
         if module.device.type == "cuda":
-            record["peak_memory_bytes"] = torch.cuda.max_memory_allocated(module.device)
-        self.history.losses.append(loss)
-        self._write(trainer, record, self._line(record))
+            row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(module.device)
+        row["peak_host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._write(row, self._line(row))
         self._warm, self._last = self._warm or now, now
         self._loss_sum, self._logged_step = 0.0, step
 
     def _rates(self, begin: _Mark, end: _Mark) -> dict[str, float]:
-        steps, seconds, facts = end.step - begin.step, end.at_s - begin.at_s, self.facts
-        flop_per_s = steps * facts.plan.global_size * facts.model_flop_per_sequence / seconds
-        tflop_per_s_per_rank = flop_per_s / facts.plan.world_size / 1e12
-        rates = {
-            "step_s": seconds / steps,
-            "tokens_per_s": steps * facts.plan.tokens_per_step / seconds,
-            "model_tflop_per_s_per_rank": tflop_per_s_per_rank,
-        }
-        if facts.peak_tflop_per_s:
-            rates["mfu"] = tflop_per_s_per_rank / facts.peak_tflop_per_s
-        return rates
+        return self.facts.throughput.rates(end.step - begin.step, end.at_s - begin.at_s)
 
-    def _line(self, record: dict[str, float]) -> str:
-        parts = [
-            f"loss {record['loss']:.3f}",
-            f"grad_norm {record['grad_norm']:.2f}",
-            f"lr {record['lr']:.2e}",
-        ]
-        if "tokens_per_s" in record:
-            parts.append(f"{record['tokens_per_s']:,.0f} {self.facts.plan.unit}/s")
-        if "mfu" in record:
-            parts.append(f"{record['model_tflop_per_s_per_rank']:.1f} TFLOP/s/rank | MFU {record['mfu']:.1%}")
-        if "peak_memory_bytes" in record:
-            parts.append(f"{record['peak_memory_bytes'] / 1e9:.1f} GB")
-        if "step_s" in record:
-            parts.append(f"{(self.facts.max_steps - record['step']) * record['step_s']:.0f} s left")
+    def _line(self, row: Row) -> str:
+        throughput = self.facts.throughput
+        parts = [f"loss {row['loss']:.3f}", f"grad_norm {row['grad_norm']:.2f}", f"lr {row['lr']:.2e}"]
+        if throughput.main_rate in row:
+            ranks = throughput.plan.world_size
+            share = f" ({row[throughput.main_rate] / ranks:,.0f} a rank)" if ranks > 1 else ""
+            parts.append(f"{row[throughput.main_rate]:,.0f} {throughput.plan.unit}/s{share}")
+        if "mfu" in row:
+            parts.append(f"{row['model_tflop_per_s_per_rank']:.1f} TFLOP/s/rank | MFU {row['mfu']:.1%}")
+        if "peak_memory_bytes" in row:
+            parts.append(f"{row['peak_memory_bytes'] / 1e9:.1f} GB")
+        if "step_s" in row:
+            parts.append(f"{(self.facts.max_steps - row['step']) * row['step_s']:.0f} s left")
         return " | ".join(parts)
 
-    def _write(self, trainer: Trainer, record: dict[str, float], line: str) -> None:
-        if not trainer.is_global_zero:
+    def _write(self, row: Row, line: str) -> None:
+        if self._files is None:
             return
-        with (self.facts.output_dir / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        width = len(str(self.facts.max_steps))
-        print(f"step {trainer.global_step:>{width}}/{self.facts.max_steps} | {line}", flush=True)
+        self._files.append(row)
+        self.history.add(row)
+        self.loggers.log(row)
+        self._progress.log(int(row["step"]), line)
 
 
 def _finished_s(device: torch.device) -> float:

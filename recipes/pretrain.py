@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,10 +33,13 @@ from .errors import RecipeError
 from .files import find_recipe
 from .flops import peak_tflop_per_s
 from .lightning_module import Pretraining
+from .loggers import Loggers, check_loggers
 from .metrics import MetricsLog, RunFacts
+from .metrics_files import CSV, JSONL
 from .models.build import num_parameters
-from .models.cost import model_flop_per_sample
+from .models.cost import sample_cost
 from .ranks import start_ranks
+from .rates import Throughput
 from .report import ClosingReport
 from .resume import SaveOnSignal, checkpoint_to_resume, progress_callbacks
 from .run_inputs import RunInputs
@@ -104,6 +108,7 @@ def pretrain(recipe: Recipe, arguments: Sequence[str] = ()) -> None:
     """
     plan = batch_plan(recipe, num_devices(recipe) * recipe.trainer.num_nodes)
     _check_launcher(plan, recipe.trainer)
+    check_loggers(recipe.trainer.loggers)
     uses_accelerate = recipe.trainer.framework == "accelerate"
     if uses_accelerate:
         from . import accelerate_loop  # patches Accelerate, which runs with Lightning do not need
@@ -118,8 +123,10 @@ def pretrain(recipe: Recipe, arguments: Sequence[str] = ()) -> None:
     requests.install()
     if _is_first_process():
         _announce(recipe, plan, data, is_new=checkpoint is None)
-    metrics = MetricsLog(_run_facts(recipe, plan, data))
-    report = ClosingReport(metrics.history, data.tokenizer, recipe.sample, recipe.data.sequence_length)
+    folder = Path(recipe.trainer.output_dir)
+    loggers = Loggers(recipe.trainer.loggers, folder, recipe.name, asdict(recipe))
+    metrics = MetricsLog(_run_facts(recipe, plan, data), loggers)
+    report = ClosingReport(metrics.history, data.tokenizer, recipe.sample, recipe.data.sequence_length, folder)
     seed_everything(recipe.trainer.seed, verbose=False)
     inputs = RunInputs(plan=plan, data=data, metrics=metrics, report=report, requests=requests, checkpoint=checkpoint)
     try:
@@ -207,13 +214,13 @@ def _run_facts(recipe: Recipe, plan: BatchPlan, data: PreparedData) -> RunFacts:
     peak = recipe.trainer.peak_tflop_per_s
     if peak == "auto":
         on_cuda = torch.cuda.is_available() and recipe.trainer.accelerator != "cpu"
-        peak = peak_tflop_per_s(torch.cuda.get_device_name()) if on_cuda else 0.0
+        has_table = on_cuda and recipe.trainer.precision != "32-true"  # the table is of 16 bits
+        peak = peak_tflop_per_s(torch.cuda.get_device_name()) if has_table else 0.0
+    cost = sample_cost(recipe.model, recipe.sample_size)
     return RunFacts(
-        plan=plan,
+        throughput=Throughput(plan=plan, cost=cost, peak_tflop_per_s=peak),
         max_steps=recipe.trainer.max_steps,
         log_every_steps=recipe.trainer.log_every_steps,
-        model_flop_per_sequence=model_flop_per_sample(recipe.model, recipe.sample_size),
-        peak_tflop_per_s=peak,
         bytes_per_token=0.0 if recipe.model.is_masked else data.bytes_per_token,
         output_dir=Path(recipe.trainer.output_dir),
     )
@@ -225,7 +232,8 @@ def _announce(recipe: Recipe, plan: BatchPlan, data: PreparedData, *, is_new: bo
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "config.yaml").write_text(recipe.to_yaml())
     if is_new:
-        (output_dir / "metrics.jsonl").unlink(missing_ok=True)
+        for name in (JSONL, CSV):
+            (output_dir / name).unlink(missing_ok=True)
     parameters = num_parameters(recipe.model, recipe.sample_size)
     epochs = recipe.trainer.max_steps * plan.global_size / data.train.num_samples
     lines = [

@@ -1,10 +1,12 @@
-"""What is left to say when training is over? How the loss fell, what the model writes, what was sent.
+"""Report at the end of the training: fall of the loss, a text by the model, bytes sent, and a page with all of it.
 
 The last table compares the engine's plan with the bytes that it counted, per rank and optimizer step. It
 exists for this project's strategies only; everything else is the same under any strategy.
 """
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,6 +14,7 @@ from tokenizers import Tokenizer
 
 from .config import SampleConfig
 from .metrics import History
+from .report_page import ENGINE, write_page
 from .sampling import write_sample
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -35,10 +38,14 @@ class ClosingReport(Callback):
         tokenizer: of the training data; none for images.
         sample: what to write.
         max_context: tokens in a sequence.
+        folder: Output folder of the run, for the page.
     """
 
-    def __init__(self, history: History, tokenizer: Tokenizer | None, sample: SampleConfig, max_context: int) -> None:
+    def __init__(
+        self, history: History, tokenizer: Tokenizer | None, sample: SampleConfig, max_context: int, folder: Path
+    ) -> None:
         self.history = history
+        self.folder = folder
         self.tokenizer = tokenizer
         self.sample = sample
         self.max_context = max_context
@@ -56,12 +63,26 @@ class ClosingReport(Callback):
             parts.append("Sent by the first rank in the last optimizer step:\n" + traffic_table(traffic))
         if trainer.is_global_zero:
             print("\n" + "\n\n".join(filter(None, parts)), flush=True)
+            write_engine_account(self.folder, trainer, traffic)
+            print(f"\nThe report is {write_page(self.folder)}", flush=True)
 
 
 def traffic_of(trainer: Trainer) -> list[TrafficRow]:
     """Return the engine's account of the last optimizer step; empty under any other strategy."""
     sharded = getattr(trainer.strategy, "sharded", None)
     return [] if sharded is None else list(sharded.traffic())
+
+
+def write_engine_account(folder: Path, trainer: Trainer, traffic: Sequence[TrafficRow]) -> None:
+    """Write the engine's bytes to the folder of the run; under any other strategy, remove those of an earlier run."""
+    sharded = getattr(trainer.strategy, "sharded", None)
+    if sharded is None:
+        (folder / ENGINE).unlink(missing_ok=True)
+        return
+    columns = ("axis", "collective", "count", "planned_bytes", "sent_bytes")
+    rows = [{name: getattr(row, name) for name in columns} for row in traffic]
+    account = {"traffic": rows, "memory_bytes": dict(sharded.memory.bytes_by_purpose)}
+    (folder / ENGINE).write_text(json.dumps(account, indent=1) + "\n")
 
 
 def traffic_table(rows: Sequence[TrafficRow]) -> str:
@@ -98,8 +119,8 @@ def loss_summary(history: History) -> str:
     if len(history.validation_losses) > 1:
         first, *_, last = history.validation_losses
         lines.append(f"Validation loss {first:.3f} -> {last:.3f}")
-    if history.mean_tokens_per_s:
-        lines.append(f"{history.mean_tokens_per_s:,.0f} {history.unit}/s on average, first step left out")
+    if history.mean_rate:
+        lines.append(f"{history.mean_rate:,.0f} {history.unit}/s on average, first step left out")
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """Arithmetic and memory that a network costs, without running it on a device."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,42 @@ from .config import ModelConfig
 _MEASURED_ATTENTION = "mics_measured"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCost:
+    """Arithmetic of one sample by each way of counting; 0.0 where a way does not apply.
+
+    Attributes:
+        model_flop: Exact FLOP of the model, forward and backward, causal attention halved.
+        megatron_flop: FLOP by Megatron's formula, attention not halved; 0.0 for images.
+        recomputed_flop: FLOP by Megatron's formula with the recomputed forward; 0.0 for images, and where the model
+            recomputes nothing.
+    """
+
+    model_flop: float
+    megatron_flop: float = 0.0
+    recomputed_flop: float = 0.0
+
+
+def sample_cost(config: ModelConfig, size: int) -> SampleCost:
+    """Return the arithmetic of one sample.
+
+    Args:
+        config: Numbers of the model.
+        size: Tokens of the sequence, or pixels along the edge of the image.
+    """
+    model_flop = model_flop_per_sample(config, size)
+    if config.reads_images:
+        return SampleCost(model_flop=model_flop)
+    shape = {"s": size, "L": config.num_layers, "h": config.hidden_size, "V": config.vocab_size}
+    return SampleCost(
+        model_flop=model_flop,
+        megatron_flop=flops.megatron_model_flop(**shape),
+        recomputed_flop=flops.megatron_recomputed_flop(**shape) if config.activation_checkpointing else 0.0,
+    )
+
+
 def model_flop_per_sample(config: ModelConfig, size: int) -> float:
-    """Return forward and backward FLOP of one sample, causal attention counted once, nothing recomputed.
+    """Return forward and backward FLOP of one sample: causal attention halved, nothing recomputed.
 
     Args:
         config: Numbers of the model.

@@ -81,14 +81,18 @@ def test_llama_7b_costs_what_a_profiler_counts():
 
 def test_bert_10b_costs_what_the_paper_and_a_profiler_count():
     shape = {"s": 512, "L": 127, "h": 2560, "V": 32008}
-    assert flops.gpt_model_flop(**shape) / 1e12 == pytest.approx(31.957, abs=0.001)
-    assert flops.gpt_hardware_flop(**shape) / 1e12 == pytest.approx(42.525, abs=0.001)
+    assert flops.megatron_model_flop(**shape) / 1e12 == pytest.approx(31.957, abs=0.001)
+    assert flops.megatron_recomputed_flop(**shape) / 1e12 == pytest.approx(42.525, abs=0.001)
 
 
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
         ("NVIDIA A100-SXM4-40GB", 312.0),
+        ("NVIDIA A800-SXM4-80GB", 312.0),
+        ("NVIDIA H800", 989.0),
+        ("Tesla V100-SXM2-32GB", 125.0),
+        ("Tesla V100-PCIE-16GB", 112.0),
         ("NVIDIA H100 80GB HBM3", 989.0),
         ("NVIDIA H100 PCIe", 756.0),
         ("NVIDIA GB200", 2500.0),

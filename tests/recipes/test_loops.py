@@ -17,7 +17,10 @@ from recipes.data.masking import IGNORED_LABEL
 from recipes.data.prepare import PreparedData, prepare
 from recipes.files import find_recipe
 from recipes.lightning_module import HeldOutLoss, Pretraining
+from recipes.loggers import Loggers
 from recipes.metrics import MetricsLog, RunFacts
+from recipes.models.cost import SampleCost
+from recipes.rates import Throughput
 from recipes.report import ClosingReport
 from recipes.resume import checkpoint_to_resume, step_of
 from recipes.run_inputs import RunInputs
@@ -64,28 +67,28 @@ def train(
     size, micro, length = recipe.batch.global_size, recipe.batch.micro_size, recipe.data.sequence_length
     plan = BatchPlan(global_size=size, micro_size=micro, world_size=ctx.world_size, sequence_length=length)
     facts = RunFacts(
-        plan=plan,
+        throughput=Throughput(plan=plan, cost=SampleCost(model_flop=1.0)),
         max_steps=recipe.trainer.max_steps,
         log_every_steps=1,
-        model_flop_per_sequence=1.0,
-        peak_tflop_per_s=0.0,
         bytes_per_token=0.0,
         output_dir=folders[1],
     )
     folders[1].mkdir(exist_ok=True)
-    metrics = MetricsLog(facts)
+    (folders[1] / "config.yaml").write_text(recipe.to_yaml())
+    metrics = MetricsLog(facts, Loggers((), folders[1], recipe.name, {}))
     requests = SaveRequests(saves=recipe.trainer.checkpoint_every_steps != "never")
     inputs = RunInputs(
         plan=plan,
         data=data,
         metrics=metrics,
-        report=ClosingReport(metrics.history, data.tokenizer, recipe.sample, length),
+        report=ClosingReport(metrics.history, data.tokenizer, recipe.sample, length, folders[1]),
         requests=requests,
         checkpoint=checkpoint_to_resume(recipe.trainer, reads_folders=is_ours(recipe.strategy)),
     )
     Observed.seen, Observed.signal_at = ([],), signal_at
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(accelerate_loop, "AccelerateLoop", Observed)
+        patch.setattr("recipes.report_page._plots", lambda *_: [])
         patch.setattr(Accelerator, "end_training", lambda _: None)  # the process group is the pool's
         accelerate_loop.train(recipe, inputs)
     requests.close()

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mics_strategy.engine.setup.materialize import check_initialized, find_initializer, initialized_values
@@ -19,9 +18,10 @@ from recipes.errors import RecipeError
 from recipes.lightning_module import Pretraining, parameter_groups
 from recipes.models.build import build_model, num_parameters
 from recipes.models.config import DEFAULTS, CompileBackend, ModelConfig
-from recipes.models.cost import activation_bytes, model_flop_per_sample
+from recipes.models.cost import activation_bytes, model_flop_per_sample, sample_cost
 from recipes.models.transformer import PACKED_ATTENTION, build_transformer, layers_of
 from recipes.models.wide_resnet import WideResNet
+from tests.recipes.host_reads import HostReads
 
 SMALL = ModelConfig(vocab_size=300, hidden_size=32, intermediate_size=88, num_layers=2, num_heads=4, num_kv_heads=2)
 TEXT = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 88, "num_layers": 3, "num_heads": 4}
@@ -52,18 +52,6 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     loss_of(model.train()).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-class HostReads(TorchDispatchMode):
-    """Counts the scalars that the host reads from the device, each of which waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -251,6 +239,18 @@ def test_flop_are_those_that_a_profiler_counts(family: str):
         model(inputs) if config.reads_images else model(input_ids=inputs)
     causal = 6 * 3 * 32 * 12**2 if family in ("llama", "gpt2") else 0
     assert model_flop_per_sample(config, size) + causal == 3 * counter.get_total_flops()
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_each_way_of_counting_applies_where_its_formula_does(family: str):
+    config, size = ALL[family], 64 if family == "wide_resnet" else 12
+    cost = sample_cost(config, size)
+    assert cost.model_flop == model_flop_per_sample(config, size)
+    assert (cost.megatron_flop > 0, cost.recomputed_flop) == (family != "wide_resnet", 0.0)
+    if family != "wide_resnet":
+        recomputing = sample_cost(replace(config, activation_checkpointing=True), size)
+        assert recomputing.megatron_flop == cost.megatron_flop
+        assert recomputing.recomputed_flop == pytest.approx(4 / 3 * cost.megatron_flop, rel=0.2)
 
 
 def test_recomputation_keeps_the_inputs_of_layers_and_one_layer():

@@ -131,6 +131,6 @@ def test_sharded_checkpoints_resume_on_another_number_of_ranks(
     result = run(repository, cache_dir, tmp_path, *sharded, *resuming, alone, strategy="mics")
     assert result.returncode == 0, result.stderr
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines if '"loss"' in line].count(STEPS) == 2  # before, and again
+    assert [json.loads(line)["step"] for line in lines if '"loss"' in line].count(STEPS) == 1  # taken again
     resumed, whole = losses(tmp_path), losses(finished[0])
     assert [resumed[35], resumed[40]] == pytest.approx([whole[35], whole[40]], abs=1e-3)

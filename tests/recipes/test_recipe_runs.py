@@ -74,6 +74,8 @@ def check_runs(output: str, names: list[str], folder: Path) -> None:
     assert "DIFFERENT" not in output
     for name in names:
         check_run(folder / name)
+        page = (folder / name / "report.html").read_text()
+        assert ("all_gather" in page, ">equal<" in page, ">DIFFERENT<" in page) == (True, True, False)
 
 
 @pytest.mark.parametrize("strategy", ["mics", "ddp"])

@@ -1,0 +1,233 @@
+"""The report of a run as one HTML file without references to others: `python -m recipes.report_page RUN_FOLDER`.
+
+A run writes the page when it ends. The command makes it again from the files of the run, also while the run goes on.
+"""
+
+import importlib.util
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment
+from markupsafe import Markup
+
+from .errors import RecipeError
+from .metrics_files import JSONL, VALIDATION_LOSS, Row, read_rows
+
+PAGE, ENGINE = "report.html", "engine.json"
+_MAX_ROWS = 200
+_PLOTS: tuple[tuple[str, tuple[str, ...], float], ...] = (  # title, columns, divisor
+    ("Loss, nats", ("loss", VALIDATION_LOSS), 1.0),
+    ("Tokens per second", ("tokens_per_s",), 1.0),
+    ("Samples per second", ("samples_per_s",), 1.0),
+    ("Share of the peak", ("mfu", "mfu_megatron"), 1.0),
+    ("Learning rate", ("lr",), 1.0),
+    ("Norm of the gradient", ("grad_norm",), 1.0),
+    ("Memory, GB", ("peak_memory_bytes", "peak_host_bytes"), 1e9),
+)
+_TEMPLATE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ run.name }}</title>
+<style>
+body { font: 15px/1.4 sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse } td, th { padding: .15rem .8rem .15rem 0; text-align: right; white-space: nowrap }
+td:first-child, th:first-child { text-align: left } th { border-bottom: 1px solid #999; font-weight: 600 }
+.plots { display: flex; flex-wrap: wrap } .plots figure { margin: 0; flex: 1 1 28rem } svg { width: 100%; height: auto }
+.wide { overflow-x: auto } pre { background: #f5f5f5; padding: 1rem; overflow-x: auto } .different { color: #b00 }
+</style></head><body>
+<h1>{{ run.name }}</h1>
+{% if run.is_incomplete %}<p class="different">The run has taken {{ run.last_step }} of {{ run.max_steps }} steps.</p>
+{% endif %}<table>{% for name, value in run.summary %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>
+{% endfor %}</table>
+<h2>Course</h2>
+{% if has_plots %}<div class="plots">{% for plot in plots %}<figure>{{ plot }}</figure>{% endfor %}</div>
+{% else %}<p>Plots need matplotlib, which is not installed: <code>pip install matplotlib</code>.</p>
+{% endif %}<h2>Traffic</h2>
+{% if run.traffic %}<p>Sent by the first rank in the last optimizer step.</p>
+<table><tr><th>axis</th><th>collective</th><th>calls</th><th>planned, B</th><th>sent, B</th><th></th></tr>
+{% for row in run.traffic %}<tr><td>{{ row.axis }}</td><td>{{ row.collective }}</td><td>{{ row.count }}</td>
+<td>{{ "{:,}".format(row.planned_bytes) }}</td><td>{{ "{:,}".format(row.sent_bytes) }}</td>
+<td>{% if row.planned_bytes == row.sent_bytes %}equal{% else %}<b class="different">DIFFERENT</b>{% endif %}</td></tr>
+{% endfor %}</table>
+{% else %}<p>Not recorded: the run has not ended, sent nothing, or its strategy is not one of this project.</p>
+{% endif %}<h2>Memory of the engine</h2>
+{% if run.memory %}<p>Allocated by the first rank.</p>
+<table>{% for purpose, num_bytes in run.memory %}
+<tr><td>{{ purpose }}</td><td>{{ "{:,}".format(num_bytes) }} B</td></tr>
+{% endfor %}</table>
+{% else %}<p>Not recorded: the run has not ended, or its strategy is not one of this project.</p>
+{% endif %}<h2>Log</h2>
+<p>{{ run.shown | length }} of {{ run.rows | length }} rows; metrics.csv and metrics.jsonl have all of them.</p>
+<div class="wide"><table><tr>{% for name in run.columns %}<th>{{ name }}</th>{% endfor %}</tr>
+{% for row in run.shown %}<tr>{% for name in run.columns %}<td>{{ row.get(name, "") }}</td>{% endfor %}</tr>
+{% endfor %}</table></div>
+<h2>Resolved recipe</h2><pre>{{ run.recipe_text }}</pre>
+</body></html>
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """What the files of a run say.
+
+    Attributes:
+        name: Name of the recipe.
+        max_steps: Optimizer steps that the run was to take.
+        rows: Rows of the log.
+        traffic: Planned and sent bytes by axis and collective; empty where not recorded.
+        memory: Purposes and bytes of the engine's allocations; empty where not recorded.
+        recipe_text: The resolved recipe.
+    """
+
+    name: str
+    max_steps: int
+    rows: list[Row]
+    traffic: list[dict[str, Any]]
+    memory: list[tuple[str, int]]
+    recipe_text: str
+
+    @property
+    def last_step(self) -> int:
+        """Last optimizer step in the log."""
+        return int(max(row["step"] for row in self.rows))
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether the log ends before the last step of the recipe."""
+        return self.last_step < self.max_steps
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of all rows, in the order of their first row."""
+        return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    @property
+    def shown(self) -> list[Row]:
+        """Rows that the page lists: all, or as many of them at equal distances as it has room for."""
+        count = len(self.rows)
+        if count <= _MAX_ROWS:
+            return self.rows
+        return [self.rows[index * (count - 1) // (_MAX_ROWS - 1)] for index in range(_MAX_ROWS)]
+
+    @property
+    def summary(self) -> list[tuple[str, str]]:
+        """Names and values at the head of the page."""
+        values = {name: [row[name] for row in self.rows if name in row] for name in self.columns}
+        lines = [("optimizer steps", f"{self.last_step:,} of {self.max_steps:,}")]
+        for name in ("loss", VALIDATION_LOSS):
+            if found := values.get(name):
+                lines.append((name.replace("_", " "), f"{found[0]:.4f} -> {found[-1]:.4f}"))
+        for name in ("tokens_per_s", "tokens_per_s_per_rank", "samples_per_s"):
+            if found := values.get(name):
+                lines.append((f"{name}, last and best", f"{found[-1]:,.1f}, {max(found):,.1f}"))
+        lines += [(f"{name}, last", f"{values[name][-1]:.1%}") for name in ("mfu", "mfu_megatron") if name in values]
+        for name in ("peak_memory_bytes", "peak_host_bytes"):
+            if found := values.get(name):
+                lines.append((name.replace("_bytes", "").replace("_", " "), f"{max(found) / 1e9:.2f} GB"))
+        return lines
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read the files of a run.
+
+    Args:
+        folder: Its output folder.
+
+    Raises:
+        RecipeError: A file is missing, empty or of another kind.
+    """
+    rows = read_rows(folder / JSONL)
+    if not rows:
+        raise RecipeError(
+            f"{folder / JSONL} has no complete row, so there is nothing to report. Wait for the first logged step."
+        )
+    text, engine = _read(folder / "config.yaml"), "{}"
+    if (folder / ENGINE).is_file():
+        engine = _read(folder / ENGINE)
+    try:
+        recipe, account = yaml.safe_load(text), json.loads(engine)
+        return RunRecord(
+            name=recipe["name"],
+            max_steps=int(recipe["trainer"]["max_steps"]),
+            rows=rows,
+            traffic=list(account.get("traffic", ())),
+            memory=list(account.get("memory_bytes", {}).items()),
+            recipe_text=text,
+        )
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RecipeError(
+            f"The report needs config.yaml and {ENGINE} as a run writes them to {folder}, but they cannot be read "
+            f"({type(error).__name__}: {error}). Restore them, or delete {ENGINE}, which is optional."
+        ) from error
+
+
+def write_page(folder: Path) -> Path:
+    """Write `report.html` into the folder of a run and return its path.
+
+    Raises:
+        RecipeError: A file of the run is missing, empty or of another kind.
+    """
+    run = read_run(folder)
+    has_plots = importlib.util.find_spec("matplotlib") is not None
+    template = Environment(autoescape=True).from_string(_TEMPLATE)
+    plots = [Markup(text) for text in _plots(run.rows)] if has_plots else []  # matplotlib escapes text
+    page, draft = folder / PAGE, folder / f"{PAGE}.{os.getpid()}"
+    draft.write_text(template.render(run=run, plots=plots, has_plots=has_plots))
+    draft.replace(page)
+    return page
+
+
+def _read(file: Path) -> str:
+    if not file.is_file():
+        raise RecipeError(f"{file} does not exist. Name the output folder of a run, which has it.")
+    return file.read_text(errors="replace")
+
+
+def _plots(rows: Sequence[Row]) -> list[str]:
+    """Draw every group of columns that the log has, as SVG elements."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    drawn = []
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mics", "axes.grid": True, "font.size": 9}):
+        for title, columns, divisor in _PLOTS:
+            points = {name: [(row["step"], row[name] / divisor) for row in rows if name in row] for name in columns}
+            points = {name: pairs for name, pairs in points.items() if pairs}
+            if not points:
+                continue
+            figure = Figure(figsize=(5.2, 2.9))
+            figure.subplots_adjust(left=0.14, right=0.97, bottom=0.16, top=0.9)  # an engine would draw twice
+            axes = figure.add_subplot(title=title, xlabel="optimizer step")
+            for name, pairs in points.items():
+                steps, values = zip(*pairs, strict=True)
+                axes.plot(steps, values, label=name, marker="." if len(pairs) < 30 else None)
+            if len(points) > 1:
+                axes.legend()
+            text = io.StringIO()
+            figure.savefig(text, format="svg", metadata={"Date": None})
+            drawn.append(text.getvalue()[text.getvalue().index("<svg") :])
+    return drawn
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the page of a run; what a user can repair ends it with one line.
+
+    Args:
+        arguments: The folder of the run; default: those of the process.
+    """
+    given = [*(sys.argv[1:] if arguments is None else arguments)]
+    if len(given) != 1 or given[0].startswith("-"):
+        sys.exit("usage: python -m mics_strategy.recipes.report_page RUN_FOLDER")
+    try:
+        print(write_page(Path(given[0])))
+    except RecipeError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

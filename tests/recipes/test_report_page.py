@@ -1,0 +1,106 @@
+"""The page of a run: the numbers of its files, in one file, and clear refusals."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from recipes import report_page
+from recipes.metrics_files import read_rows
+from recipes.report_page import main, write_page
+from tests.recipes.short_runs import run_debug_recipe
+
+QUIET = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+CONFIG = "name: two<b>\ntrainer:\n  max_steps: 2\n"
+ROWS = [{"step": 1, "loss": 6.25, "lr": 0.001}, {"step": 2, "loss": 5.5, "lr": 0.002, "tokens_per_s": 1234.5}]
+TRAFFIC = {"axis": "intra_node", "collective": "all_gather", "count": 3, "planned_bytes": 24, "sent_bytes": 48}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of a run; its page has no plots, which take most of the time."""
+    monkeypatch.setattr(report_page, "_plots", lambda rows: [])
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+@QUIET
+@pytest.mark.parametrize("framework", ["lightning", pytest.param("accelerate", marks=pytest.mark.slow)])
+def test_the_page_of_a_run_has_the_numbers_of_its_log(framework: str, cache_dir: Path, tmp_path: Path):
+    options = ("--trainer.max_steps=2", "--trainer.log_every_steps=1")
+    output = run_debug_recipe(tmp_path, cache_dir, *options, framework=framework, draws=True)
+    page = (tmp_path / "report.html").read_text()
+    assert f"The report is {tmp_path / 'report.html'}" in output
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert len(rows) == 4
+    for row in rows:
+        assert all(f"<td>{value}</td>" in page for value in row.values())
+    assert page.count("<svg") >= 4
+    assert "global_size: 8" in page
+    assert not re.search(r"(src|href)=\"(?!#)", re.sub(r"<svg .*?>", "", page))  # refers to no other file
+    assert "has taken" not in page
+
+
+def test_the_page_shows_traffic_and_memory_and_escapes_text(folder: Path):
+    (folder / "engine.json").write_text(json.dumps({"traffic": [TRAFFIC], "memory_bytes": {"gradients": 4096}}))
+    page = write_page(folder).read_text()
+    assert "<h1>two&lt;b&gt;</h1>" in page
+    assert re.search(r"all_gather</td><td>3</td>\s*<td>24</td><td>48</td>\s*<td><b class=\"different\">DIFFERENT", page)
+    assert "<td>gradients</td><td>4,096 B</td>" in page
+    assert "6.2500 -&gt; 5.5000" in page
+
+
+def test_a_run_that_goes_on_has_a_page(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "config.yaml").write_text(CONFIG.replace("2", "90"))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    main([str(folder)])
+    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+    assert "The run has taken 2 of 90 steps." in (folder / "report.html").read_text()
+
+
+def test_a_long_log_is_listed_in_part(folder: Path):
+    rows = [{"step": step, "loss": 7.0 - step / 1000} for step in range(1, 1001)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_page(folder).read_text()
+    assert "200 of 1000 rows" in page
+    assert ("<td>1</td><td>6.999</td>" in page, "<td>1000</td><td>6.0</td>" in page) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("metrics.jsonl", None, r"metrics.jsonl does not exist. Name the output folder"),
+        ("metrics.jsonl", "", r"metrics.jsonl has no complete row"),
+        ("metrics.jsonl", '{"step": 1, "los', r"metrics.jsonl has no complete row"),
+        ("metrics.jsonl", '{"iteration": 1}\n', r"Line 1 of .*metrics.jsonl.*`step`"),
+        ("config.yaml", None, r"config.yaml does not exist"),
+        ("config.yaml", "", r"cannot be read \(TypeError"),
+        ("config.yaml", "name: old\n", r"cannot be read \(KeyError: 'trainer'\).*Restore"),
+        ("engine.json", "{", r"cannot be read \(JSONDecodeError.*delete engine.json"),
+        ("engine.json", "[]", r"cannot be read \(AttributeError.*delete engine.json"),
+    ],
+)
+def test_files_of_another_kind_are_refused(name: str, text: str | None, message: str, folder: Path):
+    (folder / name).unlink(missing_ok=True)
+    if text is not None:
+        (folder / name).write_text(text)
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        main([str(folder)])
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b"], ["--help"]])
+def test_the_command_says_how_it_is_used(arguments: list[str]):
+    with pytest.raises(SystemExit, match=r"usage: .*RUN_FOLDER"):
+        main(arguments)
+
+
+def test_without_matplotlib_the_page_has_no_plots(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report_page.importlib.util, "find_spec", lambda name: None)
+    page = write_page(folder).read_text()
+    assert "<svg" not in page
+    assert "pip install matplotlib" in page
+    assert "1234.5" in page
