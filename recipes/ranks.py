@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 _POLL_S = 0.1
-_GRACE_S = 5.0  # for ranks to end by themselves after another one has
+GRACE_S = 5.0  # for ranks to end by themselves after another one has
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -59,7 +59,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait for ranks that still run, and end those that do not end by themselves."""
-    deadline_s = time.monotonic() + _GRACE_S
+    deadline_s = time.monotonic() + GRACE_S
     for rank in ranks:
         try:
             rank.wait(max(0.0, deadline_s - time.monotonic()))

@@ -6,12 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 STEPS = 400  # more than are done before a signal arrives
 LOGGED = "--trainer.log_every_steps=1"
 
@@ -24,11 +24,27 @@ def start(repository: Path, folders: tuple[Path, Path], *options: str) -> subpro
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=repository, env=environment, text=True, **pipes)
+    process = subprocess.Popen(command, cwd=repository, env=environment, text=True, **pipes)
+    _started.append(process)
+    return process
+
+
+_started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _ends_what_it_started() -> Iterator[None]:
+    yield
+    for process in _started:
+        children = rank_processes(process) if process.poll() is None else []
+        for number in (process.pid, *children) if process.poll() is None else ():
+            os.kill(number, signal.SIGKILL)
+        process.communicate()
+    _started.clear()
 
 
 def wait_for_step(output: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline_s = time.monotonic() + 90
+    deadline_s = time.monotonic() + 150
     while max(losses(output), default=0) < step:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline_s
@@ -43,7 +59,7 @@ def losses(output: Path) -> dict[int, float]:
 
 
 def saved(output: Path) -> list[int]:
-    return sorted(int(path.stem.removeprefix("step=")) for path in (output / "checkpoints").iterdir())
+    return sorted(int(path.stem.removeprefix("step=")) for path in (output / "checkpoints").glob("step=*"))
 
 
 def rank_processes(process: subprocess.Popen[str]) -> list[int]:
@@ -61,8 +77,8 @@ ALONE = ("--trainer.devices=1", "--strategy.shard.partition_size=1")
 
 @pytest.mark.parametrize(
     ("framework", "options"),
-    [("lightning", SHARDED), ("lightning", FULL_DDP), ("accelerate", SHARDED), ("accelerate", FULL_DDP)],
-    ids=["lightning-mics", "lightning-ddp", "accelerate-mics", "accelerate-ddp"],
+    [("lightning", SHARDED), ("accelerate", FULL_DDP)],
+    ids=["lightning-mics", "accelerate-ddp"],
 )
 def test_sigterm_saves_and_the_printed_command_continues(
     framework: str, options: Sequence[str], repository: Path, cache_dir: Path, tmp_path: Path
@@ -70,11 +86,11 @@ def test_sigterm_saves_and_the_printed_command_continues(
     process = start(repository, (cache_dir, tmp_path), f"--trainer.framework={framework}", *options)
     wait_for_step(tmp_path, 3, process)
     os.kill(rank_processes(process)[-1], signal.SIGUSR1)  # one rank
-    while not (tmp_path / "checkpoints").is_dir() or not saved(tmp_path):
+    while not saved(tmp_path):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)  # the process that the user has started
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     first, last = saved(tmp_path)
     assert f"SIGUSR1: checkpoint after step {first}" in output
@@ -86,7 +102,7 @@ def test_sigterm_saves_and_the_printed_command_continues(
     resume = [word for word in line.partition("mics pretrain ")[2].split() if word.startswith("--trainer.resume")]
     shorter = ("--trainer.max_steps=" + str(last + 2), *ALONE, *resume)
     continued = start(repository, (cache_dir, tmp_path), f"--trainer.framework={framework}", *options, *shorter)
-    _, errors = continued.communicate(timeout=90)
+    _, errors = continued.communicate(timeout=120)
     assert continued.returncode == 0, errors
     assert sorted(losses(tmp_path)) == [*range(1, last + 3)]
 
@@ -100,7 +116,7 @@ def test_a_signal_to_a_run_without_checkpoints_is_answered(
     )
     wait_for_step(tmp_path, 2, process)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
     assert "SIGTERM: nothing is saved, because of `trainer.checkpoint_every_steps=never`" in output
     assert not (tmp_path / "checkpoints").exists()
