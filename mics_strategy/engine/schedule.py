@@ -58,7 +58,7 @@ class ParamVersions:
 
     def keep_secondary(self) -> None:
         """Note that an all-gather of the parameters has left this rank's secondary shard."""
-        self.secondary_shard = self.param_shard
+        self.secondary_shard = self.unsharded
 
 
 class VersionedBucket(Protocol):

@@ -123,11 +123,11 @@ class Engine:
             outputs: Tensors that the forward returned; empty when it raised.
         """
         unit = call.unit
-        unit.exit_forward()
         if self._training_forward is not None and not call.is_recomputed:
             self._pass.record(unit, is_checkpointed=not torch.is_grad_enabled())
         if self._training_forward is unit:
             self._training_forward = None
+        unit.exit_forward()  # may refuse what the forward wrote
         if unit.index == 0 and self._keeps_params_unsharded:
             for other in self._global_order.take_rest():  # other ranks may have needed them
                 other.start_unshard(self._resources)

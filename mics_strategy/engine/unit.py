@@ -124,7 +124,11 @@ class Unit:
         self.slot.resident = self
 
     def sync_params(self, resources: GatherResources) -> None:
-        """Bring stepped parameters to the parameter scope now, not before the next use."""
+        """Bring stepped parameters to the parameter scope now, not before the next use.
+
+        Nothing of an all-gather of the former values may be pending then: it would write them over the new ones.
+        """
+        self.finish_unshard()
         for bucket, flat, cast_shard in self._staging.acquire(resources, self.finish_unshard):
             if bucket.versions.needs_sync(bucket.version):
                 resources.stream.launch([partial(bucket.sync_params, flat, cast_shard)]).wait()
@@ -187,10 +191,15 @@ class Unit:
         self._forward_depth -= 1
         if self._forward_depth == 0:
             self.phase = transition(PHASE_TRANSITIONS, self.phase, "exit_forward", self.name)
-            for bucket in self.buckets:
-                bucket.keep_writes()
-            if self.phase is UnitPhase.IDLE:
-                self._restore_sharded()
+            try:
+                for bucket in self.buckets:
+                    bucket.keep_writes()
+            except LifecycleError:
+                self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "reshard", self.name)
+                raise  # the refused values are gathered over before the next use
+            finally:
+                if self.phase is UnitPhase.IDLE:
+                    self._restore_sharded()
 
     def enter_backward(self, enter_clock: int) -> None:
         """Register the unsharded parameters for the backward of one forward.

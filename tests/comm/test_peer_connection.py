@@ -85,6 +85,35 @@ def test_more_descriptors_than_a_socket_holds_may_be_in_flight_both_ways() -> No
     assert all(torch.equal(out, values) for out in outs)
 
 
+def test_a_circle_of_senders_goes_on_when_all_sockets_are_full() -> None:
+    """Rank 0 sends to 1, 1 to 2, 2 to 0, each more than a socket holds before it receives anything."""
+    count, values = 1000, torch.arange(1000.0)
+    outs = [torch.zeros(count) for _ in range(3)]
+    groups: list[list[PeerConnection]] = [[], [], []]
+    to_next, to_previous = {}, {}
+    for rank in range(3):
+        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        following = (rank + 1) % 3
+        to_next[rank] = PeerConnection(one, following, group=groups[rank])
+        to_previous[following] = PeerConnection(other, rank, group=groups[following])
+
+    def exchange(rank: int) -> None:
+        sends = [to_next[rank].post_send(values[n : n + 1], 1) for n in range(count)]
+        for n in range(count):
+            to_previous[rank].post_recv(outs[rank][n : n + 1], 1).wait()
+        for send in sends:
+            send.wait()
+
+    threads = [threading.Thread(target=exchange, args=(rank,), daemon=True) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert all(torch.equal(out, values) for out in outs)
+    for connection in [*to_next.values(), *to_previous.values()]:
+        connection.close()
+
+
 def test_a_piece_may_not_be_overwritten_before_it_was_read() -> None:
     with connected_pair() as (one, other):
         send, is_free = one.post_send(torch.ones(3), 1), threading.Event()

@@ -3,12 +3,14 @@
 from collections import Counter
 
 import pytest
+import torch
+from torch import nn
 
-from mics_strategy import ShardConfig
+from mics_strategy import ShardConfig, shard
 from mics_strategy.engine.plan import Plan
 from tests import models
 from tests.engine.counting import CountC10d, planned_kinds
-from tests.engine.training import Run, assert_same_training, plain, start, train, unused_alike
+from tests.engine.training import Run, assert_same_training, forget_meshes, plain, start, train, unused_alike
 from tests.ranks import RankContext, RankPool
 
 pytestmark = [pytest.mark.wide, pytest.mark.one_job]
@@ -43,6 +45,73 @@ def test_trains_as_plain(ranks: RankPool, chain: tuple[int, int, int, int], case
 def test_trains_as_plain_with_any_timing(ranks: RankPool, overlap: object, prefetch: int) -> None:
     run = Run(case=models.transformer, config=_config((4, 2, 4, 4), overlap=overlap, prefetch=prefetch), clip=0.1)
     assert_same_training(ranks(4, train, run, ranks_per_node=2), plain(run, 4))
+
+
+class Interrupted(Exception):
+    """Raised inside a forward."""
+
+
+class Reversed(nn.Module):
+    """Runs its blocks last to first, so that a block keeps its staging buffer for long; may raise before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Bilinear(4, 4, 4) for _ in range(3))
+        self.raises = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.raises:
+            raise Interrupted
+        for block in reversed(self.blocks):
+            x = torch.tanh(block(x, x))
+        return x
+
+
+def outputs_of_interrupted_steps(model: Reversed) -> list[torch.Tensor]:
+    """Step on gradients that were read before a write and before a forward that raises after its prefetch."""
+    x, optimizer = torch.ones(2, 4, dtype=torch.float64), torch.optim.SGD(model.parameters(), lr=0.5)
+    outputs = []
+    for _ in range(3):
+        model(x).square().mean().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        assert all(gradient is not None for gradient in gradients)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        model.raises = True
+        with pytest.raises(Interrupted):
+            model(x)
+        model.raises = False
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            outputs.append(model(x))
+    return outputs
+
+
+def reversed_model() -> Reversed:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Reversed().double()
+
+
+def interrupted(ctx: RankContext, preset: str, overlap: object) -> list[torch.Tensor]:
+    forget_meshes()
+    model = reversed_model()
+    shard(model, ShardConfig.preset(preset, prefetch=3, overlap=overlap), units=[nn.Bilinear])
+    return outputs_of_interrupted_steps(model)
+
+
+@pytest.mark.parametrize("overlap", ["all", {"gather", "reduce", "second_hop"}], ids=["all", "without-update"])
+@pytest.mark.parametrize("preset", ["zeropp-hpz", "zero1", "paro-nig", "mics"])
+def test_a_gather_that_an_update_overtakes_leaves_no_former_values(
+    ranks: RankPool, preset: str, overlap: object
+) -> None:
+    expected = outputs_of_interrupted_steps(reversed_model())
+    for outputs in ranks(4, interrupted, preset, overlap, ranks_per_node=2):
+        torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-12)
 
 
 def count_steps(ctx: RankContext, run: Run) -> tuple[object, object, Plan]:

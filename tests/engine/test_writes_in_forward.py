@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, shard
+from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError, LifecycleError
 from tests.engine.training import forget_meshes, whole
 from tests.engine.unusual import WIDTH, Block, ClampedBlock, Stack
@@ -103,6 +104,31 @@ def test_writes_into_decoded_parameters_are_refused(ranks: RankPool) -> None:
         LifecycleError,
         match="wrote into parameter `blocks.0.scale`.*weight_codec='none'",
     )
+
+
+def continued_after_a_refusal(ctx: RankContext, prefetch: int, has_gradients: bool) -> tuple[list[Tensor], set[type]]:
+    """Job: outputs before a refused write and twice after it, and types of the parameters."""
+    forget_meshes()
+    model = stack(Bounded, limit=0.0)
+    shard(model, ShardConfig.preset("mics", prefetch=prefetch, weight_codec="int8", codec_links="all"), units=[Bounded])
+    x = torch.ones(2, WIDTH)
+    outputs = [model(x).detach().clone()]
+    model.blocks[1].limit = 1e-3
+    with torch.set_grad_enabled(has_gradients), pytest.raises(LifecycleError):
+        model(x)
+    model.blocks[1].limit = 0.0
+    for _ in range(2):
+        outputs.append(model(x).detach().clone())
+    model(x).sum().backward()
+    return outputs, {type(parameter) for parameter in model.blocks[1].parameters()}
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_after_a_refused_write_training_goes_on(ranks: RankPool, prefetch: int, has_gradients: bool) -> None:
+    for (before, *after), kinds in ranks(4, continued_after_a_refusal, prefetch, has_gradients, ranks_per_node=2):
+        assert all(torch.equal(before, each) for each in after)
+        assert kinds == {ShardedParameter}
 
 
 def embedding(max_norm: float | None) -> nn.Module:

@@ -48,13 +48,22 @@ class PeerConnection:
         connection: Socket to that rank, with message boundaries; closed with this object.
         rank: Number of that rank.
         timeout: Longest wait for it; the timeout of the group.
+        group: Connections of this rank to all ranks of the group, which one thread uses; this one is added.
 
     Attributes:
         process: Process id of that rank, in the namespace of this process.
     """
 
-    def __init__(self, connection: socket.socket, rank: int, timeout: timedelta = default_pg_timeout) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        rank: int,
+        timeout: timedelta = default_pg_timeout,
+        group: list[PeerConnection] | None = None,
+    ) -> None:
         self._connection = connection
+        self._group = [] if group is None else group
+        self._group.append(self)
         self._rank = rank
         self._descriptors: dict[int, deque[SourceVec]] = {}
         self._acks: dict[tuple[int, int], int] = {}  # unclaimed acknowledgements by tag and first address
@@ -140,7 +149,8 @@ class PeerConnection:
     def _send(self, tag: int, num_bytes: int, addresses: Sequence[int]) -> None:
         """Send a message.
 
-        While the peer's buffer is full, its messages are received, so that two senders go on.
+        While the peer's buffer is full, messages of all ranks of the group are received, so that a circle of senders
+        goes on.
         """
         message = _HEAD.pack(tag, num_bytes) + array(_ADDRESS, addresses).tobytes()
         while True:
@@ -153,13 +163,16 @@ class PeerConnection:
                 raise RuntimeError(f"no message can be sent to rank {self._rank}: {error.strerror}") from error
 
     def _wait_for_buffer(self) -> None:
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN | select.POLLOUT)
+        """Block until this connection can send again; receive what arrives on any of the group in the meantime."""
+        poll, by_file = select.poll(), {peer._connection.fileno(): peer for peer in self._group}
+        for file, peer in by_file.items():
+            poll.register(file, select.POLLIN | (select.POLLOUT if peer is self else 0))
         events = poll.poll(1000 * self._timeout_s)
         if not events:
             raise RuntimeError(f"rank {self._rank} has received nothing for {self._timeout_s:g} s")
-        if events[0][1] != select.POLLOUT:
-            self._recv_message()
+        for file, event in events:
+            if event != select.POLLOUT:
+                by_file[file]._recv_message()
 
     def cancel(self) -> None:
         """Fail all waits for the peer, and its waits for this rank, with an error.
@@ -257,7 +270,10 @@ def handshake(ranks: Sequence[int], index: int, gather: Gather, timeout: timedel
             is_complete = listener is not None and _accept(sockets, listener, index)
             connections = {}
             if is_complete:
-                connections = {other: PeerConnection(end, ranks[other], timeout) for other, end in sockets.items()}
+                group: list[PeerConnection] = []
+                connections = {
+                    other: PeerConnection(end, ranks[other], timeout, group) for other, end in sockets.items()
+                }
             can_read = all(_has_cookie(peer, *offers[other][1:]) for other, peer in connections.items())
             if _all_agree(gather, is_complete and can_read):
                 return connections
