@@ -38,7 +38,7 @@ from .models.build import build_model
 
 TOKENIZER = "tokenizer.json"
 _FIRST_TRAINED_ROW = 2  # of the table of positions, of the families that number them after a padding token
-_WRAPPERS = ("", "model.", "module.")  # what frameworks put before the names of a model
+_WRAPPERS = ("", "model.", "module.", "model.module.")  # what frameworks put before the names of a model
 
 
 class HFExport:

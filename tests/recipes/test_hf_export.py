@@ -81,7 +81,8 @@ def test_transformers_loads_the_trained_model_to_the_bit(name: str, tmp_path: Pa
 
 def test_a_model_of_16_bits_stays_one(tmp_path: Path):
     model = trained(MODELS["gpt2"]).bfloat16()
-    export_weights(recipe_of("gpt2"), model.state_dict(), tokenizer_of(MODELS["gpt2"]), tmp_path)
+    weights = {f"model.module.{name}": value for name, value in model.state_dict().items()}  # DDP under Accelerate
+    export_weights(recipe_of("gpt2"), weights, tokenizer_of(MODELS["gpt2"]), tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert loaded.dtype is torch.bfloat16
     assert torch.equal(loaded.transformer.wte.weight, model.transformer.wte.weight)
