@@ -167,6 +167,8 @@ class TrainerConfig:
         resume: `auto` continues the last checkpoint in `output_dir` if there is one; `never` starts from the beginning.
         peak_tflop_per_s: Peak of one device, for the utilisation (MFU). `auto` looks up the dense 16-bit peak; without
             16 bits, or of a device that is not known, no utilisation is shown.
+        export_hf: Whether the trained model is written for transformers, to the folder `hf` of `output_dir`; text
+            families under a `mics` strategy, `auto` or `ddp`.
         loggers: `tensorboard`, `wandb`, or both, besides metrics.csv and metrics.jsonl.
     """
 
@@ -184,6 +186,7 @@ class TrainerConfig:
     checkpoint_format: Literal["full", "sharded"] = "full"
     resume: Literal["auto", "never"] = "never"
     peak_tflop_per_s: float | Literal["auto"] = "auto"
+    export_hf: bool = False
     loggers: tuple[LoggerName, ...] = ()
 
     def __post_init__(self) -> None:
@@ -286,6 +289,9 @@ class Recipe:
                 "initialize a model that was built without memory. Use `--model.meta_start=false` or a `mics` one."
             )
 
+        if self.trainer.export_hf:
+            self._check_export(is_ours)
+
     @property
     def global_batch(self) -> int:
         """Sequences or images in one optimizer step, over all ranks."""
@@ -295,6 +301,19 @@ class Recipe:
     def sample_size(self) -> int:
         """Tokens of a sequence, or pixels along the edge of an image."""
         return self.data.images.size if self.model.reads_images else self.data.sequence_length
+
+    def _check_export(self, is_ours: bool) -> None:
+        if self.model.reads_images:
+            raise RecipeError(
+                f"`trainer.export_hf=true` with `model.family={self.model.family}`: transformers does not have this "
+                "family. Use `--trainer.export_hf=false` and checkpoints; docs/runs.md says how to read them."
+            )
+        name = self.strategy.name
+        if not is_ours and name != "auto" and not name.startswith("ddp"):
+            raise RecipeError(
+                f"`trainer.export_hf=true` with `strategy.name={name}`: no rank has all weights at the end. Use a "
+                "`mics` strategy or `ddp`, or `--trainer.export_hf=false`."
+            )
 
     def _check_family(self) -> None:
         model, data = self.model, self.data

@@ -32,6 +32,7 @@ from .dry_run import dry_run
 from .errors import RecipeError
 from .files import find_recipe
 from .flops import peak_tflop_per_s
+from .hf_export import TOKENIZER, HFExport
 from .lightning_module import Pretraining
 from .loggers import Loggers, check_loggers
 from .metrics import MetricsLog, RunFacts
@@ -126,7 +127,10 @@ def pretrain(recipe: Recipe, arguments: Sequence[str] = ()) -> None:
     folder = Path(recipe.trainer.output_dir)
     loggers = Loggers(recipe.trainer.loggers, folder, recipe.name, asdict(recipe))
     metrics = MetricsLog(_run_facts(recipe, plan, data), loggers)
-    report = ClosingReport(metrics.history, data.tokenizer, recipe.sample, recipe.data.sequence_length, folder)
+    export = HFExport(recipe, data.tokenizer) if recipe.trainer.export_hf and data.tokenizer is not None else None
+    report = ClosingReport(
+        metrics.history, data.tokenizer, recipe.sample, recipe.data.sequence_length, folder=folder, export=export
+    )
     seed_everything(recipe.trainer.seed, verbose=False)
     inputs = RunInputs(plan=plan, data=data, metrics=metrics, report=report, requests=requests, checkpoint=checkpoint)
     try:
@@ -234,6 +238,8 @@ def _announce(recipe: Recipe, plan: BatchPlan, data: PreparedData, *, is_new: bo
     if is_new:
         for name in (JSONL, CSV):
             (output_dir / name).unlink(missing_ok=True)
+    if data.tokenizer is not None:
+        data.tokenizer.save(str(output_dir / TOKENIZER))
     parameters = num_parameters(recipe.model, recipe.sample_size)
     epochs = recipe.trainer.max_steps * plan.global_size / data.train.num_samples
     lines = [

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tokenizers import Tokenizer
 
 from .config import SampleConfig
+from .hf_export import HFExport
 from .metrics import History
 from .report_page import ENGINE, write_page
 from .sampling import write_sample
@@ -39,11 +40,20 @@ class ClosingReport(Callback):
         sample: what to write.
         max_context: tokens in a sequence.
         folder: Output folder of the run, for the page.
+        export: Export of the trained model, if the recipe asks for it.
     """
 
     def __init__(
-        self, history: History, tokenizer: Tokenizer | None, sample: SampleConfig, max_context: int, folder: Path
+        self,
+        history: History,
+        tokenizer: Tokenizer | None,
+        sample: SampleConfig,
+        max_context: int,
+        *,
+        folder: Path,
+        export: HFExport | None,
     ) -> None:
+        self.export = export
         self.history = history
         self.folder = folder
         self.tokenizer = tokenizer
@@ -61,6 +71,9 @@ class ClosingReport(Callback):
             parts.append(f"The model continues {self.sample.prompt!r}:\n  {text}")
         if traffic:
             parts.append("Sent by the first rank in the last optimizer step:\n" + traffic_table(traffic))
+        if self.export is not None:
+            self.export.write(trainer, pl_module)
+            parts.append(f"The model for transformers is {self.export.folder}")
         if trainer.is_global_zero:
             print("\n" + "\n\n".join(filter(None, parts)), flush=True)
             write_engine_account(self.folder, trainer, traffic)

@@ -5,15 +5,17 @@ import pytest
 from recipes.batch import BatchPlan
 from recipes.config import load_recipe
 from recipes.files import find_recipe
+from recipes.models.config import ModelConfig
 from recipes.models.cost import SampleCost, sample_cost
 from recipes.rates import Throughput
 
 
 def throughput(name: str, world_size: int, peak: float = 0.0) -> Throughput:
     recipe = load_recipe([f"--config={find_recipe(name)}"], has_cuda=False)
-    length = 1 if recipe.model.reads_images else recipe.data.sequence_length
     size = recipe.batch.global_size
-    plan = BatchPlan(global_size=size, micro_size=size // world_size, world_size=world_size, sequence_length=length)
+    plan = BatchPlan(
+        global_size=size, micro_size=size // world_size, world_size=world_size, sequence_length=recipe.sample_size
+    )
     cost = sample_cost(recipe.model, recipe.sample_size)
     return Throughput(plan=plan, cost=cost, peak_tflop_per_s=peak)
 
@@ -56,7 +58,9 @@ def test_rates_of_tokens_follow_from_steps_and_seconds():
 
 
 def test_images_have_no_tokens_and_no_formula_of_transformers():
-    run = throughput("wide_resnet-3b", world_size=128, peak=15.7)
+    model = ModelConfig(family="wide_resnet")
+    plan = BatchPlan(global_size=1024, micro_size=8, world_size=128, sequence_length=1)
+    run = Throughput(plan=plan, cost=sample_cost(model, 32), peak_tflop_per_s=15.7)
     rates = run.rates(1, 1.0)
     assert {*rates} == {"step_s", "samples_per_s", "model_tflop_per_s_per_rank", "mfu"}
     assert run.progress(2) == {"samples": 2048}
