@@ -81,7 +81,7 @@ def train(
         plan=plan,
         data=data,
         metrics=metrics,
-        report=ClosingReport(metrics.history, data.tokenizer, recipe.sample, length, folders[1]),
+        report=ClosingReport(metrics.history, data.tokenizer, recipe.sample, length, folder=folders[1], export=None),
         requests=requests,
         checkpoint=checkpoint_to_resume(recipe.trainer, reads_folders=is_ours(recipe.strategy)),
     )
