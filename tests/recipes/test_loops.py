@@ -90,7 +90,7 @@ def train(
         accelerate_loop.train(recipe, inputs)
     requests.close()
     history = metrics.history
-    seen = torch.stack(Observed.seen[0])  # [micro-steps, micro batch, 8]
+    seen = torch.stack(Observed.seen[0]) if Observed.seen[0] else None  # [micro-steps, micro batch, 8]
     return {"losses": history.losses, "held out": history.validation_losses, "seen": seen, "at": requests.stopped_at}
 
 
