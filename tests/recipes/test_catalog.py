@@ -186,6 +186,6 @@ def test_the_commands_of_the_pages_are_right(page: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(ROOT.parent)
     found = commands(page)
     assert len(found) >= 2
-    for name, *given in (command for command in found if command[0] != "--list"):
-        options = [option for option in given if option != "--dry-run"]
-        load_recipe([f"--config={find_recipe(name)}", *options], has_cuda=False)
+    for name, *options in (command for command in found if command[0] != "--list"):
+        read = [option for option in options if option != "--dry-run"]  # of the program, not of the recipe
+        load_recipe([f"--config={find_recipe(name)}", *read], has_cuda=False)

@@ -93,7 +93,7 @@ def train(
         accelerate_loop.train(recipe, inputs)
     requests.close()
     history = metrics.history
-    seen = torch.stack(Observed.seen[0] or [torch.empty(0)])  # [micro-steps, micro batch, 8]; nothing if none was left
+    seen = torch.stack(Observed.seen[0]) if Observed.seen[0] else None  # [micro-steps, micro batch, 8]
     return {"losses": history.losses, "held out": history.validation_losses, "seen": seen, "at": requests.stopped_at}
 
 

@@ -127,10 +127,6 @@ def test_a_launcher_with_other_ranks_is_refused(repository: Path, cache_dir: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ("--trainer.checkpoint_every_steps=10",),
-            "checkpoint_every_steps=10.*accelerate.*steps=never",
-        ),
         (("--trainer.precision=bf16-true",), "precision=bf16-true.*accelerate.*bf16-mixed"),
         (("--strategy.name=fsdp", "--model.meta_start=false"), "strategy.name=fsdp.*accelerate.*ddp"),
         (("--trainer.num_nodes=2",), "2 nodes.*without a launcher.*torchrun on every node.*num_nodes=1"),
