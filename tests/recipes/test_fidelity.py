@@ -4,6 +4,8 @@ import csv
 import json
 import math
 import os
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -133,6 +135,14 @@ def test_mics_fidelity_is_the_same_command(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setitem(sys.modules, "mics_strategy.recipes.fidelity", fidelity)  # also where another tree is installed
     assert cli.main(["fidelity", "--steps=0"]) == 2
     assert "`steps=0` cannot be used" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_guide_name_strategies_that_exist(repository: Path):
+    guide = (repository / "docs" / "fidelity.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^mics fidelity(.*)$", guide, flags=re.MULTILINE)
+    options = [fidelity.parser().parse_args(shlex.split(command)) for command in commands]
+    assert [each.family for each in options] == ["both", "gpt2", "bert"]
+    assert all(jobs("gpt2", each.strategies.split(",")) for each in options)
 
 
 def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
