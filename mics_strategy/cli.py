@@ -3,7 +3,8 @@
 ``mics inspect PATH`` shows the contents of a checkpoint and verifies it. ``mics export PATH FOLDER`` converts its model
 to safetensors files. ``mics config`` writes the configuration of ``accelerate launch``. ``mics estimate MODEL`` shows
 the memory that each rank of a job would need. ``mics data prepare RECIPE`` tokenizes the text of one of the project's
-recipes. These need neither ranks nor a GPU. ``mics pretrain RECIPE`` trains a recipe.
+recipes. These need neither ranks nor a GPU. ``mics pretrain RECIPE`` trains a recipe. ``mics fidelity`` compares
+training under each strategy with DDP. ``mics launch KIND RECIPE`` prints the file that starts a recipe on a cluster.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ def parser() -> argparse.ArgumentParser:
         "--state-bytes", type=int, default=8, help="bytes of optimizer state per element; default: Adam's 8"
     )
     commands.add_parser("pretrain", help="train a recipe: RECIPE [options], or --list [--json]", add_help=False)
+    commands.add_parser("fidelity", help="compare training under each strategy with DDP: [options]", add_help=False)
+    commands.add_parser("launch", help="print the file that starts a recipe on a cluster: KIND RECIPE", add_help=False)
     commands.add_parser("data", help="prepare RECIPE [--workers N] [options]: tokenize the text of a recipe")
     return commands_parser
 
@@ -84,8 +87,8 @@ def _size(text: str) -> str | int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code, 0 on success."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    if given[:1] == ["pretrain"]:
-        return _run_recipes("pretrain", given[1:], "pretrain")
+    if given[:1] in (["pretrain"], ["fidelity"], ["launch"]):
+        return _run_recipes(given[0], given[1:], given[0])
     if given[:1] == ["data"]:
         return _prepare_data(given[1:])
     options = parser().parse_args(given)
@@ -117,7 +120,7 @@ def _prepare_data(arguments: Sequence[str]) -> int:
 
 
 def _run_recipes(module: str, arguments: Sequence[str], command: str) -> int:
-    """Run a program of the recipes, which parses its options itself."""
+    """Run a program of the recipes with its own options; return its exit code."""
     try:
         program: Any = importlib.import_module(f"{_recipes_package()}.{module}")
     except ModuleNotFoundError as error:
@@ -127,8 +130,7 @@ def _run_recipes(module: str, arguments: Sequence[str], command: str) -> int:
             file=sys.stderr,
         )
         return 1
-    program.main(arguments)
-    return 0
+    return program.main(arguments) or 0
 
 
 def _recipes_package() -> str:

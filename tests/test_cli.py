@@ -24,6 +24,8 @@ OPTIONS = {
         "--state-bytes",
     ],
     "pretrain": [],  # the recipes' program parses its own
+    "fidelity": [],  # the recipes' program parses its own
+    "launch": [],  # the recipes' program parses its own
     "data": [],  # the recipes' program parses its own
 }
 

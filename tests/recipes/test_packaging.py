@@ -56,7 +56,7 @@ def test_the_wheel_has_every_recipe_and_no_package_of_a_common_name(wheel: Path,
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert tops == {"mics_strategy", "mics_strategy_autoload"}
-    files = (file for pattern in ("*.py", "*.yaml") for file in (repository / "recipes").rglob(pattern))
+    files = (file for pattern in ("*.py", "*.yaml", "*.j2") for file in (repository / "recipes").rglob(pattern))
     expected = {f"mics_strategy/{file.relative_to(repository)}" for file in files}
     assert {name for name in names if name.startswith("mics_strategy/recipes/")} == expected
 
