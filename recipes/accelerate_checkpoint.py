@@ -61,7 +61,8 @@ class AccelerateCheckpoints:
 
     def is_due(self, step: int) -> bool:
         """Say whether a regular checkpoint is written after this optimizer step."""
-        return self.config.checkpoint_every_steps != "never" and step % self.config.checkpoint_every_steps == 0
+        every = self.config.checkpoint_every_steps
+        return every != "never" and (step % every == 0 or step == self.config.max_steps)
 
     def save(self, step: int) -> Path:
         """Write a checkpoint after an optimizer step, and remove the previous regular one.

@@ -45,7 +45,9 @@ class ElasticProgress(Callback):
 
 
 class SaveOnSignal(Callback):
-    """Save, and end the run on SIGTERM, in place of Lightning's own reactions to signals.
+    """Save on signals and after the last step, and end the run on SIGTERM.
+
+    It is in place of Lightning's own reactions to signals.
 
     Lightning would broadcast inside of the handler, wait for the device at every micro-batch, hear SIGTERM of rank 0
     only, and end without saving.
@@ -76,14 +78,15 @@ class SaveOnSignal(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After an optimizer step, do what the ranks agree on."""
+        """After an optimizer step, do what the ranks agree on; save the last one."""
         step, requests = trainer.global_step, self.requests
         if step == self._seen_step:
             return
         self._seen_step = step
         request = requests.agree(step)
         is_regular = requests.saves and step % int(self.config.checkpoint_every_steps) == 0
-        if request and requests.saves and not is_regular:  # a regular one is written after this callback
+        is_wanted = request or step == self.config.max_steps
+        if is_wanted and requests.saves and not is_regular:  # a regular one is written after this callback
             trainer.save_checkpoint(checkpoint_path(self.config, step))
         if request is Request.STOP:
             trainer.should_stop = True

@@ -14,7 +14,8 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 6
 MAX_ATTRIBUTES = 15
-HAVE_MORE_ATTRIBUTES = ("ShardConfig", "Framework")  # tables of fields: what a user may set, what Lightning has
+# Tables of fields: what a user may set, what Lightning has.
+HAVE_MORE_ATTRIBUTES = ("ShardConfig", "TrainerConfig", "Framework")
 MAX_FIRST_LINE = 80  # of a docstring, without quotes and indentation
 MAX_CHAIN = 16  # modules that an import loads one after the other
 

@@ -152,7 +152,7 @@ def test_a_stopped_run_continues_with_the_next_sample_on_other_ranks(
     for name in ("losses", "held out"):  # its history begins with the rows of the first part
         assert second[0][name] == pytest.approx(whole[0][name], abs=2e-5)
     assert torch.equal(torch.cat([global_batches(first), global_batches(second)]), global_batches(whole))
-    assert saved_steps(folders[1]) == {3, EVERY}
+    assert saved_steps(folders[1]) == {3, STEPS}
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_only_the_newest_regular_checkpoint_stays(ranks: RankPool, cache: Path, 
 def test_sigusr1_saves_and_goes_on(ranks: RankPool, cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     (result,) = run(ranks, 1, train, DDP, (cache, tmp_path), (2, SIGUSR1))
     assert (result["at"], len(result["losses"])) == (0, STEPS)
-    assert saved_steps(tmp_path) == {2, EVERY}
+    assert saved_steps(tmp_path) == {2, STEPS}
 
 
 def train_with_lightning(

@@ -163,7 +163,7 @@ class PeerConnection:
                 raise RuntimeError(f"no message can be sent to rank {self._rank}: {error.strerror}") from error
 
     def _wait_for_buffer(self) -> None:
-        """Block until this connection can send again; receive what arrives on any of the group in the meantime."""
+        """Block until this connection can send; receive what arrives in the group."""
         poll, by_file = select.poll(), {peer._connection.fileno(): peer for peer in self._group}
         for file, peer in by_file.items():
             poll.register(file, select.POLLIN | (select.POLLOUT if peer is self else 0))
