@@ -5,6 +5,7 @@ to safetensors files. ``mics config`` writes the configuration of ``accelerate l
 the memory that each rank of a job would need. ``mics data prepare RECIPE`` tokenizes the text of one of the project's
 recipes. These need neither ranks nor a GPU. ``mics pretrain RECIPE`` trains a recipe. ``mics fidelity`` compares
 training under each strategy with DDP. ``mics launch KIND RECIPE`` prints the file that starts a recipe on a cluster.
+``mics report RUN_FOLDER`` writes the page of a run, ``mics export-hf RUN_FOLDER FOLDER`` its model for transformers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,15 @@ from mics_strategy.launch_file import default_answers, launch_line, prompt, writ
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BAR = 30  # characters
+
+
+_PROGRAMS = {  # of the recipes, which parse their options themselves
+    "pretrain": "pretrain",
+    "fidelity": "fidelity",
+    "launch": "launch",
+    "report": "report_page",
+    "export-hf": "hf_export",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,6 +86,10 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("pretrain", help="train a recipe: RECIPE [options], or --list [--json]", add_help=False)
     commands.add_parser("fidelity", help="compare training under each strategy with DDP: [options]", add_help=False)
     commands.add_parser("launch", help="print the file that starts a recipe on a cluster: KIND RECIPE", add_help=False)
+    commands.add_parser("report", help="write the page of a recipe's run: RUN_FOLDER", add_help=False)
+    commands.add_parser(
+        "export-hf", help="write a run's model for transformers: RUN_FOLDER FOLDER [CHECKPOINT]", add_help=False
+    )
     commands.add_parser("data", help="prepare RECIPE [--workers N] [options]: tokenize the text of a recipe")
     return commands_parser
 
@@ -87,8 +101,8 @@ def _size(text: str) -> str | int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code, 0 on success."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    if given[:1] in (["pretrain"], ["fidelity"], ["launch"]):
-        return _run_recipes(given[0], given[1:], given[0])
+    if given and given[0] in _PROGRAMS:
+        return _run_recipes(_PROGRAMS[given[0]], given[1:], given[0])
     if given[:1] == ["data"]:
         return _prepare_data(given[1:])
     options = parser().parse_args(given)

@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     given = [*(sys.argv[1:] if arguments is None else arguments)]
     if len(given) not in (2, 3) or given[0].startswith("-"):
-        sys.exit("usage: python -m mics_strategy.recipes.hf_export RUN_FOLDER FOLDER [CHECKPOINT]")
+        sys.exit("usage: mics export-hf RUN_FOLDER FOLDER [CHECKPOINT]")
     run_folder, folder = Path(given[0]), Path(given[1])
     try:
         for file in (run_folder / "config.yaml", *(Path(text) for text in given[2:])):

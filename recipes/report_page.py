@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     given = [*(sys.argv[1:] if arguments is None else arguments)]
     if len(given) != 1 or given[0].startswith("-"):
-        sys.exit("usage: python -m mics_strategy.recipes.report_page RUN_FOLDER")
+        sys.exit("usage: mics report RUN_FOLDER")
     try:
         print(write_page(Path(given[0])))
     except RecipeError as error:

@@ -26,6 +26,8 @@ OPTIONS = {
     "pretrain": [],  # the recipes' program parses its own
     "fidelity": [],  # the recipes' program parses its own
     "launch": [],  # the recipes' program parses its own
+    "report": [],  # the recipes' program parses its own
+    "export-hf": [],  # the recipes' program parses its own
     "data": [],  # the recipes' program parses its own
 }
 
