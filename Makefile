@@ -13,8 +13,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Two halves side by side, each with ranks of its own: alone, either leaves half of two cores idle.
 TEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
-ENGINE = tests/engine tests/cuda_harness --ignore=tests/engine/optimizer
-REST = tests --ignore-glob=tests/engine/test_*.py --ignore=tests/cuda_harness
+ENGINE = tests/engine tests/cuda_harness tests/recipes --ignore=tests/engine/optimizer
+REST = tests --ignore-glob=tests/engine/test_*.py --ignore=tests/cuda_harness --ignore=tests/recipes
 SLOW_ENGINE = tests/engine tests/checkpoint tests/lightning
 SLOW_REST = tests $(SLOW_ENGINE:%=--ignore=%)
 

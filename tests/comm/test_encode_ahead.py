@@ -1,6 +1,7 @@
 """Is a tensor encoded while the one before it is on the wire? By the order of events, not by time."""
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,7 +77,10 @@ def withhold(ctx: RankContext, kind: str, codec: str, stages: int) -> None:
     ranks_of_stage = comm.size if stages == 1 else ctx.ranks_per_node
     num_first = 1 if kind == "gather" else ranks_of_stage - 1  # encodings of a tensor before its first message
 
+    both_submitted = threading.Event()
+
     def done(count: int) -> None:
+        both_submitted.wait(STUCK_S)  # a tensor that is submitted later is encoded when the thread is free again
         if ctx.rank == 0 and count == 2 * num_first:
             encoded.touch()
 
@@ -84,6 +88,7 @@ def withhold(ctx: RankContext, kind: str, codec: str, stages: int) -> None:
         if ctx.rank == ctx.world_size - 1:
             assert wait_for(encoded), "the second tensor is not encoded before the first has arrived"
         works = [start(kind, comm, tensor, f"block {number}") for number, tensor in enumerate(tensors)]
+        both_submitted.set()
         for work, _ in works:
             work.wait()
 

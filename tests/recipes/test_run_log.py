@@ -82,6 +82,7 @@ def test_nothing_waits_for_the_device_between_logged_steps(
 def test_a_run_that_continues_takes_no_step_twice(cache_dir: Path, tmp_path: Path):
     writing = ("--trainer.checkpoint_every_steps=3", "--trainer.resume=auto")
     run_debug_recipe(tmp_path, cache_dir, *writing)
+    (tmp_path / "checkpoints" / "step=7.ckpt").unlink()
     whole = same_rows(tmp_path)
     stale = {"step": 9, "loss": 0.0, "column": 1.0}
     MetricsFiles(tmp_path, 7).append(stale)
