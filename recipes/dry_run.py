@@ -109,9 +109,10 @@ def _plan(memory: RankMemory, plan: BatchPlan) -> Iterator[str]:
         sent[collective.axis, collective.collective] += collective.sent_bytes
     total, unit = planned.sent_bytes(), _Unit.of(planned.sent_bytes())
     yield f"sent by a rank in one optimizer step of {plan.accumulation} micro-steps:"
+    width = max((len(axis) for axis, _ in sent), default=0) + 2
     for (axis, kind), num_bytes in sent.items():
-        yield f"  {axis:<24}{kind:<16}{counts[axis, kind]:>8,} calls {unit.show(num_bytes)}"
-    yield f"  {'total':<40}{len(planned.collectives):>8,} calls {unit.show(total)}"
+        yield f"  {axis:<{width}}{kind:<16}{counts[axis, kind]:>8,} calls {unit.show(num_bytes)}"
+    yield f"  {'total':<{width + 16}}{len(planned.collectives):>8,} calls {unit.show(total)}"
 
 
 def _memory(recipe: Recipe, memory: RankMemory) -> Iterator[str]:
