@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from unittest import mock
@@ -89,7 +90,7 @@ def test_a_circle_of_senders_goes_on_when_all_sockets_are_full() -> None:
     """Rank 0 sends to 1, 1 to 2, 2 to 0, each more than a socket holds before it receives anything."""
     count, values = 1000, torch.arange(1000.0)
     outs = [torch.zeros(count) for _ in range(3)]
-    groups: list[list[PeerConnection]] = [[], [], []]
+    groups = [weakref.WeakSet[PeerConnection]() for _ in range(3)]
     to_next, to_previous = {}, {}
     for rank in range(3):
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -112,6 +113,47 @@ def test_a_circle_of_senders_goes_on_when_all_sockets_are_full() -> None:
     assert all(torch.equal(out, values) for out in outs)
     for connection in [*to_next.values(), *to_previous.values()]:
         connection.close()
+
+
+def test_a_sender_goes_on_when_a_third_rank_has_ended() -> None:
+    count, values, outs = 1000, torch.arange(1000.0), torch.zeros(1000)
+    group = weakref.WeakSet[PeerConnection]()
+    (one, other), (third, its_end) = (socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2))
+    sender, of_third = PeerConnection(one, 1, group=group), PeerConnection(third, 2, group=group)
+    receiver, sends = PeerConnection(other, 0), []
+    its_end.close()
+
+    def send_all() -> None:
+        sends.extend([sender.post_send(values[n : n + 1], 1) for n in range(count)])
+        for send in sends:
+            send.wait()
+
+    thread = threading.Thread(target=send_all, daemon=True)
+    thread.start()
+    thread.join(0.2)  # until the socket is full
+    assert not sends
+    for n in range(count):
+        receiver.post_recv(outs[n : n + 1], 1).wait()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    assert len(sends) == count
+    assert torch.equal(outs, values)
+    with pytest.raises(RuntimeError, match="rank 2 has closed the connection"):
+        of_third.post_recv(torch.zeros(1), 1).wait()
+    for connection in (sender, of_third, receiver):
+        connection.close()
+
+
+def test_a_dropped_connection_is_closed_at_once() -> None:
+    """Without waiting for the garbage collector, although connections of a group know each other."""
+    (one, other), (third, its_end) = (socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2))
+    group = weakref.WeakSet[PeerConnection]()
+    connections = [PeerConnection(one, 1, group=group), PeerConnection(third, 2, group=group)]
+    del one, third, group
+    connections.clear()
+    assert (other.recv(1), its_end.recv(1)) == (b"", b"")
+    other.close()
+    its_end.close()
 
 
 def test_a_piece_may_not_be_overwritten_before_it_was_read() -> None:

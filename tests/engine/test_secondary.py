@@ -1,5 +1,6 @@
 """Secondary parameters: same training, and the traffic for which they exist."""
 
+import time
 from collections import Counter
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from mics_strategy import ShardConfig, shard
+from mics_strategy.comm.work import has_pending_work
 from mics_strategy.engine.plan import Plan
 from tests import models
 from tests.engine.counting import CountC10d, planned_kinds
@@ -84,6 +86,8 @@ def outputs_of_interrupted_steps(model: Reversed) -> list[torch.Tensor]:
         with pytest.raises(Interrupted):
             model(x)
         model.raises = False
+        while has_pending_work():  # the prefetched values have arrived, and nothing has waited for them
+            time.sleep(0.001)
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():

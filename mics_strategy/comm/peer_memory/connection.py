@@ -59,11 +59,11 @@ class PeerConnection:
         connection: socket.socket,
         rank: int,
         timeout: timedelta = default_pg_timeout,
-        group: list[PeerConnection] | None = None,
+        group: weakref.WeakSet[PeerConnection] | None = None,
     ) -> None:
         self._connection = connection
-        self._group = [] if group is None else group
-        self._group.append(self)
+        self._group = weakref.WeakSet[PeerConnection]() if group is None else group
+        self._group.add(self)
         self._rank = rank
         self._descriptors: dict[int, deque[SourceVec]] = {}
         self._acks: dict[tuple[int, int], int] = {}  # unclaimed acknowledgements by tag and first address
@@ -171,8 +171,15 @@ class PeerConnection:
         if not events:
             raise RuntimeError(f"rank {self._rank} has received nothing for {self._timeout_s:g} s")
         for file, event in events:
-            if event != select.POLLOUT:
-                by_file[file]._recv_message()
+            peer = by_file[file]
+            if event == select.POLLOUT:
+                continue
+            try:
+                peer._recv_message()
+            except RuntimeError:
+                if peer is self:
+                    raise
+                self._group.discard(peer)  # has ended; whoever waits for it is told so
 
     def cancel(self) -> None:
         """Fail all waits for the peer, and its waits for this rank, with an error.
@@ -184,6 +191,7 @@ class PeerConnection:
 
     def close(self) -> None:
         """Close the connection; nothing may be in flight."""
+        self._group.discard(self)
         self._finalizer()
 
 
@@ -270,7 +278,7 @@ def handshake(ranks: Sequence[int], index: int, gather: Gather, timeout: timedel
             is_complete = listener is not None and _accept(sockets, listener, index)
             connections = {}
             if is_complete:
-                group: list[PeerConnection] = []
+                group = weakref.WeakSet[PeerConnection]()
                 connections = {
                     other: PeerConnection(end, ranks[other], timeout, group) for other, end in sockets.items()
                 }
