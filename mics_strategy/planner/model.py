@@ -1,0 +1,77 @@
+"""Description of a model for the planner: parameters, arithmetic and activations of each unit.
+
+Pure data: whoever builds a description (a table of published models, a configuration of transformers, a traced module)
+and whoever reads it (memory, simulator, solver) meet here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterShape:
+    """One parameter: its name in the unit, its shape, and whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_trained: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitModel:
+    """One unit of a model: parameters that travel together, and what one sample costs in it.
+
+    Attributes:
+        name: Name of the unit in the model; empty for the root.
+        kind: Name of its class of units. Units of one kind have equal parameters and costs.
+        parameters: Parameters, in the order of the engine.
+        forward_flop: FLOP of matrix products that the forward of one sample executes.
+        saved_bytes: Bytes that autograd keeps for the backward of one sample, without recomputation.
+        input_bytes: Bytes of the unit's input for one sample, which is all that recomputation keeps.
+        working_bytes: Most bytes of temporary tensors of one sample during its backward, beyond those kept.
+    """
+
+    name: str
+    kind: str
+    parameters: tuple[ParameterShape, ...]
+    forward_flop: float
+    saved_bytes: int
+    input_bytes: int
+    working_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """A model at one length of samples.
+
+    Attributes:
+        name: Name of the model.
+        units: Units in the order of the forward; the root is the first.
+        tokens_per_sample: Tokens of a sequence; 1 for an image.
+        model_flop_per_sample: FLOP of forward and backward by the mathematics: causal attention halved, nothing
+            recomputed.
+        activation_dtype_bytes: Bytes of one element of activations, for which the units' bytes were counted.
+    """
+
+    name: str
+    units: tuple[UnitModel, ...]
+    tokens_per_sample: int
+    model_flop_per_sample: float
+    activation_dtype_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(unit.numel for unit in self.units)
