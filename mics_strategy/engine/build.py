@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.config import ShardConfig, sum_dtype_of
+from mics_strategy.engine.backward_grads import GradStaging
 from mics_strategy.engine.bucket import Bucket, param_comms
 from mics_strategy.engine.grad_bucket import GradBucket
-from mics_strategy.engine.layout import BucketSpec, make_layout
+from mics_strategy.engine.layout import BucketLayout, BucketSpec, make_layout
 from mics_strategy.engine.memory import CachedViews, MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
 from mics_strategy.engine.parameter import make_sharded_parameter
 from mics_strategy.engine.rank_agreement import DesyncCheck, ReplicaCheck
 from mics_strategy.engine.reducer import BackwardCount, Reducer, ReducerBuffers
-from mics_strategy.engine.schedule import USAGE_DTYPE, full_numel, shard_numel, usage_numel
+from mics_strategy.engine.schedule import USAGE_DTYPE, first_hop_chunks, full_numel, shard_numel, usage_numel
 from mics_strategy.engine.step import Engine, OverlapPolicy
 from mics_strategy.engine.streams import OpStream, Streams
 from mics_strategy.engine.unit import GatherResources, Unit
@@ -293,7 +294,7 @@ def _gradients(units: list[Unit], context: BuildContext) -> dict[int, list[GradB
     }
 
 
-def _shared_staging(buckets: list[Bucket], context: BuildContext) -> list[torch.Tensor] | list[None]:
+def _shared_staging(buckets: list[Bucket], context: BuildContext) -> list[GradStaging] | list[None]:
     """One flat buffer of gradients, as a view for each bucket.
 
     Each is None where first hops do not use it one after the other.
@@ -301,10 +302,30 @@ def _shared_staging(buckets: list[Bucket], context: BuildContext) -> list[torch.
     groups = context.groups
     if groups.grad_comm is None or not groups.shares_gradient_staging:
         return [None] * len(buckets)
-    sizes = [(b.layout.full_numel, context.config.wire_dtype_of(b.spec.master_dtype)) for b in buckets]
+    counts = [_num_first_hop_chunks(bucket) for bucket in buckets]
+    sizes = [
+        (_first_hop_numel(bucket.layout, count, context), context.config.wire_dtype_of(bucket.spec.master_dtype))
+        for bucket, count in zip(buckets, counts, strict=True)
+    ]
     num_bytes = max((packed_bytes([size]) for size in sizes), default=0)
     staging = context.memory.zeros("gradient staging buffers", num_bytes, torch.uint8, context.device)
-    return [view for size in sizes for view in carve_views(staging, [size])]
+    return [
+        GradStaging(buffer=carve_views(staging, [size])[0], num_chunks=count)
+        for size, count in zip(sizes, counts, strict=True)
+    ]
+
+
+def _num_first_hop_chunks(bucket: Bucket) -> int:
+    """Chunks of `_MAX_BUCKET_BYTES`, gathered, of a single parameter; 1 for others."""
+    if not bucket.layout.is_one_parameter:
+        return 1
+    return -(-bucket.layout.full_numel * bucket.spec.param_dtype.itemsize // _MAX_BUCKET_BYTES)
+
+
+def _first_hop_numel(layout: BucketLayout, num_chunks: int, context: BuildContext) -> int:
+    """Elements of the full tensor of a bucket's largest chunk in the first hop."""
+    degree = context.groups.scopes.grads
+    return degree * max(end - start for start, end in first_hop_chunks(layout.numel_at(degree), num_chunks))
 
 
 def _reducer_buffers(
@@ -358,10 +379,11 @@ def _allocate_workspaces(units: list[Unit], gradients: dict[int, list[GradBucket
     for gradient, (grad_comm, outer_comm, replica_comm) in itertools.product(all_gradients, variants):
         layout, wire, dtype = gradient.bucket.layout, gradient.wire_dtype, gradient.result.dtype
         if grad_comm is not None:
-            grad_comm.reserve_reduce_scatter(full_numel("grad_reduce_scatter", layout, scopes), wire, dtype)
+            num_chunks = len(gradient.first_hop_chunks)
+            grad_comm.reserve_reduce_scatter(_first_hop_numel(layout, num_chunks, context), wire, dtype)
             coalesced = (
                 coalesced_comm_for(grad_comm, layout, wire.itemsize)
-                if gradient.bucket.spec.coalesce_reduce_scatter
+                if gradient.bucket.spec.coalesce_reduce_scatter and num_chunks == 1
                 else None
             )
             if coalesced is not None:

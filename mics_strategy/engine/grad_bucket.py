@@ -4,7 +4,8 @@
    one comes from another bucket. Then all are copied in one call, into the flat buffer, in the wire dtype. Some stay in
    place until the first hop has read them (see `zero_copy`).
 2. First hop, in every backward: the flat buffer is reduce-scattered over the gradient scope, and this rank's slice is
-   added to the accumulator. Gradients that are not sharded are added to the accumulator directly, also in one call.
+   added to the accumulator; a large parameter chunk by chunk. Gradients that are not sharded are added to the
+   accumulator directly, also in one call.
 3. Second hop, once per optimizer step: the accumulator is reduce-scattered over the axes that the optimizer scope has
    beyond the gradient scope, all-reduced over replicas, and divided by the number of ranks.
 
@@ -15,28 +16,30 @@ wire in fp16, gradients are divided before they are summed (see `predivisor_of`)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from mics_strategy.engine.backward_grads import BackwardGrads, GradStaging
 from mics_strategy.engine.lifecycle import (
     ACCUMULATOR_TRANSITIONS,
-    GRAD_BUFFER_TRANSITIONS,
     AccumulatorState,
-    GradBufferState,
     GradFlag,
     GradFlags,
     transition,
 )
 from mics_strategy.engine.memory import GradCopies
 from mics_strategy.engine.parameter import fast_attributes, grad_as_dtensor
-from mics_strategy.engine.streams import order_behind
+from mics_strategy.engine.schedule import first_hop_chunks
 from mics_strategy.engine.zero_copy import plan_in_place_reduce
 
 if TYPE_CHECKING:
     from mics_strategy.comm.work import Work
     from mics_strategy.engine.bucket import Bucket
+    from mics_strategy.engine.streams import Op
 
 
 def predivisor_of(wire_dtype: torch.dtype, num_ranks: int) -> int:
@@ -56,85 +59,6 @@ def predivisor_of(wire_dtype: torch.dtype, num_ranks: int) -> int:
     return factor
 
 
-class BackwardGrads:
-    """The gradients of one bucket and one backward, until the first hop takes them.
-
-    Args:
-        name: Name of the bucket, for errors.
-        flags: Flags of its parameters, shared with `GradBucket`.
-        staging: See `GradBucket`.
-
-    Attributes:
-        state: State of the flat buffer.
-        num_arrived: Number of parameters whose gradient has arrived.
-        kept: Gradients where autograd has stored them, by position. Their memory stays unchanged: autograd gives a
-            parameter a tensor without other references, or a copy.
-        flat: [full_numel] in the wire dtype; None while no buffer is bound; empty with `staging`.
-        is_zero: Whether `flat` holds zeros that other buckets also send, so that nothing is written to it.
-    """
-
-    def __init__(self, name: str, flags: GradFlags, staging: torch.Tensor | None) -> None:
-        self.state = GradBufferState.EMPTY
-        self.num_arrived = 0
-        self.kept: dict[int, torch.Tensor] = {}
-        self.flat: torch.Tensor | None = None
-        self.is_zero = False
-        self.staging = staging
-        self._streams: list[torch.cuda.Stream] = []  # on which kept gradients were computed
-        self._name = name
-        self._flags = flags
-
-    def bind_buffer(self, flat: torch.Tensor, *, is_zero: bool) -> None:
-        """Use `flat` until the first hop of this backward has completed."""
-        self.flat, self.is_zero = flat, is_zero
-        self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "bind_buffer", self._name)
-
-    def keep_until_reduced(self, position: int, grad: torch.Tensor, earlier: torch.Tensor | None) -> None:
-        """Keep a gradient until the first hop.
-
-        It is added to an earlier one of its parameter, with the rounding of a flat buffer.
-        """
-        if earlier is not None and self.staging is not None:
-            grad = earlier.to(self.staging.dtype) + grad.detach()
-        self.kept[position] = grad.detach().clone() if grad.requires_grad else grad
-
-    def follow(self, stream: torch.cuda.Stream | None) -> None:
-        """Gradients arrive on `stream`; None on the CPU."""
-        if stream is not None and stream not in self._streams:
-            self._streams.append(stream)
-
-    def join_streams(self) -> None:
-        """Order the current stream behind those on which gradients have arrived."""
-        if self._streams:
-            order_behind(self._streams, self.kept.values())
-            self._streams.clear()
-
-    def start_reduce(self) -> dict[int, torch.Tensor]:
-        """The first hop takes the buffer. Returns the gradients that it reads in place."""
-        self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "start_reduce", self._name)
-        self.flat = None
-        self.num_arrived = 0
-        kept, self.kept = self.kept, {}
-        return kept
-
-    def finish_reduce(self) -> None:
-        """The first hop has completed."""
-        self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "finish_reduce", self._name)
-
-    def end(self) -> None:
-        """The backward has ended; the next one starts with nothing collected."""
-        self._flags.apply("end_backward")
-        self.num_arrived = 0
-
-    def discard(self) -> None:
-        """Drop what an interrupted backward has collected and not sent."""
-        self.end()
-        self.flat = None
-        self.kept = {}
-        if self.state is not GradBufferState.REDUCING:
-            self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "discard", self._name)
-
-
 class GradBucket:
     """The gradient of one trainable bucket.
 
@@ -145,9 +69,8 @@ class GradBucket:
             scopes agree.
         result_cast: [shard_numel] in the parameters' dtype when that is another one; otherwise `result`.
         wire_dtype: Dtype of gradients on the wire.
-        staging: [full_numel] in the wire dtype, which all buckets use in turn, in the order of a stream; None where
-            each first hop borrows a flat buffer of its own. With it, gradients stay where autograd has stored them
-            until the first hop.
+        staging: Buffer shared with all buckets; None where each first hop borrows a flat buffer of its own. With it,
+            gradients stay where autograd has stored them until the first hop.
 
     Attributes:
         state: State of the accumulator.
@@ -162,7 +85,7 @@ class GradBucket:
         result: torch.Tensor,
         result_cast: torch.Tensor,
         wire_dtype: torch.dtype,
-        staging: torch.Tensor | None = None,
+        staging: GradStaging | None = None,
     ) -> None:
         self.bucket = bucket
         self.name = bucket.spec.name
@@ -175,8 +98,11 @@ class GradBucket:
         groups = bucket.groups
         self._predivisor = predivisor_of(wire_dtype, groups.scopes.world_size)
         self._divisor = groups.scopes.world_size / self._predivisor
+        is_whole = staging is None or staging.num_chunks == 1
         self._in_place = (
-            plan_in_place_reduce(groups.grad_comm, bucket.spec, wire_dtype) if self._predivisor == 1 else None
+            plan_in_place_reduce(groups.grad_comm, bucket.spec, wire_dtype)
+            if self._predivisor == 1 and is_whole
+            else None
         )
         self.collected = BackwardGrads(self.name, self.flags, staging)
         self._copies = GradCopies(bucket.layout)
@@ -242,15 +168,67 @@ class GradBucket:
             self.flags.apply("accumulate", grads)
         self.flags.apply("add_grad", grads)
 
-    def reduce_scatter(self) -> Work | None:
-        """Start the first hop of the collected gradients; missing gradients are zeros."""
+    @property
+    def first_hop_chunks(self) -> list[tuple[int, int]]:
+        """Ranges of elements of this rank's slice: the chunks of the first hop."""
+        staging = self.collected.staging
+        numel = self.bucket.layout.numel_at(self.bucket.groups.scopes.grads)
+        return first_hop_chunks(numel, 1 if staging is None else staging.num_chunks)
+
+    def first_hop(self) -> Iterator[Op]:
+        """Ops of the first hop of the collected gradients; missing gradients are zeros."""
+        staging, chunks = self.collected.staging, self.first_hop_chunks
+        if staging is None or len(chunks) == 1:
+            yield self._reduce_scatter
+            return
+        grad = self.collected.kept.get(0)
+        self.flags.apply("add_grad", self.collected.kept)
+        accumulate, _ = self._begin_reduce()
+        for start, end in chunks:
+            yield partial(self._reduce_chunk, grad, staging.buffer, slice(start, end), accumulate)
+        self.collected.finish_reduce()
+
+    def _begin_reduce(self) -> tuple[bool, dict[int, torch.Tensor]]:
+        """Whether the accumulator has earlier gradients, and those that are read in place."""
+        kept = self.collected.start_reduce()
+        self._start_accumulating()
+        accumulate = self.flags.any(GradFlag.ACCUMULATED)
+        if accumulate:
+            self._zero(self.accumulator, self.flags.positions_without(GradFlag.ACCUMULATED))
+        self.flags.apply("start_reduce")
+        return accumulate, kept
+
+    def _reduce_chunk(
+        self, grad: torch.Tensor | None, buffer: torch.Tensor, chunk: slice, accumulate: bool
+    ) -> Work | None:
+        """Start the reduce-scatter of one chunk of a single gradient, None for zeros.
+
+        The work before has ended, in the order of the stream.
+        """
+        comm, out = self.bucket.groups.grad_comm, self.accumulator[chunk]
+        if comm is None:
+            return None
+        full = buffer[: comm.size * out.numel()]
+        if grad is None:
+            full.zero_()
+        else:
+            full.view(comm.size, -1).copy_(grad.detach().reshape(comm.size, -1)[:, chunk])
+        if self._predivisor > 1:
+            full.div_(self._predivisor)
+        work = comm.for_bytes(full.numel() * full.itemsize).reduce_scatter(out, full, accumulate, self.name)
+        if grad is not None:
+            work.keepalive = [*work.keepalive, grad]
+        return work
+
+    def _reduce_scatter(self) -> Work | None:
         comm, flat = self.bucket.groups.grad_comm, self.collected.flat
         if comm is None or flat is None:
             return None
         copied: dict[int, torch.Tensor] = {}
         staging = self.collected.staging
         if staging is not None:
-            flat, copied = staging, self._copy_to_staging(staging)
+            flat = staging.buffer
+            copied = self._copy_to_staging(flat)
         self.flags.apply("add_grad", self.collected.kept)  # read in place
         if staging is not None or not self.collected.is_zero:
             self._zero(flat, self.flags.positions_without(GradFlag.ARRIVED))
@@ -258,12 +236,7 @@ class GradBucket:
                 self._zero_padding(flat, degree=1)
             if self._predivisor > 1:
                 flat.div_(self._predivisor)
-        kept = self.collected.start_reduce()
-        self._start_accumulating()
-        accumulate = self.flags.any(GradFlag.ACCUMULATED)
-        if accumulate:
-            self._zero(self.accumulator, self.flags.positions_without(GradFlag.ACCUMULATED))
-        self.flags.apply("start_reduce")
+        accumulate, kept = self._begin_reduce()
         if self._in_place is not None:
             work = self._in_place.reduce_scatter(self.accumulator, kept, flat, accumulate, self.name)
         else:

@@ -9,7 +9,7 @@ Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from mics_strategy.comm.route import (
 from mics_strategy.engine.schedule import (
     USAGE_DTYPE,
     ParamVersions,
+    first_hop_chunks,
     full_numel,
     needs_unshard,
     reduces_every_unit,
@@ -52,6 +53,7 @@ class BucketPlan:
         sum_dtype: Dtype in which gradients are accumulated.
         trainable: Whether it has gradient memory.
         has_gradients: Whether any of its parameters requires a gradient now.
+        num_first_hop_chunks: Reduce-scatters of its first hop.
     """
 
     layout: BucketLayout
@@ -60,6 +62,7 @@ class BucketPlan:
     sum_dtype: torch.dtype
     trainable: bool
     has_gradients: bool = True
+    num_first_hop_chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,8 +229,8 @@ class _Planner:
             forward_order = range(len(self.units))
         for index in reduction_order(forward_order):
             for bucket in self._reduced(index):
-                messages = self._reduce_scatter("grad_reduce_scatter", bucket)
-                self._add(messages, self.units[index].plan.name, "backward")
+                for messages in self._first_hops(bucket):
+                    self._add(messages, self.units[index].plan.name, "backward")
 
     def _unshard(self, index: int, phase: str) -> None:
         unit, slot = self.units[index], self.units[index].plan.slot
@@ -250,8 +253,12 @@ class _Planner:
         route = self.scopes.route(role, numel * bucket.param_dtype.itemsize)
         return [] if route is None else all_gather_traffic(route, numel, bucket.param_dtype)
 
-    def _reduce_scatter(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
-        numel = full_numel(role, bucket.layout, self.scopes)
+    def _first_hops(self, bucket: BucketPlan) -> Iterator[list[HopTraffic]]:
+        degree = self.scopes.grads
+        for start, end in first_hop_chunks(bucket.layout.numel_at(degree), bucket.num_first_hop_chunks):
+            yield self._reduce_scatter("grad_reduce_scatter", bucket, (end - start) * degree)
+
+    def _reduce_scatter(self, role: str, bucket: BucketPlan, numel: int) -> list[HopTraffic]:
         route = self.scopes.route(role, numel * bucket.wire_dtype.itemsize)
         return [] if route is None else reduce_scatter_traffic(route, numel, bucket.wire_dtype)
 
@@ -269,7 +276,8 @@ class _Planner:
             self._add([usage], "(usage)", "second_hop")
         for index in second_hop_order(set(backward)):
             for bucket in self._reduced(index):
-                messages = self._reduce_scatter("second_hop_reduce_scatter", bucket)
+                numel = full_numel("second_hop_reduce_scatter", bucket.layout, self.scopes)
+                messages = self._reduce_scatter("second_hop_reduce_scatter", bucket, numel)
                 messages += self._all_reduce("second_hop_all_reduce", bucket)
                 self._add(messages, self.units[index].plan.name, "second_hop")
 

@@ -340,7 +340,7 @@ class Reducer:
                     self._bind_buffer(unit, self.buffers.zero_grads(), is_zero=True)
                 stream = self.streams.reduce_scatter
                 for gradient in gradients:
-                    chains.append(stream.launch([gradient.reduce_scatter]))
+                    chains.append(stream.launch(gradient.first_hop()))
             starts_second_hop = bool(self.is_boundary) and self.overlap_second_hop
             if chains or starts_second_hop:
                 self._first_hops.append(FirstHop(unit, chains, starts_second_hop))

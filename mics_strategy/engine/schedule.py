@@ -7,6 +7,7 @@ step. Neither has a rule of its own.
 - A bucket is synced in front of its first all-gather after a change. That all-gather leaves the secondary shards, which
   the later ones gather until the next change (`ParamVersions`).
 - The tensor of a collective is the flat buffer at the smaller of its two scopes (`full_numel`).
+- A large parameter's first hop has several chunks (`first_hop_chunks`).
 - First hops follow the first forwards of units, latest first (`reduction_order`), or include every unit where ranks may
   run different ones (`reduces_every_unit`). Second hops follow the units' index, last first (`second_hop_order`).
 
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
+
+from mics_strategy.engine.layout import ALIGN_NUMEL
 
 if TYPE_CHECKING:
     from mics_strategy.engine.layout import BucketLayout
@@ -102,6 +105,17 @@ def shard_numel(role: str, layout: BucketLayout, scopes: Scopes) -> int:
     The shard is the input of an all-gather, the output of a reduce-scatter.
     """
     return layout.numel_at(scopes.degrees_of(role)[1])
+
+
+def first_hop_chunks(slice_numel: int, count: int) -> list[tuple[int, int]]:
+    """Ranges of elements of a rank's slice: the chunks of its first hop.
+
+    Args:
+        slice_numel: Elements of the flat buffer that one rank of the gradient scope receives.
+        count: Chunks; fewer where the slice is smaller than so many multiples of `ALIGN_NUMEL`.
+    """
+    step = max(1, -(-slice_numel // (count * ALIGN_NUMEL))) * ALIGN_NUMEL
+    return [(start, min(start + step, slice_numel)) for start in range(0, slice_numel, step)] or [(0, 0)]
 
 
 def unshard_role(scopes: Scopes) -> str:

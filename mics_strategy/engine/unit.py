@@ -304,6 +304,7 @@ def unit_plan_of(unit: Unit, gradients: Iterable[GradBucket], slot: int) -> Unit
                 sum_dtype=bucket.spec.param_dtype if gradient is None else gradient.accumulator.dtype,
                 trainable=bucket.spec.trainable,
                 has_gradients=bucket.num_requiring_grad > 0,
+                num_first_hop_chunks=1 if gradient is None else len(gradient.first_hop_chunks),
             )
         )
     return UnitPlan(name=unit.name, slot=slot, buckets=tuple(buckets))

@@ -1,4 +1,4 @@
-"""Description of a cluster for the planner: devices, links by axis, and their measured or stated speeds.
+"""Cluster for the planner: devices, and links with measured or stated speeds.
 
 Pure data.
 """

@@ -1,4 +1,4 @@
-"""Description of a model for the planner: parameters, arithmetic and activations of each unit.
+"""Model for the planner: parameters, arithmetic and activations of each unit.
 
 Pure data: whoever builds a description (a table of published models, a configuration of transformers, a traced module)
 and whoever reads it (memory, simulator, solver) meet here.
@@ -26,7 +26,7 @@ class ParameterShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitModel:
-    """One unit of a model: parameters that travel together, and what one sample costs in it.
+    """One unit of a model: parameters, and what one sample costs in it.
 
     Attributes:
         name: Name of the unit in the model; empty for the root.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mics_strategy.engine.grad_bucket import BackwardGrads
+from mics_strategy.engine.backward_grads import BackwardGrads
 from mics_strategy.engine.lifecycle import GradFlags
 from mics_strategy.engine.streams import current_stream
 from tests.cuda_harness.machine import Machine

@@ -1,5 +1,6 @@
 """Ranks and micro-steps that use different parameters."""
 
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.comm.work import Work
 from mics_strategy.engine.grad_bucket import GradBucket
-from mics_strategy.engine.streams import OpChain
+from mics_strategy.engine.streams import Op, OpChain
 from tests import models
 from tests.engine.patterns import Play, play
 from tests.engine.training import (
@@ -289,18 +290,18 @@ def hops_of_a_step(ctx: RankContext) -> list[str]:
     model = Chained()
     config = ShardConfig.preset("paro-nii", topology=Topology(ranks_per_node=2))
     sharded = shard(model, config, units=(nn.Linear,))
-    first, second, hops = GradBucket.reduce_scatter, GradBucket.reduce_scatter_outer, []
+    first, second, hops = GradBucket.first_hop, GradBucket.reduce_scatter_outer, []
 
-    def launch(gradient: GradBucket) -> Work | None:
+    def launch(gradient: GradBucket) -> Iterator[Op]:
         hops.append(f"first hop of {gradient.name}")
-        return first(gradient)
+        yield from first(gradient)
 
     def scatter(gradient: GradBucket, wire: Tensor) -> Work | None:
         hops.append(f"second hop of {gradient.name}")
         return second(gradient, wire)
 
     with (
-        mock.patch.object(GradBucket, "reduce_scatter", launch),
+        mock.patch.object(GradBucket, "first_hop", launch),
         mock.patch.object(GradBucket, "reduce_scatter_outer", scatter),
         mock.patch.object(OpChain, "has_completed", False),
     ):
