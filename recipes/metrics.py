@@ -51,7 +51,7 @@ class History:
         losses: Losses of the logged steps, those of a continued run included.
         validation_losses: Losses of all passes over held-out samples.
         mean_rate: Tokens or images per second of this process, its first step left out.
-        unit: What the rate counts.
+        unit: Unit that the rate counts.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -83,7 +83,7 @@ class MetricsLog(Callback):
         loggers: Further receivers of the rows.
 
     Attributes:
-        history: What was written so far.
+        history: Rows written so far.
     """
 
     def __init__(self, facts: RunFacts, loggers: Loggers) -> None:

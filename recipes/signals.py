@@ -88,7 +88,7 @@ class SaveRequests:
         """Return the line that rank 0 prints.
 
         Args:
-            request: What the ranks have agreed on.
+            request: Request that the ranks have agreed on.
             step: Optimizer steps done.
             arguments: Arguments of the program, which a run that stops is continued with.
         """

@@ -286,7 +286,7 @@ class TaskSteps:
 
     Args:
         task: The task.
-        tensors: What it reads and writes, each contiguous; None where that is not known.
+        tensors: Tensors that it reads and writes, each contiguous; None where that is not known.
         workspace: Scratch memory.
     """
 
@@ -383,8 +383,8 @@ class CollectiveQueue(ABC):
         Args:
             op: The collective.
             task: The task.
-            tensors: What it reads and writes, each contiguous; None where that is not known, and then the task starts
-                when the one before has finished.
+            tensors: Tensors that it reads and writes, each contiguous; None where that is not known, and then the task
+                starts when the one before has finished.
         """
 
 

@@ -112,7 +112,7 @@ def as_communication_error(label: str, error: RuntimeError, details: str = "") -
     Args:
         label: Name of the collective.
         error: Error of the transport.
-        details: What else is known of the ranks, as sentences.
+        details: Further facts about the ranks, as sentences.
     """
     return CommunicationError(
         f"{label} failed: {error}. {details}A rank died, hangs, or runs other units. Look for the first error of "

@@ -176,7 +176,7 @@ class Reducer:
     """Reduces the gradients of all units of one model.
 
     Attributes:
-        gradients: By unit index, the gradients of its trainable buckets.
+        gradients: Gradients of the trainable buckets, by unit index.
         units: All units, by index.
         groups: Process groups.
         streams: Side streams of reductions.

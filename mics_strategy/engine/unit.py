@@ -56,7 +56,7 @@ class Unit:
         index: Position among the units, in module order; the root is 0.
         module: The module.
         buckets: Its parameters by dtype and trainability.
-        slot: Where it is unsharded.
+        slot: Slot in which it is unsharded.
 
     Attributes:
         unshard_state: Whether the slot holds the parameters.

@@ -131,7 +131,7 @@ def reopen_as_draft(folder: Path, draft: Path, request: StoreRequest, faulty: Se
     Args:
         folder: The store; it has its name no longer.
         draft: Folder for unfinished work, which does not exist.
-        request: What the store shall contain.
+        request: Content that the store shall have.
         faulty: Names of damaged parts.
     """
     _write_draft_note(folder, request, request.source.parts(), Manifest.read(folder).tokenizer_digest)

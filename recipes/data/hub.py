@@ -29,7 +29,7 @@ class HubDataset:
         separator: Between the split and the number of a file.
         suffix: End of the files' names.
         reader: Builder of `datasets` that reads the files.
-        licence: For the log.
+        licence: Licence of the text, for the log.
     """
 
     name: str

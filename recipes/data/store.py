@@ -96,7 +96,7 @@ class Manifest:
         origin: Sentence for the log.
         tokenizer: Identity of the tokenizer.
         tokenizer_digest: Blake2b of tokenizer.json.
-        dtype: Of the tokens, `<u2` or `<u4`.
+        dtype: Dtype of the tokens, `<u2` or `<u4`.
         special: Ids of the tokens that are not text.
         validation_share: Part of the documents that is held out by hash.
         parts: Records in the order of the stream.
@@ -165,7 +165,7 @@ class TokenStore:
     """An open store.
 
     Args:
-        folder: Where it is.
+        folder: Folder of the store.
         manifest: Its contents.
         tokenizer: Turns tokens into text and back.
     """

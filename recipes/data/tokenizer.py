@@ -53,7 +53,7 @@ class TokenizerRequest:
     Args:
         name: `bpe`, a tokenizer.json, a folder with one, or a name on the hub.
         vocab_size: Rows of the model's embedding: size of a trained vocabulary, and limit of any other.
-        objective: What the model predicts, which decides the special tokens.
+        objective: Objective of the training, which decides the special tokens.
         download: Whether a name may be fetched from the hub.
     """
 
