@@ -139,6 +139,7 @@ class _Ours(_Plain):
     def __init__(self, workload: Workload, preset: str, overrides: dict[str, Any]) -> None:
         from mics_strategy import ConfigError, ShardConfig, shard
 
+        self._declares = overrides.pop("declares", True)
         dtypes = {} if workload.dtype == "float32" else {"param_dtype": workload.dtype, "reduce_dtype": workload.dtype}
         model = workload.model()
         try:
@@ -159,7 +160,7 @@ class _Ours(_Plain):
         return {**self._timed, "planned_bytes": float(leaving), "planned_last_bytes": float(last)}
 
     def _micro_step(self, index: int, of: int) -> AbstractContextManager[object]:
-        return self._sharded.micro_step(index, of=of)
+        return self._sharded.micro_step(index, of=of) if self._declares else nullcontext()
 
 
 def build(entry: Entry, workload: Workload, *, world_size: int, ranks_per_node: int) -> Engine:

@@ -21,7 +21,7 @@ class Entry:
         label: As it was written.
         name: A preset of ours, or a peer's.
         is_ours: Which of the two.
-        overrides: Fields of `ShardConfig`.
+        overrides: Fields of `ShardConfig`; and "declares", whether the loop declares its last micro-step.
     """
 
     label: str

@@ -16,6 +16,7 @@ import torch
 
 from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.engine.backward_grads import GradStaging
+from mics_strategy.engine.boundary import AccumulationBoundary
 from mics_strategy.engine.bucket import Bucket, param_comms
 from mics_strategy.engine.grad_bucket import GradBucket
 from mics_strategy.engine.layout import BucketLayout, BucketSpec, make_layout
@@ -225,6 +226,7 @@ def build_engine(units: list[Unit], modules: list[UnitSpec], context: BuildConte
         buffers=buffers,
         overlap_reduce="reduce" in overlap,
         overlap_second_hop="second_hop" in overlap,
+        boundary=AccumulationBoundary(predicts=_has_overlapping_second_hop(context)),
         desync_check=DesyncCheck(
             buffers.usage,
             context.groups,
@@ -244,6 +246,14 @@ def build_engine(units: list[Unit], modules: list[UnitSpec], context: BuildConte
             sync_at_once="update" not in overlap,
         ),
     )
+
+
+def _has_overlapping_second_hop(context: BuildContext) -> bool:
+    """Whether a backward that is predicted to be the last one may start second hops."""
+    config, groups = context.config, context.groups
+    has_second_hop = groups.outer_grad_comm is not None or groups.replica_comm is not None
+    is_excluded = config.second_hop == "micro_step" or "second_hop" not in config.overlap
+    return groups.grad_comm is not None and has_second_hop and not is_excluded
 
 
 def _gather_resources(units: list[Unit], stream: OpStream, context: BuildContext) -> GatherResources:

@@ -162,7 +162,8 @@ class Sharded:
     def micro_step(self, index: int, *, of: int) -> Iterator[None]:
         """Declare which micro-step of an optimizer step runs in this context.
 
-        It is a hint: in the last micro-step the second hop overlaps the backward.
+        It is a hint: in the last micro-step the second hop overlaps the backward. Without it, the last micro-step is
+        predicted from the number of backwards of the last two steps.
 
         Args:
             index: Number of the micro-step, from 0.
@@ -173,12 +174,12 @@ class Sharded:
         """
         if not 0 <= index < of:
             raise ConfigError(f"`micro_step({index}, of={of})` is not one of {of} micro-steps. Use 0 to {of - 1}.")
-        reducer = self._engine.reducer
-        before, reducer.is_boundary = reducer.is_boundary, index == of - 1
+        boundary = self._engine.reducer.boundary
+        before, boundary.declared = boundary.declared, index == of - 1
         try:
             yield
         finally:
-            reducer.is_boundary = before
+            boundary.declared = before
 
     def clip_grad_norm_(
         self,
@@ -247,7 +248,8 @@ class Sharded:
         step_order = StepOrder(
             forward=tuple(order.forward_units) if order.is_frozen else in_order,
             backward=tuple(order.backward_units) if order.is_complete else (0, *reversed(in_order[1:])),
-            num_micro_steps=self._target.last_step[0],
+            num_micro_steps=self._target.last_step.num_backwards,
+            early_hops=self._target.last_step.early_hops if self._engine.reducer.overlap_second_hop else (),
             second_hop_every_backward=self._engine.overlap.second_hop_every_backward,
         )
         owned_buckets = [bucket for exchange in self._target.last_exchanges for bucket in exchange.buckets]
@@ -267,7 +269,7 @@ class Sharded:
 
     def traffic(self) -> tuple[TrafficRow, ...]:
         """Issued and planned traffic of this rank in the last step, by collective."""
-        return compare(self.plan, self._target.last_step[1])
+        return compare(self.plan, self._target.last_step.issued)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The plain model's state dict on rank 0's CPU; empty on other ranks. Collective.

@@ -84,7 +84,7 @@ class ModuleBuffers:
     @property
     def _is_deferring(self) -> bool:
         """Whether the loop declared that more micro-steps follow before synchronization."""
-        return self._engine.reducer.is_boundary is False
+        return self._engine.reducer.boundary.declared is False
 
     def synchronize(self) -> None:
         """Broadcast rank 0's buffers if training may have changed them. Collective.

@@ -99,12 +99,14 @@ class StepOrder:
         backward: Units in the order in which the backward needs their parameters.
         num_micro_steps: Forwards and backwards per step.
         second_hop_every_backward: Whether gradients are finished after every backward instead of before the step.
+        early_hops: Micro-steps, from 1, that wrongly counted as the last one: their gradients had second hops as well.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     num_micro_steps: int
     second_hop_every_backward: bool = False
+    early_hops: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class PlannedCollective(CollectiveTraffic):
 
     Attributes:
         unit: Name of the unit, or of the bucket with owners.
-        phase: Phase of the step: "forward", "backward", "second_hop" or "update".
+        phase: Phase of the step: "forward", "backward", "early_second_hop", "second_hop" or "update".
         micro_step: Index of the micro-step.
     """
 
@@ -173,6 +175,8 @@ def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepOrder, own
             planner.forward_and_backward(shape)
             if shape.second_hop_every_backward:
                 planner.second_hop(shape.backward)
+            elif micro_step + 1 in shape.early_hops:
+                planner.second_hops_of_units(shape.backward, "early_second_hop")
         if not shape.second_hop_every_backward:
             planner.second_hop(shape.backward)
         planner.update(owned)
@@ -274,12 +278,15 @@ class _Planner:
             num_bytes = usage_numel(num_parameters) * USAGE_DTYPE.itemsize
             usage = HopTraffic(ALL_REDUCE, world.name, world.size, USAGE_DTYPE, num_bytes)
             self._add([usage], "(usage)", "second_hop")
+        self.second_hops_of_units(backward, "second_hop")
+
+    def second_hops_of_units(self, backward: tuple[int, ...], phase: str) -> None:
         for index in second_hop_order(set(backward)):
             for bucket in self._reduced(index):
                 numel = full_numel("second_hop_reduce_scatter", bucket.layout, self.scopes)
                 messages = self._reduce_scatter("second_hop_reduce_scatter", bucket, numel)
                 messages += self._all_reduce("second_hop_all_reduce", bucket)
-                self._add(messages, self.units[index].plan.name, "second_hop")
+                self._add(messages, self.units[index].plan.name, phase)
 
     def update(self, owned: tuple[OwnedPlan, ...]) -> None:
         span = self.scopes.span(1, self.scopes.optimizer)

@@ -27,6 +27,7 @@ from mics_strategy.engine.streams import current_stream
 
 if TYPE_CHECKING:
     from mics_strategy.comm.process_groups import ProcessGroups
+    from mics_strategy.engine.boundary import AccumulationBoundary
     from mics_strategy.engine.grad_bucket import GradBucket
     from mics_strategy.engine.memory import CachedViews, StagingPool
     from mics_strategy.engine.streams import OpChain, OpStream, Streams
@@ -184,7 +185,7 @@ class Reducer:
         overlap_reduce: Whether a first hop may overlap with the rest of the backward.
         overlap_second_hop: Whether a second hop may start before the last backward has ended.
         desync_check: Check that all ranks submit the same collectives.
-        is_boundary: Whether the present backward is the last one before the optimizer step; None if unknown.
+        boundary: Whether the present backward is the last one before the optimizer step.
         is_dirty: Whether a backward has begun since gradients were last finished.
     """
 
@@ -196,7 +197,7 @@ class Reducer:
     overlap_reduce: bool
     overlap_second_hop: bool
     desync_check: DesyncCheck
-    is_boundary: bool | None = None
+    boundary: AccumulationBoundary
     is_dirty: bool = False
     _expected: dict[int, int] = field(default_factory=dict)  # gradients of a unit in one backward
     _order: FirstHopOrder = field(default_factory=FirstHopOrder)
@@ -286,7 +287,7 @@ class Reducer:
         for gradients in self.gradients.values():
             for gradient in gradients:
                 gradient.collected.end()
-        if self.is_boundary:
+        if self.boundary.is_last:
             self._finish_all_first_hops()
 
     def _acquire_buffer(self, unit: Unit) -> None:
@@ -341,7 +342,7 @@ class Reducer:
                 stream = self.streams.reduce_scatter
                 for gradient in gradients:
                     chains.append(stream.launch(gradient.first_hop()))
-            starts_second_hop = bool(self.is_boundary) and self.overlap_second_hop
+            starts_second_hop = self.boundary.is_last and self.overlap_second_hop
             if chains or starts_second_hop:
                 self._first_hops.append(FirstHop(unit, chains, starts_second_hop))
             for done in self._finish_first_hops(len(self._first_hops) - int(self.overlap_reduce)):

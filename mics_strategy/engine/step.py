@@ -295,6 +295,7 @@ class Engine:
         """
         self._in_backward = True
         self.backwards.begin()
+        self.reducer.boundary.begin_backward(self.backwards.num_unused)
         self.reducer.groups.record_backward()
         self.order.freeze()
         self._pending.mark_earliest_enters()

@@ -11,6 +11,7 @@ left out, because they would count every shard again.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import weakref
@@ -266,6 +267,8 @@ def _to_device_of(value: Any, sharded: ShardedParameter) -> Any:
 def total_norm(parameters: list[ShardedParameter], groups: ProcessGroups, norm_type: float) -> torch.Tensor:
     """Norm of all gradients together, a scalar equal on all ranks. Collective.
 
+    It is computed in fp32, or in fp64 if a parameter has that dtype.
+
     Args:
         parameters: Parameters whose gradients are final. One without a gradient counts as 0.
         groups: Process groups of the model.
@@ -287,7 +290,9 @@ def total_norm(parameters: list[ShardedParameter], groups: ProcessGroups, norm_t
             grads.append(getattr(grad, "_local_tensor", grad))
     grads = [grad for grad in grads if grad.numel()]
     norms = torch._foreach_norm(grads, norm_type) if grads else []
-    stacked = torch.stack([norm.float() for norm in norms]) if norms else torch.zeros(1, device=groups.device)
+    dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters), torch.float32)
+    empty = torch.zeros(1, dtype=dtype, device=groups.device)
+    stacked = torch.stack([norm.to(dtype) for norm in norms]) if norms else empty
     if math.isinf(norm_type):
         total = stacked.max()
         return groups.reduce_over_shards(total, is_max=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -17,6 +18,21 @@ if TYPE_CHECKING:
     from mics_strategy.comm.route import CollectiveTraffic
     from mics_strategy.engine.build import BuildContext
     from mics_strategy.engine.step import Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastStep:
+    """What an optimizer step was made of.
+
+    Attributes:
+        num_backwards: Backwards of the step.
+        early_hops: See `AccumulationBoundary.early_hops`.
+        issued: Collectives of the step, with their counts.
+    """
+
+    num_backwards: int
+    early_hops: tuple[int, ...]
+    issued: Counter[CollectiveTraffic]
 
 
 class OptimizerTarget:
@@ -34,7 +50,7 @@ class OptimizerTarget:
         optimizer_layout: The layout that the user configured, `"rows"` or `"tensors"`.
         has_whole_states: Whether every rank holds complete optimizer states.
         steps_done: Optimizer steps so far.
-        last_step: Number of backwards of the last step, and its collectives.
+        last_step: Backwards and collectives of the last step.
         last_exchanges: Exchanges of the tensors that the last step updated on their owners.
         is_check_due: Whether the next forward first checks that the model still has its sharded parameters.
         is_step_over: Whether no forward has started the next step yet.
@@ -52,7 +68,7 @@ class OptimizerTarget:
         self.optimizer_layout = context.config.optimizer_layout
         self.has_whole_states = context.groups.scopes.optimizer == 1
         self.steps_done = 0
-        self.last_step: tuple[int, Counter[CollectiveTraffic]] = (1, Counter())
+        self.last_step = LastStep(num_backwards=1, early_hops=(), issued=Counter())
         self.last_exchanges: list[OwnerExchange] = []
         self.is_check_due = self.is_step_over = True
         self._groups = context.groups
@@ -94,13 +110,18 @@ class OptimizerTarget:
         Args:
             exchanges: Exchanges of the tensors that the optimizer updated on their owners.
         """
+        early_hops = self.engine.reducer.boundary.end_step()
         self.engine.post_step()
         self.is_check_due = self.is_step_over = True
         if self.engine.backwards.num_in_step:
-            self.last_step = (self.engine.backwards.num_in_step, self._groups.traffic_log.drain())
+            self.last_step = LastStep(
+                num_backwards=self.engine.backwards.num_in_step,
+                early_hops=early_hops,
+                issued=self._groups.traffic_log.drain(),
+            )
             self.engine.backwards.num_in_step = 0
             self.last_exchanges = [*exchanges]
             self.steps_done += 1
         else:  # another optimizer of the same step
-            self.last_step[1].update(self._groups.traffic_log.drain())
+            self.last_step.issued.update(self._groups.traffic_log.drain())
             self.last_exchanges += exchanges

@@ -1,0 +1,312 @@
+"""The last micro-step of a step that declares nothing is predicted; a wrong prediction changes no sum."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mics_strategy import ShardConfig, Sharded, Topology, shard
+from mics_strategy.engine.boundary import AccumulationBoundary
+from tests import models
+from tests.engine import unusual
+from tests.engine.events import recorded
+from tests.engine.training import forget_meshes, whole
+from tests.ranks import RankContext, RankPool
+
+NUM_STEPS = 14
+PRESETS = {
+    "mics": ShardConfig.preset("mics"),
+    "mics-prefetch-2": ShardConfig.preset("mics", prefetch=2),
+    "zeropp-hpz-in-node": ShardConfig.preset("zeropp-hpz", grads="partition"),
+    "paro-nii": ShardConfig.preset("paro-nii"),
+    "paro-nig": ShardConfig.preset("paro-nig"),
+    "paro-iig": ShardConfig.preset("paro-iig"),
+    "ddp": ShardConfig.preset("ddp"),
+    "zero3": ShardConfig.preset("zero3"),
+    "every-micro-step": ShardConfig.preset("mics", second_hop="micro_step"),
+    "no-second-hop-overlap": ShardConfig.preset("mics", overlap={"gather", "reduce", "update"}),
+}
+
+PREDICTED = ("mics", "mics-prefetch-2", "zeropp-hpz-in-node", "paro-nii", "paro-nig", "paro-iig")  # have a second hop
+
+
+@dataclass(slots=True)
+class LoopRun:
+    """A model, sharded or plain, with two optimizers of its parameters, and the ranks whose batches it is given."""
+
+    model: nn.Module
+    ranks: Sequence[int]
+    sharded: Sharded | None = None
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    num_calls: int = 0
+
+    def losses(self) -> Iterator[Tensor]:
+        self.num_calls += 1
+        for rank in self.ranks:
+            generator = torch.Generator().manual_seed(1000 * self.num_calls + rank)
+            x = torch.randn(3, unusual.WIDTH, generator=generator, dtype=torch.float64)
+            yield self.model(x).square().mean() / len(self.ranks)
+
+    def backward(self, declared: tuple[int, int] | None = None) -> None:
+        is_declared = declared is not None and self.sharded is not None
+        with self.sharded.micro_step(declared[0], of=declared[1]) if is_declared else nullcontext():
+            for loss in self.losses():
+                loss.backward()
+
+    def backward_twice(self) -> None:
+        losses = [*self.losses()]
+        for _ in range(2):
+            for loss in losses:
+                loss.backward(retain_graph=True)
+
+    def clear(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self, clears: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if clears:
+            self.clear()
+
+    def clip(self) -> None:
+        if self.sharded is None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        else:
+            self.sharded.clip_grad_norm_(0.5)
+
+    def read(self) -> None:
+        assert [parameter.grad is None for parameter in self.model.parameters()]
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            for _ in self.losses():
+                pass
+        self.model.train()
+
+    def fail(self) -> None:
+        """A forward with gradients that raises in its third block."""
+
+        def refuse(*_: object) -> None:
+            raise ArithmeticError("on purpose")
+
+        hook = self.model.blocks[2].register_forward_pre_hook(refuse)
+        with pytest.raises(ArithmeticError):
+            next(self.losses())
+        hook.remove()
+
+    def change_order(self) -> None:
+        self.model.order = self.model.order[::-1]
+
+
+def play(run: LoopRun, seed: int) -> None:
+    """A random loop: mostly windows of one length, with all that may come between."""
+    choose = random.Random(seed)
+    usual = choose.choice([1, 2, 3])
+    for _ in range(NUM_STEPS):
+        length = usual if choose.random() < 0.7 else choose.randint(1, 4)
+        kind = choose.choice(["plain"] * 5 + ["declared", "wrong", "twice"])
+        for index in range(length):
+            if choose.random() < 0.15:
+                choose.choice([run.evaluate, run.fail, run.read, run.clip, run.clear, run.change_order])()
+            if kind == "twice" and index == 0:
+                run.backward_twice()
+            elif kind == "declared":
+                run.backward((index, length))
+            elif kind == "wrong":
+                run.backward((choose.randrange(3), 3))
+            else:
+                run.backward()
+        ending = choose.random()
+        if ending < 0.3:
+            run.clip()
+        if ending > 0.9:
+            run.clear()  # a step that a scaler skips
+        else:
+            run.step(clears=ending > 0.1)
+
+
+def start(ranks: Sequence[int], config: ShardConfig | None) -> LoopRun:
+    torch.manual_seed(0)
+    model = unusual.Stack().double()
+    sharded = None if config is None else shard(model, config, units=[unusual.Block])
+    parameters = [*model.parameters()]
+    optimizers = [
+        torch.optim.SGD(parameters[::2], lr=0.1, momentum=0.5),
+        torch.optim.Adam(parameters[1::2], lr=0.01, eps=1e-3),
+    ]
+    return LoopRun(model=model, ranks=ranks, sharded=sharded, optimizers=optimizers)
+
+
+def play_sharded(ctx: RankContext, config: ShardConfig, seeds: list[int]) -> list[tuple[list[Tensor], int, int]]:
+    """Parameters, predicted and early second hops of each seed."""
+    results = []
+    for seed in seeds:
+        forget_meshes()
+        run = start([ctx.rank], config)
+        assert run.sharded is not None
+        early, predicted = [], []
+        begin, end = AccumulationBoundary.begin_backward, AccumulationBoundary.end_step
+
+        def spied_begin(boundary: AccumulationBoundary, number: int, predicted=predicted, begin=begin) -> None:
+            begin(boundary, number)
+            predicted.append(boundary.is_last and boundary.declared is None)
+
+        def spied_end(boundary: AccumulationBoundary, early=early, end=end) -> tuple[int, ...]:
+            hops = end(boundary)
+            early.append(len(hops))
+            return hops
+
+        AccumulationBoundary.begin_backward, AccumulationBoundary.end_step = spied_begin, spied_end
+        try:
+            play(run, seed)
+        finally:
+            AccumulationBoundary.begin_backward, AccumulationBoundary.end_step = begin, end
+        results.append(([whole(p.detach()).clone() for p in run.model.parameters()], sum(predicted), sum(early)))
+    return results
+
+
+@pytest.mark.wide(every=3)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_generated_loops_train_as_a_plain_process_does(ranks: RankPool, preset: str) -> None:
+    seeds = [*range(7)]
+    expected = []
+    for seed in seeds:
+        plain = start(range(4), None)
+        play(plain, seed)
+        expected.append([p.detach() for p in plain.model.parameters()])
+    for outcomes in ranks(4, play_sharded, PRESETS[preset], seeds, ranks_per_node=2):
+        for seed, (parameters, _, _), plain_parameters in zip(seeds, outcomes, expected, strict=True):
+            for found, wanted in zip(parameters, plain_parameters, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11, msg=f"seed {seed}")
+        num_predicted = sum(predicted for _, predicted, _ in outcomes)
+        assert num_predicted > 20 if preset in PREDICTED else num_predicted == 0
+        assert sum(early for _, _, early in outcomes) > 3  # also where nothing is predicted: wrong declarations
+
+
+def events_without_signal(ctx: RankContext, lengths: list[int], preset: str) -> tuple[list[str], list[str]]:
+    """Names of the units in order, and the events of the last step, whose loop declares nothing."""
+    forget_meshes()
+    torch.manual_seed(0)
+    case = models.transformer()
+    model = case.build()
+    sharded = shard(model, ShardConfig.preset(preset, topology=Topology(ranks_per_node=2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    layers = tuple({type(unit.module) for unit in sharded.units[1:]})
+
+    def step(index: int) -> None:
+        for micro in range(lengths[index]):
+            case.loss(model, case.batch(index, micro, ctx.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for index in range(len(lengths) - 1):
+        step(index)
+    with recorded(model, layers) as events:
+        step(len(lengths) - 1)
+    return [unit.name for unit in sharded.units[1:]], list(events)
+
+
+@pytest.mark.parametrize("lengths", [[2, 2, 2], [3, 1, 1, 1], [2, 3, 3, 3]], ids=str)
+@pytest.mark.parametrize(("preset", "kind"), [("mics", "all_reduce"), ("paro-iig", "reduce_scatter")])
+def test_the_second_hop_of_a_loop_without_signal_starts_in_its_last_backward(
+    ranks: RankPool, preset: str, kind: str, lengths: list[int]
+) -> None:
+    units, events = ranks(4, events_without_signal, lengths, preset, ranks_per_node=2)[0]
+    last_backward = len(events) - 1 - events[::-1].index(f"backward {units[0]}")
+    hops = [n for n, event in enumerate(events) if event == f"start {kind} {units[-1]}"]
+    assert len(hops) == (1 if kind == "all_reduce" else 1 + lengths[-1])
+    assert hops[-1] < last_backward
+
+
+@pytest.mark.parametrize("lengths", [[2, 2], [2, 3, 2]], ids=str)
+def test_a_loop_that_has_not_repeated_is_not_predicted(ranks: RankPool, lengths: list[int]) -> None:
+    units, events = ranks(4, events_without_signal, lengths, "mics", ranks_per_node=2)[0]
+    last_backward = len(events) - 1 - events[::-1].index(f"backward {units[0]}")
+    assert events.index(f"start all_reduce {units[-1]}") > last_backward
+
+
+def told_and_untold(ctx: RankContext, config: ShardConfig) -> list[list[list[float]]]:
+    outcomes = []
+    for is_told in (True, False):
+        forget_meshes()
+        run = start([ctx.rank], config)
+        for _ in range(5):
+            for micro in range(3):
+                run.backward((micro, 3) if is_told else None)
+            run.step()
+        outcomes.append([whole(parameter.detach()).tolist() for parameter in run.model.parameters()])
+    return outcomes
+
+
+@pytest.mark.parametrize("preset", ["mics", "paro-nig", "paro-iig"])
+def test_a_right_prediction_gives_the_bits_of_the_declaration(ranks: RankPool, preset: str) -> None:
+    for told, untold in ranks(4, told_and_untold, PRESETS[preset], ranks_per_node=2):
+        assert untold == told
+
+
+def traffic_by_step(ctx: RankContext, config: ShardConfig, lengths: list[int]) -> list[tuple[bool, list[str]]]:
+    """Whether each step sent what its plan says, and the phases of that plan."""
+    forget_meshes()
+    run = start([ctx.rank], config)
+    assert run.sharded is not None
+    found = []
+    for length in lengths:
+        for _ in range(length):
+            run.backward()
+        run.step()
+        rows = run.sharded.traffic()
+        is_equal = all((row.count, row.sent_bytes) == (row.planned_count, row.planned_bytes) for row in rows)
+        found.append((is_equal, [planned.phase for planned in run.sharded.plan.collectives]))
+    return found
+
+
+@pytest.mark.parametrize("preset", ["mics", "paro-nig", "paro-iig", "zeropp-hpz-in-node", "no-second-hop-overlap"])
+def test_the_plan_names_the_second_hops_of_a_wrong_prediction(ranks: RankPool, preset: str) -> None:
+    lengths = [2, 2, 2, 4, 2, 2, 1, 3]
+    early = [3] if preset != "no-second-hop-overlap" else []  # predicted at 2, of 4; two steps of 2, and then 1
+    for steps in ranks(4, traffic_by_step, PRESETS[preset], lengths, ranks_per_node=2):
+        assert all(is_equal for is_equal, _ in steps[1:])
+        assert [n for n, (_, phases) in enumerate(steps) if "early_second_hop" in phases] == early
+
+
+def lasts(lengths: list[int], declared: bool | None = None, predicts: bool = True) -> list[list[bool]]:
+    boundary = AccumulationBoundary(predicts=predicts)
+    boundary.declared = declared
+    found = []
+    for length in lengths:
+        found.append([])
+        for number in range(1, length + 1):
+            boundary.begin_backward(number)
+            found[-1].append(boundary.is_last)
+        boundary.end_step()
+    return found
+
+
+def test_two_equal_steps_predict_the_third() -> None:
+    yes, no = True, False
+    assert lasts([2, 2, 2, 3, 2, 2, 1]) == [[no, no], [no, no], [no, yes], [no, yes, no], [no, no], [no, no], [no]]
+    assert lasts([1, 1, 1], declared=False) == [[no]] * 3
+    assert lasts([1, 1, 1], declared=True) == [[yes]] * 3
+    assert lasts([1, 1, 1], predicts=False) == [[no]] * 3
+
+
+def test_a_window_that_was_cleared_or_another_optimizer_is_no_step() -> None:
+    boundary = AccumulationBoundary(predicts=True)
+    for _ in range(3):
+        boundary.begin_backward(1)
+        boundary.begin_backward(1)  # gradients were cleared
+        boundary.begin_backward(2)
+        assert boundary.end_step() == ()
+        assert boundary.end_step() == ()  # a second optimizer
+    boundary.begin_backward(1)
+    assert not boundary.is_last
+    boundary.begin_backward(2)
+    assert boundary.is_last
+    boundary.begin_backward(3)
+    assert boundary.end_step() == (2,)
