@@ -19,7 +19,7 @@ from mics_strategy.engine.backward_grads import GradStaging
 from mics_strategy.engine.boundary import AccumulationBoundary
 from mics_strategy.engine.bucket import Bucket, param_comms
 from mics_strategy.engine.grad_bucket import GradBucket
-from mics_strategy.engine.layout import BucketLayout, BucketSpec, make_layout
+from mics_strategy.engine.layout import BucketLayout, BucketSpec, make_layout, num_first_hop_chunks, split_entries
 from mics_strategy.engine.memory import CachedViews, MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
 from mics_strategy.engine.parameter import make_sharded_parameter
 from mics_strategy.engine.rank_agreement import DesyncCheck, ReplicaCheck
@@ -31,13 +31,10 @@ from mics_strategy.engine.unit import GatherResources, Unit
 from mics_strategy.engine.zero_copy import coalesced_comm_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.engine.units import ParamRef, UnitSpec
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
-_MAX_BUCKET_BYTES = 256 * 2**20  # gathered; far above the size from which links are busy (MiCS section 4.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +50,7 @@ class BuildContext:
 def make_bucket_specs(unit: UnitSpec, context: BuildContext) -> list[BucketSpec]:
     """The buckets of a unit: its parameters by dtype and trainability.
 
-    Buckets stand in the order of their first parameters. Parameters of more than `_MAX_BUCKET_BYTES` have several: a
+    Buckets stand in the order of their first parameters. Parameters of more than `MAX_BUCKET_BYTES` have several: a
     staging buffer holds one bucket at a time, where the stream orders collectives.
     """
     by_kind: dict[tuple[torch.dtype, bool], list[ParamRef]] = defaultdict(list)
@@ -77,23 +74,11 @@ def make_bucket_specs(unit: UnitSpec, context: BuildContext) -> list[BucketSpec]
                 param_dtype=param_dtype,
                 trainable=trainable,
             )
-            for entries in _split(kind_entries, param_dtype.itemsize)
+            for entries in split_entries(
+                kind_entries, [entry.parameter.numel() * param_dtype.itemsize for entry in kind_entries]
+            )
         ]
     return specs
-
-
-def _split(entries: list[ParamRef], itemsize: int) -> Iterator[list[ParamRef]]:
-    """Cut parameters into lists of `_MAX_BUCKET_BYTES` at most, or of one parameter."""
-    part: list[ParamRef] = []
-    num_bytes = 0
-    for entry in entries:
-        entry_bytes = entry.parameter.numel() * itemsize
-        if part and num_bytes + entry_bytes > _MAX_BUCKET_BYTES:
-            yield part
-            part, num_bytes = [], 0
-        part.append(entry)
-        num_bytes += entry_bytes
-    yield part
 
 
 def build_units(modules: list[UnitSpec], specs: list[list[BucketSpec]], context: BuildContext) -> list[Unit]:
@@ -312,7 +297,7 @@ def _shared_staging(buckets: list[Bucket], context: BuildContext) -> list[GradSt
     groups = context.groups
     if groups.grad_comm is None or not groups.shares_gradient_staging:
         return [None] * len(buckets)
-    counts = [_num_first_hop_chunks(bucket) for bucket in buckets]
+    counts = [num_first_hop_chunks(bucket.layout, bucket.spec.param_dtype.itemsize) for bucket in buckets]
     sizes = [
         (_first_hop_numel(bucket.layout, count, context), context.config.wire_dtype_of(bucket.spec.master_dtype))
         for bucket, count in zip(buckets, counts, strict=True)
@@ -323,13 +308,6 @@ def _shared_staging(buckets: list[Bucket], context: BuildContext) -> list[GradSt
         GradStaging(buffer=carve_views(staging, [size])[0], num_chunks=count)
         for size, count in zip(sizes, counts, strict=True)
     ]
-
-
-def _num_first_hop_chunks(bucket: Bucket) -> int:
-    """Chunks of `_MAX_BUCKET_BYTES`, gathered, of a single parameter; 1 for others."""
-    if not bucket.layout.is_one_parameter:
-        return 1
-    return -(-bucket.layout.full_numel * bucket.spec.param_dtype.itemsize // _MAX_BUCKET_BYTES)
 
 
 def _first_hop_numel(layout: BucketLayout, num_chunks: int, context: BuildContext) -> int:

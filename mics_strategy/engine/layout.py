@@ -25,13 +25,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+Entry = TypeVar("Entry")
+
 ALIGN_NUMEL = 8  # pieces start at multiples of 16 bytes in bf16; whole blocks for vectorized kernels
 TENSORS_TO_OWNERS = 2  # of each parameter with an owner: value and gradient
 TENSORS_TO_SHARDS = 1  # of each parameter with an owner: new value
+MAX_BUCKET_BYTES = 256 * 2**20  # gathered; far above the size from which links are busy (MiCS section 4.1)
 _ALIGN_BYTES = 16  # alignment that fp8 matrix products and compiled kernels require
 _MAX_PADDING = 1 / 8  # share of the parameter
 
@@ -326,6 +330,37 @@ def make_layout(
         param_slices.append(param_slice)
         offset += _aligned(param_slice.chunk_numel, block_numel)
     return BucketLayout(param_slices=tuple(param_slices), ranks=ranks, shard_numel=offset, align=align)
+
+
+def split_entries(entries: list[Entry], sizes_bytes: list[int]) -> Iterator[list[Entry]]:
+    """Cut the parameters of one kind into those of its buckets.
+
+    Args:
+        entries: The parameters.
+        sizes_bytes: Bytes of each, gathered.
+
+    Yields:
+        Parameters of `MAX_BUCKET_BYTES` together at most, or one.
+    """
+    part: list[Entry] = []
+    num_bytes = 0
+    for entry, entry_bytes in zip(entries, sizes_bytes, strict=True):
+        if part and num_bytes + entry_bytes > MAX_BUCKET_BYTES:
+            yield part
+            part, num_bytes = [], 0
+        part.append(entry)
+        num_bytes += entry_bytes
+    yield part
+
+
+def num_first_hop_chunks(layout: BucketLayout, itemsize: int) -> int:
+    """Chunks of `MAX_BUCKET_BYTES`, gathered, of a single parameter's first hop; 1 for other buckets.
+
+    Args:
+        layout: Layout of the bucket.
+        itemsize: Bytes of one gathered element.
+    """
+    return -(-layout.full_numel * itemsize // MAX_BUCKET_BYTES) if layout.is_one_parameter else 1
 
 
 def _choose_dim(shape: torch.Size, ranks: int) -> int | None:
