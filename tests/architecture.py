@@ -24,7 +24,7 @@ MAX_CHAIN = 16  # modules that an import loads one after the other
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
     (
-        *("config", "topology", "scopes", "comm.route", "comm.codecs", "tuning.threshold"),
+        *("config", "topology", "scopes", "timeline", "comm.route", "comm.codecs", "tuning.threshold"),
         *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule"),
         *("planner.cost", "checkpoint.manifest", "checkpoint.reshard"),
     ),
