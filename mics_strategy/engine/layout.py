@@ -354,7 +354,9 @@ def split_entries(entries: list[Entry], sizes_bytes: list[int]) -> Iterator[list
 
 
 def num_first_hop_chunks(layout: BucketLayout, itemsize: int) -> int:
-    """Chunks of `MAX_BUCKET_BYTES`, gathered, of a single parameter's first hop; 1 for other buckets.
+    """Chunks of a single parameter's first hop; 1 for other buckets.
+
+    Each has `MAX_BUCKET_BYTES`, gathered, or less.
 
     Args:
         layout: Layout of the bucket.

@@ -21,6 +21,7 @@ from mics_strategy.comm.route import (
     SENT_BYTES,
     CollectiveTraffic,
     HopTraffic,
+    Route,
     all_gather_traffic,
     all_reduce_traffic,
     reduce_scatter_traffic,
@@ -217,6 +218,7 @@ class _Planner:
     planned: list[PlannedCollective] = field(default_factory=list)
     micro_step: int = 0
     _residents: dict[int, int] = field(default_factory=dict)
+    _routes: dict[tuple[str, int], Route | None] = field(default_factory=dict)
 
     def begin_step(self) -> None:
         """The optimizer has changed every bucket that has gradients."""
@@ -254,7 +256,7 @@ class _Planner:
 
     def _all_gather(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
         numel = full_numel(role, bucket.layout, self.scopes)
-        route = self.scopes.route(role, numel * bucket.param_dtype.itemsize)
+        route = self._route(role, numel * bucket.param_dtype.itemsize)
         return [] if route is None else all_gather_traffic(route, numel, bucket.param_dtype)
 
     def _first_hops(self, bucket: BucketPlan) -> Iterator[list[HopTraffic]]:
@@ -263,12 +265,12 @@ class _Planner:
             yield self._reduce_scatter("grad_reduce_scatter", bucket, (end - start) * degree)
 
     def _reduce_scatter(self, role: str, bucket: BucketPlan, numel: int) -> list[HopTraffic]:
-        route = self.scopes.route(role, numel * bucket.wire_dtype.itemsize)
+        route = self._route(role, numel * bucket.wire_dtype.itemsize)
         return [] if route is None else reduce_scatter_traffic(route, numel, bucket.wire_dtype)
 
     def _all_reduce(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
         numel = full_numel(role, bucket.layout, self.scopes)
-        route = self.scopes.route(role, numel * bucket.wire_dtype.itemsize)
+        route = self._route(role, numel * bucket.wire_dtype.itemsize)
         return [] if route is None else all_reduce_traffic(route, numel, bucket.wire_dtype, bucket.sum_dtype)
 
     def second_hop(self, backward: tuple[int, ...]) -> None:
@@ -308,6 +310,12 @@ class _Planner:
                         micro_step=self.micro_step,
                     )
                 )
+
+    def _route(self, role: str, full_bytes: int) -> Route | None:
+        """The route of a tensor, as of `Scopes.route`; asked once for each size."""
+        if (role, full_bytes) not in self._routes:
+            self._routes[role, full_bytes] = self.scopes.route(role, full_bytes)
+        return self._routes[role, full_bytes]
 
     def _reduced(self, index: int) -> list[BucketPlan]:
         """Buckets that are reduced.

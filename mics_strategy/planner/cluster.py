@@ -43,6 +43,23 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStage:
+    """Measured times of one stage of a collective.
+
+    Attributes:
+        collective: Name of the collective, as in `comm.route`.
+        link: Slowest link that it crosses: "intra_node", "inter_node" or "inter_switch".
+        size: Ranks that take part.
+        seconds_by_bytes: Bytes of the full tensor, and seconds, ascending.
+    """
+
+    collective: str
+    link: str
+    size: int
+    seconds_by_bytes: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Nodes with equal numbers of equal devices.
 
@@ -55,6 +72,9 @@ class Cluster:
         inter_node: Links between nodes, under one switch where there are several.
         nodes_per_switch: Nodes under one leaf switch; 0 where all nodes are equally near.
         inter_switch: Links between switches; None where `nodes_per_switch` is 0.
+        slowest_factor: Time of the same work on the slowest node, in times of that on the others.
+        overlap_slowdown: Time of compute while a collective runs, in times of that otherwise; measured or stated.
+        measured_stages: Measured stages of collectives, which count instead of the links' figures.
     """
 
     name: str
@@ -65,6 +85,16 @@ class Cluster:
     inter_node: Link
     nodes_per_switch: int = 0
     inter_switch: Link | None = None
+    slowest_factor: float = 1.0
+    overlap_slowdown: float = 1.0
+    measured_stages: tuple[MeasuredStage, ...] = ()
+
+    def measured(self, collective: str, link: str, size: int) -> tuple[tuple[int, float], ...]:
+        """Measured bytes and seconds of a stage; empty where nothing was measured."""
+        for stage in self.measured_stages:
+            if (stage.collective, stage.link, stage.size) == (collective, link, size):
+                return stage.seconds_by_bytes
+        return ()
 
     @property
     def world_size(self) -> int:

@@ -45,6 +45,7 @@ class UnitModel:
     saved_bytes: int
     input_bytes: int
     working_bytes: int
+    is_layer: bool = True
 
     @property
     def numel(self) -> int:

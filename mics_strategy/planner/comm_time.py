@@ -1,0 +1,121 @@
+"""Time of collectives on the links of a cluster, stage by stage.
+
+A stage of a collective over p ranks takes ``steps * latency + sent_bytes / bytes_per_s`` on the slowest link that it
+crosses. A ring has p - 1 steps, and an all-reduce 2 (p - 1), or fewer where a tree is faster.
+
+The bandwidth of an inter-node link is that of one rank while all ranks of its node send. A single stage over k ranks of
+each of several nodes enters and leaves a node once, in one ring that k ranks' links share.
+
+Where a calibration has measured a stage, the measured time counts, interpolated between sizes.
+
+Pure.
+
+Source:
+    Ring: MiCS (arXiv:2205.00119) section 2.3; AMSP (arXiv:2311.00257), formulas of the ring. Tree: MiCS, footnote 1.
+    Interpolated profiles: AMSP section V-B.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from mics_strategy.comm.route import ALL_REDUCE, SENT_BYTES, HopTraffic
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mics_strategy.planner.cluster import Cluster, Link
+    from mics_strategy.topology import Axis
+
+INTRA_NODE, INTER_NODE, INTER_SWITCH = "intra_node", "inter_node", "inter_switch"  # fastest first
+_LINKS = (INTRA_NODE, INTER_NODE, INTER_SWITCH)
+_CODEC_BYTES = 8  # of memory traffic for each element that is encoded or decoded: read, write, and the codes
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Time of one stage alone.
+
+    Attributes:
+        link: Slowest link that it crosses: `INTRA_NODE`, `INTER_NODE` or `INTER_SWITCH`.
+        seconds: Seconds on that link, if nothing else uses it.
+        codec_seconds: Seconds in which payloads are encoded and decoded, on the device.
+    """
+
+    link: str
+    seconds: float
+    codec_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class CommTime:
+    """Times of the stages of collectives in one job.
+
+    Args:
+        cluster: Links and devices.
+        axes: Mesh axes of the job.
+    """
+
+    cluster: Cluster
+    axes: tuple[Axis, ...]
+    _cache: dict[HopTraffic, StageTime] = field(default_factory=dict)
+
+    def of(self, stage: HopTraffic) -> StageTime:
+        """The time of one stage."""
+        key = HopTraffic(stage.collective, stage.axis, stage.size, stage.dtype, stage.full_bytes)
+        if key not in self._cache:
+            self._cache[key] = self._of(key)
+        return self._cache[key]
+
+    def _of(self, stage: HopTraffic) -> StageTime:
+        names = stage.axis.split("+")
+        links = [link for link in _LINKS if any(name.startswith(link) for name in names)]
+        name = links[-1]
+        codec_seconds = 0.0
+        if stage.dtype == torch.uint8:
+            codec_seconds = stage.full_bytes * _CODEC_BYTES / self.cluster.device.memory_bytes_per_s
+        table = self.cluster.measured(stage.collective, name, stage.size)
+        if table:
+            return StageTime(name, interpolate(table, stage.full_bytes), codec_seconds)
+        ranks_of_node = math.prod(axis.size for axis in self.axes if axis.name in names and axis.is_inside_node)
+        link = self._link(name)
+        bytes_per_s = link.bytes_per_s * (ranks_of_node if name != INTRA_NODE else 1)
+        if len(links) > 1:
+            bytes_per_s = min(bytes_per_s, self.cluster.intra_node.bytes_per_s)
+        sent_bytes = SENT_BYTES[stage.collective](stage.full_bytes, stage.size)
+        return StageTime(name, _steps(stage) * link.latency_s + sent_bytes / bytes_per_s, codec_seconds)
+
+    def _link(self, name: str) -> Link:
+        if name == INTRA_NODE:
+            return self.cluster.intra_node
+        if name == INTER_SWITCH and self.cluster.inter_switch is not None:
+            return self.cluster.inter_switch
+        return self.cluster.inter_node
+
+
+def _steps(stage: HopTraffic) -> int:
+    """Messages of a stage that wait for one another."""
+    ring = stage.size - 1
+    if stage.collective != ALL_REDUCE:
+        return ring
+    return min(2 * ring, 2 * math.ceil(math.log2(stage.size)))  # up the tree and down
+
+
+def interpolate(table: Sequence[tuple[int, float]], full_bytes: int) -> float:
+    """Seconds of a collective of `full_bytes`, between measured sizes in proportion, beyond them by the last two.
+
+    Args:
+        table: Bytes of the full tensor and seconds, ascending; at least one.
+        full_bytes: Bytes of the full tensor.
+    """
+    if full_bytes <= table[0][0] or len(table) == 1:
+        return table[0][1]
+    for (low_bytes, low_s), (high_bytes, high_s) in zip(table, table[1:], strict=False):
+        if full_bytes <= high_bytes:
+            break
+    slope = (high_s - low_s) / (high_bytes - low_bytes)
+    return high_s + (full_bytes - high_bytes) * slope

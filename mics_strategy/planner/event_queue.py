@@ -1,0 +1,165 @@
+"""Event simulation of tasks that wait for each other on streams and share links.
+
+A *stream* runs its tasks one after the other, in the order in which they were added. A *resource* is shared: n tasks
+that use it at the same time each get an n-th of it. A task without a resource has its stream alone.
+
+One resource is the device: its tasks are slower while any other resource is in use, because collectives take part of its
+processors and of its memory's bandwidth.
+
+The simulation is deterministic: equal tasks give equal times.
+
+Pure.
+
+Source:
+    The overlap of collectives with compute as resources of an event simulation: AMSP (arXiv:2311.00257) section V-B.
+    Equal shares of a link: processor sharing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+ALONE, DEVICE = "", "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One piece of work.
+
+    Attributes:
+        stream: Name of the stream.
+        resource: Name of the shared resource; `ALONE` for none, `DEVICE` for what collectives slow down.
+        seconds: Time of the task alone.
+        after: Indices of tasks that end before it starts.
+    """
+
+    stream: str
+    resource: str
+    seconds: float
+    after: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Resource:
+    """Tasks that use one resource now, with the seconds that each still needs alone."""
+
+    rest: dict[int, float] = field(default_factory=dict)
+    updated_s: float = 0.0
+    slowdown: float = 1.0
+
+    def advance(self, now_s: float) -> None:
+        if self.rest:
+            done = (now_s - self.updated_s) / (len(self.rest) * self.slowdown)
+            for index in self.rest:
+                self.rest[index] -= done
+        self.updated_s = now_s
+
+    def next_end(self) -> tuple[float, int]:
+        """Time at which the next task ends, if nothing else starts or ends, and the task."""
+        index = min(self.rest, key=lambda index: (self.rest[index], index))
+        return max(self.updated_s, self.updated_s + self.rest[index] * len(self.rest) * self.slowdown), index
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Start and end of every task, seconds."""
+
+    start_s: list[float]
+    end_s: list[float]
+
+
+def run(tasks: Sequence[Task], device_slowdown: float = 1.0) -> Times:
+    """Simulate tasks; each starts as soon as its stream is free and the tasks in front of it have ended.
+
+    Args:
+        tasks: Tasks. Those of a stream run in this order; `after` names only earlier tasks.
+        device_slowdown: Time of a task on the device while another resource is in use, in times of that otherwise.
+
+    Cost:
+        Time: O(tasks x streams).
+    """
+    simulation = _Simulation(tasks, device_slowdown)
+    simulation.run()
+    return Times(simulation.start_s, simulation.end_s)
+
+
+class _Simulation:
+    """State of one simulation."""
+
+    def __init__(self, tasks: Sequence[Task], device_slowdown: float) -> None:
+        self.tasks = tasks
+        self.start_s = [0.0] * len(tasks)
+        self.end_s = [0.0] * len(tasks)
+        self._device_slowdown = device_slowdown
+        self._num_waiting = [len(task.after) for task in tasks]
+        self._followers: list[list[int]] = [[] for _ in tasks]
+        self._queues: dict[str, list[int]] = {}
+        for index, task in enumerate(tasks):
+            self._queues.setdefault(task.stream, []).append(index)
+            for before in task.after:
+                self._followers[before].append(index)
+        self._heads = dict.fromkeys(self._queues, 0)
+        self._busy: dict[str, bool] = dict.fromkeys(self._queues, False)
+        self._resources = {task.resource: _Resource() for task in tasks if task.resource != ALONE}
+        self._alone: list[tuple[float, int]] = []
+        self._num_on_links = 0
+
+    def run(self) -> None:
+        for stream in self._queues:
+            self._start_head(stream, 0.0)
+        while (event := self._next_event()) is not None:
+            now_s, index = event
+            self._end(index, now_s)
+
+    def _next_event(self) -> tuple[float, int] | None:
+        events = [resource.next_end() for resource in self._resources.values() if resource.rest]
+        if self._alone:
+            events.append(self._alone[0])
+        return min(events, default=None)
+
+    def _end(self, index: int, now_s: float) -> None:
+        task = self.tasks[index]
+        if task.resource == ALONE:
+            heapq.heappop(self._alone)
+        else:
+            resource = self._resources[task.resource]
+            resource.advance(now_s)
+            del resource.rest[index]
+            self._count_on_links(task, -1, now_s)
+        self.end_s[index] = now_s
+        self._busy[task.stream] = False
+        for follower in self._followers[index]:
+            self._num_waiting[follower] -= 1
+        self._start_head(task.stream, now_s)
+        for follower in self._followers[index]:
+            if not self._num_waiting[follower]:
+                self._start_head(self.tasks[follower].stream, now_s)
+
+    def _start_head(self, stream: str, now_s: float) -> None:
+        queue, head = self._queues[stream], self._heads[stream]
+        if self._busy[stream] or head == len(queue) or self._num_waiting[queue[head]]:
+            return
+        index = queue[head]
+        task = self.tasks[index]
+        self._heads[stream] = head + 1
+        self._busy[stream] = True
+        self.start_s[index] = now_s
+        if task.resource == ALONE:
+            heapq.heappush(self._alone, (now_s + task.seconds, index))
+            return
+        resource = self._resources[task.resource]
+        resource.advance(now_s)
+        resource.rest[index] = task.seconds
+        self._count_on_links(task, 1, now_s)
+
+    def _count_on_links(self, task: Task, change: int, now_s: float) -> None:
+        """Note that a task begins or ends on a link; the device is slower while there is one."""
+        if task.resource == DEVICE:
+            return
+        self._num_on_links += change
+        device = self._resources.get(DEVICE)
+        if device is not None:
+            device.advance(now_s)
+            device.slowdown = self._device_slowdown if self._num_on_links else 1.0

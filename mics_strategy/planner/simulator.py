@@ -1,0 +1,188 @@
+"""Simulation of one optimizer step in a job that does not run.
+
+The plan of the step is the engine's (`engine.plan`); the simulator gives each of its collectives a time and lets them
+overlap with the compute as the engine does (`step_tasks`). So a feature of the engine is priced as soon as it is
+planned.
+
+A step is simulated in steady state: its forwards synchronize what the step before has updated.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mics_strategy.engine.plan import Plan, StepOrder, plan_step
+from mics_strategy.planner.comm_time import CommTime
+from mics_strategy.planner.event_queue import Times, run
+from mics_strategy.planner.step_tasks import COMPUTE, OPTIMIZER, StepRules, StepTasks, UnitTime, step_tasks
+from mics_strategy.planner.unit_plans import unit_plans
+from mics_strategy.timeline import COMPUTE_ROW, Category, Interval, PartKey, Row, Timeline
+
+if TYPE_CHECKING:
+    from mics_strategy.config import ShardConfig
+    from mics_strategy.planner.cluster import Cluster
+    from mics_strategy.planner.workload import Workload
+    from mics_strategy.scopes import Scopes
+
+_PLAYED = 3  # micro-steps that differ: the first synchronizes parameters, the last reduces beyond the gradient scope
+# Passes over the saved activations, for the operations that are no matrix products: each is read and written in the
+# forward; in the backward, both it and its gradient are.
+_FORWARD_PASSES, _BACKWARD_PASSES = 2, 4
+# Bytes of memory traffic of Adam for each element, in fp32: master and two moments are read and written, the gradient
+# is read; in addition, the parameter is written in the dtype in which it is used.
+_ADAM_BYTES = 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One training in one configuration on one cluster.
+
+    Attributes:
+        workload: Training.
+        cluster: Cluster.
+        config: Configuration, whose scopes and dtypes apply.
+        scopes: Its ranks and axes in this job.
+        micro_batch: Samples of one forward on a rank.
+        recompute: Whether layers are recomputed in the backward.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    config: ShardConfig
+    scopes: Scopes
+    micro_batch: int
+    recompute: bool
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Forwards and backwards of a step on each rank."""
+        return self.workload.global_batch // (self.micro_batch * self.cluster.world_size)
+
+    def order(self, num_micro_steps: int) -> StepOrder:
+        """Orders of the units, as before the first step of a real job."""
+        order = tuple(range(len(self.workload.model.units)))
+        return StepOrder(
+            forward=order,
+            backward=(0, *reversed(order[1:])),
+            num_micro_steps=num_micro_steps,
+            second_hop_every_backward=self.config.second_hop == "micro_step",
+        )
+
+    def plan(self, num_micro_steps: int) -> Plan:
+        """Every collective of a step."""
+        units = unit_plans(self.workload.model, self.config, self.scopes, self.workload.master)
+        return plan_step(units, self.scopes, self.order(num_micro_steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedStep:
+    """The simulated tasks of a step, with their times."""
+
+    tasks: StepTasks
+    times: Times
+
+    @property
+    def seconds(self) -> float:
+        """Length of the step."""
+        return max(self.times.end_s, default=0.0)
+
+
+def play(job: Job, num_micro_steps: int) -> PlayedStep:
+    """Simulate a step of so many micro-steps."""
+    comm_time = CommTime(job.cluster, job.scopes.axes)
+    sync_axes = frozenset(axis.name for axis in job.scopes.span_of("param_sync").axes)
+    rules = StepRules.of(job.config, sync_axes | {job.scopes.span_of("param_sync").name}, comm_time)
+    tasks = step_tasks(
+        job.plan(num_micro_steps), job.order(num_micro_steps), unit_times(job), optimizer_seconds(job), rules
+    )
+    return PlayedStep(tasks=tasks, times=run(tasks.tasks, job.cluster.overlap_slowdown))
+
+
+def step_seconds(job: Job) -> float:
+    """Length of one step.
+
+    Micro-steps between the first and the last are alike, so that three are simulated for any number.
+    """
+    if job.num_micro_steps <= _PLAYED:
+        return play(job, job.num_micro_steps).seconds
+    played = play(job, _PLAYED)
+    first, middle, *_ = (played.times.end_s[index] for index in played.tasks.micro_step_ends)
+    return played.seconds + (job.num_micro_steps - _PLAYED) * (middle - first)
+
+
+def unit_times(job: Job) -> tuple[UnitTime, ...]:
+    """Seconds of each unit on the slowest device of the job, for one micro-step."""
+    device, samples = job.cluster.device, job.micro_batch
+    flop_per_s = device.peak_flop_per_s * device.matmul_efficiency / job.cluster.slowest_factor
+    bytes_per_s = device.memory_bytes_per_s / job.cluster.slowest_factor
+    times = []
+    for unit in job.workload.model.units:
+        matmul_s = unit.forward_flop * samples / flop_per_s
+        pass_s = unit.saved_bytes * samples / bytes_per_s
+        forward_s = matmul_s + _FORWARD_PASSES * pass_s
+        times.append(
+            UnitTime(
+                name=unit.name,
+                forward_s=forward_s,
+                recompute_s=forward_s if job.recompute and unit.is_layer else 0.0,
+                backward_s=2 * matmul_s + _BACKWARD_PASSES * pass_s,
+            )
+        )
+    return tuple(times)
+
+
+def optimizer_seconds(job: Job) -> float:
+    """Seconds of Adam's update of one rank's shards."""
+    numel = sum(
+        parameter.numel for unit in job.workload.model.units for parameter in unit.parameters if parameter.is_trained
+    )
+    bytes_per_element = _ADAM_BYTES + job.workload.param.itemsize
+    return numel / job.scopes.optimizer * bytes_per_element / job.cluster.device.memory_bytes_per_s
+
+
+def compute_seconds(job: Job) -> float:
+    """Seconds of a step in which the device computes, the optimizer included."""
+    per_micro_step = sum(time.forward_s + time.recompute_s + time.backward_s for time in unit_times(job))
+    return job.num_micro_steps * per_micro_step + optimizer_seconds(job)
+
+
+def planned_timeline(played: PlayedStep) -> Timeline:
+    """The simulated step as a timeline of rank 0.
+
+    A wait of the device belongs to the collective that it has waited for last.
+    """
+    rows: dict[str, list[Interval]] = defaultdict(list)
+    compute: list[Interval] = []
+    tasks, labels, times = played.tasks.tasks, played.tasks.labels, played.times
+    now_s = 0.0
+    for index, (task, label) in enumerate(zip(tasks, labels, strict=True)):
+        start_s, end_s = times.start_s[index], times.end_s[index]
+        if label.stage is not None:
+            key = PartKey(category=Category.COLLECTIVE, name=label.name, unit=label.unit, axis=label.stage.axis)
+            rows[task.stream].append(
+                Interval(key=key, start_s=start_s, end_s=end_s, sent_bytes=label.stage.sent_bytes)
+            )
+        elif task.stream == COMPUTE:
+            if start_s > now_s:
+                blocker = max(task.after, key=lambda before: times.end_s[before])
+                compute.append(Interval(key=_wait_key(labels[blocker].stage), start_s=now_s, end_s=start_s))
+            if end_s > start_s:
+                category = Category.OPTIMIZER if label.name == OPTIMIZER else Category.COMPUTE
+                key = PartKey(category=category, name=label.name, unit=label.unit)
+                compute.append(Interval(key=key, start_s=start_s, end_s=end_s))
+            now_s = end_s
+    collectives = [Row(rank=0, resource=stream, intervals=tuple(found)) for stream, found in rows.items()]
+    return Timeline(
+        source="planned",
+        num_steps=1,
+        rows=(Row(rank=0, resource=COMPUTE_ROW, intervals=tuple(compute)), *collectives),
+    )
+
+
+def _wait_key(stage: object) -> PartKey:
+    name, axis = getattr(stage, "collective", "wait"), getattr(stage, "axis", "")
+    return PartKey(category=Category.WAIT, name=name, axis=axis)

@@ -1,0 +1,258 @@
+"""One optimizer step as tasks: what the device computes, and every collective of the plan, with what each waits for.
+
+The collectives are those of `engine.plan.Plan`, in its order; nothing else is priced. What waits for what follows the
+engine's rules (`engine.step`, `engine.reducer`):
+
+- A unit's gather starts when the unit `prefetch` places ahead of it starts to compute, and precedes its own forward or
+  backward. Without the overlap it starts when the unit before has ended.
+- A unit's first hop follows its backward; the unit after the next waits for it. Without the overlap, the next one does.
+- In the last micro-step, a unit's second hop follows its first hop; without the overlap, all follow the whole backward.
+- The optimizer waits for everything. Stepped parameters are synchronized by the next step's forward, unit by unit;
+  without the overlap, all before it.
+
+Collectives of one kind run on one stream, one after the other; streams share the links.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mics_strategy.comm.route import ALL_GATHER
+from mics_strategy.planner.event_queue import ALONE, DEVICE, Task
+
+if TYPE_CHECKING:
+    from mics_strategy.config import ShardConfig
+    from mics_strategy.engine.plan import Plan, PlannedCollective, StepOrder
+    from mics_strategy.planner.comm_time import CommTime
+
+COMPUTE, GATHER, FIRST_HOP, SECOND_HOP = "compute", "all_gather", "first_hop", "second_hop"  # streams
+FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "step"  # names of compute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTime:
+    """Seconds of one unit on the device, for one micro-step.
+
+    Attributes:
+        name: Name of the unit.
+        forward_s: Forward.
+        recompute_s: Second forward, in front of the backward; 0 for none.
+        backward_s: Backward.
+    """
+
+    name: str
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """Meaning of a task: its name, unit, and the collective that it is a stage of."""
+
+    name: str
+    unit: str
+    stage: PlannedCollective | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTasks:
+    """Tasks of one step.
+
+    Attributes:
+        tasks: Tasks of the simulation.
+        labels: Meaning of each.
+        micro_step_ends: Last compute of each micro-step, by index.
+    """
+
+    tasks: list[Task]
+    labels: list[Label]
+    micro_step_ends: list[int]
+
+
+def step_tasks(
+    plan: Plan, order: StepOrder, units: tuple[UnitTime, ...], optimizer_s: float, rules: StepRules
+) -> StepTasks:
+    """The tasks of one optimizer step.
+
+    Args:
+        plan: Collectives of the step.
+        order: Orders of units, with which the plan was made.
+        units: Seconds of each unit, by index; the root is the first.
+        optimizer_s: Seconds of the optimizer.
+        rules: Overlaps, and times of collectives.
+    """
+    builder = _Builder(plan, order, units, rules)
+    for micro_step in range(order.num_micro_steps):
+        builder.forward(micro_step)
+        builder.backward(micro_step, is_last=micro_step == order.num_micro_steps - 1)
+    builder.optimizer(optimizer_s)
+    return StepTasks(builder.tasks, builder.labels, builder.micro_step_ends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRules:
+    """What may overlap, and what collectives take.
+
+    Attributes:
+        overlap: Overlaps of `ShardConfig`.
+        prefetch: Units gathered ahead.
+        sync_axes: Names of the axes over which stepped parameters are synchronized.
+        comm_time: Times of collectives.
+    """
+
+    overlap: frozenset[str]
+    prefetch: int
+    sync_axes: frozenset[str]
+    comm_time: CommTime
+
+    @classmethod
+    def of(cls, config: ShardConfig, sync_axes: frozenset[str], comm_time: CommTime) -> StepRules:
+        """The rules of a configuration."""
+        overlap = frozenset(config.overlap) if not isinstance(config.overlap, str) else frozenset()
+        return cls(overlap=overlap, prefetch=config.prefetch, sync_axes=sync_axes, comm_time=comm_time)
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Tasks of a step so far."""
+
+    plan: Plan
+    order: StepOrder
+    units: tuple[UnitTime, ...]
+    rules: StepRules
+    tasks: list[Task] = field(default_factory=list)
+    labels: list[Label] = field(default_factory=list)
+    micro_step_ends: list[int] = field(default_factory=list)
+    _stages: dict[tuple[int, str, str, bool], list[PlannedCollective]] = field(default_factory=dict)
+    _last_compute: int | None = None
+    _last_of_unit: dict[str, int] = field(default_factory=dict)  # first hop, or backward where there is none
+    _ends: list[int] = field(default_factory=list)  # what the optimizer waits for
+
+    def __post_init__(self) -> None:
+        for planned in self.plan.collectives:
+            is_gather = planned.collective == ALL_GATHER and planned.phase in (FORWARD, BACKWARD)
+            key = (planned.micro_step, planned.phase, planned.unit, is_gather)
+            self._stages.setdefault(key, []).append(planned)
+
+    def forward(self, micro_step: int) -> None:
+        """Gathers and forwards; the root, whose forward surrounds the others, computes last."""
+        first = self._before()
+        order = [self.units[index] for index in self.order.forward]
+        if "update" not in self.rules.overlap and micro_step == 0:
+            first = self._sync_all(order)
+        computed: list[int | None] = []
+        gathered: dict[str, int | None] = {}
+        for position, unit in enumerate(order):
+            trigger = self._trigger(computed, position, first)
+            gathered[unit.name] = self._gather(micro_step, FORWARD, unit.name, trigger)
+            if position:
+                self._compute(FORWARD, unit, unit.forward_s, (first, gathered[unit.name]))
+                computed.append(self._last_compute)
+            else:
+                computed.append(first)
+        self._compute(FORWARD, order[0], order[0].forward_s, (gathered[order[0].name],))
+
+    def backward(self, micro_step: int, *, is_last: bool) -> None:
+        """Gathers, backwards and sums; the root is entered first, and its gradients are summed last."""
+        begin = self._before()
+        order = [self.units[index] for index in self.order.backward]
+        computed: list[int | None] = []
+        first_hops: list[int | None] = []
+        reduced_behind = 2 if "reduce" in self.rules.overlap else 1
+        for position, unit in enumerate(order):
+            gathered = self._gather(micro_step, BACKWARD, unit.name, self._trigger(computed, position, begin))
+            waits = (gathered, first_hops[position - reduced_behind] if position > reduced_behind else None)
+            if unit.recompute_s:
+                self._compute(RECOMPUTE, unit, unit.recompute_s, waits)
+            self._compute(BACKWARD, unit, unit.backward_s, waits)
+            computed.append(self._last_compute)
+            first_hops.append(self._first_hop(micro_step, unit.name) if position else None)
+        root = order[0].name
+        self._first_hop(micro_step, root)
+        self.micro_step_ends.append(len(self.tasks) if self._last_compute is None else self._last_compute)
+        if is_last or self.order.second_hop_every_backward:
+            self._second_hops(micro_step, [unit.name for unit in order[1:]] + [root])
+
+    def optimizer(self, seconds: float) -> None:
+        """The optimizer's update, behind everything."""
+        self._add(Label(OPTIMIZER, ""), Task(COMPUTE, DEVICE, seconds, self._after(*self._ends)))
+
+    def _trigger(self, computed: list[int | None], position: int, begin: int | None) -> int | None:
+        """The compute that has ended when the gather of the unit at `position` may start."""
+        ahead = self.rules.prefetch if "gather" in self.rules.overlap else 0
+        return computed[position - ahead - 1] if position > ahead else begin
+
+    def _gather(self, micro_step: int, phase: str, unit: str, trigger: int | None) -> int | None:
+        stages = self._stages.pop((micro_step, phase, unit, True), [])
+        return self._chain(GATHER, stages, trigger)
+
+    def _sync_all(self, order: list[UnitTime]) -> int | None:
+        """All synchronizations of stepped parameters, in front of the first forward."""
+        last = None
+        for unit in order:
+            stages = self._stages.get((0, FORWARD, unit.name, True), [])
+            syncs = [stage for stage in stages if stage.axis in self.rules.sync_axes]
+            self._stages[0, FORWARD, unit.name, True] = [stage for stage in stages if stage not in syncs]
+            last = self._chain(GATHER, syncs, last)
+        return last
+
+    def _first_hop(self, micro_step: int, unit: str) -> int | None:
+        stages = self._stages.pop((micro_step, BACKWARD, unit, False), [])
+        last = self._chain(FIRST_HOP, stages, self._last_compute)
+        end = last if last is not None else self._last_compute
+        if end is not None:
+            self._last_of_unit[unit] = end
+            self._ends.append(end)
+        return last
+
+    def _second_hops(self, micro_step: int, names: list[str]) -> None:
+        behind_all = [*self._last_of_unit.values()] if "second_hop" not in self.rules.overlap else []
+        for unit in names:
+            stages = self._stages.pop((micro_step, "second_hop", unit, False), [])
+            waits = (*behind_all, self._last_of_unit.get(unit), self._last_compute if behind_all else None)
+            last = self._chain(SECOND_HOP, stages, *waits)
+            if last is not None:
+                self._ends.append(last)
+        usage = self._chain(
+            SECOND_HOP, self._stages.pop((micro_step, "second_hop", "(usage)", False), []), self._last_compute
+        )
+        if usage is not None:
+            self._ends.append(usage)
+        if self.order.second_hop_every_backward:
+            self._last_compute = self._add(
+                Label("second_hop", ""), Task(COMPUTE, DEVICE, 0.0, self._after(*self._ends, self._last_compute))
+            )
+
+    def _chain(self, stream: str, stages: list[PlannedCollective], *after: int | None) -> int | None:
+        """Add the stages of collectives, one after the other; return the last task."""
+        last: int | None = None
+        waits = self._after(*after)
+        for stage in stages:
+            time = self.rules.comm_time.of(stage)
+            label = Label(stage.collective, stage.unit, stage)
+            if time.codec_seconds:
+                last = self._add(label, Task(stream, ALONE, time.codec_seconds, waits))
+                waits = (last,)
+            last = self._add(label, Task(stream, time.link, time.seconds, waits))
+            waits = (last,)
+        return last
+
+    def _compute(self, name: str, unit: UnitTime, seconds: float, after: tuple[int | None, ...]) -> None:
+        self._last_compute = self._add(
+            Label(name, unit.name), Task(COMPUTE, DEVICE, seconds, self._after(*after, self._last_compute))
+        )
+
+    def _before(self) -> int | None:
+        return self._last_compute
+
+    def _after(self, *indices: int | None) -> tuple[int, ...]:
+        return tuple({index for index in indices if index is not None})
+
+    def _add(self, label: Label, task: Task) -> int:
+        self.tasks.append(task)
+        self.labels.append(label)
+        return len(self.tasks) - 1

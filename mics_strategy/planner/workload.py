@@ -1,0 +1,94 @@
+"""Training for the planner: a model, a batch, and the choices that are fixed or free.
+
+Pure data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mics_strategy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mics_strategy.planner.model import ModelDescription
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One training.
+
+    Attributes:
+        model: Model, at the length of its samples.
+        global_batch: Samples of one optimizer step on all ranks.
+        micro_batch: Samples of one forward on a rank; ``"auto"`` leaves the choice to the planner.
+        recompute: Whether the layers keep only their inputs for the backward; ``"auto"`` leaves the choice to the
+            planner.
+        master_dtype: Dtype of the parameters that the optimizer updates.
+        param_dtype: Dtype in which parameters are gathered and used.
+        reduce_dtype: Dtype of gradients on the wire.
+        optimizer_state_bytes: Bytes of optimizer states for each trained element; 8 for Adam in fp32.
+    """
+
+    model: ModelDescription
+    global_batch: int
+    micro_batch: int | str = "auto"
+    recompute: bool | str = "auto"
+    master_dtype: str = "float32"
+    param_dtype: str = "bfloat16"
+    reduce_dtype: str = "float32"
+    optimizer_state_bytes: int = 8
+
+    def __post_init__(self) -> None:
+        """Check every value by itself."""
+        for name in ("master_dtype", "param_dtype", "reduce_dtype"):
+            if getattr(self, name) not in _DTYPES:
+                raise ConfigError(f"`{name}={getattr(self, name)!r}` is not known. Use one of {', '.join(_DTYPES)}.")
+        for name, words in (("global_batch", ()), ("micro_batch", ("auto",)), ("optimizer_state_bytes", ())):
+            value = getattr(self, name)
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not is_count and value not in words:
+                raise ConfigError(f"`{name}={value!r}` is not a number of 1 or more. Use one{_or(words)}.")
+        if not isinstance(self.recompute, bool) and self.recompute != "auto":
+            raise ConfigError(f"`recompute={self.recompute!r}` is not known. Use True, False or 'auto'.")
+
+    @property
+    def master(self) -> torch.dtype:
+        """`master_dtype` as torch's."""
+        return _DTYPES[self.master_dtype]
+
+    @property
+    def param(self) -> torch.dtype:
+        """`param_dtype` as torch's."""
+        return _DTYPES[self.param_dtype]
+
+    def micro_batches(self, world_size: int) -> tuple[int, ...]:
+        """Micro-batches to choose from, largest first: those that divide the samples of a rank.
+
+        Raises:
+            ConfigError: The ranks do not divide the batch, or the micro-batch does not divide a rank's part.
+        """
+        if self.global_batch % world_size:
+            lower = max(world_size, self.global_batch // world_size * world_size)
+            raise ConfigError(
+                f"`global_batch={self.global_batch}` samples cannot be divided among {world_size} ranks. Use a "
+                f"multiple of the ranks, for example {lower} or {lower + world_size}, or fewer nodes."
+            )
+        per_rank = self.global_batch // world_size
+        divisors = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+        if self.micro_batch == "auto":
+            return tuple(divisors[::-1])
+        if self.micro_batch not in divisors:
+            raise ConfigError(
+                f"`micro_batch={self.micro_batch}` does not divide the {per_rank} samples of each of {world_size} "
+                f"ranks (`global_batch={self.global_batch}`). Use {', '.join(map(str, divisors))}."
+            )
+        return (int(self.micro_batch),)
+
+
+def _or(words: tuple[str, ...]) -> str:
+    return "".join(f", or {word!r}" for word in words)
