@@ -27,3 +27,7 @@ class CheckpointError(MiCSError, RuntimeError):
 
 class CommunicationError(MiCSError, RuntimeError):
     """A collective failed: a peer died, diverged or did not answer in time."""
+
+
+class NoFeasiblePlan(MiCSError, ValueError):
+    """No configuration fits into the memory of a rank."""

@@ -1,0 +1,98 @@
+"""The configurations that a planner chooses from.
+
+Every scope of every state that the engine allows, with the secondary copy where it can help, every micro-batch that
+divides the batch, and recomputation. Codecs change results, so that they are searched only where a caller asks.
+
+Pure.
+
+Source:
+    Constraints of sharding factors: AMSP (arXiv:2311.00257) section V-B, without its rule that gradients are sharded no
+    coarser than parameters: PaRO (arXiv:2310.06003) table 1 has points on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mics_strategy.config import ShardConfig
+from mics_strategy.errors import ConfigError
+from mics_strategy.scopes import Scopes, resolve_scopes
+from mics_strategy.topology import Topology
+
+if TYPE_CHECKING:
+    from mics_strategy.planner.cluster import Cluster
+    from mics_strategy.planner.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """What may be chosen.
+
+    Attributes:
+        codecs: Pairs of `weight_codec` and `grad_codec`; the first one is that of no codecs.
+        has_secondary: Whether secondary copies of the parameters may be kept.
+        base: Fields of every configuration that the planner does not choose.
+    """
+
+    codecs: tuple[tuple[str, str], ...] = (("none", "none"),)
+    has_secondary: bool = True
+    base: ShardConfig = field(default_factory=ShardConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScopedConfig:
+    """One configuration with its ranks and axes."""
+
+    config: ShardConfig
+    scopes: Scopes
+
+
+def allowed_degrees(topology: Topology, world_size: int) -> list[int]:
+    """Numbers of ranks that a scope may have: divisors of a node, or whole nodes, that divide the job."""
+    per_node = topology.ranks_per_node
+    divisors = [degree for degree in range(1, world_size + 1) if world_size % degree == 0]
+    return [degree for degree in divisors if per_node % degree == 0 or degree % per_node == 0]
+
+
+def topology_of(cluster: Cluster) -> Topology:
+    """The placement of the cluster's ranks."""
+    return Topology(ranks_per_node=cluster.ranks_per_node)
+
+
+def scoped_configs(space: Space, workload: Workload, cluster: Cluster) -> Iterator[ScopedConfig]:
+    """Every configuration of scopes, secondary copies and codecs that the engine accepts in this job."""
+    topology, world_size = topology_of(cluster), cluster.world_size
+    base = space.base.replace(
+        topology=topology, param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype
+    )
+    degrees = allowed_degrees(topology, world_size)
+    for optimizer in degrees:
+        nested = [degree for degree in degrees if optimizer % degree == 0]
+        for params in nested:
+            for grads in nested:
+                if max(params, grads) % min(params, grads):
+                    continue
+                for secondary in _secondaries(params, cluster.ranks_per_node, space):
+                    for weight_codec, grad_codec in space.codecs:
+                        config = base.replace(
+                            params=params,
+                            grads=grads,
+                            optimizer=optimizer,
+                            secondary_params=secondary,
+                            weight_codec=weight_codec,
+                            grad_codec=grad_codec,
+                        )
+                        try:
+                            scopes = resolve_scopes(config, topology, world_size)
+                        except ConfigError:  # the space is what the engine accepts: here, a codec without payload
+                            continue
+                        yield ScopedConfig(config=config, scopes=scopes)
+
+
+def _secondaries(params: int, ranks_per_node: int, space: Space) -> tuple[str | int, ...]:
+    """Scopes of the secondary copy: none, or a node where parameters are sharded over more."""
+    if space.has_secondary and params > ranks_per_node > 1:
+        return ("none", ranks_per_node)
+    return ("none",)
