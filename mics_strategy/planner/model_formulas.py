@@ -1,4 +1,4 @@
-"""Descriptions of transformers by formula: parameters, arithmetic and activations of each unit.
+"""Descriptions of transformers by formula: parameters, FLOP and activations.
 
 The models are those of transformers: `LlamaForCausalLM`, `GPT2LMHeadModel`, `BertForMaskedLM`, `RobertaForMaskedLM` and
 the pre-LN variant of the last two. Units, and parameters with their order, are those that the engine makes of them
@@ -142,7 +142,7 @@ def describe(shape: TransformerShape, tokens: int, dtype_bytes: int = 2) -> Mode
 
 
 def _units(shape: TransformerShape, outer: Sequence[_Module], s: int, b: int) -> Iterator[UnitModel]:
-    """Units in the order of the modules: root, large embeddings, layers, large layers of the head."""
+    """Units in the order of the modules: root, embeddings, layers, head."""
     unit_roles = [module.role for module in outer if module.is_unit]
     root = tuple(parameter for module in outer if not module.is_unit for parameter in module.parameters)
     yield _unit("", "root", root, _root_cost(shape, s, b, unit_roles))
@@ -191,7 +191,7 @@ class _Module:
 
     @property
     def is_unit(self) -> bool:
-        """Whether it is a unit of its own: a large layer, whose parameters no other module shares."""
+        """Whether it is a unit: a large layer whose parameters no other module shares."""
         return bool(self.role) and _numel(self.parameters) >= LARGE_NUMEL
 
 
@@ -335,7 +335,10 @@ def _layer_cost(shape: TransformerShape, s: int, b: int) -> _Cost:
 
 
 def _logits_cost(shape: TransformerShape, s: int, b: int) -> _Cost:
-    """Cost of the logits and of their loss: the logits, their logarithms and both gradients in fp32."""
+    """Cost of the logits and of their loss.
+
+    Kept are the logits, and their logarithms in fp32; the gradients of both in fp32 are temporary.
+    """
     h, vocab = shape.hidden_size, shape.vocab_size
     return _Cost(
         forward_flop=2.0 * s * h * vocab,
@@ -354,7 +357,7 @@ def _role_cost(role: str, shape: TransformerShape, s: int, b: int) -> _Cost:
         return _logits_cost(shape, s, b)
     if role == "dense":
         return _Cost(
-            forward_flop=2.0 * s * h * h, saved_bytes=s * b * h, input_bytes=s * b * h, working_bytes=s * b * h
+            forward_flop=2.0 * s * h * h, saved_bytes=s * b * h, input_bytes=s * b * h, working_bytes=2 * s * b * h
         )
     return _Cost(working_bytes=s * b * h)  # of positions: all samples read the same rows
 

@@ -1,4 +1,4 @@
-"""Description of any module, from a trace of its forward and backward on the meta device.
+"""Description of any module, from a trace on the meta device.
 
 The real module runs on tensors without memory. Operations are counted as torch's own counters do, and what autograd
 saves is added up by the unit whose forward saved it, each memory once.
@@ -35,7 +35,7 @@ from mics_strategy.planner.model import ModelDescription, ParameterShape, UnitMo
 
 Loss = Callable[[Any], torch.Tensor]
 
-_BATCHES = (64, 65)  # large, so that the peak of the smaller one is already that of activations
+_BATCHES = (1024, 1025)  # large, so that the peak of the smaller one is already that of activations
 _OUTSIDE = 0  # the root's index
 _ATTENTION = nn.functional.scaled_dot_product_attention
 _DROPOUTS = (nn.functional.dropout, torch.dropout)
@@ -61,7 +61,10 @@ class TraceInput:
 
 
 def token_loss(output: Any) -> torch.Tensor:
-    """Cross-entropy in fp32 of an output with logits [..., C], or of logits themselves, as transformers compute it."""
+    """Cross-entropy in fp32, as transformers compute it.
+
+    The output has logits [..., C], or is logits itself.
+    """
     logits = logits_of(output)
     rows = logits.float().flatten(0, -2)
     labels = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
@@ -104,7 +107,7 @@ def trace_model(model: nn.Module, traced: TraceInput) -> ModelDescription:
     specs = find_units(model, traced.units)
     small, large = (_trace(model, specs, traced, num_samples) for num_samples in _BATCHES)
     costs = [after.minus(before) for before, after in zip(small, large, strict=True)]
-    names = _kinds(specs, costs)
+    names, classes = _kinds(specs, costs), [type(spec.module) for spec in specs]
     dtypes = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
     units = tuple(
         UnitModel(
@@ -118,7 +121,7 @@ def trace_model(model: nn.Module, traced: TraceInput) -> ModelDescription:
             saved_bytes=cost.saved_bytes,
             input_bytes=cost.input_bytes,
             working_bytes=max(0, cost.working_bytes),
-            is_layer=names.count(kind) > 1,
+            is_layer=spec is not specs[0] and classes.count(type(spec.module)) > 1,
         )
         for spec, cost, kind in zip(specs, costs, names, strict=True)
     )
@@ -238,7 +241,10 @@ class _Memory:
             self.saved_bytes -= num_bytes
 
     def save(self, tensor: torch.Tensor) -> int:
-        """Note that autograd keeps the storage of a tensor; return its bytes, 0 for one that is kept already."""
+        """Note that autograd keeps the storage of a tensor.
+
+        Returns its bytes, 0 for one that is kept already.
+        """
         self.add(tensor)
         address = tensor.untyped_storage()._cdata
         if address in self.saved:
@@ -255,13 +261,13 @@ class _Recorder(TorchDispatchMode):
     """
 
     def __init__(self, costs: list[_Cost], states: set[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.costs = costs
         self.is_backward = False
         self._states = states  # storages of parameters and buffers
         self._memory = _Memory()
         self._running = [_OUTSIDE]
-        self._outputs: dict[int, int] = {}  # unit whose forward has returned a storage
+        self._makers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._unit = _OUTSIDE  # of the backward
         self._kept_bytes: dict[int, int] = {}  # saved when a unit's backward began
 
@@ -289,18 +295,21 @@ class _Recorder(TorchDispatchMode):
             self._running.pop()
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor):
-                    self._outputs.setdefault(tensor.untyped_storage()._cdata, index)
+                    self._makers.setdefault(tensor.untyped_storage(), index)  # the innermost unit
 
         return enter, leave
 
     def keep_output(self, output: Any) -> None:
-        """Count the model's output, which exists until the step ends, and the loss, in the unit that made it."""
+        """Count the model's output, which exists until the step ends.
+
+        It belongs to the unit that made it, and so does the loss.
+        """
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
         tensors += (
             [t for t in vars(output).values() if isinstance(t, torch.Tensor)] if hasattr(output, "logits") else []
         )
         for tensor in tensors:
-            unit = self._outputs.get(tensor.untyped_storage()._cdata, _OUTSIDE)
+            unit = self._makers.get(tensor.untyped_storage(), _OUTSIDE)
             self.costs[unit].saved_bytes += self._memory.save(tensor)
             self._running[_OUTSIDE] = unit
 
@@ -347,7 +356,7 @@ class _FusedKernels(TorchFunctionMode):
     """Replaces attention and dropout by what a GPU's fused kernels save."""
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._recorder = recorder
 
     @override
@@ -382,7 +391,7 @@ def _drop(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: b
 
 
 class _Attention(torch.autograd.Function):
-    """Attention without arithmetic that saves, and allocates, what a fused kernel does.
+    """Attention without arithmetic that saves what a fused kernel saves.
 
     Source:
         FlashAttention-2 (arXiv:2307.08691), section 3.1: the backward reads query, key, value, output and the
