@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
     (
         *("config", "topology", "scopes", "timeline", "comm.route", "comm.codecs", "tuning.threshold"),
-        *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule"),
+        *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule", "engine.units"),
         *("planner.cost", "checkpoint.manifest", "checkpoint.reshard"),
     ),
     ("comm", "tuning.autotune"),

@@ -21,7 +21,7 @@ from mics_strategy.errors import ConfigError
 UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_MIN_SHARE = 0.05
+MIN_SHARE = 0.05
 # An all-gather of 8 MiB in 16 bits takes about 40 us at 200 GB/s, as long as its launch. Below that, a unit of its own
 # costs time, and saves no more than this much of each buffer.
 LARGE_NUMEL = 4 * 2**20
@@ -155,7 +155,7 @@ def _repeated_layers(model: nn.Module) -> set[nn.Module]:
     inside: set[nn.Module] = set()
     for _, modules in sorted(siblings.items(), key=lambda item: -sum(map(_count, item[1]))):
         outer = [module for module in dict.fromkeys(modules) if module not in inside]
-        if len(outer) >= 2 and sum(map(_count, outer)) >= _MIN_SHARE * total:
+        if len(outer) >= 2 and sum(map(_count, outer)) >= MIN_SHARE * total:
             chosen.update(outer)
             inside.update(inner for module in outer for inner in module.modules())
     return chosen

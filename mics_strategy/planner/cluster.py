@@ -1,11 +1,42 @@
 """Cluster for the planner: devices, and links with measured or stated speeds.
 
-Pure data.
+`Cluster.preset` knows products and the papers' test-beds by name (`clusters.toml`). `Cluster.load` reads a file with
+the same fields, as TOML, JSON or YAML:
+
+```yaml
+name: my-cluster
+nodes: 16
+ranks_per_node: 8
+device: {name: a100, memory: 39.4 GiB, memory_bandwidth: 1555 GB/s, peak: 312 TFLOP/s, matmul_efficiency: 0.87}
+intra_node: {bandwidth: 300 GB/s, efficiency: 0.85, latency: 3.4 us, source: datasheet}
+inter_node: {node_bandwidth: 400 Gb/s, efficiency: 0.88, latency: 14 us, source: datasheet}
+```
+
+A device may also be the name of one in the catalog, and `like` takes over the fields of a preset.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import importlib.util
+import json
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mics_strategy.errors import ConfigError
+from mics_strategy.planner.catalog import look_up, nearest, read_table
+from mics_strategy.planner.quantities import Quantity, parse_quantity
+
+_DEVICE_FIELDS = ("name", "memory", "memory_bandwidth", "peak", "matmul_efficiency")
+_LINK_FIELDS = ("bandwidth", "node_bandwidth", "efficiency", "latency", "source")
+_CLUSTER_FIELDS = (
+    *("name", "nodes", "device", "ranks_per_node", "intra_node", "inter_node"),
+    *("nodes_per_switch", "inter_switch", "slowest_node_factor"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +103,8 @@ class Cluster:
         inter_node: Links between nodes, under one switch where there are several.
         nodes_per_switch: Nodes under one leaf switch; 0 where all nodes are equally near.
         inter_switch: Links between switches; None where `nodes_per_switch` is 0.
-        slowest_factor: Time of the same work on the slowest node, in times of that on the others.
+        slowest_node_factor: Time of the same arithmetic on the slowest node over that on the others, at least 1. All
+            ranks wait for it.
         overlap_slowdown: Time of compute while a collective runs, in times of that otherwise; measured or stated.
         measured_stages: Measured stages of collectives, which count instead of the links' figures.
     """
@@ -85,9 +117,92 @@ class Cluster:
     inter_node: Link
     nodes_per_switch: int = 0
     inter_switch: Link | None = None
-    slowest_factor: float = 1.0
+    slowest_node_factor: float = 1.0
     overlap_slowdown: float = 1.0
     measured_stages: tuple[MeasuredStage, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("ranks_per_node", "num_nodes"):
+            _check_count(name, getattr(self, name), f"cluster {self.name}")
+        if not self.slowest_node_factor >= 1:
+            raise ConfigError(
+                f"`slowest_node_factor={self.slowest_node_factor}` of cluster {self.name} makes its slowest node "
+                "faster than the others. Use 1 or more."
+            )
+        if (self.nodes_per_switch > 0) != (self.inter_switch is not None):
+            raise ConfigError(
+                f"`nodes_per_switch={self.nodes_per_switch}` of cluster {self.name} and its `inter_switch` do not "
+                "belong together. State both, or neither."
+            )
+
+    @classmethod
+    def preset(cls, name: str, nodes: int = 16) -> Cluster:
+        """A cluster by name.
+
+        Args:
+            name: Name in `clusters.toml`, in any case.
+            nodes: Nodes of the job.
+
+        Raises:
+            ConfigError: No cluster has this name, or `nodes` is not positive.
+        """
+        fields = look_up(read_table("clusters.toml")["cluster"], name, "cluster")
+        return cls.from_fields({"name": name.lower(), "nodes": nodes, **fields})
+
+    @classmethod
+    def preset_names(cls) -> tuple[str, ...]:
+        """Names of all presets."""
+        return tuple(read_table("clusters.toml")["cluster"])
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """A cluster from a TOML, JSON or YAML file.
+
+        The module's docstring shows the fields.
+
+        Raises:
+            ConfigError: The file does not exist, is not of these formats, or states a field wrongly.
+        """
+        path = Path(path)
+        fields = _read_file(path)
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"{path} holds {type(fields).__name__}, not the fields of a cluster. Write a mapping.")
+        return cls.from_fields({"name": path.stem, **fields})
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Cluster:
+        """A cluster from fields with units, as in the files.
+
+        Raises:
+            ConfigError: A field is unknown, missing or not a quantity.
+        """
+        fields = dict(fields)
+        if "like" in fields:
+            fields = {**look_up(read_table("clusters.toml")["cluster"], str(fields.pop("like")), "cluster"), **fields}
+        where = f"cluster {fields.get('name', '')}"
+        _check_fields(fields, _CLUSTER_FIELDS, ("device", "ranks_per_node", "intra_node", "inter_node"), where)
+        ranks = fields["ranks_per_node"]
+        _check_count("ranks_per_node", ranks, where)
+        links = {
+            name: _link(fields[name], ranks, f"{name} of {where}")
+            for name in ("intra_node", "inter_node", "inter_switch")
+            if fields.get(name) is not None
+        }
+        return cls(
+            name=str(fields["name"]),
+            device=_device(fields["device"], where),
+            ranks_per_node=ranks,
+            num_nodes=fields.get("nodes", 1),
+            intra_node=links["intra_node"],
+            inter_node=links["inter_node"],
+            inter_switch=links.get("inter_switch"),
+            nodes_per_switch=fields.get("nodes_per_switch", 0),
+            slowest_node_factor=fields.get("slowest_node_factor", 1.0),
+        )
+
+    def with_nodes(self, num_nodes: int) -> Cluster:
+        """The same cluster with another number of nodes."""
+        return dataclasses.replace(self, num_nodes=num_nodes)
 
     def measured(self, collective: str, link: str, size: int) -> tuple[tuple[int, float], ...]:
         """Measured bytes and seconds of a stage; empty where nothing was measured."""
@@ -100,3 +215,89 @@ class Cluster:
     def world_size(self) -> int:
         """All ranks."""
         return self.num_nodes * self.ranks_per_node
+
+
+def _read_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ConfigError(f"`{path}` is no file with a cluster. Give the path of a TOML, JSON or YAML file.")
+    text = path.read_text()
+    try:
+        if path.suffix == ".toml":
+            return tomllib.loads(text)
+        if path.suffix == ".json":
+            return json.loads(text)
+        if path.suffix not in (".yaml", ".yml"):
+            raise ConfigError(f"`{path}` is not .toml, .json, .yaml or .yml. Rename it after its format.")
+        if importlib.util.find_spec("yaml") is None:
+            raise ConfigError(f"`{path}` needs PyYAML, which is not installed. Install it, or write JSON or TOML.")
+        yaml: Any = importlib.import_module("yaml")
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"`{path}` is not valid YAML: {error}. Correct the file.") from error
+    except ValueError as error:  # of the decoders, and this module's own
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"`{path}` is not valid {path.suffix[1:].upper()}: {error}. Correct the file.") from error
+
+
+def _check_count(name: str, value: Any, where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"`{name}={value!r}` of {where} is not a number. Use 1 or more.")
+
+
+def _check_fields(fields: Mapping[str, Any], known: tuple[str, ...], required: tuple[str, ...], where: str) -> None:
+    for name in fields:
+        if name not in known:
+            raise ConfigError(f"`{name}` is no field of {where}.{nearest(str(name), known)}")
+    missing = [name for name in required if name not in fields]
+    if missing:
+        raise ConfigError(f"`{missing[0]}` of {where} is missing. State it; required are {', '.join(required)}.")
+
+
+def _device(value: Any, where: str) -> Device:
+    if isinstance(value, str):
+        value = {"name": value, **look_up(read_table("clusters.toml")["device"], value, "device")}
+    where = f"the device of {where}"
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{value!r} is not {where}. Use the name of a device, or its fields.")
+    _check_fields(value, _DEVICE_FIELDS, _DEVICE_FIELDS, where)
+    return Device(
+        name=str(value["name"]),
+        memory_bytes=round(parse_quantity(value["memory"], Quantity.BYTES, f"`memory` of {where}")),
+        memory_bytes_per_s=parse_quantity(
+            value["memory_bandwidth"], Quantity.BYTES_PER_S, f"`memory_bandwidth` of {where}"
+        ),
+        peak_flop_per_s=parse_quantity(value["peak"], Quantity.FLOP_PER_S, f"`peak` of {where}"),
+        matmul_efficiency=_share(value["matmul_efficiency"], f"`matmul_efficiency` of {where}"),
+    )
+
+
+def _link(value: Any, ranks_per_node: int, where: str) -> Link:
+    """A link from its fields.
+
+    `bandwidth` is that of one rank while all ranks of its node send, `node_bandwidth` that of the whole node.
+    """
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{value!r} is not the link {where}. State bandwidth, latency and source.")
+    _check_fields(value, _LINK_FIELDS, ("latency", "source"), where)
+    if ("bandwidth" in value) == ("node_bandwidth" in value):
+        raise ConfigError(
+            f"{where} states both `bandwidth` and `node_bandwidth`, or neither. State one: the speed of one rank, or "
+            "of its whole node."
+        )
+    share = 1 if "bandwidth" in value else ranks_per_node
+    name = "bandwidth" if "bandwidth" in value else "node_bandwidth"
+    return Link(
+        bytes_per_s=parse_quantity(value[name], Quantity.BYTES_PER_S, f"`{name}` of {where}")
+        / share
+        * _share(value.get("efficiency", 1.0), f"`efficiency` of {where}"),
+        latency_s=parse_quantity(value["latency"], Quantity.SECONDS, f"`latency` of {where}"),
+        source=str(value["source"]),
+    )
+
+
+def _share(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ConfigError(f"{where} is {value!r}, not a share. Use a number above 0 and up to 1.")
+    return float(value)

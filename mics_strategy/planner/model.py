@@ -32,10 +32,13 @@ class UnitModel:
         name: Name of the unit in the model; empty for the root.
         kind: Name of its class of units. Units of one kind have equal parameters and costs.
         parameters: Parameters, in the order of the engine.
-        forward_flop: FLOP of matrix products that the forward of one sample executes.
-        saved_bytes: Bytes that autograd keeps for the backward of one sample, without recomputation.
+        forward_flop: FLOP of matrix products that the forward of one sample executes. A fused kernel computes half of
+            the scores of causal attention.
+        saved_bytes: Bytes that autograd keeps for the backward of one sample, without recomputation. Those of the loss
+            and of the model's output belong to the unit that computes the output.
         input_bytes: Bytes of the unit's input for one sample, which is all that recomputation keeps.
         working_bytes: Most bytes of temporary tensors of one sample during its backward, beyond those kept.
+        is_layer: Whether recomputation applies: to the layers that a model repeats, not to embeddings, head and root.
     """
 
     name: str

@@ -117,8 +117,8 @@ def step_seconds(job: Job) -> float:
 def unit_times(job: Job) -> tuple[UnitTime, ...]:
     """Seconds of each unit on the slowest device of the job, for one micro-step."""
     device, samples = job.cluster.device, job.micro_batch
-    flop_per_s = device.peak_flop_per_s * device.matmul_efficiency / job.cluster.slowest_factor
-    bytes_per_s = device.memory_bytes_per_s / job.cluster.slowest_factor
+    flop_per_s = device.peak_flop_per_s * device.matmul_efficiency / job.cluster.slowest_node_factor
+    bytes_per_s = device.memory_bytes_per_s / job.cluster.slowest_node_factor
     times = []
     for unit in job.workload.model.units:
         matmul_s = unit.forward_flop * samples / flop_per_s

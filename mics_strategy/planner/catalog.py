@@ -1,0 +1,95 @@
+"""Published models by name, and the reading of the package's tables.
+
+The numbers are in `models.toml`, with their sources.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from mics_strategy.errors import ConfigError
+from mics_strategy.planner.model_formulas import TransformerShape, describe
+from mics_strategy.planner.resnet_formulas import IMAGE_SIZE, ResnetShape, describe_resnet
+
+if TYPE_CHECKING:
+    from mics_strategy.planner.model import ModelDescription
+
+Shape = TransformerShape | ResnetShape
+
+
+def model_names() -> tuple[str, ...]:
+    """Names of all models."""
+    return tuple(read_table("models.toml"))
+
+
+def model_shape(name: str) -> Shape:
+    """Numbers of a published model.
+
+    Args:
+        name: Name, in any case.
+
+    Raises:
+        ConfigError: No model has this name.
+    """
+    fields = look_up(read_table("models.toml"), name, "model")
+    if fields["family"] == "wide_resnet":
+        blocks = tuple(fields.pop("stage_blocks"))
+        return ResnetShape(name=name.lower(), stage_blocks=blocks, **{k: v for k, v in fields.items() if k != "family"})
+    return TransformerShape(name=name.lower(), **fields)
+
+
+def describe_model(name: str, tokens: int, dtype_bytes: int = 2) -> ModelDescription:
+    """Describe a published model.
+
+    Args:
+        name: Name, in any case.
+        tokens: Tokens of a sample; not used for images, which have `IMAGE_SIZE` pixels along an edge.
+        dtype_bytes: Bytes of one element of activations, 2 or 4.
+
+    Raises:
+        ConfigError: No model has this name, or its table of positions is shorter.
+    """
+    shape = model_shape(name)
+    if isinstance(shape, ResnetShape):
+        return describe_resnet(shape, IMAGE_SIZE, dtype_bytes)
+    return describe(shape, tokens, dtype_bytes)
+
+
+def read_table(file_name: str) -> dict[str, Any]:
+    """A table of the package, from its TOML file."""
+    return tomllib.loads(resources.files(__package__).joinpath(file_name).read_text())
+
+
+def look_up(table: Mapping[str, Mapping[str, Any]], name: str, noun: str) -> dict[str, Any]:
+    """Fields of one entry of a table, and those that it takes over by `like`.
+
+    Args:
+        table: Fields by name.
+        name: Name, in any case; `_` and `-` are equal.
+        noun: Noun of the entries in errors.
+
+    Raises:
+        ConfigError: No entry has this name.
+    """
+    names = {_key(entry): entry for entry in table}
+    if _key(name) not in names:
+        raise ConfigError(f"`{name}` is no {noun} of the catalog.{nearest(name, table)}")
+    fields = dict(table[names[_key(name)]])
+    inherited = look_up(table, fields.pop("like"), noun) if "like" in fields else {}
+    return {**inherited, **fields}
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A hint at the names that resemble `name`, and at all names, for an error."""
+    known = sorted(names)
+    matches = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+    hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
+    return f"{hint} Use one of {', '.join(known)}."
+
+
+def _key(name: str) -> str:
+    return name.lower().replace("_", "-")

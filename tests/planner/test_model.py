@@ -1,0 +1,83 @@
+"""Descriptions of models: formulas against traces of the real modules, and traces against real runs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mics_strategy.planner.model import ModelDescription
+from mics_strategy.planner.model_formulas import TransformerShape, describe
+from mics_strategy.planner.model_trace import TraceInput, trace_model
+from mics_strategy.planner.resnet_formulas import ResnetShape, describe_resnet
+from recipes.models.build import build_model
+from recipes.models.config import ModelConfig
+
+TOKENS = 64
+
+
+def shape(family: str, **changes: Any) -> TransformerShape:
+    sizes = {"num_layers": 3, "hidden_size": 128, "intermediate_size": 700, "num_heads": 4, "vocab_size": 1024}
+    ties = family != "llama"
+    return TransformerShape(**{"name": family, "family": family, "tie_embeddings": ties, **sizes, **changes})
+
+
+def build(numbers: TransformerShape, dtype: torch.dtype) -> nn.Module:
+    """The recipes' module of a shape, which is one of transformers."""
+    options: dict[str, Any] = {"num_kv_heads": numbers.num_kv_heads or "auto"} if numbers.family == "llama" else {}
+    if numbers.family != "llama":
+        options |= {"dropout": 0.1 if numbers.dropout else 0.0, "max_positions": numbers.num_positions or "auto"}
+    if numbers.family in ("bert", "roberta"):
+        options["norm_position"] = "pre" if numbers.is_pre_norm else "post"
+    names = ("family", "num_layers", "hidden_size", "intermediate_size", "num_heads", "vocab_size", "tie_embeddings")
+    with torch.device("meta"):
+        model = build_model(ModelConfig(**{name: getattr(numbers, name) for name in names}, **options), TOKENS)
+    return model.to(dtype).train()
+
+
+def traced(numbers: TransformerShape, dtype: torch.dtype = torch.bfloat16) -> ModelDescription:
+    example = {"input_ids": torch.zeros(1, TOKENS, dtype=torch.int64)}
+    return trace_model(build(numbers, dtype), TraceInput(name=numbers.name, example=example, tokens_per_sample=TOKENS))
+
+
+SHAPES = [
+    shape("llama", num_kv_heads=2),
+    shape("llama", vocab_size=33000, hidden_size=256),  # embedding and head are units
+    shape("llama", tie_embeddings=True),
+    shape("gpt2"),
+    shape("gpt2", dropout=False, tie_embeddings=False, num_positions=100),
+    shape("gpt2", vocab_size=33000, tie_embeddings=False),  # as well
+    shape("bert"),
+    shape("bert", is_pre_norm=True, dropout=False),
+    shape("bert", hidden_size=2048, vocab_size=512, num_positions=2048),  # positions and dense are units
+    shape("roberta"),
+    shape("roberta", is_pre_norm=True),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("numbers", SHAPES, ids=lambda numbers: f"{numbers.family}-{SHAPES.index(numbers)}")
+def test_formulas_agree_with_the_trace_of_the_real_modules(numbers: TransformerShape, dtype: torch.dtype) -> None:
+    check_agreement(describe(numbers, TOKENS, dtype.itemsize), traced(numbers, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_formulas_of_a_residual_network_agree_with_its_trace(dtype: torch.dtype) -> None:
+    sizes: dict[str, Any] = {"stage_blocks": (2, 2, 3, 2), "width_factor": 4, "base_width": 16, "num_classes": 10}
+    with torch.device("meta"):
+        model = build_model(ModelConfig(family="wide_resnet", **sizes), 64).to(dtype).train()
+    trace = trace_model(model, TraceInput(name="x", example={"images": torch.zeros(1, 3, 64, 64, dtype=dtype)}))
+    check_agreement(describe_resnet(ResnetShape(name="x", **sizes), 64, dtype.itemsize), trace)
+
+
+def check_agreement(formula: ModelDescription, trace: ModelDescription) -> None:
+    """Units, parameters and costs are the same; costs within 1 %."""
+    assert [unit.name for unit in formula.units] == [unit.name for unit in trace.units]
+    for mine, real in zip(formula.units, trace.units, strict=True):
+        assert [(p.name, p.shape) for p in mine.parameters] == [(p.name, p.shape) for p in real.parameters], mine.name
+        for name in ("forward_flop", "saved_bytes", "input_bytes", "working_bytes"):
+            assert getattr(mine, name) == pytest.approx(getattr(real, name), rel=0.01), (mine.name, name)
+    assert formula.numel == trace.numel
+    assert formula.model_flop_per_sample == pytest.approx(trace.model_flop_per_sample, rel=0.001)
+    assert [unit.is_layer for unit in formula.units] == [unit.is_layer for unit in trace.units]
+    assert formula.activation_dtype_bytes == trace.activation_dtype_bytes
