@@ -24,7 +24,7 @@ MAX_CHAIN = 16  # modules that an import loads one after the other
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
     (
-        *("config", "topology", "scopes", "timeline", "comm.route", "comm.codecs", "tuning.threshold"),
+        *("config", "topology", "scopes", "timeline", "text_table", "comm.route", "comm.codecs", "tuning.threshold"),
         *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule", "engine.units"),
         *("planner.cost", "checkpoint.manifest", "checkpoint.reshard"),
     ),
@@ -68,7 +68,7 @@ PRIMITIVE_MODULES = ("torch.distributed._functional_collectives", "torch.distrib
 GROUP_MAKERS = ("new_group", "new_subgroups*", "split_group", "init_device_mesh")
 GROUPS_MADE_IN = "comm/resources.py"
 ONE_DOCSTRING = (  # in __init__.py
-    *("comm", "comm.codecs", "comm.peer_memory", "tuning", "planner"),
+    *("comm", "comm.codecs", "comm.peer_memory", "tuning"),
     *("engine", "engine.setup", "engine.optimizer", "checkpoint"),
 )
 VAGUE_NAMES = ("util", "utils", "helpers", "misc", "common")

@@ -37,6 +37,7 @@ from mics_strategy.engine.schedule import (
     second_hop_order,
     usage_numel,
 )
+from mics_strategy.text_table import text_table
 
 if TYPE_CHECKING:
     from mics_strategy.engine.layout import BucketLayout, OwnerAssignment
@@ -146,14 +147,7 @@ class Plan:
             sent[key] += planned.sent_bytes
         rows = [("phase", "axis", "collective", "dtype", "count", "sent MB")]
         rows += [(*key, str(count), f"{sent[key] / 1e6:.3f}") for key, count in counts.items()]
-        widths = [max(len(row[column]) for row in rows) for column in range(6)]
-        return "\n".join(
-            "  ".join(
-                [cell.ljust(w) for cell, w in zip(row[:4], widths[:4], strict=True)]
-                + [cell.rjust(w) for cell, w in zip(row[4:], widths[4:], strict=True)]
-            )
-            for row in rows
-        )
+        return "\n".join(text_table(rows, num_left=4))
 
 
 def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepOrder, owned: tuple[OwnedPlan, ...] = ()) -> Plan:

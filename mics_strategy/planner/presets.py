@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from mics_strategy.config import ShardConfig
 from mics_strategy.planner.cost import ParameterKind, StepTraffic, state_bytes, step_traffic
 from mics_strategy.scopes import Scopes, resolve_scopes
+from mics_strategy.text_table import text_table
 
 if TYPE_CHECKING:
     from mics_strategy.topology import Topology
@@ -171,8 +172,7 @@ def _explain(
                 _mark(is_chosen=candidate is chosen, is_too_large=candidate.states_bytes > limit),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += text_table(rows, num_left=len(rows[0]))
     return "\n".join(lines)
 
 

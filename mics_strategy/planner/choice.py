@@ -1,0 +1,360 @@
+"""The planner's answer: the fastest configuration, what it costs, and why the others lost.
+
+Pure, but for `Choice.strategy`, which imports Lightning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mics_strategy.errors import ConfigError
+from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memory
+from mics_strategy.planner.simulator import Job, PlayedStep, compute_seconds, planned_timeline, play
+from mics_strategy.planner.solver import Point, Solution, solve
+from mics_strategy.planner.space import Space, topology_of
+from mics_strategy.scopes import resolve_scopes
+from mics_strategy.text_table import text_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from mics_strategy.config import ShardConfig
+    from mics_strategy.planner.cluster import Cluster
+    from mics_strategy.planner.workload import Workload
+    from mics_strategy.timeline import Timeline
+
+_SHOWN_REASONS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """One optimizer step of a job that did not run, in steady state.
+
+    Attributes:
+        job: Training, cluster and configuration.
+        step_s: Seconds of the step.
+        compute_s: Seconds in which the device computes, if nothing slows it.
+        memory: Memory of a rank.
+        sent_bytes: Bytes that one rank sends, by axis.
+        played: Simulated tasks.
+    """
+
+    job: Job
+    step_s: float
+    compute_s: float
+    memory: RankMemory
+    sent_bytes: Mapping[str, int]
+    played: PlayedStep
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of all ranks per second."""
+        return self.job.workload.global_batch / self.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all ranks per second; samples for images."""
+        return self.samples_per_s * self.job.workload.model.tokens_per_sample
+
+    @property
+    def tokens_per_s_per_rank(self) -> float:
+        """Tokens per second and rank (TGS)."""
+        return self.tokens_per_s / self.job.cluster.world_size
+
+    @property
+    def model_flop_per_s_per_rank(self) -> float:
+        """FLOP per second and rank by the mathematics: nothing recomputed, causal attention halved."""
+        return self.samples_per_s * self.job.workload.model.model_flop_per_sample / self.job.cluster.world_size
+
+    @property
+    def mfu(self) -> float:
+        """Share of the device's 16-bit peak that the model's FLOP are, 0 to 1."""
+        return self.model_flop_per_s_per_rank / self.job.cluster.device.peak_flop_per_s
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds in which the device waits for collectives, or is slowed by them."""
+        return max(0.0, self.step_s - self.compute_s)
+
+    def timeline(self) -> Timeline:
+        """The step as a planned timeline of rank 0, every micro-step in it."""
+        return planned_timeline(self.played)
+
+
+def simulate(
+    workload: Workload,
+    cluster: Cluster,
+    config: ShardConfig,
+    *,
+    micro_batch: int | None = None,
+    recompute: bool | None = None,
+) -> SimulatedStep:
+    """Simulate one optimizer step of a configuration.
+
+    Args:
+        workload: Training.
+        cluster: Cluster.
+        config: Configuration with explicit scopes; dtypes that are ``"auto"`` are those of the workload.
+        micro_batch: Samples of one forward on a rank; by default the workload's, which must then be a number.
+        recompute: Whether layers are recomputed; by default the workload's.
+
+    Raises:
+        ConfigError: A value is left to the planner, or is impossible on this cluster.
+    """
+    micro_batch = workload.micro_batch if micro_batch is None else micro_batch
+    recompute = workload.recompute if recompute is None else recompute
+    if isinstance(micro_batch, str) or isinstance(recompute, str):
+        raise ConfigError(
+            f"`micro_batch={micro_batch!r}` and `recompute={recompute!r}`: a simulation needs values. State both, or "
+            "let `plan()` choose them."
+        )
+    workload = dataclasses.replace(workload, micro_batch=micro_batch, recompute=recompute)
+    workload.micro_batches(cluster.world_size)
+    if config.param_dtype == "auto":
+        config = config.replace(param_dtype=workload.param_dtype)
+    if config.reduce_dtype == "auto":
+        config = config.replace(reduce_dtype=workload.reduce_dtype)
+    topology = topology_of(cluster)
+    scopes = resolve_scopes(config.replace(topology=topology), topology, cluster.world_size)
+    return _simulated(
+        Job(
+            workload=workload,
+            cluster=cluster,
+            config=config,
+            scopes=scopes,
+            micro_batch=micro_batch,
+            recompute=recompute,
+        )
+    )
+
+
+def _simulated(job: Job) -> SimulatedStep:
+    played = play(job, job.num_micro_steps)
+    sent_bytes: dict[str, int] = {}
+    for planned in job.plan(job.num_micro_steps).collectives:
+        sent_bytes[planned.axis] = sent_bytes.get(planned.axis, 0) + planned.sent_bytes
+    batch = MicroBatch(samples=job.micro_batch, recomputes=job.recompute)
+    return SimulatedStep(
+        job=job,
+        step_s=played.seconds,
+        compute_s=compute_seconds(job),
+        memory=rank_memory(job.workload.model, job.config, job.scopes, batch),
+        sent_bytes=sent_bytes,
+        played=played,
+    )
+
+
+def plan(workload: Workload, cluster: Cluster, space: Space | None = None) -> Choice:
+    """Choose the fastest configuration of a training that fits into the memory of a cluster.
+
+    Args:
+        workload: Training, with the choices that are left to the planner.
+        cluster: Cluster.
+        space: Configurations to choose from; by default every scope, without codecs.
+
+    Raises:
+        ConfigError: The ranks do not divide the batch.
+        NoFeasiblePlan: Nothing fits; the error says by how much, and what would make it fit.
+    """
+    solution = solve(workload, cluster, Space() if space is None else space)
+    return Choice(step=_simulated(solution.frontier[0].job), solution=solution)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The fastest configuration that fits, and all others.
+
+    Attributes:
+        step: Simulated step of the chosen configuration.
+        solution: All points, with the reasons against them.
+    """
+
+    step: SimulatedStep
+    solution: Solution
+
+    @property
+    def config(self) -> ShardConfig:
+        """The configuration, for `shard`."""
+        return self.step.job.config
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of one forward on a rank."""
+        return self.step.job.micro_batch
+
+    @property
+    def num_micro_steps(self) -> int:
+        """Micro-steps of an optimizer step: `accumulate_grad_batches`, `gradient_accumulation_steps`."""
+        return self.step.job.num_micro_steps
+
+    @property
+    def recompute(self) -> bool:
+        """Whether layers are to be checkpointed."""
+        return self.step.job.recompute
+
+    def strategy(self, **options: Any) -> Any:
+        """The strategy for ``Trainer(strategy=choice.strategy())``.
+
+        Args:
+            **options: Arguments of `mics_strategy.lightning.MiCSStrategy`.
+        """
+        lightning: Any = importlib.import_module("mics_strategy.lightning")
+        return lightning.MiCSStrategy(self.config, **options)
+
+    def plugin(self, **options: Any) -> Any:
+        """The plug-in for ``Accelerator(fsdp_plugin=choice.plugin())``.
+
+        Args:
+            **options: Arguments of `mics_strategy.accelerate.MiCSPlugin`.
+        """
+        accelerate: Any = importlib.import_module("mics_strategy.accelerate")
+        return accelerate.MiCSPlugin(self.config, **options)
+
+    def table(self) -> str:
+        """The answer as text: the choice, the frontier, and why other points lost."""
+        return "\n".join(_table(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer as an object of JSON: numbers in bytes and seconds."""
+        return {
+            "chosen": step_json(self.step),
+            "frontier": [point_json(point) for point in self.solution.frontier],
+            "fitting": len(self.solution.fitting),
+            "too_large": len(self.solution.too_large),
+            "limit_bytes": self.solution.limit_bytes,
+            "gap": self.solution.gap,
+            "rejected": [{**point_json(p), "reason": r} for p, r in reasons(self)],
+        }
+
+
+def reasons(choice: Choice) -> Iterator[tuple[Point, str]]:
+    """Every point but the chosen one, with the reason against it."""
+    best_s, limit_bytes = choice.step.step_s, choice.solution.limit_bytes
+    for point in choice.solution.fitting:
+        if point.job == choice.step.job:
+            continue
+        if point.step_s is None:
+            yield point, f"takes at least {point.bound_s:.4g} s: {_by(point)}"
+        elif point.step_s > best_s:
+            yield point, f"{point.step_s / best_s - 1:.1%} slower"
+        else:
+            yield point, "as fast, with more mesh axes or more memory"
+    for point in choice.solution.too_large:
+        yield point, f"{(point.memory.total_bytes - limit_bytes) / 1e9:.1f} GB too large"
+
+
+def _by(point: Point) -> str:
+    return "the device computes" if point.bound_by == "compute" else f"the {point.bound_by} links carry its collectives"
+
+
+def _table(choice: Choice) -> Iterator[str]:
+    step, solution = choice.step, choice.solution
+    job = step.job
+    yield (
+        f"{job.workload.model.name}, {job.workload.model.numel / 1e9:.3g} B parameters, on {job.cluster.num_nodes} nodes "
+        f"of {job.cluster.ranks_per_node} ({job.cluster.name}); {job.workload.global_batch:,} samples a step"
+    )
+    yield from step_lines(step)
+    yield ""
+    yield "Fastest step by memory:"
+    header = ("P/G/OS", "secondary", "codecs", "micro-batch", "recompute", "step s", "GB")
+    rows = [header, *(_point_row(point) for point in solution.frontier)]
+    yield from text_table(rows, num_left=3)
+    counts = f"{len(solution.fitting):,} points fit, {len(solution.too_large):,} do not."
+    yield f"{counts} One that was not simulated could be {solution.gap:.1%} faster at most."
+    yield ""
+    yield "Nearest others:"
+    others = sorted(reasons(choice), key=lambda found: found[0].step_s or found[0].bound_s)
+    rows = [(*header[:5], "reason"), *((*_point_row(p)[:5], reason) for p, reason in others[:_SHOWN_REASONS])]
+    yield from text_table(rows, num_left=6)
+
+
+def step_lines(step: SimulatedStep) -> Iterator[str]:
+    """A simulated step as text."""
+    job, memory = step.job, step.memory
+    scopes = job.scopes
+    yield (
+        f"parameters over {scopes.params}, gradients over {scopes.grads}, optimizer states over {scopes.optimizer} "
+        f"ranks{f', secondary copy over {scopes.secondary}' if scopes.has_secondary else ''}"
+    )
+    yield (
+        f"{job.num_micro_steps} micro-steps of {job.micro_batch} samples{', layers recomputed' if job.recompute else ''}"
+    )
+    yield (
+        f"step {step.step_s:.4g} s: compute {step.compute_s:.4g}, waiting and slowed {step.exposed_s:.4g}; "
+        f"{step.tokens_per_s:,.0f} tokens/s, {step.tokens_per_s_per_rank:,.0f} per rank, "
+        f"{step.model_flop_per_s_per_rank / 1e12:.1f} TFLOPS, MFU {step.mfu:.1%}"
+    )
+    sent = ", ".join(f"{axis} {num_bytes / 1e9:.3g} GB" for axis, num_bytes in step.sent_bytes.items())
+    yield f"sent by one rank: {sent or 'nothing'}"
+    kinds = sorted(memory.by_kind.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{kind} {num_bytes / 1e9:.1f}" for kind, num_bytes in kinds if num_bytes >= 5e7)
+    limit_gb = job.cluster.device.memory_bytes / 1e9
+    yield f"memory {memory.total_bytes / 1e9:.1f} of {limit_gb:.1f} GB: {parts}"
+
+
+def _point_row(point: Point) -> tuple[str, ...]:
+    job, scopes = point.job, point.job.scopes
+    codecs = [str(codec) for codec in (job.config.weight_codec, job.config.grad_codec) if codec != "none"]
+    seconds = point.bound_s if point.step_s is None else point.step_s
+    return (
+        f"{scopes.params}/{scopes.grads}/{scopes.optimizer}",
+        str(scopes.secondary) if scopes.has_secondary else "",
+        "+".join(codecs),
+        str(job.micro_batch),
+        "yes" if job.recompute else "no",
+        f"{seconds:.4g}",
+        f"{point.memory.total_bytes / 1e9:.1f}",
+    )
+
+
+def point_json(point: Point) -> dict[str, Any]:
+    """A point as an object of JSON."""
+    job, scopes = point.job, point.job.scopes
+    return {
+        "params": scopes.params,
+        "grads": scopes.grads,
+        "optimizer": scopes.optimizer,
+        "secondary": scopes.secondary if scopes.has_secondary else None,
+        "weight_codec": str(job.config.weight_codec),
+        "grad_codec": str(job.config.grad_codec),
+        "micro_batch": job.micro_batch,
+        "micro_steps": job.num_micro_steps,
+        "recompute": job.recompute,
+        "memory_bytes": point.memory.total_bytes,
+        "bound_s": point.bound_s,
+        "bound_by": point.bound_by,
+        "step_s": point.step_s,
+    }
+
+
+def step_json(step: SimulatedStep) -> dict[str, Any]:
+    """A simulated step as an object of JSON."""
+    job, scopes = step.job, step.job.scopes
+    return {
+        "model": job.workload.model.name,
+        "cluster": job.cluster.name,
+        "world_size": job.cluster.world_size,
+        "params": scopes.params,
+        "grads": scopes.grads,
+        "optimizer": scopes.optimizer,
+        "secondary": scopes.secondary if scopes.has_secondary else None,
+        "weight_codec": str(job.config.weight_codec),
+        "grad_codec": str(job.config.grad_codec),
+        "micro_batch": job.micro_batch,
+        "micro_steps": job.num_micro_steps,
+        "recompute": job.recompute,
+        "step_s": step.step_s,
+        "compute_s": step.compute_s,
+        "tokens_per_s": step.tokens_per_s,
+        "tokens_per_s_per_rank": step.tokens_per_s_per_rank,
+        "tflop_per_s_per_rank": step.model_flop_per_s_per_rank / 1e12,
+        "mfu": step.mfu,
+        "memory_bytes": step.memory.total_bytes,
+        "memory_bytes_by_kind": dict(step.memory.by_kind),
+        "sent_bytes_by_axis": dict(step.sent_bytes),
+    }
