@@ -32,6 +32,7 @@ from torch import nn
 ALIGN_NUMEL = 8  # pieces start at multiples of 16 bytes in bf16; whole blocks for vectorized kernels
 TENSORS_TO_OWNERS = 2  # of each parameter with an owner: value and gradient
 TENSORS_TO_SHARDS = 1  # of each parameter with an owner: new value
+MAX_BUCKET_BYTES = 256 * 2**20  # gathered; far above the size from which links are busy (MiCS section 4.1)
 _ALIGN_BYTES = 16  # alignment that fp8 matrix products and compiled kernels require
 _MAX_PADDING = 1 / 8  # share of the parameter
 
@@ -326,6 +327,23 @@ def make_layout(
         param_slices.append(param_slice)
         offset += _aligned(param_slice.chunk_numel, block_numel)
     return BucketLayout(param_slices=tuple(param_slices), ranks=ranks, shard_numel=offset, align=align)
+
+
+def split_into_buckets(sizes_bytes: list[int]) -> list[range]:
+    """Positions of consecutive parameters that form one bucket each.
+
+    A bucket has `MAX_BUCKET_BYTES` at most, or a single parameter.
+
+    Args:
+        sizes_bytes: Bytes of each parameter, gathered.
+    """
+    starts, num_bytes = [0], 0
+    for position, size_bytes in enumerate(sizes_bytes):
+        if position > starts[-1] and num_bytes + size_bytes > MAX_BUCKET_BYTES:
+            starts.append(position)
+            num_bytes = 0
+        num_bytes += size_bytes
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(sizes_bytes)], strict=True)]
 
 
 def _choose_dim(shape: torch.Size, ranks: int) -> int | None:
