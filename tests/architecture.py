@@ -24,7 +24,8 @@ MAX_CHAIN = 16  # modules that an import loads one after the other
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
     (
-        *("config", "topology", "scopes", "timeline", "text_table", "comm.route", "comm.codecs", "tuning.threshold"),
+        *("config", "topology", "scopes", "timeline", "text_table", "tuning.threshold"),
+        *("comm.route", "comm.codecs", "comm.workspace", "comm.scratch"),
         *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule", "engine.units"),
         *("planner.cost", "checkpoint.manifest", "checkpoint.reshard"),
     ),

@@ -19,18 +19,27 @@ from mics_strategy.engine.backward_grads import GradStaging
 from mics_strategy.engine.boundary import AccumulationBoundary
 from mics_strategy.engine.bucket import Bucket, param_comms
 from mics_strategy.engine.grad_bucket import GradBucket
-from mics_strategy.engine.layout import BucketLayout, BucketSpec, make_layout, num_first_hop_chunks, split_entries
+from mics_strategy.engine.layout import BucketSpec, make_layout, split_into_buckets
 from mics_strategy.engine.memory import CachedViews, MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
 from mics_strategy.engine.parameter import make_sharded_parameter
 from mics_strategy.engine.rank_agreement import DesyncCheck, ReplicaCheck
 from mics_strategy.engine.reducer import BackwardCount, Reducer, ReducerBuffers
-from mics_strategy.engine.schedule import USAGE_DTYPE, first_hop_chunks, full_numel, shard_numel, usage_numel
+from mics_strategy.engine.schedule import (
+    USAGE_DTYPE,
+    first_hop_numel,
+    full_numel,
+    num_first_hop_chunks,
+    shard_numel,
+    usage_numel,
+)
 from mics_strategy.engine.step import Engine, OverlapPolicy
 from mics_strategy.engine.streams import OpStream, Streams
 from mics_strategy.engine.unit import GatherResources, Unit
 from mics_strategy.engine.zero_copy import coalesced_comm_for
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.engine.units import ParamRef, UnitSpec
 
@@ -74,11 +83,15 @@ def make_bucket_specs(unit: UnitSpec, context: BuildContext) -> list[BucketSpec]
                 param_dtype=param_dtype,
                 trainable=trainable,
             )
-            for entries in split_entries(
-                kind_entries, [entry.parameter.numel() * param_dtype.itemsize for entry in kind_entries]
-            )
+            for entries in _split(kind_entries, param_dtype.itemsize)
         ]
     return specs
+
+
+def _split(entries: list[ParamRef], itemsize: int) -> Iterator[list[ParamRef]]:
+    """Cut parameters into the lists of buckets."""
+    for positions in split_into_buckets([entry.parameter.numel() * itemsize for entry in entries]):
+        yield entries[positions.start : positions.stop]
 
 
 def build_units(modules: list[UnitSpec], specs: list[list[BucketSpec]], context: BuildContext) -> list[Unit]:
@@ -299,7 +312,10 @@ def _shared_staging(buckets: list[Bucket], context: BuildContext) -> list[GradSt
         return [None] * len(buckets)
     counts = [num_first_hop_chunks(bucket.layout, bucket.spec.param_dtype.itemsize) for bucket in buckets]
     sizes = [
-        (_first_hop_numel(bucket.layout, count, context), context.config.wire_dtype_of(bucket.spec.master_dtype))
+        (
+            first_hop_numel(bucket.layout, groups.scopes.grads, count),
+            context.config.wire_dtype_of(bucket.spec.master_dtype),
+        )
         for bucket, count in zip(buckets, counts, strict=True)
     ]
     num_bytes = max((packed_bytes([size]) for size in sizes), default=0)
@@ -308,12 +324,6 @@ def _shared_staging(buckets: list[Bucket], context: BuildContext) -> list[GradSt
         GradStaging(buffer=carve_views(staging, [size])[0], num_chunks=count)
         for size, count in zip(sizes, counts, strict=True)
     ]
-
-
-def _first_hop_numel(layout: BucketLayout, num_chunks: int, context: BuildContext) -> int:
-    """Elements of the full tensor of a bucket's largest chunk in the first hop."""
-    degree = context.groups.scopes.grads
-    return degree * max(end - start for start, end in first_hop_chunks(layout.numel_at(degree), num_chunks))
 
 
 def _reducer_buffers(
@@ -368,7 +378,7 @@ def _allocate_workspaces(units: list[Unit], gradients: dict[int, list[GradBucket
         layout, wire, dtype = gradient.bucket.layout, gradient.wire_dtype, gradient.result.dtype
         if grad_comm is not None:
             num_chunks = len(gradient.first_hop_chunks)
-            grad_comm.reserve_reduce_scatter(_first_hop_numel(layout, num_chunks, context), wire, dtype)
+            grad_comm.reserve_reduce_scatter(first_hop_numel(layout, scopes.grads, num_chunks), wire, dtype)
             coalesced = (
                 coalesced_comm_for(grad_comm, layout, wire.itemsize)
                 if gradient.bucket.spec.coalesce_reduce_scatter and num_chunks == 1

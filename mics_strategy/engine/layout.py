@@ -25,12 +25,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import nn
-
-Entry = TypeVar("Entry")
 
 ALIGN_NUMEL = 8  # pieces start at multiples of 16 bytes in bf16; whole blocks for vectorized kernels
 TENSORS_TO_OWNERS = 2  # of each parameter with an owner: value and gradient
@@ -332,37 +329,21 @@ def make_layout(
     return BucketLayout(param_slices=tuple(param_slices), ranks=ranks, shard_numel=offset, align=align)
 
 
-def split_entries(entries: list[Entry], sizes_bytes: list[int]) -> Iterator[list[Entry]]:
-    """Cut the parameters of one kind into those of its buckets.
+def split_into_buckets(sizes_bytes: list[int]) -> list[range]:
+    """Positions of consecutive parameters that form one bucket each.
+
+    A bucket has `MAX_BUCKET_BYTES` at most, or a single parameter.
 
     Args:
-        entries: The parameters.
-        sizes_bytes: Bytes of each, gathered.
-
-    Yields:
-        Parameters of `MAX_BUCKET_BYTES` together at most, or one.
+        sizes_bytes: Bytes of each parameter, gathered.
     """
-    part: list[Entry] = []
-    num_bytes = 0
-    for entry, entry_bytes in zip(entries, sizes_bytes, strict=True):
-        if part and num_bytes + entry_bytes > MAX_BUCKET_BYTES:
-            yield part
-            part, num_bytes = [], 0
-        part.append(entry)
-        num_bytes += entry_bytes
-    yield part
-
-
-def num_first_hop_chunks(layout: BucketLayout, itemsize: int) -> int:
-    """Chunks of a single parameter's first hop; 1 for other buckets.
-
-    Each has `MAX_BUCKET_BYTES`, gathered, or less.
-
-    Args:
-        layout: Layout of the bucket.
-        itemsize: Bytes of one gathered element.
-    """
-    return -(-layout.full_numel * itemsize // MAX_BUCKET_BYTES) if layout.is_one_parameter else 1
+    starts, num_bytes = [0], 0
+    for position, size_bytes in enumerate(sizes_bytes):
+        if position > starts[-1] and num_bytes + size_bytes > MAX_BUCKET_BYTES:
+            starts.append(position)
+            num_bytes = 0
+        num_bytes += size_bytes
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], len(sizes_bytes)], strict=True)]
 
 
 def _choose_dim(shape: torch.Size, ranks: int) -> int | None:

@@ -162,10 +162,10 @@ def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepOrder, own
         owned: Buckets with tensors that their owners update.
     """
     planner = _Planner(scopes, [_UnitState(unit, [_BucketState(b, scopes) for b in unit.buckets]) for unit in units])
-    for _ in range(2):  # the first pass leaves slots and versions as a step leaves them
+    for num_micro_steps in (1, shape.num_micro_steps):  # the first pass leaves slots and versions as a step leaves them
         planner.planned.clear()
         planner.begin_step()
-        for micro_step in range(shape.num_micro_steps):
+        for micro_step in range(num_micro_steps):
             planner.micro_step = micro_step
             planner.forward_and_backward(shape)
             if shape.second_hop_every_backward:

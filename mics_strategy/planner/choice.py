@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memory
 from mics_strategy.planner.simulator import Job, PlayedStep, compute_seconds, planned_timeline, play
-from mics_strategy.planner.solver import Point, Solution, solve
+from mics_strategy.planner.solver import Point, Solution, preset_of, solve
 from mics_strategy.planner.space import Space, topology_of
 from mics_strategy.scopes import resolve_scopes
 from mics_strategy.text_table import text_table
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from mics_strategy.planner.cluster import Cluster
     from mics_strategy.planner.workload import Workload
     from mics_strategy.timeline import Timeline
-
-_SHOWN_REASONS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,14 +104,14 @@ def simulate(
     Raises:
         ConfigError: A value is left to the planner, or is impossible on this cluster.
     """
-    micro_batch = workload.micro_batch if micro_batch is None else micro_batch
-    recompute = workload.recompute if recompute is None else recompute
-    if isinstance(micro_batch, str) or isinstance(recompute, str):
+    samples = workload.micro_batch if micro_batch is None else micro_batch
+    recomputes = workload.recompute if recompute is None else recompute
+    if isinstance(samples, str) or isinstance(recomputes, str):
         raise ConfigError(
-            f"`micro_batch={micro_batch!r}` and `recompute={recompute!r}`: a simulation needs values. State both, or "
+            f"`micro_batch={samples!r}` and `recompute={recomputes!r}`: a simulation needs values. State both, or "
             "let `plan()` choose them."
         )
-    workload = dataclasses.replace(workload, micro_batch=micro_batch, recompute=recompute)
+    workload = dataclasses.replace(workload, micro_batch=samples, recompute=recomputes)
     workload.micro_batches(cluster.world_size)
     if config.param_dtype == "auto":
         config = config.replace(param_dtype=workload.param_dtype)
@@ -126,8 +125,8 @@ def simulate(
             cluster=cluster,
             config=config,
             scopes=scopes,
-            micro_batch=micro_batch,
-            recompute=recompute,
+            micro_batch=samples,
+            recompute=recomputes,
         )
     )
 
@@ -142,7 +141,7 @@ def _simulated(job: Job) -> SimulatedStep:
         job=job,
         step_s=played.seconds,
         compute_s=compute_seconds(job),
-        memory=rank_memory(job.workload.model, job.config, job.scopes, batch),
+        memory=rank_memory(job.workload.model, job.config, job.scopes, batch, job.workload.states),
         sent_bytes=sent_bytes,
         played=played,
     )
@@ -238,7 +237,8 @@ def reasons(choice: Choice) -> Iterator[tuple[Point, str]]:
         if point.job == choice.step.job:
             continue
         if point.step_s is None:
-            yield point, f"takes at least {point.bound_s:.4g} s: {_by(point)}"
+            prefix = "takes" if point.bound_s >= best_s else "not simulated; takes"
+            yield point, f"{prefix} at least {point.bound_s:.4g} s: {_by(point)}"
         elif point.step_s > best_s:
             yield point, f"{point.step_s / best_s - 1:.1%} slower"
         else:
@@ -255,8 +255,8 @@ def _table(choice: Choice) -> Iterator[str]:
     step, solution = choice.step, choice.solution
     job = step.job
     yield (
-        f"{job.workload.model.name}, {job.workload.model.numel / 1e9:.3g} B parameters, on {job.cluster.num_nodes} nodes "
-        f"of {job.cluster.ranks_per_node} ({job.cluster.name}); {job.workload.global_batch:,} samples a step"
+        f"{job.workload.model.name}, {job.workload.model.numel / 1e9:.3g} B parameters, on {job.cluster.num_nodes} "
+        f"nodes of {job.cluster.ranks_per_node} ({job.cluster.name}); {job.workload.global_batch:,} samples a step"
     )
     yield from step_lines(step)
     yield ""
@@ -267,10 +267,24 @@ def _table(choice: Choice) -> Iterator[str]:
     counts = f"{len(solution.fitting):,} points fit, {len(solution.too_large):,} do not."
     yield f"{counts} One that was not simulated could be {solution.gap:.1%} faster at most."
     yield ""
-    yield "Nearest others:"
-    others = sorted(reasons(choice), key=lambda found: found[0].step_s or found[0].bound_s)
-    rows = [(*header[:5], "reason"), *((*_point_row(p)[:5], reason) for p, reason in others[:_SHOWN_REASONS])]
-    yield from text_table(rows, num_left=6)
+    yield "Published systems, with a node as partition:"
+    reasons_of = {id(point): reason for point, reason in reasons(choice)}
+    rows = [("preset", *header, "reason")]
+    rows += [(name, *_point_row(point), reasons_of.get(id(point), "chosen")) for name, point in _presets(choice)]
+    yield from text_table(rows, num_left=4)
+
+
+def _presets(choice: Choice) -> list[tuple[str, Point]]:
+    """The fastest point of each published system, or the smallest where none fits; fastest first."""
+    points: dict[str, Point] = {}
+    for point in (*choice.solution.fitting, *choice.solution.too_large):
+        name = preset_of(point.job)
+        if name is None:
+            continue
+        before = points.setdefault(name, point)
+        if (point.step_s or math.inf) < (before.step_s or math.inf):
+            points[name] = point
+    return sorted(points.items(), key=lambda item: (item[1].step_s or math.inf, item[1].memory.total_bytes))
 
 
 def step_lines(step: SimulatedStep) -> Iterator[str]:
@@ -282,7 +296,8 @@ def step_lines(step: SimulatedStep) -> Iterator[str]:
         f"ranks{f', secondary copy over {scopes.secondary}' if scopes.has_secondary else ''}"
     )
     yield (
-        f"{job.num_micro_steps} micro-steps of {job.micro_batch} samples{', layers recomputed' if job.recompute else ''}"
+        f"{job.num_micro_steps} micro-steps of {job.micro_batch} samples"
+        f"{', layers recomputed' if job.recompute else ''}"
     )
     yield (
         f"step {step.step_s:.4g} s: compute {step.compute_s:.4g}, waiting and slowed {step.exposed_s:.4g}; "

@@ -114,8 +114,6 @@ def interpolate(table: Sequence[tuple[int, float]], full_bytes: int) -> float:
     """
     if full_bytes <= table[0][0] or len(table) == 1:
         return table[0][1]
-    for (low_bytes, low_s), (high_bytes, high_s) in zip(table, table[1:], strict=False):
-        if full_bytes <= high_bytes:
-            break
-    slope = (high_s - low_s) / (high_bytes - low_bytes)
-    return high_s + (full_bytes - high_bytes) * slope
+    position = next((n for n, (num_bytes, _) in enumerate(table) if full_bytes <= num_bytes), len(table) - 1)
+    (low_bytes, low_s), (high_bytes, high_s) = table[position - 1], table[position]
+    return high_s + (full_bytes - high_bytes) * (high_s - low_s) / (high_bytes - low_bytes)

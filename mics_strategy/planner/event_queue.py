@@ -3,8 +3,8 @@
 A *stream* runs its tasks one after the other, in the order in which they were added. A *resource* is shared: n tasks
 that use it at the same time each get an n-th of it. A task without a resource has its stream alone.
 
-One resource is the device: its tasks are slower while any other resource is in use, because collectives take part of its
-processors and of its memory's bandwidth.
+One resource is the device: its tasks are slower while any other resource is in use, because collectives take part of
+its processors and of its memory's bandwidth.
 
 The simulation is deterministic: equal tasks give equal times.
 

@@ -38,6 +38,7 @@ class UnitModel:
             and of the model's output belong to the unit that computes the output.
         input_bytes: Bytes of the unit's input for one sample, which is all that recomputation keeps.
         working_bytes: Most bytes of temporary tensors of one sample during its backward, beyond those kept.
+        depth: Units around it; the root has 0.
         is_layer: Whether recomputation applies: to the layers that a model repeats, not to embeddings, head and root.
     """
 
@@ -48,6 +49,7 @@ class UnitModel:
     saved_bytes: int
     input_bytes: int
     working_bytes: int
+    depth: int = 1
     is_layer: bool = True
 
     @property

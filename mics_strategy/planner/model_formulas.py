@@ -169,6 +169,7 @@ def _unit(
         saved_bytes=cost.saved_bytes,
         input_bytes=cost.input_bytes,
         working_bytes=cost.working_bytes,
+        depth=1 if name else 0,
         is_layer=is_layer,
     )
 

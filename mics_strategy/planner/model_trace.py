@@ -121,6 +121,7 @@ def trace_model(model: nn.Module, traced: TraceInput) -> ModelDescription:
             saved_bytes=cost.saved_bytes,
             input_bytes=cost.input_bytes,
             working_bytes=max(0, cost.working_bytes),
+            depth=spec.depth,
             is_layer=spec is not specs[0] and classes.count(type(spec.module)) > 1,
         )
         for spec, cost, kind in zip(specs, costs, names, strict=True)

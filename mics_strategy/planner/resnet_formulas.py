@@ -165,5 +165,6 @@ def _root_unit(shape: ResnetShape, image_size: int, b: int) -> UnitModel:
         working_bytes=max(
             2 * _FP32 * shape.num_classes, b * features * (image_size // 32) ** 2 - _FP32 * shape.num_classes - _INDEX
         ),
+        depth=0,
         is_layer=False,
     )

@@ -163,9 +163,7 @@ def planned_timeline(played: PlayedStep) -> Timeline:
         start_s, end_s = times.start_s[index], times.end_s[index]
         if label.stage is not None:
             key = PartKey(category=Category.COLLECTIVE, name=label.name, unit=label.unit, axis=label.stage.axis)
-            rows[task.stream].append(
-                Interval(key=key, start_s=start_s, end_s=end_s, sent_bytes=label.stage.sent_bytes)
-            )
+            rows[task.stream].append(Interval(key=key, start_s=start_s, end_s=end_s, sent_bytes=label.stage.sent_bytes))
         elif task.stream == COMPUTE:
             if start_s > now_s:
                 blocker = max(task.after, key=lambda before: times.end_s[before])

@@ -18,6 +18,7 @@ Source:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -27,24 +28,27 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.comm.route import HopTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
+from mics_strategy.config import ShardConfig
 from mics_strategy.engine.schedule import full_numel
 from mics_strategy.errors import NoFeasiblePlan
 from mics_strategy.planner.comm_time import CommTime
-from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memory
+from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memories
 from mics_strategy.planner.simulator import Job, compute_seconds, step_seconds
-from mics_strategy.planner.space import ScopedConfig, Space, scoped_configs
+from mics_strategy.planner.space import Space, scoped_configs
 from mics_strategy.planner.unit_plans import unit_plans
+from mics_strategy.scopes import ROLES
 
 if TYPE_CHECKING:
-    from mics_strategy.engine.plan import UnitPlan
+    from mics_strategy.engine.plan import BucketPlan, UnitPlan
     from mics_strategy.planner.cluster import Cluster
     from mics_strategy.planner.workload import Workload
     from mics_strategy.scopes import Scopes
 
 
-_EQUAL = 0.005  # share of a step by which times count as equal; the models are far less exact
+_EQUAL = 0.01  # share of a step by which times count as equal; the models are far less exact
 # Shares of the memory for which the fastest point is sought, and points that are simulated for each at most.
-_LEVELS = ((1.0, 60), (0.75, 12), (0.5, 12), (0.35, 12), (0.25, 12), (0.15, 12))
+_LEVELS = ((1.0, 40), (0.75, 8), (0.5, 8), (0.35, 8), (0.25, 8), (0.15, 8))
+_SYSTEMS = {"paro-nnn": "ddp", "paro-nng": "zero1", "paro-ngg": "zero2", "paro-ggg": "zero3", "paro-iii": "mics"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +108,7 @@ def solve(workload: Workload, cluster: Cluster, space: Space) -> Solution:
     if not fitting:
         raise NoFeasiblePlan(_nothing_fits(too_large[0], limit_bytes))
     search = _Search(fitting)
+    search.simulate_presets()
     frontier: list[Point] = []
     gap = 0.0
     for share, max_simulated in _LEVELS:
@@ -123,9 +128,15 @@ def solve(workload: Workload, cluster: Cluster, space: Space) -> Solution:
     )
 
 
-def _promise(point: Point) -> tuple[float, float, int]:
-    """Order of simulation: by bound, roughly; then by the time that links carry; then by memory."""
-    return round(math.log(point.bound_s) / _EQUAL), point.links_s, point.memory.total_bytes
+def _promise(point: Point) -> tuple[float, int, float, int]:
+    """Order of simulation: by bound, roughly; then the fewest mesh axes, the least traffic, the least memory."""
+    bound = round(math.log(point.bound_s) / _EQUAL)
+    return bound, _complexity(point), point.links_s, point.memory.total_bytes
+
+
+def _complexity(point: Point) -> int:
+    """Mesh axes, and the secondary copy, which a user would rather do without."""
+    return len(point.job.scopes.axes) + point.job.scopes.has_secondary
 
 
 @dataclass(slots=True)
@@ -133,6 +144,20 @@ class _Search:
     """Points in the order of their promise, and those of them that have been simulated."""
 
     points: list[Point]
+
+    def simulate_presets(self) -> None:
+        """Simulate the most promising point of each published system, so that a user can compare with it."""
+        seen: set[object] = set()
+        for index, point in enumerate(self.points):
+            key = (preset_of(point.job), point.job.config.weight_codec, point.job.config.grad_codec)
+            if key[0] is not None and key not in seen:
+                seen.add(key)
+                self._simulate(index)
+
+    def _simulate(self, index: int) -> Point:
+        point = self.points[index]
+        self.points[index] = dataclasses.replace(point, step_s=step_seconds(point.job))
+        return self.points[index]
 
     def fastest(self, limit_bytes: float, max_simulated: int) -> tuple[Point, float] | None:
         """The fastest point in so much memory, and the share by which another could be faster; None if none fits."""
@@ -148,8 +173,7 @@ class _Search:
                 missed_s = min(missed_s, point.bound_s)
                 continue
             if point.step_s is None:
-                point = dataclasses.replace(point, step_s=step_seconds(point.job))
-                self.points[index] = point
+                point = self._simulate(index)
                 num_simulated += 1
             if best is None or _preference(point) < _preference(best):
                 best = point
@@ -166,7 +190,18 @@ class _Search:
             and point.memory.total_bytes <= limit_bytes
             and point.step_s <= _seconds(best) * (1 + _EQUAL)
         ]
-        return min(equal, key=lambda p: (len(p.job.scopes.axes), p.job.scopes.has_secondary, p.memory.total_bytes))
+        return min(equal, key=lambda p: (_complexity(p), p.memory.total_bytes))
+
+
+def preset_of(job: Job) -> str | None:
+    """The preset whose scopes a job has, with a node as partition; None if there is none."""
+    scopes = job.scopes
+    letters = {scopes.world_size: "g", scopes.ranks_per_node: "i", 1: "n"}
+    name = "paro-" + "".join(letters.get(degree, "?") for degree in (scopes.params, scopes.grads, scopes.optimizer))
+    name = _SYSTEMS.get(name, name)
+    if scopes.has_secondary:
+        return "zeropp-hpz" if name == "zero3" else None
+    return name if name in ShardConfig.PRESETS else None
 
 
 def _seconds(point: Point) -> float:
@@ -178,72 +213,75 @@ def _preference(point: Point) -> tuple[float, int]:
 
 
 def _priced(workload: Workload, cluster: Cluster, space: Space) -> list[Point]:
-    micro_batches = workload.micro_batches(cluster.world_size)
     recomputes = (False, True) if workload.recompute == "auto" else (bool(workload.recompute),)
+    batches = [
+        MicroBatch(samples=samples, recomputes=recompute)
+        for samples in workload.micro_batches(cluster.world_size)
+        for recompute in recomputes
+    ]
+    bounds = _Bounds(workload, cluster)
     points = []
-    bounds = _LinkBounds(workload, cluster)
     for scoped in scoped_configs(space, workload, cluster):
+        memories = rank_memories(workload.model, scoped.config, scoped.scopes, batches, workload.states)
         units = unit_plans(workload.model, scoped.config, scoped.scopes, workload.master)
-        for micro_batch in micro_batches:
-            for recompute in recomputes:
-                job = Job(
-                    workload=workload,
-                    cluster=cluster,
-                    config=scoped.config,
-                    scopes=scoped.scopes,
-                    micro_batch=micro_batch,
-                    recompute=recompute,
-                )
-                batch = MicroBatch(samples=micro_batch, recomputes=recompute)
-                memory = rank_memory(workload.model, scoped.config, scoped.scopes, batch)
-                bound_by, bound_s, links_s = bounds.of(job, scoped, units)
-                points.append(
-                    Point(job=job, memory=memory, bound_s=bound_s, bound_by=bound_by, links_s=links_s)
-                )
+        for batch, memory in zip(batches, memories, strict=True):
+            job = Job(
+                workload=workload,
+                cluster=cluster,
+                config=scoped.config,
+                scopes=scoped.scopes,
+                micro_batch=batch.samples,
+                recompute=batch.recomputes,
+            )
+            points.append(bounds.point(job, memory, units))
     return points
 
 
 @dataclass(slots=True)
-class _LinkBounds:
-    """Seconds that each link carries the traffic of a step, by role, for the space of one job."""
+class _Bounds:
+    """Least times of the points of one space."""
 
     workload: Workload
     cluster: Cluster
-    _seconds: dict[object, dict[str, float]] = field(default_factory=dict)
+    _compute: dict[tuple[int, bool, int], float] = field(default_factory=dict)
+    _links: dict[object, dict[str, float]] = field(default_factory=dict)
 
-    def of(self, job: Job, scoped: ScopedConfig, units: Sequence[UnitPlan]) -> tuple[str, float, float]:
-        """What a step takes most of its least time for, that time, and the time of all links.
+    def point(self, job: Job, memory: RankMemory, units: Sequence[UnitPlan]) -> Point:
+        """The point of a job that has not been simulated.
 
         Nothing computes before the first unit has been gathered, and the optimizer waits for the gradients of the last
         one.
         """
-        compute_s = compute_seconds(job)
+        key = (job.micro_batch, job.recompute, job.scopes.optimizer)
+        if key not in self._compute:
+            self._compute[key] = compute_seconds(job)
+        ends = units[1:2]
+        end_roles = (role for role in ROLES if role != "secondary_all_gather")
+        exposed_s = sum(sum(self._of_role(role, job.scopes, ends, "end").values()) for role in end_roles)
         seconds: dict[str, float] = {}
-        first, last = units[1:2], units[1:2]
-        for role in ("param_sync", "param_all_gather"):
-            compute_s += sum(self._of_role(role, scoped, first, "first").values())
-        for role in ("grad_reduce_scatter", "second_hop_reduce_scatter", "second_hop_all_reduce"):
-            compute_s += sum(self._of_role(role, scoped, last, "last").values())
-        for role, count in _counts(scoped.scopes, job.num_micro_steps).items():
-            for link, link_s in self._of_role(role, scoped, units, "all").items():
+        for role, count in _counts(job.scopes, job.num_micro_steps).items():
+            for link, link_s in self._of_role(role, job.scopes, units, "all").items():
                 seconds[link] = seconds.get(link, 0.0) + count * link_s
         links_s = sum(seconds.values())
-        seconds["compute"] = compute_s
+        seconds["compute"] = self._compute[key] + exposed_s
         bound_by = max(seconds, key=lambda name: seconds[name])
-        return bound_by, seconds[bound_by], links_s
+        return Point(job=job, memory=memory, bound_s=seconds[bound_by], bound_by=bound_by, links_s=links_s)
 
-    def _of_role(self, role: str, scoped: ScopedConfig, units: Sequence[UnitPlan], which: str) -> dict[str, float]:
-        scopes = scoped.scopes
-        key = (which, role, scopes.degrees_of(role), scopes.optimizer, scopes.axes, scopes.codecs.for_role(role))
-        if key not in self._seconds:
+    def _of_role(self, role: str, scopes: Scopes, units: Sequence[UnitPlan], which: str) -> dict[str, float]:
+        """Seconds that each link carries the collectives of a role once."""
+        axes = tuple((axis.size, axis.stride) for axis in scopes.span_of(role).axes)
+        if not axes:
+            return {}
+        key = (which, role, axes, scopes.optimizer, scopes.grads > 1, scopes.codecs)
+        if key not in self._links:
             found: dict[str, float] = {}
             comm_time = CommTime(self.cluster, scopes.axes)
-            for unit in units:
-                for stage in _stages(role, unit, scopes):
+            for buckets, count in collections.Counter(unit.buckets for unit in units).items():
+                for stage in _stages(role, buckets, scopes):
                     time = comm_time.of(stage)
-                    found[time.link] = found.get(time.link, 0.0) + time.seconds
-            self._seconds[key] = found
-        return self._seconds[key]
+                    found[time.link] = found.get(time.link, 0.0) + count * time.seconds
+            self._links[key] = found
+        return self._links[key]
 
 
 def _counts(scopes: Scopes, num_micro_steps: int) -> dict[str, float]:
@@ -256,9 +294,9 @@ def _counts(scopes: Scopes, num_micro_steps: int) -> dict[str, float]:
     return counts | {"param_all_gather": gathers}
 
 
-def _stages(role: str, unit: UnitPlan, scopes: Scopes) -> list[HopTraffic]:
+def _stages(role: str, buckets: Sequence[BucketPlan], scopes: Scopes) -> list[HopTraffic]:
     stages: list[HopTraffic] = []
-    for bucket in unit.buckets:
+    for bucket in buckets:
         is_gather = role in ("param_all_gather", "secondary_all_gather", "param_sync")
         if not is_gather and not bucket.trainable:
             continue
@@ -279,7 +317,7 @@ def _stages(role: str, unit: UnitPlan, scopes: Scopes) -> list[HopTraffic]:
 def _nothing_fits(smallest: Point, limit_bytes: int) -> str:
     job, memory = smallest.job, smallest.memory
     over_gb = (memory.total_bytes - limit_bytes) / 1e9
-    activations = memory.by_kind.get("activations", 0)
+    activations = sum(num_bytes for kind, num_bytes in memory.by_kind.items() if "activations" in kind)
     do = [f"use {_factor(memory.total_bytes, limit_bytes)} times as many nodes", "a device with more memory"]
     if job.micro_batch > 1:
         do.insert(0, "lower `micro_batch`")

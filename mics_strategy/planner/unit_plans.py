@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.config import ShardConfig, sum_dtype_of
-from mics_strategy.engine.layout import make_layout, num_first_hop_chunks, split_entries
 from mics_strategy.engine.plan import BucketPlan, UnitPlan
+from mics_strategy.engine.schedule import num_first_hop_chunks
+from mics_strategy.planner.buffers import BucketSize, bucket_sizes
 
 if TYPE_CHECKING:
-    from mics_strategy.planner.model import ModelDescription, ParameterShape, UnitModel
+    from mics_strategy.planner.model import ModelDescription, UnitModel
     from mics_strategy.scopes import Scopes
 
 
@@ -50,34 +51,24 @@ def _slot(index: int, config: ShardConfig, scopes: Scopes) -> int:
 def _bucket_plans(
     unit: UnitModel, config: ShardConfig, scopes: Scopes, master_dtype: torch.dtype
 ) -> tuple[BucketPlan, ...]:
-    plans = []
-    param_dtype = config.param_dtype_of(master_dtype)
-    for is_trained in dict.fromkeys(parameter.is_trained for parameter in unit.parameters):
-        entries = [parameter for parameter in unit.parameters if parameter.is_trained == is_trained]
-        sizes_bytes = [entry.numel * param_dtype.itemsize for entry in entries]
-        for part in split_entries(entries, sizes_bytes):
-            plans.append(_bucket_plan(part, config, scopes, master_dtype))
-    return tuple(plans)
+    frozen_degree = scopes.optimizer if scopes.params > 1 else 1
+    blocks = (scopes.block_numel(is_trainable=False), scopes.block_numel(is_trainable=True))
+    dtypes = (master_dtype, config.param_dtype_of(master_dtype))
+    return tuple(
+        BucketPlan(
+            layout=bucket.layout,
+            param_dtype=bucket.param_dtype,
+            wire_dtype=config.wire_dtype_of(master_dtype) if bucket.is_trained else bucket.param_dtype,
+            sum_dtype=sum_dtype_of(master_dtype) if bucket.is_trained else bucket.param_dtype,
+            trainable=bucket.is_trained,
+            has_gradients=bucket.is_trained,
+            num_first_hop_chunks=_num_chunks(bucket, scopes),
+        )
+        for bucket in bucket_sizes(unit.parameters, (frozen_degree, scopes.optimizer), blocks, dtypes)
+    )
 
 
-def _bucket_plan(
-    entries: list[ParameterShape], config: ShardConfig, scopes: Scopes, master_dtype: torch.dtype
-) -> BucketPlan:
-    is_trained = entries[0].is_trained
-    param_dtype = config.param_dtype_of(master_dtype)
-    layout = make_layout(
-        [(entry.name, torch.Size(entry.shape)) for entry in entries],
-        1 if scopes.params == 1 and not is_trained else scopes.optimizer,
-        scopes.block_numel(is_trainable=is_trained),
-        itemsize=min(master_dtype.itemsize, param_dtype.itemsize),
-    )
-    is_chunked = is_trained and scopes.grads > 1
-    return BucketPlan(
-        layout=layout,
-        param_dtype=param_dtype,
-        wire_dtype=config.wire_dtype_of(master_dtype) if is_trained else param_dtype,
-        sum_dtype=sum_dtype_of(master_dtype) if is_trained else param_dtype,
-        trainable=is_trained,
-        has_gradients=is_trained,
-        num_first_hop_chunks=num_first_hop_chunks(layout, param_dtype.itemsize) if is_chunked else 1,
-    )
+def _num_chunks(bucket: BucketSize, scopes: Scopes) -> int:
+    if not bucket.is_trained or scopes.grads == 1:
+        return 1
+    return num_first_hop_chunks(bucket.layout, bucket.param_dtype.itemsize)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.errors import ConfigError
+from mics_strategy.planner.memory import StateFormat
 
 if TYPE_CHECKING:
     from mics_strategy.planner.model import ModelDescription
@@ -60,6 +61,11 @@ class Workload:
     def master(self) -> torch.dtype:
         """`master_dtype` as torch's."""
         return _DTYPES[self.master_dtype]
+
+    @property
+    def states(self) -> StateFormat:
+        """Dtypes of model states."""
+        return StateFormat(parameter_dtype=self.master, optimizer_bytes=self.optimizer_state_bytes)
 
     @property
     def param(self) -> torch.dtype:

@@ -1,0 +1,278 @@
+"""Buffers of the engine of one model, by the rules of `engine.build`, without modules or tensors.
+
+Units of one kind have equal buckets, so that the arithmetic runs once for each kind. Buckets are cached.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mics_strategy.comm.workspace import aligned_bytes
+from mics_strategy.config import sum_dtype_of
+from mics_strategy.engine.layout import BucketLayout, make_layout, split_into_buckets
+from mics_strategy.engine.schedule import (
+    USAGE_DTYPE,
+    first_hop_numel,
+    full_numel,
+    num_first_hop_chunks,
+    unshard_role,
+    usage_numel,
+)
+from mics_strategy.planner.communicators import Workspaces
+
+if TYPE_CHECKING:
+    from mics_strategy.config import ShardConfig
+    from mics_strategy.planner.model import ModelDescription, ParameterShape
+    from mics_strategy.scopes import Scopes
+
+_PARAM_ROLES = ("param_all_gather", "secondary_all_gather", "param_sync")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSize:
+    """A bucket: its layout, and the dtypes in which its parameters are stored."""
+
+    layout: BucketLayout
+    param_dtype: torch.dtype
+    is_trained: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters, without padding."""
+        return sum(param_slice.numel for param_slice in self.layout.param_slices)
+
+
+@functools.lru_cache(maxsize=4096)
+def bucket_sizes(
+    parameters: tuple[ParameterShape, ...],
+    degrees: tuple[int, int],
+    block_numels: tuple[int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> tuple[BucketSize, ...]:
+    """Buckets of a unit, as the engine makes them.
+
+    Args:
+        parameters: Parameters of the unit.
+        degrees: Ranks that share a bucket's rows, of frozen and of trained parameters.
+        block_numels: Elements of a codec block, of frozen and of trained parameters.
+        dtypes: Dtypes of master and unsharded parameters.
+    """
+    itemsize = min(dtype.itemsize for dtype in dtypes)
+    sizes = []
+    for is_trained in dict.fromkeys(parameter.is_trained for parameter in parameters):
+        shapes = [(p.name, torch.Size(p.shape)) for p in parameters if p.is_trained == is_trained]
+        for positions in split_into_buckets([shape.numel() * dtypes[1].itemsize for _, shape in shapes]):
+            layout = make_layout(
+                shapes[positions.start : positions.stop],
+                degrees[is_trained],
+                block_numels[is_trained],
+                itemsize=itemsize,
+            )
+            sizes.append(BucketSize(layout=layout, param_dtype=dtypes[1], is_trained=is_trained))
+    return tuple(sizes)
+
+
+class EngineBuffers:
+    """The engine's buffers on one rank of a job on GPUs.
+
+    Args:
+        model: Description of the model.
+        config: Configuration; `coalesce="auto"` counts as False.
+        scopes: Degrees and codecs.
+        master_dtype: Dtype of the parameters that the optimizer updates.
+    """
+
+    def __init__(self, model: ModelDescription, config: ShardConfig, scopes: Scopes, master_dtype: torch.dtype) -> None:
+        self._model = model
+        self._config = config
+        self._scopes = scopes
+        self._master = master_dtype
+        self._wire = config.wire_dtype_of(master_dtype)
+        self._sum = sum_dtype_of(master_dtype)
+        frozen_degree = scopes.optimizer if scopes.params > 1 else 1
+        blocks = (scopes.block_numel(is_trainable=False), scopes.block_numel(is_trainable=True))
+        dtypes = (master_dtype, config.param_dtype_of(master_dtype))
+        self._counts = collections.Counter(unit.kind for unit in model.units)
+        first = {unit.kind: unit for unit in reversed(model.units)}
+        self._kinds = {
+            kind: bucket_sizes(unit.parameters, (frozen_degree, scopes.optimizer), blocks, dtypes)
+            for kind, unit in first.items()
+        }
+
+    @property
+    def num_trained(self) -> int:
+        """Elements that this rank's optimizer updates."""
+        return self._sum_over(lambda bucket: bucket.layout.shard_numel if bucket.is_trained else 0)
+
+    @property
+    def pending_grad_bytes(self) -> int:
+        """Bytes of the gradients of the root and of two units in a row, where autograd has stored them."""
+        by_kind = {
+            kind: sum(b.numel * b.param_dtype.itemsize for b in buckets if b.is_trained)
+            for kind, buckets in self._kinds.items()
+        }
+        root, *others = [by_kind[unit.kind] for unit in self._model.units]
+        return root + max(map(sum, zip(others, [*others[1:], 0], strict=True)), default=0)
+
+    def bytes_by_purpose(self) -> dict[str, int]:
+        """Bytes by purpose, with the names in `Sharded.memory`."""
+        scopes = self._scopes
+        sizes = {"master shards": self._sum_over(lambda bucket: bucket.layout.shard_numel * self._master.itemsize)}
+        if scopes.params > 1:
+            sizes["parameter shards"] = self._sum_over(lambda b: self._new_bytes(b, b.layout.numel_at(scopes.params)))
+            sizes["slots"] = self._slot_bytes()
+        else:
+            sizes["unsharded parameters"] = self._sum_over(lambda b: self._new_bytes(b, b.layout.unpadded_numel))
+        if scopes.has_secondary:
+            sizes["secondary shards"] = self._sum_over(
+                lambda bucket: bucket.layout.numel_at(scopes.secondary) * bucket.param_dtype.itemsize
+            )
+        sizes |= self._gradient_bytes()
+        sizes |= self._staging_bytes()
+        sizes["workspaces"] = self._workspace_bytes()
+        return sizes
+
+    def _buckets(self) -> Iterable[BucketSize]:
+        """One bucket of each that differs."""
+        return (bucket for buckets in self._kinds.values() for bucket in buckets)
+
+    def _trained(self, kind: str) -> list[BucketSize]:
+        return [bucket for bucket in self._kinds[kind] if bucket.is_trained]
+
+    def _sum_over(self, num_bytes: Callable[[BucketSize], int]) -> int:
+        """Sum over all buckets of all units."""
+        return sum(self._counts[kind] * sum(map(num_bytes, buckets)) for kind, buckets in self._kinds.items())
+
+    def _new_bytes(self, bucket: BucketSize, numel: int) -> int:
+        """Bytes of parameters at their scope; 0 where they are the masters themselves."""
+        is_master = bucket.layout.ranks == self._scopes.params and bucket.param_dtype == self._master
+        return 0 if is_master else numel * bucket.param_dtype.itemsize
+
+    def _slot_bytes(self) -> int:
+        """Bytes of `prefetch + 1` slots for each nesting depth, which units take in turn."""
+        by_kind = {
+            kind: aligned_bytes(*((b.layout.unpadded_numel, b.param_dtype) for b in buckets))
+            for kind, buckets in self._kinds.items()
+        }
+        seen: dict[int, int] = collections.defaultdict(int)
+        largest: dict[tuple[int, int], int] = {}
+        num_slots = self._config.prefetch + 1
+        for unit in self._model.units:
+            depth = unit.depth if unit.name else 0
+            slot = (depth, seen[depth] % num_slots)
+            seen[depth] += 1
+            largest[slot] = max(largest.get(slot, 0), by_kind[unit.kind])
+        return sum(largest.values())
+
+    def _gradient_bytes(self) -> dict[str, int]:
+        """Bytes of the sums, of the gradients that the optimizer reads, and of the flags of used parameters."""
+        scopes = self._scopes
+        sizes = {
+            "gradients": self._sum_over(
+                lambda b: b.layout.numel_at(scopes.grads) * self._sum.itemsize if b.is_trained else 0
+            )
+        }
+        if scopes.grads != scopes.optimizer:
+            sizes["reduced gradients"] = self.num_trained * self._sum.itemsize
+        if self._sum != self._master:
+            sizes["cast gradients"] = self.num_trained * self._master.itemsize
+        num_parameters = self._sum_over(lambda b: len(b.layout.param_slices) if b.is_trained else 0)
+        sizes["used parameters"] = usage_numel(num_parameters) * USAGE_DTYPE.itemsize
+        return sizes
+
+    def _staging_bytes(self) -> dict[str, int]:
+        """Bytes of the buffers that hold payloads while they are sent."""
+        scopes, prefetch = self._scopes, self._config.prefetch
+        full = [
+            aligned_bytes((bucket.layout.full_numel, bucket.param_dtype))
+            for bucket in self._buckets()
+            if self._needs_staging(bucket)
+        ]
+        sizes = {"all-gather staging buffers": max(full, default=0)}
+        if scopes.optimizer > scopes.params and any(bucket.param_dtype != self._master for bucket in self._buckets()):
+            by_kind = [
+                aligned_bytes(*((b.layout.shard_numel if self._is_synced(b) else 0, b.param_dtype) for b in buckets))
+                for buckets in self._kinds.values()
+            ]
+            sizes["cast staging buffers"] = prefetch * max(by_kind, default=0)
+        if scopes.grads > 1:
+            sizes["gradient staging buffers"] = self._grad_staging_bytes()
+        if scopes.optimizer > scopes.grads and self._wire != self._sum:
+            wires = [b.layout.numel_at(scopes.grads) * self._wire.itemsize for b in self._buckets() if b.is_trained]
+            sizes["second-hop staging buffers"] = 2 * max(wires, default=0)
+        return sizes
+
+    def _is_synced(self, bucket: BucketSize) -> bool:
+        """Whether stepped parameters are sent to the parameter scope: frozen ones only from a shard."""
+        return self._scopes.optimizer > self._scopes.params and (bucket.is_trained or self._scopes.params > 1)
+
+    def _needs_staging(self, bucket: BucketSize) -> bool:
+        """Whether an all-gather of parameters needs a flat buffer."""
+        scopes, role = self._scopes, unshard_role(self._scopes)
+        if scopes.has_secondary:
+            return True
+        is_sent = self._is_synced(bucket) if role == "param_sync" else scopes.params > 1
+        return is_sent and not bucket.layout.is_one_parameter and not self._coalesces(bucket, role)
+
+    def _grad_staging_bytes(self) -> int:
+        """Bytes of one buffer for all first hops, or of two for each depth where they are encoded ahead."""
+        scopes = self._scopes
+        if not scopes.is_quantized("grad_reduce_scatter"):
+            sizes = [
+                (first_hop_numel(b.layout, scopes.grads, self._num_chunks(b)), self._wire)
+                for b in self._buckets()
+                if b.is_trained
+            ]
+            return max((aligned_bytes(size) for size in sizes), default=0)
+        by_depth: dict[int, list[int]] = collections.defaultdict(list)
+        for unit in self._model.units:
+            if trained := self._trained(unit.kind):
+                flat_bytes = aligned_bytes(*((bucket.layout.full_numel, self._wire) for bucket in trained))
+                by_depth[unit.depth if unit.name else 0].append(flat_bytes)
+        most = 2 if "reduce" in self._config.overlap else 1
+        return sum(min(len(sizes), most) * max(sizes) for sizes in by_depth.values())
+
+    def _num_chunks(self, bucket: BucketSize) -> int:
+        """Chunks of a first hop; one where each first hop has a flat buffer of its own."""
+        if self._scopes.is_quantized("grad_reduce_scatter"):
+            return 1
+        return num_first_hop_chunks(bucket.layout, bucket.param_dtype.itemsize)
+
+    def _coalesces(self, bucket: BucketSize, role: str) -> bool:
+        """Whether a bucket's tensors are sent in one launch."""
+        dtype = self._wire if role == "grad_reduce_scatter" else bucket.param_dtype
+        if self._config.coalesce is not True or not bucket.layout.is_evenly_divisible:
+            return False
+        if role == "grad_reduce_scatter" and (not bucket.is_trained or bucket.param_dtype != self._wire):
+            return False
+        routes = Workspaces(self._scopes).coalescing_routes(role, bucket.layout.full_numel * dtype.itemsize)
+        return any(True for _ in routes)
+
+    def _workspace_bytes(self) -> int:
+        """Bytes of the scratch memory of collectives."""
+        scopes, workspaces = self._scopes, Workspaces(self._scopes)
+        for bucket in self._buckets():
+            layout, dtype = bucket.layout, bucket.param_dtype
+            for role in _PARAM_ROLES:
+                if role == "param_sync" and not self._is_synced(bucket):
+                    continue
+                workspaces.reserve(role, full_numel(role, layout, scopes), dtype, dtype)
+                if self._coalesces(bucket, unshard_role(scopes)):
+                    workspaces.reserve_coalesced(role, full_numel(role, layout, scopes), dtype)
+            if not bucket.is_trained:
+                continue
+            numel = first_hop_numel(layout, scopes.grads, self._num_chunks(bucket))
+            workspaces.reserve("grad_reduce_scatter", numel, self._wire, self._sum)
+            if self._num_chunks(bucket) == 1 and self._coalesces(bucket, "grad_reduce_scatter"):
+                workspaces.reserve_coalesced("grad_reduce_scatter", layout.full_numel, self._wire)
+            for role in ("second_hop_reduce_scatter", "second_hop_all_reduce"):
+                workspaces.reserve(role, full_numel(role, layout, scopes), self._wire, self._sum)
+        return workspaces.total_bytes

@@ -1,0 +1,152 @@
+"""Memory of one rank, by purpose: the engine's buffers, optimizer states, activations, communicators.
+
+The engine allocates all its memory before training, by rules of layout and schedule. Here the same rules are applied to
+a description of the model, without modules, tensors or groups, so that a planner can ask thousands of times. A test
+compares the result with the engine's own count (`engine.estimate`), purpose by purpose.
+
+Activations grow linearly with the micro-batch. With recomputation the inputs of all layers are kept, and one layer's
+activations at a time; embeddings and head are not recomputed.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from mics_strategy.errors import ConfigError
+from mics_strategy.planner.buffers import EngineBuffers
+from mics_strategy.planner.communicators import COMMUNICATOR_BYTES, num_communicators
+
+if TYPE_CHECKING:
+    from mics_strategy.config import ShardConfig
+    from mics_strategy.planner.model import ModelDescription, UnitModel
+    from mics_strategy.scopes import Scopes
+
+# Context of CUDA, and the workspace of cuBLAS. Assumed.
+CONTEXT_BYTES = 600_000_000
+# Of what torch's allocator allocates in a step: activations and gradients of autograd. Assumed.
+FRAGMENTATION_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one forward and backward computes.
+
+    Attributes:
+        samples: Samples of the micro-batch.
+        recomputes: Whether activations of layers are recomputed in the backward.
+    """
+
+    samples: int = 1
+    recomputes: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.samples, bool) or not isinstance(self.samples, int) or self.samples < 1:
+            raise ConfigError(f"`samples={self.samples!r}` of a micro-batch is not a number. Use 1 or more.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateFormat:
+    """Dtypes of model states.
+
+    Attributes:
+        parameter_dtype: Dtype of the parameters that the optimizer updates.
+        optimizer_bytes: Bytes of optimizer states for each element; 8 for Adam in fp32.
+    """
+
+    parameter_dtype: torch.dtype = torch.float32
+    optimizer_bytes: int = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Memory of one rank.
+
+    Attributes:
+        by_kind: Bytes by purpose. Those of the engine have the names in `Sharded.memory`.
+    """
+
+    by_kind: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of everything."""
+        return sum(self.by_kind.values())
+
+
+def rank_memory(
+    model: ModelDescription, config: ShardConfig, scopes: Scopes, batch: MicroBatch, states: StateFormat | None = None
+) -> RankMemory:
+    """Memory of every rank of a job on GPUs, from the first step on.
+
+    Args:
+        model: Description of the model.
+        config: Configuration, for dtypes, prefetch, overlap and coalescing; `coalesce="auto"` counts as False.
+        scopes: Degrees and codecs.
+        batch: Micro-batch.
+        states: Dtypes of model states; by default fp32 with Adam.
+    """
+    return rank_memories(model, config, scopes, [batch], states)[0]
+
+
+def rank_memories(
+    model: ModelDescription,
+    config: ShardConfig,
+    scopes: Scopes,
+    batches: Iterable[MicroBatch],
+    states: StateFormat | None = None,
+) -> list[RankMemory]:
+    """As `rank_memory` for several micro-batches; what does not depend on them is computed once."""
+    states = states or StateFormat()
+    buffers = EngineBuffers(model, config, scopes, states.parameter_dtype)
+    fixed = buffers.bytes_by_purpose()
+    fixed["gradients of autograd"] = buffers.pending_grad_bytes
+    fixed["optimizer states"] = buffers.num_trained * states.optimizer_bytes
+    fixed["communicators"] = num_communicators(scopes) * COMMUNICATOR_BYTES
+    fixed["context"] = CONTEXT_BYTES
+    memories = []
+    for batch in batches:
+        activations = activation_bytes(model.units, batch)
+        dynamic = fixed["gradients of autograd"] + sum(activations.values())
+        by_kind = fixed | activations | {"fragmentation": round(FRAGMENTATION_SHARE * dynamic)}
+        memories.append(RankMemory(by_kind=MappingProxyType(by_kind)))
+    return memories
+
+
+def activation_bytes(units: Iterable[UnitModel], batch: MicroBatch) -> dict[str, int]:
+    """Bytes of activations where a backward needs most of them.
+
+    That is in the head, while everything is kept, or in the layer that needs most, when the head's are freed. The
+    root's count as kept until the end, though parts of them are freed earlier.
+
+    Args:
+        units: Units of the model, the root first.
+        batch: Micro-batch.
+    """
+    kept = layers_kept = outside = head = head_working = layer_peak = 0
+    is_behind = False
+    for unit in units:
+        if unit.is_layer:
+            is_behind = True
+            kept = unit.input_bytes if batch.recomputes else unit.saved_bytes
+            layers_kept += kept
+            recomputed = unit.saved_bytes if batch.recomputes else 0
+            layer_peak = max(layer_peak, recomputed + unit.working_bytes)
+        else:
+            outside += unit.saved_bytes
+            head += unit.saved_bytes if is_behind else 0
+            head_working = max(head_working, unit.working_bytes)
+    temporary = max(head_working, layer_peak - head)
+    sizes = {"layers": layers_kept, "outside": outside, "temporary": temporary}
+    sizes = {name: batch.samples * num_bytes for name, num_bytes in sizes.items()}
+    return {
+        "activations of layers": sizes["layers"],
+        "activations outside layers": sizes["outside"],
+        "temporary activations": sizes["temporary"],
+    }
