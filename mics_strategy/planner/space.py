@@ -50,7 +50,10 @@ class ScopedConfig:
 
 
 def allowed_degrees(topology: Topology, world_size: int) -> list[int]:
-    """Numbers of ranks that a scope may have: divisors of a node, or whole nodes, that divide the job."""
+    """Numbers of ranks that a scope may have.
+
+    They divide the job, and are divisors of a node or whole nodes.
+    """
     per_node = topology.ranks_per_node
     divisors = [degree for degree in range(1, world_size + 1) if world_size % degree == 0]
     return [degree for degree in divisors if per_node % degree == 0 or degree % per_node == 0]
@@ -62,7 +65,7 @@ def topology_of(cluster: Cluster) -> Topology:
 
 
 def scoped_configs(space: Space, workload: Workload, cluster: Cluster) -> Iterator[ScopedConfig]:
-    """Every configuration of scopes, secondary copies and codecs that the engine accepts in this job."""
+    """Every configuration of the space that the engine accepts in this job."""
     topology, world_size = topology_of(cluster), cluster.world_size
     base = space.base.replace(topology=topology, param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype)
     degrees = allowed_degrees(topology, world_size)
@@ -90,7 +93,7 @@ def scoped_configs(space: Space, workload: Workload, cluster: Cluster) -> Iterat
 
 
 def _secondaries(params: int, ranks_per_node: int, space: Space) -> tuple[str | int, ...]:
-    """Scopes of the secondary copy: none, or a node where parameters are sharded over more."""
+    """Scopes of the secondary copy: none, or a node within a larger scope."""
     if space.has_secondary and params > ranks_per_node > 1:
         return ("none", ranks_per_node)
     return ("none",)
