@@ -190,7 +190,10 @@ class Choice:
 
     @property
     def num_micro_steps(self) -> int:
-        """The answer as text: the choice, the frontier, the published systems."""
+        """Micro-steps of an optimizer step.
+
+        Lightning: `accumulate_grad_batches`. Accelerate: `gradient_accumulation_steps`.
+        """
         return self.step.job.num_micro_steps
 
     @property

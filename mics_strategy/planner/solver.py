@@ -144,7 +144,7 @@ def _complexity(point: Point) -> int:
 
 @dataclass(slots=True)
 class _Search:
-    """Mesh axes, and a secondary copy, which users would rather not have."""
+    """Points in the order of their promise; some have been simulated."""
 
     points: list[Point]
 
