@@ -79,7 +79,7 @@ def check_all_reduce(network: Network, numel: int) -> Iterator[str]:
         one.reserve_all_reduce(numel * one.size, wire, dtype)
         network.lend()
         given = [network.values(i, one.size * numel, dtype) for i in range(one.size)]
-        is_left_to_backend = one.route.inter.algorithm is Algorithm.ALL_TO_ALL and not one.transports[0].blocks_host
+        is_left_to_backend = one.route.hops[0].algorithm is Algorithm.ALL_TO_ALL and not one.transports[0].blocks_host
         if routes.is_plain_all_reduce(one.route, wire, dtype) or (is_left_to_backend and wire == dtype):
             given = [each.mul(8).round() for each in given]  # no sum rounds: its order is the transport's
         tensor = given[one.index].clone()

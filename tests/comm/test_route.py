@@ -32,8 +32,9 @@ NUMELS = (1, 2, 5, 24, 1000, 16_384, 32_767, 32_768, 65_537, 131_072, 150_001, 1
 
 
 def route(nodes: int, per_node: int = 1, codec: Codec | None = None, links: str = "slow") -> Route:
+    slow = Hop(axis="inter_node", size=nodes, codec=codec)
     fast = Hop(axis="intra_node", size=per_node, codec=codec if links == "all" else None)
-    return Route(inter=Hop(axis="inter_node", size=nodes, codec=codec), intra=fast if per_node > 1 else None)
+    return Route(hops=(slow, fast) if per_node > 1 else (slow,))
 
 
 def inter_hop(collective: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> HopTraffic:
@@ -158,7 +159,7 @@ def test_only_one_plain_stage_is_left_to_the_transport() -> None:
 
 
 def test_a_direct_all_reduce_is_made_of_equal_shares() -> None:
-    direct = Route(inter=Hop(axis="inter_node", size=4, algorithm=Algorithm.ALL_TO_ALL))
+    direct = Route(hops=(Hop(axis="inter_node", size=4, algorithm=Algorithm.ALL_TO_ALL),))
     assert not is_plain_all_reduce(direct, FP32, FP32)
     assert all_reduce_traffic(direct, 61, FP32, FP32) == [inter_hop(ALL_REDUCE, 4, FP32, 4 * 64)]
 
