@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from mics_strategy.errors import ConfigError
 
@@ -85,6 +87,20 @@ class Topology:
     def ranks_per_switch(self, world_size: int) -> int:
         """Ranks under one switch; all ranks of the job where it knows no switches, or has one."""
         return min(world_size, self.ranks_per_node * self.nodes_per_switch or world_size)
+
+
+def topology_of(fields: Mapping[str, Any]) -> Topology | Switches:
+    """The topology that a mapping describes, as a file holds it.
+
+    Without `ranks_per_node` the nodes are still to be found.
+
+    Raises:
+        ConfigError: A key or a value is unknown.
+    """
+    names = ("ranks_per_node", "nodes_per_switch")
+    if not fields or any(name not in names for name in fields):
+        raise ConfigError(f"`topology={dict(fields)}` has unknown keys, or none. Use {' and '.join(names)}.")
+    return Topology(**fields) if "ranks_per_node" in fields else Switches(**fields)
 
 
 def _check_nodes_per_switch(count: object) -> None:

@@ -251,7 +251,7 @@ class TrafficLog:
 def pipeline_chunks(numel: int, itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:
     """Split a slice into chunks that are pipelined through the stages.
 
-    So both links are busy.
+    So all links are busy.
 
     Args:
         numel: Elements of the slice.
