@@ -18,11 +18,14 @@ from typing_extensions import override
 from mics_strategy.comm.codecs.format import Summands
 from mics_strategy.comm.codecs.quantizer import Quantizer
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
+from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.comm.route import Hop
     from mics_strategy.comm.transport import BackendTransport
     from mics_strategy.comm.work import Steps
+
+SumSteps = Generator[None, None, "torch.Tensor | Summands"]  # a stage that returns sums, or what is to be added
 
 
 class TableAlgorithm(Protocol):
@@ -38,8 +41,20 @@ class TableAlgorithm(Protocol):
     def reduce_scatter_scratch_bytes(self, numel: int, wire: torch.dtype) -> int:
         """Bytes of workspace for `reduce_scatter` of `numel` elements for each rank."""
 
-    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> Steps:
-        """Sum the rows that all ranks have for this rank.
+    def partial_sums(self, table: torch.Tensor | Summands, wire: torch.dtype, dtype: torch.dtype) -> SumSteps:
+        """Sum the rows that all ranks have for this rank, for a slower stage.
+
+        Args:
+            table: [size * n], or the summands of it; unchanged.
+            wire: Dtype of unquantized payloads.
+            dtype: Dtype of the last sum.
+
+        Returns:
+            The sums, [n]; not yet added where the slower stage adds them in the kernel that encodes them.
+        """
+
+    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> SumSteps:
+        """Sum the rows that all ranks have for this rank, and return `out`.
 
         Args:
             out: [n]; overwritten with the sum, or added to.
@@ -50,6 +65,17 @@ class TableAlgorithm(Protocol):
 
     def all_reduce_scratch_bytes(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
         """Bytes of workspace for an all-reduce of `numel` elements for each rank, without gathered payloads."""
+
+
+def stored(table: torch.Tensor | Summands) -> torch.Tensor:
+    """A table for a stage without a codec.
+
+    Raises:
+        LifecycleError: A stage with a codec came before: its sums are for a stage that encodes them.
+    """
+    if not isinstance(table, torch.Tensor):
+        raise LifecycleError("A stage without a codec follows a quantized one. This is a defect; please report it.")
+    return table
 
 
 class NativeAlgorithm:
@@ -74,18 +100,25 @@ class NativeAlgorithm:
         """See `TableAlgorithm.reduce_scatter_scratch_bytes`."""
         return aligned_bytes((numel, wire))
 
-    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> Steps:
+    def partial_sums(self, table: torch.Tensor | Summands, wire: torch.dtype, dtype: torch.dtype) -> SumSteps:
+        """See `TableAlgorithm.partial_sums`."""
+        table = stored(table)
+        total = self._workspace.allocate(table.numel() // self.transport.size, self.sum_dtype(wire, dtype))
+        return self.reduce_scatter(total, table, wire, False)
+
+    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> SumSteps:
         """See `TableAlgorithm.reduce_scatter`."""
         yield
         if out.dtype == wire and not accumulate:
             self.transport.reduce_scatter(out, table).wait()
-            return
+            return out
         total = self._workspace.allocate(out.numel(), wire)
         self.transport.reduce_scatter(total, table).wait()
         if accumulate:
             out.add_(total)
         else:
             out.copy_(total)
+        return out
 
     def all_reduce_scratch_bytes(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
         """See `TableAlgorithm.all_reduce_scratch_bytes`."""
@@ -115,7 +148,7 @@ class OrderedAlgorithm(NativeAlgorithm):
         return 2 * aligned_bytes((self.transport.size * numel, wire))
 
     @override
-    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> Steps:
+    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> SumSteps:
         yield
         sent = table if table.dtype == wire else self._workspace.allocate(table.numel(), wire).copy_(table)
         received = self._workspace.allocate(table.numel(), wire)
@@ -125,6 +158,7 @@ class OrderedAlgorithm(NativeAlgorithm):
                 out.add_(row)
             else:
                 out.copy_(row)
+        return out
 
     @override
     def all_reduce_scratch_bytes(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
@@ -172,25 +206,37 @@ class QuantizedTableAlgorithm:
         payload_bytes = aligned_bytes((self.transport.size * self._codec.encoded_bytes(numel), torch.uint8))
         return 2 * payload_bytes + aligned_bytes((numel, torch.float32))
 
-    def reduce_scatter(self, out: torch.Tensor, table: torch.Tensor, wire: torch.dtype, accumulate: bool) -> Steps:
-        """See `TableAlgorithm.reduce_scatter`."""
+    def partial_sums(self, table: torch.Tensor | Summands, wire: torch.dtype, dtype: torch.dtype) -> SumSteps:
+        """See `TableAlgorithm.partial_sums`."""
+        if not isinstance(table, torch.Tensor) or dtype == torch.float32:
+            return self.exchange(table)
+        total = self._workspace.allocate(table.numel() // self.transport.size, dtype)
+        return self.reduce_scatter(total, table, wire, False)
+
+    def reduce_scatter(
+        self, out: torch.Tensor, table: torch.Tensor | Summands, wire: torch.dtype, accumulate: bool
+    ) -> SumSteps:
+        """See `TableAlgorithm.reduce_scatter`; the table may be itself a sum, which is not stored."""
         summands = yield from self.exchange(table)
         self.quantizer.decode_sum(summands, out, accumulate=accumulate)
+        return out
 
-    def exchange(self, table: torch.Tensor) -> Generator[None, None, Summands]:
-        """Send every rank its row, and receive the contributions to this rank's sum."""
-        rows = table.view(self.transport.size, -1)
-        payloads = self._allocate_payloads(rows.shape[1])
-        self.quantizer.encode(rows, payloads)
+    def exchange(self, table: torch.Tensor | Summands) -> Generator[None, None, Summands]:
+        """Send every rank its row, and receive the contributions to this rank's sum.
+
+        A table that is itself a sum is not stored.
+        """
+        numel = (table if isinstance(table, torch.Tensor) else table.exact).numel() // self.transport.size
+        payloads = self._allocate_payloads(numel)
+        if isinstance(table, torch.Tensor):
+            rows = table.view(self.transport.size, -1)
+            local_row = rows[self.transport.index]
+            self.quantizer.encode(rows, payloads)
+        else:
+            local_row = self._workspace.allocate(numel, torch.float32)
+            self.quantizer.encode_sum(table, payloads, kept=local_row, kept_row=self.transport.index)
         yield
-        return self._exchange_payloads(payloads, rows[self.transport.index])
-
-    def exchange_sums(self, table: Summands) -> Summands:
-        """Exchange the rows of a table that is itself a sum, without storing it."""
-        numel = table.exact.numel() // self.transport.size
-        payloads, local_sum = self._allocate_payloads(numel), self._workspace.allocate(numel, torch.float32)
-        self.quantizer.encode_sum(table, payloads, kept=local_sum, kept_row=self.transport.index)
-        return self._exchange_payloads(payloads, local_sum)
+        return self._exchange_payloads(payloads, local_row)
 
     def _exchange_payloads(self, payloads: torch.Tensor, local_row: torch.Tensor) -> Summands:
         received = self._allocate_payloads(local_row.numel())

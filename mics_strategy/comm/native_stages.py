@@ -6,14 +6,13 @@ and an all-reduce 2 n - 1, however many nodes there are.
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm import route as routes
 from mics_strategy.comm.codecs.quantizer import Quantizer
-from mics_strategy.comm.native import QuantizedTableAlgorithm, make_table_algorithm
+from mics_strategy.comm.native import QuantizedTableAlgorithm, make_table_algorithm, stored
 from mics_strategy.comm.route import Algorithm
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
@@ -125,39 +124,15 @@ class NativeStages:
         2. Reduce-scatter the slice over the next slower links. Where both stages are quantized, the sums of the first
            one are encoded for the second one in the kernel that adds them.
         """
-        table = yield from self._sum_rows(full, full.dtype, out.dtype, out.numel())
-        slowest = self._algorithms[0]
-        if isinstance(table, torch.Tensor):
-            yield from slowest.reduce_scatter(out, table, full.dtype, accumulate)
-        elif isinstance(slowest, QuantizedTableAlgorithm):
-            slowest.quantizer.decode_sum(slowest.exchange_sums(table), out, accumulate=accumulate)
-
-    def _sum_rows(
-        self, full: torch.Tensor, wire: torch.dtype, dtype: torch.dtype, numel: int
-    ) -> Generator[None, None, torch.Tensor | Summands]:
-        """Reduce-scatter over all but the slowest links.
-
-        Args:
-            full: [size * n].
-            wire: Dtype of unquantized payloads.
-            dtype: Dtype of the last sum.
-            numel: Elements n of each rank.
-
-        Returns:
-            The sums, for the slowest links; not yet added where they are added in the kernel that encodes them.
-        """
+        wire = full.dtype
         table: torch.Tensor | Summands = full
-        for algorithm, rows in reversed([*zip(self._algorithms, self._strides, strict=False)][1:]):
-            if not isinstance(table, torch.Tensor):
-                if isinstance(algorithm, QuantizedTableAlgorithm):
-                    table = algorithm.exchange_sums(table)
-            elif isinstance(algorithm, QuantizedTableAlgorithm) and dtype == torch.float32:
-                table = yield from algorithm.exchange(table)
-            else:
-                total = self._workspace.allocate(rows * numel, algorithm.sum_dtype(wire, dtype))
-                yield from algorithm.reduce_scatter(total, table, wire, False)
-                table = total
-        return table
+        for algorithm in reversed(self._algorithms[1:]):
+            table = yield from algorithm.partial_sums(table, wire, out.dtype)
+        slowest = self._algorithms[0]
+        if isinstance(slowest, QuantizedTableAlgorithm):
+            yield from slowest.reduce_scatter(out, table, wire, accumulate)
+        else:
+            yield from slowest.reduce_scatter(out, stored(table), wire, accumulate)
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for reduce-scatters of `full_numel` elements.
@@ -166,9 +141,9 @@ class NativeStages:
         """
         numel = full_numel // self._route.size
         num_bytes = self._algorithms[0].reduce_scatter_scratch_bytes(numel, wire)
-        self._workspace.reserve(num_bytes + self._sum_rows_bytes(numel, wire, dtype))
+        self._workspace.reserve(num_bytes + self._partial_sums_bytes(numel, wire, dtype))
 
-    def _sum_rows_bytes(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
+    def _partial_sums_bytes(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
         num_bytes = 0
         for algorithm, rows in [*zip(self._algorithms, self._strides, strict=False)][1:]:
             num_bytes += algorithm.reduce_scatter_scratch_bytes(rows * numel, wire)
@@ -193,7 +168,9 @@ class NativeStages:
             return
         dtype = self._algorithms[-1].sum_dtype(wire, tensor.dtype)
         full, size = self._padded(tensor, dtype), self._route.hops[0].size
-        table = yield from self._sum_rows(full, wire, tensor.dtype, full.numel() // self._route.size)
+        table: torch.Tensor | Summands = full
+        for algorithm in reversed(self._algorithms[1:]):
+            table = yield from algorithm.partial_sums(table, wire, tensor.dtype)
         num_encoded, slowest = self._route.num_quantized_sums, self._algorithms[0]
         is_last = len(self._transports) == max(num_encoded, 1)
         if not is_last and wire != dtype:
@@ -201,9 +178,11 @@ class NativeStages:
         slices = full.view(self._route.num_slices, -1)
         if isinstance(slowest, QuantizedTableAlgorithm):
             yield from self._gather_sums(slowest, table, slices, tensor.dtype)
-        elif isinstance(table, torch.Tensor):
-            yield from slowest.all_reduce(table, wire, tensor.dtype)
-            local_slice = table if wire == dtype or is_last else slices[self.index // size].copy_(table)
+        else:
+            local_slice = stored(table)
+            yield from slowest.all_reduce(local_slice, wire, tensor.dtype)
+            if wire != dtype and not is_last:
+                local_slice = slices[self.index // size].copy_(local_slice)
             yield from self._gather_rows(slices, local_slice, range(1, len(self._transports)), size)
         if full is not tensor:
             tensor.copy_(full[: tensor.numel()])
@@ -219,10 +198,7 @@ class NativeStages:
             slices: [slices, n]; overwritten.
             dtype: Dtype of the sum before it is sent.
         """
-        if isinstance(table, torch.Tensor):
-            summands = yield from slowest.exchange(table)
-        else:
-            summands = slowest.exchange_sums(table)
+        summands = yield from slowest.exchange(table)
         num_encoded, size = self._route.num_quantized_sums, self._route.hops[0].size
         payloads = self._allocate_payloads(slowest.quantizer, num_encoded, summands.exact.numel())
         own = self.index % len(payloads)
@@ -249,7 +225,7 @@ class NativeStages:
         """Reserve workspace for all-reduces of `numel` elements of `dtype`."""
         full_numel = self._route.num_slices * routes.all_reduce_slice(self._route, numel)
         row_numel, sum_dtype = full_numel // self._route.size, self._algorithms[-1].sum_dtype(wire, dtype)
-        num_bytes = self._sum_rows_bytes(row_numel, wire, dtype)
+        num_bytes = self._partial_sums_bytes(row_numel, wire, dtype)
         num_bytes += self._algorithms[0].all_reduce_scratch_bytes(row_numel, wire, dtype)
         num_bytes += self._payload_bytes(self._route.num_quantized_sums, row_numel)
         if full_numel != numel or sum_dtype != dtype:

@@ -282,10 +282,11 @@ def check_quantized(found: list[Any], run: Run, world: int) -> None:
     assert torch.uint8 not in {dtype for link, dtype in by_link if link == "intra_node"}
 
 
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize("preset", SLOW_CODECS)
 def test_codecs_encode_all_that_leaves_a_node_and_nothing_else(preset: str) -> None:
     config = ShardConfig.preset(preset, topology=SIMULATED, **SLOW_CODECS[preset])
-    run = Run(case=models.transformer, config=config, steps=2, optimizer="sgd")
+    run = Run(case=models.mlp, config=config, steps=2, optimizer="sgd")
     check_quantized(simulate(12, train_quantized, run, ranks_per_node=2), run, 12)
 
 
