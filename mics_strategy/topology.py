@@ -1,4 +1,4 @@
-"""Placement of ranks on nodes and switches, mesh axes, and the groups of ranks along them.
+"""Placement of ranks on nodes and switches, and mesh axes.
 
 Ranks are ordered by link speed: a rank has a location (local rank in its node, node under its leaf switch, switch),
 fastest link first. A *scope* of degree d is d consecutive ranks: some ranks of a node, a node, several nodes of a
@@ -44,9 +44,9 @@ class Switches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """The numbers of consecutive ranks that share a node, and of consecutive nodes that share a leaf switch.
+    """The ranks that share a node, and the nodes that share a leaf switch.
 
-    Where `nodes_per_switch` is 0, links between nodes are "inter_node". Otherwise they are "inter_node" under one
+    Both are consecutive. Where `nodes_per_switch` is 0, links between nodes are "inter_node". Otherwise they are "inter_node" under one
     switch and "inter_switch" beyond it: with 1, all are "inter_switch"; with all nodes of a job or more, none is.
 
     Attributes:
@@ -69,7 +69,7 @@ class Topology:
         _check_nodes_per_switch(self.nodes_per_switch)
 
     def check_world(self, world_size: int) -> None:
-        """Raise `ConfigError` for a world that does not fill its nodes, or its switches, evenly."""
+        """Raise `ConfigError` for a world that does not fill nodes and switches evenly."""
         if world_size % self.ranks_per_node:
             raise ConfigError(
                 f"`ranks_per_node={self.ranks_per_node}` does not divide the {world_size} ranks of this job. "
@@ -85,7 +85,7 @@ class Topology:
             )
 
     def ranks_per_switch(self, world_size: int) -> int:
-        """Ranks under one switch; all ranks of the job where it knows no switches, or has one."""
+        """Ranks under one switch; all ranks of the job where there are no others."""
         return min(world_size, self.ranks_per_node * self.nodes_per_switch or world_size)
 
 
@@ -191,7 +191,7 @@ class Span:
         return all(axis.is_inside_node for axis in self.axes)
 
     def split_by_link(self) -> tuple[Span, ...]:
-        """The parts over one kind of link each, fastest first; none where there is one rank."""
+        """The parts over one kind of link each, fastest first; none for one rank."""
         return tuple(Span(axes=tuple(axes)) for _, axes in itertools.groupby(self.axes, lambda axis: axis.link))
 
     def index(self, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""All-gather, reduce-scatter and all-reduce of one tensor over the stages of a route.
+"""All-gather, reduce-scatter and all-reduce of one tensor over a route.
 
 A collective is a task of a queue (see `queue`), which runs its stages (see `stages`). `CoalescedCommunicator` takes
 several tensors in one launch instead. On the CPU it makes progress while nothing waits for it. On a GPU what needs no
@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.comm import route as routes
+from mics_strategy.comm.native_stages import NativeStages
 from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator
-from mics_strategy.comm.stages import make_stages
+from mics_strategy.comm.pipeline import StagePipeline
 from mics_strategy.comm.transport import BackendTransport, GlooTransport
 from mics_strategy.comm.work import Steps, Work, check_shapes
 from mics_strategy.comm.workspace import aligned_bytes
 
 if TYPE_CHECKING:
     from mics_strategy.comm.queue import CollectiveQueue, RouteBinding
+    from mics_strategy.comm.stages import Stages
     from mics_strategy.comm.transport import Transport
     from mics_strategy.comm.workspace import Workspace
 
@@ -56,7 +58,7 @@ class Communicator:
         self.route = route = binding.route
         self.transports = transports = binding.transports
         self._queue = queue
-        self._stages = make_stages(route, transports, workspace, device)
+        self._stages = _make_stages(route, transports, workspace, device)
         self.size = route.size
         self.index = self._stages.index
         self.peer_memory: PeerMemoryCommunicator | None = None
@@ -151,6 +153,22 @@ class Communicator:
         """Reserve workspace for all-reduces of `numel` elements of `dtype`."""
         if numel and not routes.is_plain_all_reduce(self.route, wire, dtype):
             self._stages.reserve_all_reduce(numel, wire, dtype)
+
+
+def _make_stages(route: Route, transports: list[Transport], workspace: Workspace, device: torch.device) -> Stages:
+    """The stages of a route over one kind of transport.
+
+    Args:
+        route: Stages, with their codecs.
+        transports: Transports of the stages, slowest links first.
+        workspace: Scratch memory.
+        device: Device of the tensors.
+    """
+    on_gloo = [transport for transport in transports if isinstance(transport, GlooTransport)]
+    if on_gloo:
+        return StagePipeline(route, on_gloo, workspace, device)
+    on_backend = [transport for transport in transports if isinstance(transport, BackendTransport)]
+    return NativeStages(route, on_backend, workspace, device)
 
 
 class RowViews:

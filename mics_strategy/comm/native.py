@@ -64,7 +64,10 @@ class TableAlgorithm(Protocol):
         """
 
     def all_reduce_scratch_bytes(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
-        """Bytes of workspace for an all-reduce of `numel` elements for each rank, without gathered payloads."""
+        """Bytes of workspace for an all-reduce of `numel` elements for each rank.
+
+        Gathered payloads are not among them.
+        """
 
 
 def stored(table: torch.Tensor | Summands) -> torch.Tensor:
@@ -216,7 +219,10 @@ class QuantizedTableAlgorithm:
     def reduce_scatter(
         self, out: torch.Tensor, table: torch.Tensor | Summands, wire: torch.dtype, accumulate: bool
     ) -> SumSteps:
-        """See `TableAlgorithm.reduce_scatter`; the table may be itself a sum, which is not stored."""
+        """See `TableAlgorithm.reduce_scatter`.
+
+        The table may be itself a sum, which is not stored.
+        """
         summands = yield from self.exchange(table)
         self.quantizer.decode_sum(summands, out, accumulate=accumulate)
         return out

@@ -1,6 +1,6 @@
-"""Collectives over the stages of a route, for backends that pipeline by themselves, as NCCL does.
+"""Collectives over the stages of a route by a backend's own collectives.
 
-Tensors go whole. An all-gather of n stages is n native all-gathers, all but the first in place; a reduce-scatter is n,
+For backends that pipeline by themselves, as NCCL does. Tensors go whole. An all-gather of n stages is n native all-gathers, all but the first in place; a reduce-scatter is n,
 and an all-reduce 2 n - 1, however many nodes there are.
 """
 
@@ -190,7 +190,7 @@ class NativeStages:
     def _gather_sums(
         self, slowest: QuantizedTableAlgorithm, table: torch.Tensor | Summands, slices: torch.Tensor, dtype: torch.dtype
     ) -> Steps:
-        """All-reduce a table over the slowest links, encoded, and all-gather the sums over all others.
+        """All-reduce a table over the slowest links, and all-gather the encoded sums.
 
         Args:
             slowest: Algorithm of the slowest links.

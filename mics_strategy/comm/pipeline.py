@@ -63,7 +63,7 @@ class _Table:
 
 
 class StagePipeline:
-    """Runs collectives over the stages of a route in chunks, point to point; see `Stages`.
+    """Runs collectives over the stages of a route in chunks; see `Stages`.
 
     Args:
         route: Stages, with their codecs.
@@ -114,7 +114,10 @@ class StagePipeline:
         self._finish_gather(self._first_batches(started, payloads or full), payloads, full, shard.dtype, tag)
 
     def _allocate_payloads(self, num_stages: int, numels: list[int]) -> _Table | None:
-        """Payloads of all ranks of the first stages, for chunks of `numels` elements; None for no stage."""
+        """Payloads of all ranks of the first stages, for chunks of `numels` elements.
+
+        None for no stage.
+        """
         codec = self._route.hops[0].codec
         if not num_stages or codec is None:
             return None
@@ -132,7 +135,10 @@ class StagePipeline:
     def _start_first(
         self, full: _Table, payloads: _Table | None, chunk: int, shard: torch.Tensor, tag: int
     ) -> Completion:
-        """Start the first stage of an all-gather with one chunk of this rank's shard, encoded if there are payloads."""
+        """Start the first stage of an all-gather with one chunk of this rank's shard.
+
+        The chunk is encoded if there are payloads.
+        """
         table, own = full, self.index
         first = self._sum_algorithms[0]
         if payloads is not None and isinstance(first, QuantizedAlgorithm):
@@ -171,9 +177,9 @@ class StagePipeline:
             finish()
 
     def _gather_over(self, stage: int, batches: _Batches, table: _Table, wire: torch.dtype, tag: int) -> _Batches:
-        """All-gather each piece over one stage as soon as it is in place, and pass on what has arrived.
+        """All-gather each piece over one stage as soon as it is in place.
 
-        A batch is waited for when the next one has been started.
+        What has arrived is passed on. A batch is waited for when the next one has been started.
         """
         algorithm = self._gather_algorithms[stage]
         is_rounded = wire != table.values.dtype  # then own pieces as well
@@ -194,7 +200,10 @@ class StagePipeline:
         yield previous
 
     def _decode(self, batches: _Batches, payloads: _Table, full: _Table) -> _Batches:
-        """Decode payloads, this rank's as well, and pass on the pieces of `full` that are complete."""
+        """Decode payloads, this rank's as well, into `full`.
+
+        Pieces of `full` that are complete are passed on.
+        """
         first = self._sum_algorithms[0]
         base, ranks_per_row = self.index - self.index % len(payloads.values), full.ranks_per_row
         counts: Counter[tuple[int, int]] = Counter()
@@ -255,7 +264,10 @@ class StagePipeline:
                 finish(total, accumulate)
 
     def _allocate_sums(self, chunks: list[tuple[int, int]], like: torch.Tensor, ranks_per_row: int) -> list[_Table]:
-        """Tables of the sums that leave each stage but the first, slowest one, in the dtype of `like`."""
+        """Tables of the sums for each stage but the last and fastest.
+
+        They have the dtype of `like`.
+        """
         numel = sum(end - start for start, end in chunks)
         tables = []
         for stride in self._strides[1:-1]:
@@ -271,7 +283,9 @@ class StagePipeline:
         dtypes: tuple[torch.dtype, torch.dtype],
         wire: torch.dtype,
     ) -> int:
-        """Bytes of workspace for the sums of each stage but the first, and for what is received there.
+        """Bytes of workspace for the sums of each stage but the slowest.
+
+        What is received there is counted as well.
 
         Args:
             chunks: Chunks of a row.
@@ -294,7 +308,9 @@ class StagePipeline:
     def _start_sums(
         self, stage: int, tables: list[_Table], chunk: int, wire: torch.dtype, tag: int
     ) -> list[tuple[SumCompletion, torch.Tensor]]:
-        """Start one stage of a reduce-scatter for one chunk of all rows, each with its output.
+        """Start one stage of a reduce-scatter for one chunk of all rows.
+
+        Each is returned with its output.
 
         The rows of a single chunk are adjacent, and go as one.
         """
@@ -314,7 +330,7 @@ class StagePipeline:
         ]
 
     def _sum_over(self, stage: int, sums: _Sums, tables: list[_Table], wire: torch.dtype, tag: int) -> _Sums:
-        """Start each chunk on one stage as soon as it is summed on the faster one, and pass it on.
+        """Start each chunk on one stage as soon as it is summed on the faster one.
 
         It is passed on when the next one has been started.
         """

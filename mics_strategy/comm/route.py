@@ -116,12 +116,18 @@ class Route:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Ranks of the stages before each stage, and at the end of all: the strides of the digits of an index."""
+        """Ranks of the stages before each stage, and at the end of all stages.
+
+        They are the strides of the digits of an index.
+        """
         return tuple(itertools.accumulate((hop.size for hop in self.hops), operator.mul, initial=1))
 
     @property
     def num_slices(self) -> int:
-        """Slices into which an all-reduce is reduced before the first, slowest stage: the ranks of all others."""
+        """Slices of an all-reduce that go over the slowest links by themselves.
+
+        There is one for each rank of all other stages.
+        """
         return self.size // self.hops[0].size
 
     @property

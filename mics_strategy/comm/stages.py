@@ -9,15 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from mics_strategy.comm.native_stages import NativeStages
-from mics_strategy.comm.pipeline import StagePipeline
-from mics_strategy.comm.transport import BackendTransport, GlooTransport, Transport
 
 if TYPE_CHECKING:
     from mics_strategy.comm.codecs.quantizer import Quantizer
-    from mics_strategy.comm.route import Route
     from mics_strategy.comm.work import Steps
-    from mics_strategy.comm.workspace import Workspace
 
 
 class Stages(Protocol):
@@ -57,19 +52,3 @@ class Stages(Protocol):
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for all-reduces of `numel` elements of `dtype`."""
-
-
-def make_stages(route: Route, transports: list[Transport], workspace: Workspace, device: torch.device) -> Stages:
-    """The stages of a route over one kind of transport.
-
-    Args:
-        route: Stages, with their codecs.
-        transports: Transports of the stages, slowest links first.
-        workspace: Scratch memory.
-        device: Device of the tensors.
-    """
-    on_gloo = [transport for transport in transports if isinstance(transport, GlooTransport)]
-    if on_gloo:
-        return StagePipeline(route, on_gloo, workspace, device)
-    on_backend = [transport for transport in transports if isinstance(transport, BackendTransport)]
-    return NativeStages(route, on_backend, workspace, device)

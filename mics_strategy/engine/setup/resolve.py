@@ -68,7 +68,7 @@ def _local_gpu() -> torch.device:
 
 
 def resolve_topology(config: ShardConfig, nodes: Iterable[str]) -> Topology:
-    """The topology of `config`, or the one of the ranks' nodes, under the switches of `config`.
+    """The topology of `config`, or the one of the ranks' nodes.
 
     Args:
         config: Configuration, whose topology may be ``"auto"`` or `Switches`.
