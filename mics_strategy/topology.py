@@ -46,8 +46,9 @@ class Switches:
 class Topology:
     """The ranks that share a node, and the nodes that share a leaf switch.
 
-    Both are consecutive. Where `nodes_per_switch` is 0, links between nodes are "inter_node". Otherwise they are "inter_node" under one
-    switch and "inter_switch" beyond it: with 1, all are "inter_switch"; with all nodes of a job or more, none is.
+    Both are consecutive. Where `nodes_per_switch` is 0, links between nodes are "inter_node". Otherwise they are
+    "inter_node" under one switch and "inter_switch" beyond it: with 1, all are "inter_switch"; with all nodes of a job
+    or more, none is.
 
     Attributes:
         ranks_per_node: Ranks of a node.

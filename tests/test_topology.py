@@ -319,7 +319,7 @@ def test_a_mapping_is_a_topology_or_switches_over_nodes_to_be_found() -> None:
     assert topology_of({"ranks_per_node": 8, "nodes_per_switch": 4}) == Topology(ranks_per_node=8, nodes_per_switch=4)
     assert topology_of({"nodes_per_switch": 4}) == Switches(nodes_per_switch=4)
     for fields in ({}, {"ranks": 8}, {"nodes_per_switch": 4, "rails": 8}):
-        with pytest.raises(ConfigError, match="has unknown keys, or none. Use ranks_per_node and nodes_per_switch"):
+        with pytest.raises(ConfigError, match=r"has unknown keys, or none\. Use ranks_per_node and nodes_per_switch"):
             topology_of(fields)
 
 

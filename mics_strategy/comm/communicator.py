@@ -155,7 +155,9 @@ class Communicator:
             self._stages.reserve_all_reduce(numel, wire, dtype)
 
 
-def _make_stages(route: Route, transports: list[Transport], workspace: Workspace, device: torch.device) -> Stages:
+def _make_stages(
+    route: routes.Route, transports: list[Transport], workspace: Workspace, device: torch.device
+) -> Stages:
     """The stages of a route over one kind of transport.
 
     Args:

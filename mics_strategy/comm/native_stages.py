@@ -1,7 +1,7 @@
 """Collectives over the stages of a route by a backend's own collectives.
 
-For backends that pipeline by themselves, as NCCL does. Tensors go whole. An all-gather of n stages is n native all-gathers, all but the first in place; a reduce-scatter is n,
-and an all-reduce 2 n - 1, however many nodes there are.
+For backends that pipeline by themselves, as NCCL does. Tensors go whole. An all-gather of n stages is n native
+all-gathers, all but the first in place; a reduce-scatter is n, and an all-reduce 2 n - 1, however many nodes there are.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-
 if TYPE_CHECKING:
     from mics_strategy.comm.codecs.quantizer import Quantizer
     from mics_strategy.comm.work import Steps

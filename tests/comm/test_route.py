@@ -165,7 +165,9 @@ def test_a_gather_of_128_numbers_over_three_levels(
     codec: Codec | None, links: str, dtypes: tuple[torch.dtype, ...], full_bytes: tuple[int, ...]
 ) -> None:
     found = sent_over(all_gather_traffic(three(codec, links), 128, FP32))
-    assert found == [(GATHER, link, *each) for link, *each in zip(("switch", "node", "node"), dtypes, full_bytes)]
+    assert found == [
+        (GATHER, link, *each) for link, *each in zip(("switch", "node", "node"), dtypes, full_bytes, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,9 @@ def test_a_reduction_of_128_numbers_over_three_levels(
 ) -> None:
     """A rank gets 8 numbers: 16 after the stage between nodes, 64 after the one inside."""
     found = sent_over(reduce_scatter_traffic(three(codec, links), 128, BF16))
-    assert found == [(REDUCE, link, *each) for link, *each in zip(("node", "node", "switch"), dtypes, full_bytes)]
+    assert found == [
+        (REDUCE, link, *each) for link, *each in zip(("node", "node", "switch"), dtypes, full_bytes, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("links", ["slow", "all"])
