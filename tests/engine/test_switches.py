@@ -26,7 +26,9 @@ from tests import models
 from tests.checkpoint.test_matrix import state_of
 from tests.engine.chains import chains
 from tests.engine.counting import CountC10d, planned_kinds
+from tests.engine.test_coalesce import counted, even
 from tests.engine.training import (
+    Outcome,
     Run,
     Training,
     assert_identical,
@@ -35,6 +37,7 @@ from tests.engine.training import (
     forget_meshes,
     plain,
     start,
+    train,
     train_without_reading,
 )
 from tests.ranks import RankContext, RankPool, raises_on_every_rank, simulate
@@ -98,7 +101,7 @@ def _forget_meshes() -> Iterator[None]:
     forget_meshes()
 
 
-@pytest.mark.wide(every=4)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("config", configs_under(SIMULATED, 6), ids=lambda c: f"{c.params}-{c.grads}-{c.optimizer}")
 def test_two_switches_of_three_nodes_train_as_plain_and_send_the_plan(config: ShardConfig) -> None:
     check(simulate(12, train_and_compare, [config], ranks_per_node=2), [config], 12)
@@ -120,7 +123,7 @@ def test_presets_on_two_switches_of_two_nodes(ranks: RankPool) -> None:
 def test_three_nodes_train_as_plain_and_send_the_plan(ranks: RankPool, nodes_per_switch: int) -> None:
     """With one node under each switch, all links between nodes are slow ones; with all, none is."""
     topology = Topology(ranks_per_node=2, nodes_per_switch=nodes_per_switch)
-    presets = PRESETS if nodes_per_switch == 0 else ("zero3", "paro-iig")
+    presets = ("ddp", "zero2", "zero3", "mics", "zeropp-hpz") if nodes_per_switch == 0 else ("zero3", "paro-iig")
     configs = [ShardConfig.preset(preset, topology=topology) for preset in presets]
     check(ranks(6, train_and_compare, configs, ranks_per_node=2), configs, 6)
 
@@ -144,6 +147,24 @@ def test_thresholds_are_measured_over_three_levels(ranks: RankPool) -> None:
         assert as_planned
         assert spans == {"reduce_scatter intra_node+inter_node+inter_switch", "all_gather inter_node+inter_switch"}
         assert_same(parameters, expected)
+
+
+@pytest.mark.parametrize("preset", ["zero3", "paro-igg"])
+def test_coalesced_collectives_have_three_stages_as_well(preset: str) -> None:
+    """In one launch a stage, where a backend other than gloo has it."""
+    config = ShardConfig.preset(preset, topology=REAL, coalesce=True)
+    run = Run(case=even, config=config, steps=2, accumulation=2)
+    with counted() as calls:
+        outcomes = simulate(8, train_alike, run, ranks_per_node=2)
+    trace = plain(run, 8)
+    for outcome in outcomes:
+        assert_same(outcome.grads[-1], trace.grads[-1])
+        assert_same(outcome.parameters, trace.parameters)
+    assert calls["reduce_scatter_coalesced"] % 3 == 0 < calls["reduce_scatter_coalesced"]
+
+
+def train_alike(ctx: RankContext, run: Run) -> Outcome:
+    return train(ctx, run)
 
 
 def link_bytes(ctx: RankContext, config: ShardConfig) -> tuple[Counter[str], Counter[str]]:
@@ -315,6 +336,7 @@ def resume(ctx: RankContext, run: Run, path: Path, saves: bool) -> dict[str, tor
     return state_of(training)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_three_levels_is_read_on_two_and_on_three_nodes(ranks: RankPool, tmp_path: Path) -> None:
     config = ShardConfig.preset("paro-iig", partition_size=4, topology=REAL)
     of_switches = Run(case=models.mlp, config=config, optimizer="adamw")
