@@ -26,7 +26,7 @@ from mics_strategy.engine.schedule import (
     unshard_role,
     usage_numel,
 )
-from mics_strategy.planner.communicators import Workspaces
+from mics_strategy.planner.communicators import Workspaces, coalescing_routes, comm_layout
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
@@ -98,12 +98,12 @@ class EngineBuffers:
         self._wire = config.wire_dtype_of(master_dtype)
         self._sum = sum_dtype_of(master_dtype)
         frozen_degree = scopes.optimizer if scopes.params > 1 else 1
-        blocks = (scopes.block_numel(is_trainable=False), scopes.block_numel(is_trainable=True))
+        self._comms = comm_layout(scopes)
         dtypes = (master_dtype, config.param_dtype_of(master_dtype))
         self._counts = collections.Counter(unit.kind for unit in model.units)
         first = {unit.kind: unit for unit in reversed(model.units)}
         self._kinds = {
-            kind: _bucket_sizes(unit.parameters, (frozen_degree, scopes.optimizer), blocks, dtypes)
+            kind: _bucket_sizes(unit.parameters, (frozen_degree, scopes.optimizer), self._comms.block_numels, dtypes)
             for kind, unit in first.items()
         }
 
@@ -225,7 +225,7 @@ class EngineBuffers:
     def _grad_staging_bytes(self) -> int:
         """Bytes of one buffer for all first hops, or of two for each depth where they are encoded ahead."""
         scopes = self._scopes
-        if not scopes.is_quantized("grad_reduce_scatter"):
+        if not self._comms.is_first_hop_quantized:
             sizes = [
                 (first_hop_numel(b.layout, scopes.grads, self._num_chunks(b)), self._wire)
                 for b in self._buckets()
@@ -242,7 +242,7 @@ class EngineBuffers:
 
     def _num_chunks(self, bucket: BucketSize) -> int:
         """Chunks of a first hop; one where each first hop has a flat buffer of its own."""
-        if self._scopes.is_quantized("grad_reduce_scatter"):
+        if self._comms.is_first_hop_quantized:
             return 1
         return num_first_hop_chunks(bucket.layout, bucket.param_dtype.itemsize)
 
@@ -253,12 +253,11 @@ class EngineBuffers:
             return False
         if role == "grad_reduce_scatter" and (not bucket.is_trained or bucket.param_dtype != self._wire):
             return False
-        routes = Workspaces(self._scopes).coalescing_routes(role, bucket.layout.full_numel * dtype.itemsize)
-        return any(True for _ in routes)
+        return bool(coalescing_routes(self._comms, role, bucket.layout.full_numel * dtype.itemsize))
 
     def _workspace_bytes(self) -> int:
         """Bytes of the scratch memory of collectives."""
-        scopes, workspaces = self._scopes, Workspaces(self._scopes)
+        scopes, workspaces = self._scopes, Workspaces(self._comms)
         for bucket in self._buckets():
             layout, dtype = bucket.layout, bucket.param_dtype
             for role in _PARAM_ROLES:

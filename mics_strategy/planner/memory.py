@@ -21,7 +21,7 @@ import torch
 
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.buffers import EngineBuffers
-from mics_strategy.planner.communicators import COMMUNICATOR_BYTES, num_communicators
+from mics_strategy.planner.communicators import COMMUNICATOR_BYTES, comm_layout
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
@@ -100,7 +100,7 @@ def rank_memory(
     by_kind |= activation_bytes(model.units, batch)
     dynamic = ("gradients of autograd", "activations of layers", "activations outside layers", "temporary activations")
     by_kind["fragmentation"] = round(FRAGMENTATION_SHARE * sum(by_kind[kind] for kind in dynamic))
-    by_kind["communicators"] = num_communicators(scopes) * COMMUNICATOR_BYTES
+    by_kind["communicators"] = comm_layout(scopes).num_communicators * COMMUNICATOR_BYTES
     by_kind["context"] = CONTEXT_BYTES
     return RankMemory(by_kind=MappingProxyType(by_kind))
 
