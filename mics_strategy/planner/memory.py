@@ -108,27 +108,24 @@ def rank_memory(
 def activation_bytes(units: Iterable[UnitModel], batch: MicroBatch) -> dict[str, int]:
     """Bytes of activations where a backward needs most of them.
 
-    That is in the head, while everything is kept, or in the layer that needs most, when the head's are freed. The
-    root's count as kept until the end, though parts of them are freed earlier.
+    That is in the loss and the head, while everything is kept, or in the layer that needs most, when those of loss and
+    head are freed. Others count as kept until the end.
 
     Args:
         units: Units of the model, the root first.
         batch: Micro-batch.
     """
-    kept = layers_kept = outside = head = head_working = layer_peak = 0
-    is_behind = False
+    layers_kept = outside = freed = outside_working = layer_peak = 0
     for unit in units:
         if unit.is_layer:
-            is_behind = True
-            kept = unit.input_bytes if batch.recomputes else unit.saved_bytes
-            layers_kept += kept
+            layers_kept += unit.input_bytes if batch.recomputes else unit.saved_bytes
             recomputed = unit.saved_bytes if batch.recomputes else 0
             layer_peak = max(layer_peak, recomputed + unit.working_bytes)
         else:
             outside += unit.saved_bytes
-            head += unit.saved_bytes if is_behind else 0
-            head_working = max(head_working, unit.working_bytes)
-    temporary = max(head_working, layer_peak - head)
+            freed += unit.freed_bytes
+            outside_working = max(outside_working, unit.working_bytes)
+    temporary = max(outside_working, layer_peak - freed)
     sizes = {"layers": layers_kept, "outside": outside, "temporary": temporary}
     sizes = {name: batch.samples * num_bytes for name, num_bytes in sizes.items()}
     return {
