@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from mics_strategy.scopes import Scopes
     from mics_strategy.topology import Span
 
-# 0.5 to 0.7 GB on four A100 (NVIDIA/nccl#964). Not measured by this project.
-COMMUNICATOR_BYTES = 600_000_000
-
 _STREAMS = {  # roles by stream
     "gather": ("param_all_gather", "secondary_all_gather", "param_sync"),
     "reduce": ("grad_reduce_scatter",),
@@ -57,7 +54,7 @@ class CommLayout:
 
 @functools.lru_cache(maxsize=4096)
 def comm_layout(scopes: Scopes) -> CommLayout:
-    """The routes of a job. Cached, because a planner asks for the same scopes with many configurations."""
+    """The routes of a job. Cached: a planner asks for the same scopes often."""
     has_codec = scopes.codecs.first_hop is not None or scopes.codecs.second_hop is not None
     variants = [scopes, scopes.without_grad_codecs()] if has_codec else [scopes]
     routes = {role: tuple(s for variant in variants if (s := variant.routes(role)) is not None) for role in COLLECTIVES}
@@ -88,7 +85,9 @@ def _spans(route: Route, role: str, scopes: Scopes) -> tuple[Span, ...]:
 
 
 class Workspaces:
-    """Scratch memory by stream: that of the largest collective, twice where one is encoded ahead.
+    """Scratch memory by stream: that of the largest collective.
+
+    It is doubled where one collective is encoded while another is sent.
 
     Args:
         comms: Routes of the job.
@@ -133,7 +132,7 @@ class Workspaces:
 
 
 def coalescing_routes(comms: CommLayout, role: str, full_bytes: int) -> list[Route]:
-    """The routes that take several tensors in one launch, for a full tensor: those that are not quantized."""
+    """The routes of a full tensor that take several tensors in one launch."""
     routes = [sized.for_bytes(full_bytes) for sized in comms.routes[role]]
     return [route for route in routes if not route.is_quantized]
 

@@ -1,4 +1,4 @@
-"""Memory of one rank, by purpose: the engine's buffers, optimizer states, activations, communicators.
+"""Memory of one rank, by purpose, from a description of its model.
 
 The engine allocates all its memory before training, by rules of layout and schedule. Here the same rules are applied to
 a description of the model, without modules, tensors or groups, so that a planner can ask thousands of times. A test
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.comm.scratch import COMMUNICATOR_BYTES
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.buffers import EngineBuffers
-from mics_strategy.planner.communicators import COMMUNICATOR_BYTES, comm_layout
+from mics_strategy.planner.communicators import comm_layout
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig

@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterShape:
-    """One parameter: its name in the unit, its shape, and whether it is trained."""
+    """One parameter.
+
+    Attributes:
+        name: Name in the model.
+        shape: Shape of the whole parameter.
+        is_trained: Whether it has a gradient.
+        dtype: Dtype in which the optimizer updates it; ``"auto"`` where the reader of the description states one for
+            all parameters.
+    """
 
     name: str
     shape: tuple[int, ...]
     is_trained: bool = True
+    dtype: torch.dtype | str = "auto"
 
     @property
     def numel(self) -> int:

@@ -152,7 +152,7 @@ class _Cost:
 
 
 def _layers(specs: list[UnitSpec]) -> set[int]:
-    """Indices of the units that a model repeats: those of a class with several of them."""
+    """Indices of the units whose class occurs several times."""
     classes = [type(spec.module) for spec in specs]
     return {index for index, cls in enumerate(classes) if index and classes.count(cls) > 1}
 

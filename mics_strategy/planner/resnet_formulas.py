@@ -149,7 +149,9 @@ def _block_unit(block: _Block, b: int, *, is_first: bool) -> UnitModel:
 
 
 def _working_numel(block: _Block) -> int:
-    """Most elements of temporary gradients in the backward of a block, less those of kept tensors that it has freed.
+    """Most elements of temporary gradients in the backward of a block.
+
+    Elements of kept tensors that it has freed are subtracted.
 
     The candidates are the backwards of three activation functions, each with the gradients of its output and input: the
     last one, the one behind the 3x3 convolution, and the one before it.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mics_strategy import finish_saves, load_checkpoint, save_checkpoint
-from mics_strategy.engine import build
+from mics_strategy.engine import layout
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.runs import (
     LOOPS,
@@ -77,7 +77,7 @@ def test_every_access_is_ordered_in_units_of_several_buckets(
     preset: str, codecs: bool, loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They use the staging buffers one after the other."""
-    monkeypatch.setattr(build, "_MAX_BUCKET_BYTES", 1)
+    monkeypatch.setattr(layout, "MAX_BUCKET_BYTES", 1)
     options = {"param_dtype": "bfloat16"} | (OPTIONS["codecs"] if codecs else {})
     assert run(config_of(preset, **options), loop).races == []
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mics_strategy import ShardConfig, Topology
-from mics_strategy.engine import build as build_module
+from mics_strategy.engine import layout as layout_module
 from mics_strategy.engine import units as units_module
 from mics_strategy.engine.units import UnitSpec, find_units
 from mics_strategy.errors import ConfigError
@@ -236,7 +236,7 @@ def cut(name: str) -> Iterator[str]:
     rule, large_numel, bucket_bytes = CUTS[name]
     with (
         mock.patch.object(units_module, "LARGE_NUMEL", large_numel),
-        mock.patch.object(build_module, "_MAX_BUCKET_BYTES", bucket_bytes),
+        mock.patch.object(layout_module, "MAX_BUCKET_BYTES", bucket_bytes),
     ):
         yield rule
 

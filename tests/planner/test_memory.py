@@ -195,6 +195,7 @@ def peak_bytes(model: nn.Module, num_samples: int) -> int:
     return sizes["Activation"] + sizes["Temp"]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_activations_are_those_of_a_real_backward(family: str, recomputes: bool) -> None:

@@ -55,6 +55,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("numbers", SHAPES, ids=lambda numbers: f"{numbers.family}-{SHAPES.index(numbers)}")
 def test_formulas_agree_with_the_trace_of_the_real_modules(numbers: TransformerShape, dtype: torch.dtype) -> None:
