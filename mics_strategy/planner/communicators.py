@@ -81,7 +81,7 @@ def _both(sized: SizedRoutes) -> tuple[Route, ...]:
 def _spans(route: Route, role: str, scopes: Scopes) -> tuple[Span, ...]:
     """Ranks of each stage of a role's collectives."""
     span = scopes.span_of(role)
-    return span.split_by_link() if route.intra is not None else (span,)
+    return span.split_by_link() if len(route.hops) > 1 else (span,)
 
 
 class Workspaces:
@@ -114,10 +114,8 @@ class Workspaces:
         """Announce a collective of several tensors in one launch; see `reserve`."""
         for route in coalescing_routes(self._comms, role, numel * wire.itemsize):
             shard_numel = numel // route.size
-            sizes = [(shard_numel, wire)]
-            if COLLECTIVES[role] == REDUCE_SCATTER and route.intra is not None:
-                sizes.append((shard_numel * route.inter.size, wire))
-            self._keep(role, aligned_bytes(*sizes))
+            rows = route.strides[:-1] if COLLECTIVES[role] == REDUCE_SCATTER else (1,)
+            self._keep(role, aligned_bytes(*((shard_numel * count, wire) for count in rows)))
 
     def _keep(self, role: str, num_bytes: int) -> None:
         stream = _STREAM_OF[role]
