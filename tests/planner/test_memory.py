@@ -33,6 +33,7 @@ CONFIGS = [
     ShardConfig.preset("ddp"),
     ShardConfig.preset("mics", partition_size=16, grad_codec="int4", reduce_dtype="bfloat16", **BF16),
     ShardConfig.preset("zero3", coalesce=True, reduce_dtype="bfloat16", **BF16),
+    ShardConfig.preset("zeropp", topology={"nodes_per_switch": 2}, **BF16),  # three stages
     ShardConfig.preset("zeropp-hpz"),
     ShardConfig.preset("zero1", reduce_dtype="bfloat16"),
     ShardConfig.preset("zero2", reduce_dtype="bfloat16", **BF16),
@@ -47,7 +48,7 @@ CONFIGS = [
     ShardConfig.preset("paro-ngg", grad_codec="int4", codec_links="all"),
     ShardConfig.preset("paro-gig", weight_codec="int4", param_dtype="float16", reduce_dtype="float16"),
 ]
-FAST = CONFIGS[:8]
+FAST = CONFIGS[:9]
 MODELS = {
     "llama": shape("llama", hidden_size=512, intermediate_size=1376, vocab_size=16000, num_kv_heads=2),
     "gpt2": shape("gpt2", hidden_size=384, intermediate_size=1536, vocab_size=5003),
@@ -81,7 +82,7 @@ def describe_config(config: ShardConfig) -> str:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "config",
-    [*FAST, *(pytest.param(config, marks=pytest.mark.slow) for config in CONFIGS[8:])],
+    [*FAST, *(pytest.param(config, marks=pytest.mark.slow) for config in CONFIGS[len(FAST) :])],
     ids=describe_config,
 )
 def test_memory_is_that_of_the_real_engine(name: str, config: ShardConfig) -> None:
