@@ -1,4 +1,6 @@
-"""Timelines of training steps, recorded or planned: rows of intervals, tables of parts, traces.
+"""Timelines of training steps, recorded or planned, as rows of intervals.
+
+They have tables of parts, and are written as traces.
 
 A timeline has rows. Each row belongs to one rank and one resource: `COMPUTE_ROW` for what the device of the rank does,
 others for the queues or links that run collectives. The intervals of a compute row are disjoint and cover the steps, so
@@ -130,7 +132,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The seconds of one kind of work in one step, the mean over the steps of a timeline."""
+    """The mean seconds of one kind of work in one step of a timeline."""
 
     key: PartKey
     seconds: float
@@ -181,7 +183,7 @@ class Timeline:
         return (intervals[-1].end_s - intervals[0].start_s) / self.num_steps if intervals else 0.0
 
     def parts(self, rank: int) -> tuple[Part, ...]:
-        """Parts of a step on the compute row of one rank, disjoint, in the order of categories."""
+        """Parts of a step on the compute row of one rank, in the order of categories."""
         return self._sums(self.rows_of(rank)[:1])
 
     def collectives(self, rank: int) -> tuple[Part, ...]:
@@ -222,7 +224,9 @@ class PartComparison:
 
 
 def compare(planned: Timeline, recorded: Timeline, rank: int) -> tuple[PartComparison, ...]:
-    """Both timelines of one rank, part by part, with collectives; recorded parts first.
+    """Both timelines of one rank, part by part, with collectives.
+
+    Recorded parts come first.
 
     Args:
         planned: Planned timeline.
