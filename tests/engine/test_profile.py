@@ -179,6 +179,17 @@ def every_loop(ctx: RankContext) -> dict[str, list[str]]:
             model(x)
         accumulation()
 
+    def closure() -> None:
+        both = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def evaluate() -> Tensor:
+            loss = model(x).sum()
+            loss.backward()
+            return loss
+
+        both.step(evaluate)
+        both.zero_grad()
+
     def failing() -> None:
         with contextlib.suppress(ZeroDivisionError):
             handle = model[0].register_forward_hook(lambda *_: 1 / 0)
@@ -193,6 +204,7 @@ def every_loop(ctx: RankContext) -> dict[str, list[str]]:
     step()
     run("accumulation", sharded, accumulation)
     run("evaluation", sharded, evaluation)
+    run("closure", sharded, closure)
     run("failing", sharded, failing)
     run("two optimizers", sharded, two_optimizers, steps=2)
     other = Recomputed()
@@ -213,6 +225,7 @@ STEP_END = ["between backward and step", "step"]
 LOOPS = {
     "accumulation": ["data", *MICRO_STEP, "data", *MICRO_STEP, *STEP_END],
     "evaluation": ["data", "forward 0", "forward 1", "data", *MICRO_STEP, "data", *MICRO_STEP, *STEP_END],
+    "closure": ["data", *MICRO_STEP, "step"],
     "failing": ["data", "forward 0", "data", *MICRO_STEP, *STEP_END],
     "two optimizers": ["data", *MICRO_STEP, *STEP_END, *STEP_END, "data", *MICRO_STEP, *STEP_END],
     "recomputing": [
@@ -360,7 +373,7 @@ EXPECTED = [
     (ConfigError, r"steps=1.5"),
     (ConfigError, r"`steps` differs between ranks: 1 on rank 0, 2 on rank 3"),
     (ConfigError, r"does not end in .json"),
-    (ConfigError, r"folder that does not exist"),
+    (ConfigError, r"folder cannot be made .* \(found on rank 0\)"),
     (LifecycleError, r"being profiled: 3 steps are left"),
     (LifecycleError, r"No step ended"),
     (LifecycleError, r"2 of 3 steps are left"),
@@ -368,7 +381,8 @@ EXPECTED = [
 
 
 def test_mistakes_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    by_rank = ranks(4, mistakes, str(tmp_path / "absent" / "trace.json"), ranks_per_node=2)
+    (tmp_path / "file").write_text("")
+    by_rank = ranks(4, mistakes, str(tmp_path / "file" / "trace.json"), ranks_per_node=2)
     for errors, (error_type, match) in zip(zip(*by_rank, strict=True), EXPECTED, strict=True):
         assert_refused(errors, error_type, match)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mics_strategy.comm.consensus import check_equal, gather_objects, run_and_gather, run_on_all_ranks
 from mics_strategy.engine.profile.recorder import DeviceClock, HostClock, Ranges, Recorder
-from mics_strategy.engine.profile.result import ProfileResult, check_trace_path, rank_steps
+from mics_strategy.engine.profile.result import ProfileResult, check_trace_path, make_trace_folder, rank_steps
 from mics_strategy.engine.profile.wrappers import CommWrappers, EngineWrappers, ProfiledModel, Replacements
 from mics_strategy.errors import ConfigError, LifecycleError
 
@@ -158,7 +158,10 @@ def begin_profile(model: ProfiledModel, present: Profile | None, steps: int, pat
                 f"The model is being profiled: {present.steps_left} steps are left. Wait for them, or call `stop()` "
                 "on that profile first."
             )
-        return None if path is None else check_trace_path(path), ({"steps": str(steps)}, time.time_ns())
+        file = None if path is None else check_trace_path(path)
+        if file is not None and model.groups.rank == 0:  # which usually writes for all
+            make_trace_folder(file)
+        return file, ({"steps": str(steps)}, time.time_ns())
 
     file, by_rank = run_and_gather(check)
     check_equal([arguments for arguments, _ in by_rank])

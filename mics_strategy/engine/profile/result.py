@@ -181,13 +181,14 @@ class ProfileResult:
             The file; None on a rank that wrote none.
 
         Raises:
-            ConfigError: The name of the file does not end in ``.json``.
+            ConfigError: The name of the file does not end in ``.json``, or its folder cannot be made.
         """
         file = check_trace_path(path)
         if not self.has_all_rows:
             file = file.with_suffix(f".rank{self.rank}.json")
         elif self.rank != 0:
             return None
+        make_trace_folder(file)
         file.write_text(json.dumps(chrome_trace(self.timeline, planned)))
         return file
 
@@ -204,11 +205,21 @@ def check_trace_path(path: str | Path) -> Path:
     """The path of a trace.
 
     Raises:
-        ConfigError: It is no file that could be written.
+        ConfigError: Its name does not end in ``.json``.
     """
     file = Path(path)
     if file.suffix != ".json":
         raise ConfigError(f"`path={str(path)!r}` does not end in .json. Viewers of traces need that: use trace.json.")
-    if not file.parent.is_dir():
-        raise ConfigError(f"`path={str(path)!r}` is in a folder that does not exist. Make `{file.parent}` first.")
     return file
+
+
+def make_trace_folder(file: Path) -> None:
+    """Make the folder of a trace, if it is missing.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"`path={str(file)!r}`: its folder cannot be made ({error}). Use another one.") from error

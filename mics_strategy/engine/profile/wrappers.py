@@ -229,9 +229,10 @@ class EngineWrappers:
         self, method: Method, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> StepArguments:
         result: StepArguments = method(optimizer, args, kwargs)
-        if result[2] is not None or result[0] is not args or result[1] is not kwargs:  # a step on this model
-            self._is_stepping = True
+        if result[2] is not None:
             self._row.begin_step()
+        elif result[0] is not args or result[1] is not kwargs:  # its closure has been wrapped, and runs first
+            self._is_stepping = True
         return result
 
     def _post_step(self, method: Method, exchanges: list[OwnerExchange]) -> None:
