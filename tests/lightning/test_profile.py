@@ -5,11 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
+from torch import nn
 
 from mics_strategy import ConfigError, LifecycleError
 from mics_strategy.lightning import MiCSProfile, profile_callback_for
+from tests.lightning.fabric_runs import launched
 from tests.lightning.modules import Regression, loader
 from tests.lightning.runs import mics, run, trainer
 from tests.ranks import RankContext, RankPool, assert_refused, refusal
@@ -123,3 +126,18 @@ def test_malformed_options_are_refused() -> None:
         MiCSProfile(skip=-1)
     with pytest.raises(ConfigError, match="namespace"):
         profile_callback_for("torch")
+
+
+def in_fabric(ctx: RankContext) -> int:
+    fabric = launched(ctx)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    profile = fabric.strategy.sharded_of(model).profile(steps=2)
+    for _ in range(2):
+        fabric.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+    return int(profile.result.num_steps)
+
+
+def test_a_plain_call_records_in_fabric(ranks: RankPool) -> None:
+    assert run(ranks, 2, in_fabric) == [2, 2]

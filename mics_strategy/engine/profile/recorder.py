@@ -103,17 +103,20 @@ class Ranges:
     def __init__(self, *, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
 
-    def begin(self, name: str) -> OpenRange:
-        """Begin a range. Returns it, for `end`."""
-        torch_range = nvtx_range = None
-        if _profiler_enabled():
-            torch_range = _enter_range(f"mics::{name}")
-        if self._is_cuda:
-            nvtx_range = torch.cuda.nvtx.range_start(f"mics::{name}")
+    def begin(self, key: PartKey) -> OpenRange | None:
+        """Begin the range of some work. Returns it, for `end`; None where nothing would show it."""
+        is_traced = _profiler_enabled()
+        if not (is_traced or self._is_cuda):
+            return None
+        name = f"mics::wait {key}" if key.category is Category.WAIT else f"mics::{key}"
+        torch_range = _enter_range(name) if is_traced else None
+        nvtx_range = torch.cuda.nvtx.range_start(name) if self._is_cuda else None
         return torch_range, nvtx_range
 
-    def end(self, begun: OpenRange) -> None:
+    def end(self, begun: OpenRange | None) -> None:
         """End a range; any thread may, and profilers may have started or ended since."""
+        if begun is None:
+            return
         torch_range, nvtx_range = begun
         if torch_range is not None:
             _exit_range(torch_range)
@@ -222,8 +225,7 @@ class ComputeRow:
 
     def discard(self) -> None:
         """End the row without a result."""
-        if self._range is not None:
-            self._ranges.end(self._range)
+        self._ranges.end(self._range)
         self._is_closed, self._range = True, None
 
     def close(self) -> tuple[Interval, ...]:
@@ -239,11 +241,10 @@ class ComputeRow:
         key = self._stack[-1]
         if self._is_closed or (self._keys and self._keys[-1] is key):
             return
-        if self._range is not None:
-            self._ranges.end(self._range)
+        self._ranges.end(self._range)
         self._stamps.append(self._clock.stamp())
         self._keys.append(key)
-        self._range = self._ranges.begin(_range_name(key))
+        self._range = self._ranges.begin(key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,8 +326,3 @@ class Recorder:
                 for queue, found in sorted(rows.items())
             ),
         )
-
-
-def _range_name(key: PartKey) -> str:
-    """The name of a range: wait all_gather layers.3 [inter_node]."""
-    return f"wait {key}" if key.category is Category.WAIT else str(key)

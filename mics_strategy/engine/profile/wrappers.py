@@ -333,7 +333,7 @@ class _QueueRecording:
         submitted = recorder.clock.stamp()
 
         def recorded_task() -> Steps:
-            started, begun = recorder.clock.stamp(), recorder.ranges.begin(str(key))
+            started, begun = recorder.clock.stamp(), recorder.ranges.begin(key)
             try:
                 yield from task()
             finally:
