@@ -265,6 +265,43 @@ def test_a_step_that_a_scaler_skips_is_part_of_the_next(ranks: RankPool) -> None
     assert ranks(4, skipped_step, ranks_per_node=2) == [(0, ["data", "step"])] * 4
 
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # preset, options
+    "mics": ("mics", {"grad_codec": "int8"}),
+    "int8": ("zero3", {"weight_codec": "int8", "grad_codec": "int4", "codec_links": "all"}),
+    "hpz": ("zeropp-hpz", {"prefetch": 2}),
+    "owners": ("zero1", {"optimizer_layout": "tensors"}),
+    "second hop": ("mics", {"second_hop": "micro_step"}),
+    "no overlap": ("paro-iig", {"overlap": "none"}),
+    "codec ends": ("mics", {"grad_codec": "int8", "grad_codec_until": 0.5, "training_steps": 4}),
+}
+
+
+def with_options(ctx: RankContext, preset: str, options: dict[str, Any]) -> tuple[int, int, float]:
+    """Bytes of the traffic log in the last step; of the profile in that step; seconds that its parts lack."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    sharded = shard(model, ShardConfig.preset(preset, topology=NODES, **options), units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        profile = sharded.profile(steps=1)
+        for _ in range(2):
+            model(torch.ones(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    timeline = profile.result.timeline
+    recorded_bytes = sum(i.sent_bytes for row in timeline.rows_of(ctx.rank) for i in row.intervals)
+    lacking = timeline.step_s(ctx.rank) - sum(part.seconds for part in timeline.parts(ctx.rank))
+    return sum(row.sent_bytes for row in sharded.traffic()), recorded_bytes, lacking
+
+
+@pytest.mark.one_job
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_byte_of_the_traffic_log_is_recorded(ranks: RankPool, variant: str) -> None:
+    for issued_bytes, recorded_bytes, lacking in ranks(4, with_options, *VARIANTS[variant], ranks_per_node=2):
+        assert recorded_bytes == issued_bytes > 0
+        assert lacking == pytest.approx(0.0, abs=1e-6)
+
+
 # -- the slowest rank ----------------------------------------------------------------------------------------
 
 

@@ -104,7 +104,7 @@ class Ranges:
         self._is_cuda = is_cuda
 
     def begin(self, key: PartKey) -> OpenRange | None:
-        """Begin the range of some work. Returns it, for `end`; None where nothing would show it."""
+        """Begin the range of some work. Returns it; None where nothing would show it."""
         is_traced = _profiler_enabled()
         if not (is_traced or self._is_cuda):
             return None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from mics_strategy.comm.route import SENT_BYTES
+from mics_strategy.comm.route import SENT_BYTES, all_reduce_bytes
 from mics_strategy.comm.work import Steps, Work
 from mics_strategy.engine.profile.recorder import (
     AFTER_BACKWARD,
@@ -131,7 +131,7 @@ class EngineWrappers:
     Args:
         model: Model that is recorded.
         recorder: Recorder of its steps.
-        on_root_forward: Called when a root forward begins.
+        on_root_forward: Called before the units of a root forward run.
         on_step: Called at the end of every optimizer step.
     """
 
@@ -175,9 +175,9 @@ class EngineWrappers:
     def _root_forward(self, method: Method) -> None:
         if not self._engine.is_recomputing:
             self._row.begin_forward()
-            self._on_root_forward()
         with self._row.inside(ENGINE):
             method()
+        self._on_root_forward()
 
     def _pre_forward(self, method: Method, unit: Unit) -> ForwardCall:
         is_recomputing = self._engine.is_recomputing
@@ -362,17 +362,24 @@ class _ControlRecording:
     """
 
     def __init__(self, control: ControlGroup, recorder: Recorder) -> None:
-        self._axis = control.axis
+        self._axis, self._size, self._index = control.axis, control.size, control.index
         self._recorder = recorder
 
     def all_reduce(self, method: Method, tensor: torch.Tensor, label: str) -> Work:
-        return self._started("all_reduce", label, lambda: method(tensor, label))
+        sent_bytes = all_reduce_bytes(tensor.numel() * tensor.itemsize, self._size)
+        return self._started("all_reduce", label, sent_bytes, lambda: method(tensor, label))
 
     def all_to_all(
-        self, method: Method, out: torch.Tensor, out_numels: list[int], full: torch.Tensor, *rest: Any, **named: Any
+        self,
+        method: Method,
+        out: torch.Tensor,
+        out_numels: list[int],
+        full: torch.Tensor,
+        full_numels: list[int],
+        label: str,
     ) -> Work:
-        label = named["label"] if "label" in named else rest[-1]
-        return self._started("all_to_all", label, lambda: method(out, out_numels, full, *rest, **named))
+        sent_bytes = (sum(full_numels) - full_numels[self._index]) * full.itemsize
+        return self._started("all_to_all", label, sent_bytes, lambda: method(out, out_numels, full, full_numels, label))
 
     def broadcast(self, method: Method, tensor: torch.Tensor, label: str, source: int = 0) -> None:
         self._blocking("broadcast", label, lambda: method(tensor, label, source))
@@ -384,19 +391,21 @@ class _ControlRecording:
     def _key(self, name: str, label: str) -> PartKey:
         return PartKey(category=Category.COLLECTIVE, name=name, unit=label, axis=self._axis)
 
-    def _started(self, name: str, label: str, start: Callable[[], Work]) -> Work:
+    def _started(self, name: str, label: str, sent_bytes: int, start: Callable[[], Work]) -> Work:
         key, started = self._key(name, label), self._recorder.clock.stamp()
-        return RecordedWork(start(), self._recorder, key, partial(self._end, key, started))
+        return RecordedWork(start(), self._recorder, key, partial(self._end, key, started, sent_bytes))
 
     def _blocking(self, name: str, label: str, run: Callable[[], Any]) -> Any:
         key, started = self._key(name, label), self._recorder.clock.stamp()
         with self._recorder.waiting(key):
             result = run()
-        self._end(key, started)
+        self._end(key, started, sent_bytes=0)  # not part of a plan
         return result
 
-    def _end(self, key: PartKey, started: Any) -> None:
+    def _end(self, key: PartKey, started: Any, sent_bytes: int) -> None:
         ended = self._recorder.clock.stamp()
         self._recorder.add(
-            RecordedCollective(queue="control", key=key, submitted=started, started=started, ended=ended, sent_bytes=0)
+            RecordedCollective(
+                queue="control", key=key, submitted=started, started=started, ended=ended, sent_bytes=sent_bytes
+            )
         )
