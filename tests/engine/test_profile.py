@@ -272,7 +272,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # preset, options
     "owners": ("zero1", {"optimizer_layout": "tensors"}),
     "second hop": ("mics", {"second_hop": "micro_step"}),
     "no overlap": ("paro-iig", {"overlap": "none"}),
-    "codec ends": ("mics", {"grad_codec": "int8", "grad_codec_until": 0.5, "training_steps": 4}),
+    "codec ends": (
+        "zero3",
+        {"grad_codec": "int8", "codec_links": "all", "grad_codec_until": 0.5, "training_steps": 4},
+    ),
 }
 
 
