@@ -24,7 +24,7 @@ MAX_CHAIN = 16  # modules that an import loads one after the other
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
     (
-        *("config", "topology", "scopes", "comm.route", "comm.codecs", "tuning.threshold"),
+        *("config", "topology", "scopes", "timeline", "comm.route", "comm.codecs", "tuning.threshold"),
         *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule"),
         *("planner.cost", "checkpoint.manifest", "checkpoint.reshard"),
     ),
@@ -69,7 +69,7 @@ GROUP_MAKERS = ("new_group", "new_subgroups*", "split_group", "init_device_mesh"
 GROUPS_MADE_IN = "comm/resources.py"
 ONE_DOCSTRING = (  # in __init__.py
     *("comm", "comm.codecs", "comm.peer_memory", "tuning", "planner"),
-    *("engine", "engine.setup", "engine.optimizer", "checkpoint"),
+    *("engine", "engine.setup", "engine.optimizer", "engine.profile", "checkpoint"),
 )
 VAGUE_NAMES = ("util", "utils", "helpers", "misc", "common")
 # What a user may import: the promise, and all there is.
