@@ -11,6 +11,7 @@ contribution of a narrow wire dtype instead of one per step of a ring, and the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,8 +46,8 @@ class GroupAlgorithm(Protocol):
         """Put every rank's `shard` into its row, with the same bits on all ranks.
 
         Args:
-            rows: [n] for each rank, contiguous.
-            shard: [n], same dtype; may be its row.
+            rows: [n] for each rank, contiguous; to a quantizing algorithm also tables [chunks, n] of contiguous rows.
+            shard: [n], or the table, same dtype; may be its row.
             wire: Dtype of unquantized payloads.
             tag: Tag of the collective, the same on all ranks.
         """
@@ -58,7 +59,7 @@ class GroupAlgorithm(Protocol):
         """Sum the pieces that all ranks have for this rank.
 
         Args:
-            pieces: [n] for each rank, contiguous; unchanged until finished.
+            pieces: [n] for each rank, contiguous, or tables as in `start_all_gather`; unchanged until finished.
             wire: Dtype of unquantized payloads.
             tag: Tag of the collective, the same on all ranks.
 
@@ -147,9 +148,13 @@ class QuantizedAlgorithm:
         self._gather_quantizer = gather_quantizer
         self._codec = quantizer.codec
 
-    def _allocate_payloads(self, numel: int) -> list[torch.Tensor]:
-        num_bytes = self._codec.encoded_bytes(numel)
-        return [self._workspace.allocate(num_bytes, torch.uint8) for _ in range(self.transport.size)]
+    def _allocate_payloads(self, shape: torch.Size) -> list[torch.Tensor]:
+        """A payload for each rank; one row for each row of a table [chunks, n]."""
+        payload_shape = (*shape[:-1], self._codec.encoded_bytes(shape[-1]))
+        num_bytes = math.prod(payload_shape)
+        return [
+            self._workspace.allocate(num_bytes, torch.uint8).view(payload_shape) for _ in range(self.transport.size)
+        ]
 
     def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
         """See `GroupAlgorithm.all_gather_scratch_bytes`."""
@@ -159,7 +164,7 @@ class QuantizedAlgorithm:
         self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
     ) -> Completion:
         """See `GroupAlgorithm.start_all_gather`."""
-        payloads = self._allocate_payloads(shard.numel())
+        payloads = self._allocate_payloads(shard.shape)
         local_payload = payloads[self.transport.index]
         self._gather_quantizer.encode(shard, local_payload)
         pending = self.transport.all_gather(payloads, local_payload, tag)
@@ -178,13 +183,13 @@ class QuantizedAlgorithm:
 
     def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
         """See `GroupAlgorithm.start_reduce_scatter`."""
-        rank, numel = self.transport.index, pieces[0].numel()
-        sent, received = self._allocate_payloads(numel), self._allocate_payloads(numel)
+        rank, shape = self.transport.index, pieces[0].shape
+        sent, received = self._allocate_payloads(shape), self._allocate_payloads(shape)
         for index, (piece, payload) in enumerate(zip(pieces, sent, strict=True)):
             if index != rank:
                 self._quantizer.encode(piece, payload)
         pending = self.transport.exchange(received, sent, tag)
-        decoded = self._workspace.allocate(numel, torch.float32)
+        decoded = self._workspace.allocate(shape.numel(), torch.float32).view(shape)
 
         def finish(out: torch.Tensor, accumulate: bool) -> None:
             if not accumulate:

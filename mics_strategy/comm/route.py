@@ -18,6 +18,7 @@ Pure.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ ALL_REDUCE = "all_reduce"
 ALL_TO_ALL = "all_to_all"  # with pieces of any sizes: a rank sends what it holds for others
 TunableCollective = tuple[str, "Span"]  # a collective over ranks of several nodes, several of them in a node
 _MIN_CHUNK_BYTES = 64 * 1024
+_MIN_MESSAGE_BYTES = 128 * 1024  # of several encoded chunks; the calls of a small message cost more than its codes
 _MAX_CHUNKS = 8  # measured: 2 chunks leave a tenth of the overlap, 32 cost more in messages than they gain
 
 
@@ -245,6 +247,30 @@ def chunks_of(route: Route, numel: int, itemsize: int, multiple: int = 1) -> lis
         return [(0, numel)]
     block = route.inter.codec.block_size if route.inter.codec is not None else 1
     return pipeline_chunks(numel, itemsize, math.lcm(multiple, min(block, 1 << 16)))
+
+
+def group_chunks(chunks: list[tuple[int, int]], codec: Codec, num_shares: int) -> list[tuple[int, int, int]]:
+    """Group adjacent chunks of equal size, each group for one message.
+
+    A codec encodes a group in one call. Codes and bytes are those of the chunks one by one. Groups are as few as have `_MIN_MESSAGE_BYTES` each, and of
+    similar size.
+
+    Args:
+        chunks: Start and end of each chunk; all but the last have one size.
+        codec: Codec of the messages.
+        num_shares: Pieces of a chunk, each for one rank.
+
+    Returns:
+        Start, end and number of chunks of each group.
+    """
+    if not chunks:
+        return []
+    step = chunks[0][1] - chunks[0][0]
+    equal = sum(end - start == step for start, end in chunks)
+    num_groups = -(-equal // -(-_MIN_MESSAGE_BYTES // codec.encoded_bytes(step // num_shares)))
+    bounds = [equal * index // num_groups for index in range(num_groups + 1)]
+    groups = [(chunks[first][0], chunks[last - 1][1], last - first) for first, last in itertools.pairwise(bounds)]
+    return groups + [(start, end, 1) for start, end in chunks[equal:]]
 
 
 def all_gather_traffic(route: Route, full_numel: int, dtype: torch.dtype) -> list[HopTraffic]:

@@ -189,12 +189,14 @@ class StagePipeline:
         chunks = routes.chunks_of(self._route, numel, wire.itemsize)
         if self._intra is None:
             rows = list(full.view(self._route.size, -1).unbind())
+            groups = self._message_groups(chunks, 1)
             completions = [
-                self._inter.start_reduce_scatter([row[start:end] for row in rows], wire, tag) for start, end in chunks
+                self._inter.start_reduce_scatter([_table(row[start:end], count) for row in rows], wire, tag)
+                for start, end, count in groups
             ]
             yield
-            for finish, (start, end) in zip(completions, chunks, strict=True):
-                finish(out[start:end], accumulate)
+            for finish, (start, end, count) in zip(completions, groups, strict=True):
+                finish(_table(out[start:end], count), accumulate)
             return
         node_sums = self._workspace.allocate(self._num_nodes * numel, out.dtype)
         slices, sum_rows = full.view(self._ranks_per_node, self._num_nodes, -1), node_sums.view(self._num_nodes, -1)
@@ -268,20 +270,21 @@ class StagePipeline:
                 intra_sums.append(self._intra.start_reduce_scatter(rows, wire, tag))
             yield
         inter_sums = []
-        for index, (start, end) in enumerate(chunks):
+        groups = self._message_groups(chunks, self._num_nodes)
+        for index, (start, end, count) in enumerate(groups):
             if intra_sums:
                 intra_sums[index](local_slice[start:end], False)
-            rows = list(local_slice[start:end].view(self._num_nodes, -1))
+            rows = list(_table(local_slice[start:end].view(count * self._num_nodes, -1), count).unbind(-2))
             inter_sums.append((self._inter.start_reduce_scatter(rows, wire, tag), rows))
         if self._intra is None:
             yield
         inter_gathers = []
         for finish_sum, rows in inter_sums:
-            total = self._workspace.allocate(rows[0].numel(), tensor.dtype)
+            total = self._workspace.allocate(rows[0].numel(), tensor.dtype).view(rows[0].shape)
             finish_sum(total, False)
             inter_gathers.append(self._inter.start_all_gather(rows, total, wire, tag))
         intra_gathers: list[Completion] = []
-        for finish, (start, end) in zip(inter_gathers, chunks, strict=True):
+        for finish, (start, end, _) in zip(inter_gathers, groups, strict=True):
             finish()
             previous, intra_gathers = intra_gathers, []
             for intra in self._unquantized[1:]:
@@ -292,6 +295,20 @@ class StagePipeline:
         for finish in intra_gathers:
             finish()
         tensor.copy_(full[: tensor.numel()])
+
+    def _message_groups(self, chunks: list[tuple[int, int]], num_shares: int) -> list[tuple[int, int, int]]:
+        """Groups of chunks that are encoded and sent together between nodes.
+
+        See `routes.group_chunks`. Random numbers are drawn chunk by chunk, and a chunk of two stages waits for its first stage alone.
+
+        Args:
+            chunks: Start and end of each chunk.
+            num_shares: Pieces of a chunk, each for one rank.
+        """
+        codec = self._route.inter.codec
+        if codec is None or codec.rounding != "nearest" or self._intra is not None:
+            return [(start, end, 1) for start, end in chunks]
+        return routes.group_chunks(chunks, codec, num_shares)
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for all-reduces of `numel` elements of `dtype`."""
@@ -309,6 +326,11 @@ class StagePipeline:
                     1
                 ].all_gather_scratch_bytes(end - start, dtype, wire)
         self._workspace.reserve(num_bytes)
+
+
+def _table(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Values of `count` chunks as a table, with one more dim unless it is one."""
+    return values if count == 1 else values.view(count, -1, *values.shape[1:])
 
 
 def _nothing() -> None:

@@ -19,6 +19,7 @@ from mics_strategy.comm.route import (
     all_reduce_slice,
     all_reduce_traffic,
     chunks_of,
+    group_chunks,
     is_plain_all_reduce,
     pipeline_chunks,
     reduce_scatter_bytes,
@@ -82,6 +83,37 @@ def test_pieces_of_what_is_encoded_hold_whole_blocks_and_equal_shares(numel: int
         pieces = chunks_of(route(ranks, 2, Codec(bits=4, block_size=block)), padded, 4, ranks)
         assert all(start % block == 0 and (end - start) % ranks == 0 for start, end in pieces)
         assert pieces[-1][1] == padded
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_groups_hold_the_chunks_of_equal_size_once_and_in_order(numel: int, ranks: int) -> None:
+    chunks = chunks_of(route(2, codec=INT8), -(-numel // ranks) * ranks, 4, ranks)
+    groups = group_chunks(chunks, INT8, ranks)
+    regrouped = [
+        (start + index * (end - start) // count, start + (index + 1) * (end - start) // count)
+        for start, end, count in groups
+        for index in range(count)
+    ]
+    assert regrouped == chunks
+
+
+@pytest.mark.parametrize(
+    ("chunk_numel", "counts"),
+    [(1 << 16, [2, 2, 2, 2]), (1 << 15, [4, 4]), (1 << 13, [8]), (1 << 17, [1] * 8), (50_000, [2, 3, 3])],
+)
+def test_a_message_of_several_chunks_has_128_kib_or_is_the_only_one(chunk_numel: int, counts: list[int]) -> None:
+    chunks = [(index * chunk_numel, (index + 1) * chunk_numel) for index in range(8)]
+    codec = Codec(bits=8, block_size=1 << 20)  # a byte a value, and one scale
+    assert [count for _, _, count in group_chunks(chunks, codec, 1)] == counts
+    assert [count for _, _, count in group_chunks([*chunks, (chunks[-1][1], chunks[-1][1] + 5)], codec, 1)] == [
+        *counts,
+        1,
+    ]
+
+
+def test_nothing_has_no_groups() -> None:
+    assert group_chunks([], INT8, 2) == []
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ class Quantizer:
 
     It holds scratch tiles, so that two threads need two objects.
 
-    Values may be fp16, bf16, fp32 or fp64; arithmetic is fp32. Tensors are contiguous, on `device` (on CUDA, the
-    current one), and do not overlap. Encoded buffers start at a multiple of 4 bytes of their storage. Nothing is
-    recorded for autograd. Kernels do not synchronize with the host.
+    Values may be fp16, bf16, fp32 or fp64; arithmetic is fp32. Tensors are contiguous (without kernels, only the rows
+    of a table of values need be), on `device` (on CUDA, the current one), and do not overlap. Encoded buffers start at
+    a multiple of 4 bytes of their storage. Nothing is recorded for autograd. Kernels do not synchronize with the host.
 
     Args:
         codec: Codec of the encoded buffers, except where a method takes another one.
@@ -193,7 +193,8 @@ class Quantizer:
     def _check_values(
         self, name: str, values: torch.Tensor, shape: torch.Size, dtype: torch.dtype | None = None
     ) -> None:
-        is_shape_right = values.shape == shape and values.dim() in (1, 2) and values.is_contiguous()
+        has_rows = values.is_contiguous() or (self._triton is None and values.dim() == 2 and values.stride(1) == 1)
+        is_shape_right = values.shape == shape and values.dim() in (1, 2) and has_rows
         is_dtype_right = values.dtype is dtype if dtype is not None else values.dtype.is_floating_point
         if not (is_shape_right and is_dtype_right and values.device.type == self.device.type):
             raise ShapeError(
