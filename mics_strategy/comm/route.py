@@ -252,8 +252,8 @@ def chunks_of(route: Route, numel: int, itemsize: int, multiple: int = 1) -> lis
 def group_chunks(chunks: list[tuple[int, int]], codec: Codec, num_shares: int) -> list[tuple[int, int, int]]:
     """Group adjacent chunks of equal size, each group for one message.
 
-    A codec encodes a group in one call. Codes and bytes are those of the chunks one by one. Groups are as few as have `_MIN_MESSAGE_BYTES` each, and of
-    similar size.
+    A codec encodes a group in one call. Codes and bytes are those of the chunks one by one. Groups are as few as have
+    `_MIN_MESSAGE_BYTES` each, and of similar size.
 
     Args:
         chunks: Start and end of each chunk; all but the last have one size.
