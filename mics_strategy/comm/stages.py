@@ -299,7 +299,7 @@ class StagePipeline:
     def _message_groups(self, chunks: list[tuple[int, int]], num_shares: int) -> list[tuple[int, int, int]]:
         """Groups of chunks that are encoded and sent together between nodes.
 
-        See `routes.group_chunks`. Random numbers are drawn chunk by chunk, and a chunk of two stages waits for its first
+        See `routes.group_chunks`. Random numbers are drawn chunk by chunk. A chunk of two stages waits for its first
         stage alone.
 
         Args:
