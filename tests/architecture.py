@@ -70,7 +70,7 @@ GROUP_MAKERS = ("new_group", "new_subgroups*", "split_group", "init_device_mesh"
 GROUPS_MADE_IN = "comm/resources.py"
 ONE_DOCSTRING = (  # in __init__.py
     *("comm", "comm.codecs", "comm.peer_memory", "tuning"),
-    *("engine", "engine.setup", "engine.optimizer", "checkpoint"),
+    *("engine", "engine.setup", "engine.optimizer", "engine.profile", "checkpoint"),
 )
 VAGUE_NAMES = ("util", "utils", "helpers", "misc", "common")
 # What a user may import: the promise, and all there is.
