@@ -57,13 +57,19 @@ def all_reduce_scratch_bytes(route: Route, numel: int, wire: torch.dtype, dtype:
 
 
 def _payload_bytes(route: Route, num_stages: int, numel: int) -> int:
-    """Bytes of the payloads of all ranks of the first stages; 0 where they are not quantized."""
+    """Bytes of the payloads of all ranks of the first stages.
+
+    It is 0 where they are not quantized.
+    """
     codec = route.hops[0].codec
     return 0 if codec is None else aligned_bytes((route.strides[num_stages] * codec.encoded_bytes(numel), torch.uint8))
 
 
 def _partial_sums_bytes(route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
-    """Bytes for the sums of all stages but the slowest, of `numel` elements for each rank."""
+    """Bytes for the sums of all stages but the slowest.
+
+    Each rank has `numel` elements.
+    """
     num_bytes = 0
     for hop, rows in zip(route.hops[1:], route.strides[1:], strict=False):
         sum_dtype = wire if hop.codec is None else dtype

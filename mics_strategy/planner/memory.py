@@ -103,7 +103,10 @@ def rank_memories(
     batches: Iterable[MicroBatch],
     states: StateFormat | None = None,
 ) -> list[RankMemory]:
-    """As `rank_memory` for several micro-batches; what does not depend on them is computed once."""
+    """As `rank_memory`, for several micro-batches.
+
+    What does not depend on them is computed once.
+    """
     states = states or StateFormat()
     buffers = EngineBuffers(model, config, scopes, states.parameter_dtype)
     fixed = buffers.bytes_by_purpose()
