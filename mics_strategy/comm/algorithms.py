@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Completion = Callable[[], None]  # waits for the stage, and puts its result in place
 _SEED_OF_GATHERS = 1 << 32  # beyond all ranks
 SumCompletion = Callable[[torch.Tensor, bool], None]  # the same for a sum: the output, and whether to add to it
+Residuals = list[torch.Tensor]  # [n] fp32 for each rank; that of this rank stays unused
 
 
 class GroupAlgorithm(Protocol):
@@ -40,7 +41,12 @@ class GroupAlgorithm(Protocol):
         """Bytes of workspace for `start_all_gather` of `numel` elements from each rank."""
 
     def start_all_gather(
-        self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
+        self,
+        rows: list[torch.Tensor],
+        shard: torch.Tensor,
+        wire: torch.dtype,
+        tag: int,
+        residual: torch.Tensor | None = None,
     ) -> Completion:
         """Put every rank's `shard` into its row, with the same bits on all ranks.
 
@@ -49,18 +55,22 @@ class GroupAlgorithm(Protocol):
             shard: [n], same dtype; may be its row.
             wire: Dtype of unquantized payloads.
             tag: Tag of the collective, the same on all ranks.
+            residual: [n] fp32, what earlier encodings of `shard` have lost, updated; None without feedback.
         """
 
     def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
         """Bytes of workspace for `start_reduce_scatter` of `numel` elements for each rank."""
 
-    def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
+    def start_reduce_scatter(
+        self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int, residuals: Residuals | None = None
+    ) -> SumCompletion:
         """Sum the pieces that all ranks have for this rank.
 
         Args:
             pieces: [n] for each rank, contiguous; unchanged until finished.
             wire: Dtype of unquantized payloads.
             tag: Tag of the collective, the same on all ranks.
+            residuals: What earlier encodings of the pieces have lost, updated; None without feedback.
 
         Returns:
             The completion. It takes the output, [n], fp32 or wider, and whether to add to it.
@@ -84,7 +94,12 @@ class PlainAlgorithm:
         return 0 if wire == dtype else self.transport.size * aligned_bytes((numel, wire))
 
     def start_all_gather(
-        self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
+        self,
+        rows: list[torch.Tensor],
+        shard: torch.Tensor,
+        wire: torch.dtype,
+        tag: int,
+        residual: torch.Tensor | None = None,
     ) -> Completion:
         """See `GroupAlgorithm.start_all_gather`."""
         if wire == shard.dtype:
@@ -103,7 +118,9 @@ class PlainAlgorithm:
         """See `GroupAlgorithm.reduce_scatter_scratch_bytes`."""
         return (self.transport.size + 1) * aligned_bytes((numel, wire)) * (1 if wire == dtype else 2)
 
-    def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
+    def start_reduce_scatter(
+        self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int, residuals: Residuals | None = None
+    ) -> SumCompletion:
         """See `GroupAlgorithm.start_reduce_scatter`."""
         numel, size = pieces[0].numel(), self.transport.size
         if wire != pieces[0].dtype:
@@ -156,12 +173,17 @@ class QuantizedAlgorithm:
         return self.transport.size * aligned_bytes((self._codec.encoded_bytes(numel), torch.uint8))
 
     def start_all_gather(
-        self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
+        self,
+        rows: list[torch.Tensor],
+        shard: torch.Tensor,
+        wire: torch.dtype,
+        tag: int,
+        residual: torch.Tensor | None = None,
     ) -> Completion:
         """See `GroupAlgorithm.start_all_gather`."""
         payloads = self._allocate_payloads(shard.numel())
         local_payload = payloads[self.transport.index]
-        self._gather_quantizer.encode(shard, local_payload)
+        self._gather_quantizer.encode(shard, local_payload, residual)
         pending = self.transport.all_gather(payloads, local_payload, tag)
 
         def finish() -> None:
@@ -176,13 +198,15 @@ class QuantizedAlgorithm:
         """See `GroupAlgorithm.reduce_scatter_scratch_bytes`."""
         return 2 * self.all_gather_scratch_bytes(numel, dtype, wire) + aligned_bytes((numel, torch.float32))
 
-    def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
+    def start_reduce_scatter(
+        self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int, residuals: Residuals | None = None
+    ) -> SumCompletion:
         """See `GroupAlgorithm.start_reduce_scatter`."""
         rank, numel = self.transport.index, pieces[0].numel()
         sent, received = self._allocate_payloads(numel), self._allocate_payloads(numel)
         for index, (piece, payload) in enumerate(zip(pieces, sent, strict=True)):
             if index != rank:
-                self._quantizer.encode(piece, payload)
+                self._quantizer.encode(piece, payload, residuals[index] if residuals is not None else None)
         pending = self.transport.exchange(received, sent, tag)
         decoded = self._workspace.allocate(numel, torch.float32)
 
@@ -230,7 +254,12 @@ class RingAlgorithm:
         return 0 if wire == dtype else self.transport.size * aligned_bytes((numel, wire))
 
     def start_all_gather(
-        self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
+        self,
+        rows: list[torch.Tensor],
+        shard: torch.Tensor,
+        wire: torch.dtype,
+        tag: int,
+        residual: torch.Tensor | None = None,
     ) -> Completion:
         """See `GroupAlgorithm.start_all_gather`."""
         if wire == shard.dtype:
@@ -272,7 +301,9 @@ class RingAlgorithm:
         """See `GroupAlgorithm.reduce_scatter_scratch_bytes`."""
         return self.transport.size * aligned_bytes((numel, wire)) * (1 if wire == dtype else 2)
 
-    def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
+    def start_reduce_scatter(
+        self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int, residuals: Residuals | None = None
+    ) -> SumCompletion:
         """See `GroupAlgorithm.start_reduce_scatter`.
 
         1. Send the piece of the previous rank to the next rank: it goes all the way round, to the previous rank.

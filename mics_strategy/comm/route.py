@@ -123,6 +123,11 @@ class Route:
         """Whether any stage is quantized."""
         return self.inter.codec is not None
 
+    @property
+    def has_feedback(self) -> bool:
+        """Whether what an encoding of a sum loses is added to the next one."""
+        return self.inter.codec is not None and self.inter.codec.feedback
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedRoutes:
@@ -293,6 +298,61 @@ def _reduce_scatter_hop(hop: Hop, unquantized_bytes: int, numels: list[int], wir
         return HopTraffic(REDUCE_SCATTER, hop.axis, hop.size, wire, unquantized_bytes)
     num_bytes = hop.size * sum(hop.codec.encoded_bytes(numel) for numel in numels)
     return HopTraffic(REDUCE_SCATTER, hop.axis, hop.size, torch.uint8, num_bytes)
+
+
+def residual_numel(route: Route, collective: str, numel: int) -> int:
+    """Elements of the residual of a collective's error feedback; 0 without feedback.
+
+    A rank encodes every element of its full tensor once at most: for another rank of its node, for another node or, in
+    an all-reduce, in the sum that it sends back. So one residual serves all stages, with an element for each of the
+    full tensor, or of this rank's slice of it where only the inter-node stage is quantized.
+
+    Args:
+        route: Route of the collective.
+        collective: REDUCE_SCATTER or ALL_REDUCE.
+        numel: Elements of the full tensor.
+    """
+    if not route.has_feedback:
+        return 0
+    full_numel = numel if collective == REDUCE_SCATTER else route.ranks_per_node * all_reduce_slice(route, numel)
+    has_all_stages = route.intra is None or route.intra.codec is not None
+    return full_numel if has_all_stages else full_numel // route.ranks_per_node
+
+
+class StageResiduals:
+    """Views of a collective's residual, by stage; all are None without feedback.
+
+    Args:
+        residual: [residual_numel] fp32, or None.
+        route: Route of the collective.
+        local_index: Index of this rank in its node.
+
+    Attributes:
+        full: The whole residual where the intra-node stage is quantized, else None.
+        local: Part of this rank's slice, which the inter-node stage encodes.
+    """
+
+    def __init__(self, residual: torch.Tensor | None, route: Route, local_index: int) -> None:
+        has_intra = route.intra is not None and route.intra.codec is not None
+        self.full = residual if has_intra else None
+        self.local = residual if self.full is None else self.full.view(route.ranks_per_node, -1)[local_index]
+        self._route = route
+
+    def of_intra(self, start: int, end: int) -> list[torch.Tensor] | None:
+        """Residuals of elements `start` to `end` of each rank's slice in the node."""
+        if self.full is None:
+            return None
+        return [slice_[start:end] for slice_ in self.full.view(self._route.ranks_per_node, -1)]
+
+    def of_inter(self, start: int, end: int) -> list[torch.Tensor] | None:
+        """Residuals of elements `start` to `end` of every row of this rank's slice."""
+        if self.local is None:
+            return None
+        return [row[start:end] for row in self.local.view(self._route.inter.size, -1)]
+
+    def of_chunk(self, start: int, end: int) -> list[torch.Tensor] | None:
+        """Residuals of elements `start` to `end` of this rank's slice, by node."""
+        return None if self.local is None else list(self.local[start:end].view(self._route.inter.size, -1))
 
 
 def is_plain_all_reduce(route: Route, wire: torch.dtype, dtype: torch.dtype) -> bool:

@@ -22,12 +22,12 @@ from mics_strategy.comm.algorithms import (
     make_algorithm,
 )
 from mics_strategy.comm.codecs.quantizer import Quantizer
-from mics_strategy.comm.native import NativeStages
-from mics_strategy.comm.transport import BackendTransport, GlooTransport, Transport
+from mics_strategy.comm.route import StageResiduals
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
 if TYPE_CHECKING:
     from mics_strategy.comm.route import Route
+    from mics_strategy.comm.transport import GlooTransport
     from mics_strategy.comm.work import Steps
 
 
@@ -54,7 +54,9 @@ class Stages(Protocol):
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Reserve workspace for all-gathers of shards of `numel` elements."""
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Steps:
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int, residual: torch.Tensor | None
+    ) -> Steps:
         """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`."""
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
@@ -63,27 +65,11 @@ class Stages(Protocol):
     def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> Steps:
         """Sum `tensor` over all ranks with the backend's all-reduce, in its dtype."""
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Steps:
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int, residual: torch.Tensor | None) -> Steps:
         """Sum `tensor` over all ranks; see `Communicator.all_reduce`."""
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for all-reduces of `numel` elements of `dtype`."""
-
-
-def make_stages(route: Route, transports: list[Transport], workspace: Workspace, device: torch.device) -> Stages:
-    """The stages of a route over one kind of transport.
-
-    Args:
-        route: Stages, with their codecs.
-        transports: Transports of the inter-node stage and, where there is one, of the intra-node stage.
-        workspace: Scratch memory.
-        device: Device of the tensors.
-    """
-    on_gloo = [transport for transport in transports if isinstance(transport, GlooTransport)]
-    if on_gloo:
-        return StagePipeline(route, on_gloo, workspace, device)
-    on_backend = [transport for transport in transports if isinstance(transport, BackendTransport)]
-    return NativeStages(route, on_backend, workspace, device)
 
 
 class StagePipeline:
@@ -179,7 +165,9 @@ class StagePipeline:
                 sum(self._inter.all_gather_scratch_bytes(end - start, dtype, dtype) for start, end in chunks)
             )
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Steps:
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int, residual: torch.Tensor | None
+    ) -> Steps:
         """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`.
 
         1. Reduce-scatter each chunk inside the node: this rank keeps one slice, in the dtype of the sum.
@@ -187,10 +175,12 @@ class StagePipeline:
         """
         numel, wire = out.numel(), full.dtype
         chunks = routes.chunks_of(self._route, numel, wire.itemsize)
+        lost = StageResiduals(residual, self._route, self._local_index)
         if self._intra is None:
             rows = list(full.view(self._route.size, -1).unbind())
             completions = [
-                self._inter.start_reduce_scatter([row[start:end] for row in rows], wire, tag) for start, end in chunks
+                self._inter.start_reduce_scatter([row[start:end] for row in rows], wire, tag, lost.of_inter(start, end))
+                for start, end in chunks
             ]
             yield
             for finish, (start, end) in zip(completions, chunks, strict=True):
@@ -200,13 +190,18 @@ class StagePipeline:
         slices, sum_rows = full.view(self._ranks_per_node, self._num_nodes, -1), node_sums.view(self._num_nodes, -1)
         intra = self._intra
         if len(chunks) == 1:
-            rows = list(full.view(self._ranks_per_node, -1))
-            intra_completions = [[(intra.start_reduce_scatter(rows, wire, tag), node_sums)]]
+            rows, start, end = list(full.view(self._ranks_per_node, -1)), 0, full.numel() // self._ranks_per_node
+            intra_completions = [[(intra.start_reduce_scatter(rows, wire, tag, lost.of_intra(start, end)), node_sums)]]
         else:
             intra_completions = [
                 [
                     (
-                        intra.start_reduce_scatter([rank_slice[row][start:end] for rank_slice in slices], wire, tag),
+                        intra.start_reduce_scatter(
+                            [rank_slice[row][start:end] for rank_slice in slices],
+                            wire,
+                            tag,
+                            lost.of_intra(row * numel + start, row * numel + end),
+                        ),
                         sum_rows[row][start:end],
                     )
                     for row in range(self._num_nodes)
@@ -219,7 +214,7 @@ class StagePipeline:
             for finish, node_sum in row_completions:
                 finish(node_sum, False)
             rows = [sum_row[start:end] for sum_row in sum_rows]
-            inter_completions.append(self._inter.start_reduce_scatter(rows, wire, tag))
+            inter_completions.append(self._inter.start_reduce_scatter(rows, wire, tag, lost.of_inter(start, end)))
         for finish, (start, end) in zip(inter_completions, chunks, strict=True):
             finish(out[start:end], accumulate)
 
@@ -247,7 +242,7 @@ class StagePipeline:
         self._inter.transport.barrier(tag)
         self._inter.transport.all_reduce(tensor).wait()
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Steps:
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int, residual: torch.Tensor | None) -> Steps:
         """Sum `tensor` over all ranks; see `Communicator.all_reduce`.
 
         1. Reduce-scatter each chunk inside the node; this rank keeps a slice.
@@ -261,25 +256,27 @@ class StagePipeline:
         slices = full.view(self._ranks_per_node, -1)
         local_slice = self._workspace.allocate(slice_numel, tensor.dtype) if self._intra is not None else full
         chunks = routes.all_reduce_chunks(self._route, slice_numel, wire.itemsize)
+        lost = StageResiduals(residual, self._route, self._local_index)
         intra_sums: list[SumCompletion] = []
         if self._intra is not None:
             for start, end in chunks:
                 rows = [rank_slice[start:end] for rank_slice in slices]
-                intra_sums.append(self._intra.start_reduce_scatter(rows, wire, tag))
+                intra_sums.append(self._intra.start_reduce_scatter(rows, wire, tag, lost.of_intra(start, end)))
             yield
         inter_sums = []
         for index, (start, end) in enumerate(chunks):
             if intra_sums:
                 intra_sums[index](local_slice[start:end], False)
-            rows = list(local_slice[start:end].view(self._num_nodes, -1))
-            inter_sums.append((self._inter.start_reduce_scatter(rows, wire, tag), rows))
+            rows, lost_rows = list(local_slice[start:end].view(self._num_nodes, -1)), lost.of_chunk(start, end)
+            inter_sums.append((self._inter.start_reduce_scatter(rows, wire, tag, lost_rows), rows, lost_rows))
         if self._intra is None:
             yield
         inter_gathers = []
-        for finish_sum, rows in inter_sums:
+        for finish_sum, rows, lost_rows in inter_sums:
             total = self._workspace.allocate(rows[0].numel(), tensor.dtype)
             finish_sum(total, False)
-            inter_gathers.append(self._inter.start_all_gather(rows, total, wire, tag))
+            local_residual = None if lost_rows is None else lost_rows[self._inter.transport.index]
+            inter_gathers.append(self._inter.start_all_gather(rows, total, wire, tag, local_residual))
         intra_gathers: list[Completion] = []
         for finish, (start, end) in zip(inter_gathers, chunks, strict=True):
             finish()

@@ -18,7 +18,8 @@ from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.engine.backward_grads import GradStaging
 from mics_strategy.engine.boundary import AccumulationBoundary
 from mics_strategy.engine.bucket import Bucket, param_comms
-from mics_strategy.engine.grad_bucket import GradBucket
+from mics_strategy.engine.feedback import make_feedback
+from mics_strategy.engine.grad_bucket import GradBucket, GradMemory
 from mics_strategy.engine.layout import BucketLayout, BucketSpec, make_layout
 from mics_strategy.engine.memory import CachedViews, MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
 from mics_strategy.engine.parameter import make_sharded_parameter
@@ -288,13 +289,19 @@ def _gradients(units: list[Unit], context: BuildContext) -> dict[int, list[GradB
     sizes = [(buckets[i].layout.shard_numel, buckets[i].spec.master_dtype) for i in cast_indices]
     casts = dict(zip(cast_indices, arena(memory, "cast gradients", sizes, device), strict=True))
     stagings = _shared_staging(buckets, context)
+    wires = [context.config.wire_dtype_of(bucket.spec.master_dtype) for bucket in buckets]
+    layouts = [bucket.layout for bucket in buckets]
+    feedbacks = make_feedback([*zip(layouts, wires, strict=True)], context.groups, memory, device)
     grad_buckets = iter(
         GradBucket(
             bucket,
-            accumulators[i],
-            results[i],
-            casts.get(i, results[i]),
-            context.config.wire_dtype_of(bucket.spec.master_dtype),
+            GradMemory(
+                accumulator=accumulators[i],
+                result=results[i],
+                result_cast=casts.get(i, results[i]),
+                feedback=feedbacks[i],
+            ),
+            wires[i],
             stagings[i],
         )
         for i, bucket in enumerate(buckets)

@@ -25,6 +25,7 @@ from mics_strategy.errors import ConfigError, LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.engine.build import BuildContext
+    from mics_strategy.engine.feedback import GradFeedback
     from mics_strategy.engine.parameter import ShardedParameter
     from mics_strategy.engine.step import Engine
     from mics_strategy.engine.unit import Unit
@@ -338,6 +339,11 @@ class Sharded:
     def warn_pending_gradients(self) -> None:
         """Warn once, on rank 0, that a checkpoint does not hold the pending gradients."""
         self._engine.backwards.warn_pending_gradients()
+
+    @property
+    def feedback(self) -> list[GradFeedback]:
+        """Residuals of error feedback of this rank, one object for each trainable bucket."""
+        return [g.feedback for gradients in self._engine.reducer.gradients.values() for g in gradients]
 
     @property
     def generators(self) -> list[torch.Generator]:

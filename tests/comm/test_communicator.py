@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mics_strategy.comm import native
 from mics_strategy.comm import route as routes
+from mics_strategy.comm import table_algorithms
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.route import Algorithm, Route
 from mics_strategy.errors import LifecycleError, ShapeError
@@ -171,7 +171,7 @@ def test_sums_of_the_backend_are_those_of_the_plain_version(
     kind: str,
 ) -> None:
     """As on a GPU, with numbers whose order in a sum does not matter."""
-    monkeypatch.setattr(native, "OrderedAlgorithm", native.NativeAlgorithm)
+    monkeypatch.setattr(table_algorithms, "OrderedAlgorithm", table_algorithms.NativeAlgorithm)
 
     def job(ctx: RankContext) -> list[str]:
         network = WholeNumbers(ctx, codec, links, stages)
