@@ -1,5 +1,6 @@
-"""The last backward before an optimizer step: declared by the loop, or predicted from its earlier steps.
+"""Prediction of the last backward before an optimizer step.
 
+The loop may declare that backward.
 In that backward the second hop of a unit starts right behind its first hop. A loop that declares nothing is predicted:
 if its last two steps used n backwards each, the n-th backward since then counts as the last one.
 
