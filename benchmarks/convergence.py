@@ -56,6 +56,15 @@ VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zerop
     "int8-int4": _INT8_INT4,
     "int8-int4-half": {**_INT8_INT4, "grad_codec_until": 0.5},
     "int8-int4-stochastic": {**_INT8_INT4, "grad_codec": Codec(bits=4, rounding="stochastic")},
+    "int8-int4-rotation": {**_INT8_INT4, "grad_codec": Codec(bits=4, block_size=128, rotation=True)},
+    "int8-int4-feedback": {**_INT8_INT4, "grad_codec": Codec(bits=4, block_size=128, feedback=True)},
+    "int8-int4-both": {**_INT8_INT4, "grad_codec": Codec(bits=4, block_size=128, rotation=True, feedback=True)},
+    "int2-nodes": {"grad_codec": "int2", "codec_links": "slow"},  # between nodes; parameters are not encoded
+    "int2-nodes-both": {
+        "grad_codec": Codec(bits=2, block_size=128, rotation=True, feedback=True),
+        "codec_links": "slow",
+    },
+    "bf16": {"reduce_dtype": "bfloat16"},  # gradients rounded to eight bits of fraction: how far chaos goes
     "non-blocked": {
         "weight_codec": Codec(bits=8, block_size=_WHOLE),
         "grad_codec": Codec(bits=4, block_size=_WHOLE),
@@ -198,13 +207,9 @@ def _recipe(options: argparse.Namespace) -> Recipe:
 
 
 def _config(variant: str, steps: int) -> ShardConfig:
-    return ShardConfig.preset(
-        "zeropp-hpz",
-        topology=Topology(ranks_per_node=_RANKS_PER_NODE),
-        codec_links="all",
-        training_steps=steps,
-        **VARIANTS[variant],
-    )
+    topology = Topology(ranks_per_node=_RANKS_PER_NODE)
+    fields = {"topology": topology, "codec_links": "all", "training_steps": steps, **VARIANTS[variant]}
+    return ShardConfig.preset("zeropp-hpz", **fields)
 
 
 def _train(recipe: Recipe, names: list[str], options: argparse.Namespace) -> list[Curve]:

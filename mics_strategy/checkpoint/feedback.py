@@ -46,7 +46,7 @@ def add_feedback(local: LocalState, sharded: Sharded, rank: int) -> None:
 
 
 def _local_residuals(sharded: Sharded) -> dict[str, dict[str, torch.Tensor]]:
-    """Residuals of this rank by bucket, and by role with their first element and their number."""
+    """Residuals of this rank by bucket, then by role, first element and number."""
     return {
         str(index): {f"{role}+{r.start}+{r.numel}": r.values for role, r in feedback.residuals.items()}
         for index, feedback in enumerate(sharded.feedback)
@@ -103,7 +103,10 @@ class FeedbackSource:
             self._layout = str(target[FEEDBACK][_LAYOUT])
 
     def agree(self) -> Callable[[], None]:
-        """Decide, on all ranks, how to load. Returns a function that loads, not collective."""
+        """Decide on all ranks how to load.
+
+        Returns a function that loads and is not collective.
+        """
         own = {
             f"{FEEDBACK}.{_RESIDUALS}.{self._rank}.{index}.{key}": tuple(values.shape)
             for index, by_key in _local_residuals(self._sharded).items()
@@ -129,7 +132,7 @@ class FeedbackSource:
         self._read({FEEDBACK: {_RESIDUALS: {str(self._rank): residuals}, _CARRY: carries}})
 
     def _load_sum(self) -> None:
-        """Add up what all saved ranks have for this rank's shard, one tensor after the other."""
+        """Add up what all saved ranks have for this rank's shard, one after the other."""
         for feedback in self._sharded.feedback:
             feedback.clear()
         buckets = self._saved_buckets() if self._names else []

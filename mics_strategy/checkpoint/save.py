@@ -116,9 +116,8 @@ def save_checkpoint(
         CheckpointError: A rank failed. Raised on every rank, with the rank that failed.
 
     Cost:
-        Disk: with error feedback, 4 bytes for each element of every rank's residuals (`Sharded.memory`). If
-        asynchronous, host memory for a copy of what this rank writes: about 1 / world_size of the state. For
-        quantized states, it also holds the values. The memory is reused by the next save.
+        Disk: with error feedback also every rank's residuals. If asynchronous, host memory for a copy of what this rank
+        writes: about 1 / world_size of the state. For quantized states, it also holds the values. The memory is reused.
     """
     finish_saves(sharded)
     if optimizers:
