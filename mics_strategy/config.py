@@ -155,6 +155,7 @@ class ShardConfig:
         for name in ("weight_codec", "grad_codec"):
             object.__setattr__(self, name, _as_codec(name, getattr(self, name)))
         _check_codecs(self.codec_of("weight_codec"), self.codec_of("grad_codec"))
+        _check_gradients(self.codec_of("grad_codec"))
         _check_choice("codec_links", self.codec_links, ("slow", "all"))
         _check_choice("grad_codec_hops", self.grad_codec_hops, ("all", "first", "second"))
         _check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
@@ -350,6 +351,14 @@ def _check_codecs(weight_codec: Codec | None, grad_codec: Codec | None) -> None:
         raise ConfigError(
             f"`weight_codec={weight_codec!r}` has feedback, but parameters are encoded from exact masters each time: "
             "no loss adds up that feedback could send. Use feedback=False. Only `grad_codec` may have feedback."
+        )
+
+
+def _check_gradients(grad_codec: Codec | None) -> None:
+    if grad_codec is not None and grad_codec.differences:
+        raise ConfigError(
+            f"`grad_codec={grad_codec!r}` encodes differences, but gradients of two steps have nothing in common. Use "
+            "differences=False. Only `weight_codec` may encode differences."
         )
 
 

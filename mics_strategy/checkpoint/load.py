@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.feedback import FeedbackSource
 from mics_strategy.checkpoint.rank_local import RNG_KEY, request_rng, restore_rng
+from mics_strategy.checkpoint.references import request_references, restore_references
 from mics_strategy.checkpoint.safe_reader import SafeReader, check_listed, read
 from mics_strategy.checkpoint.save import EXTRA, finish_saves
 from mics_strategy.checkpoint.state import (
@@ -93,6 +94,7 @@ class OpenCheckpoint:
         )
         run_on_all_ranks(lambda: self._as_checkpoint_error(feedback.read_layout))
         load_feedback = feedback.agree()
+        references = request_references(sharded, self._metadata.state_dict_metadata) if optimizers else {}
 
         def fill() -> None:
             """Read the model last: it is read in place, and afterwards only reading may fail."""
@@ -101,8 +103,10 @@ class OpenCheckpoint:
             self._read_into({MODEL: target.values[MODEL]})
             target.apply(states)
             load_feedback()
+            self._read_into(references)
 
         run_on_all_ranks(lambda: self._as_checkpoint_error(fill))
+        restore_references(sharded, references)
         if self._manifest is not None:
             restore_rng(target.values[RNG_KEY], rank, sharded.generators)
             sharded.steps_done = self._manifest.step

@@ -27,6 +27,7 @@ from mics_strategy.checkpoint import atomic, shard_report
 from mics_strategy.checkpoint.feedback import add_feedback
 from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.rank_local import RNG_KEY, class_name, save_rng
+from mics_strategy.checkpoint.references import references_of
 from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlanner, check_replica_counts
 from mics_strategy.checkpoint.shard_report import ShardReport, StoreChannel
 from mics_strategy.checkpoint.state import SOLE, Optimizers, by_key, local_state
@@ -238,6 +239,7 @@ def _make_planner(
         states = local.values[RNG_KEY] = save_rng(dist.get_rank(), sharded.generators)
         local.copies.update({f"{RNG_KEY}.{name}": SOLE for name in states})
         add_feedback(local, sharded, dist.get_rank())
+        local.values.update(references_of(sharded))
     return ShardedSavePlanner(local, host=_host_memory.setdefault(sharded, HostCopyPool()) if is_copied else None)
 
 

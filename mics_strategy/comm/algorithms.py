@@ -51,7 +51,7 @@ class GroupAlgorithm(Protocol):
         """Put every rank's `shard` into its row, with the same bits on all ranks.
 
         Args:
-            rows: [n] for each rank, contiguous.
+            rows: [n] for each rank, contiguous; what they hold is the reference of a codec of differences.
             shard: [n], same dtype; may be its row.
             wire: Dtype of unquantized payloads.
             tag: Tag of the collective, the same on all ranks.
@@ -170,7 +170,8 @@ class QuantizedAlgorithm:
 
     def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
         """See `GroupAlgorithm.all_gather_scratch_bytes`."""
-        return self.transport.size * aligned_bytes((self._codec.encoded_bytes(numel), torch.uint8))
+        payload_bytes = self.transport.size * aligned_bytes((self._codec.encoded_bytes(numel), torch.uint8))
+        return payload_bytes + (aligned_bytes((numel, torch.float32)) if self._codec.differences else 0)
 
     def start_all_gather(
         self,
@@ -183,13 +184,20 @@ class QuantizedAlgorithm:
         """See `GroupAlgorithm.start_all_gather`."""
         payloads = self._allocate_payloads(shard.numel())
         local_payload = payloads[self.transport.index]
-        self._gather_quantizer.encode(shard, local_payload, residual)
+        scratch = self._workspace.allocate(shard.numel(), torch.float32) if self._codec.differences else None
+        if scratch is None:
+            self._gather_quantizer.encode(shard, local_payload, residual)
+        else:
+            self._gather_quantizer.encode_difference(shard, rows[self.transport.index], local_payload, scratch)
         pending = self.transport.all_gather(payloads, local_payload, tag)
 
         def finish() -> None:
             for index, (row, payload) in enumerate(zip(rows, payloads, strict=True)):
                 pending.wait_recv(index)
-                self._quantizer.decode(payload, row)
+                if scratch is None:
+                    self._quantizer.decode(payload, row)
+                else:
+                    self._quantizer.decode_difference(payload, row, scratch)
             pending.wait()
 
         return finish

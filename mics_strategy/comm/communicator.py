@@ -89,7 +89,8 @@ class Communicator:
         """Put every rank's `shard` into `out`, in the order of the ranks' index.
 
         Args:
-            out: [size * n], same dtype as `shard`; overwritten.
+            out: [size * n], same dtype as `shard`; overwritten. Its values are the reference of a codec of differences,
+                the same on all ranks.
             shard: [n]; must stay unchanged until the work has been waited for.
             label: Label of the payload in errors.
 

@@ -86,16 +86,24 @@ class NativeStages:
         """
         num_bytes = quantizer.codec.encoded_bytes(shard.numel())
         payloads = self._workspace.allocate(self._route.size * num_bytes, torch.uint8)
-        rows = payloads.view(self._route.size, num_bytes)
-        quantizer.encode(shard, rows[self.index])
+        rows, slices = payloads.view(self._route.size, num_bytes), out.view(self._route.size, -1)
+        if not quantizer.codec.differences:
+            quantizer.encode(shard, rows[self.index])
+            yield from self.all_gather(payloads, rows[self.index], tag)
+            quantizer.decode(rows, slices)
+            return
+        scratch = self._workspace.allocate(shard.numel(), torch.float32)
+        quantizer.encode_difference(shard, slices[self.index], rows[self.index], scratch)
         yield from self.all_gather(payloads, rows[self.index], tag)
-        quantizer.decode(rows, out.view(self._route.size, -1))
+        for row, slice_ in zip(rows, slices, strict=True):
+            quantizer.decode_difference(row, slice_, scratch)
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Reserve workspace for all-gathers of shards of `numel` elements."""
         num_bytes = self._inter.all_gather_scratch_bytes(numel)
         if self.quantizer is not None:
             num_bytes = aligned_bytes((self._route.size * self.quantizer.codec.encoded_bytes(numel), torch.uint8))
+            num_bytes += aligned_bytes((numel, torch.float32)) if self.quantizer.codec.differences else 0
         self._workspace.reserve(num_bytes)
 
     def reduce_scatter(

@@ -148,17 +148,25 @@ class StagePipeline:
             return
         num_bytes = quantizer.codec.encoded_bytes(shard.numel())
         payloads = self._workspace.allocate(self._route.size * num_bytes, torch.uint8)
-        rows = payloads.view(self._route.size, num_bytes)
-        quantizer.encode(shard, rows[self.index])
+        rows, slices = payloads.view(self._route.size, num_bytes), out.view(self._route.size, -1)
+        if not quantizer.codec.differences:
+            quantizer.encode(shard, rows[self.index])
+            yield from self.all_gather(payloads, rows[self.index], tag)
+            for row, slice_ in zip(rows, slices, strict=True):
+                quantizer.decode(row, slice_)
+            return
+        scratch = self._workspace.allocate(shard.numel(), torch.float32)
+        quantizer.encode_difference(shard, slices[self.index], rows[self.index], scratch)
         yield from self.all_gather(payloads, rows[self.index], tag)
-        for row, slice_ in zip(rows, out.view(self._route.size, -1), strict=True):
-            quantizer.decode(row, slice_)
+        for row, slice_ in zip(rows, slices, strict=True):
+            quantizer.decode_difference(row, slice_, scratch)
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Reserve workspace for all-gathers of shards of `numel` elements."""
         if self.quantizer is not None:
             num_bytes = self.quantizer.codec.encoded_bytes(numel)
-            self._workspace.reserve(aligned_bytes((self._route.size * num_bytes, torch.uint8)))
+            scratch = [(numel, torch.float32)] if self.quantizer.codec.differences else []
+            self._workspace.reserve(aligned_bytes((self._route.size * num_bytes, torch.uint8), *scratch))
         elif numel:
             chunks = routes.chunks_of(self._route, numel, dtype.itemsize)
             self._workspace.reserve(

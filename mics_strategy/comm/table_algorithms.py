@@ -40,7 +40,8 @@ class TableAlgorithm(Protocol):
     def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> Steps:
         """Put every rank's `shard`, [n], into its row.
 
-        In place if it is its row. The dtypes are the same.
+        In place if it is its row. The dtypes are the same. What `table` holds is the reference of a codec of
+        differences.
         """
 
     def reduce_scatter_scratch_bytes(self, numel: int, wire: torch.dtype) -> int:
@@ -220,14 +221,24 @@ class QuantizedTableAlgorithm:
 
     def all_gather_scratch_bytes(self, numel: int) -> int:
         """See `TableAlgorithm.all_gather_scratch_bytes`."""
-        return aligned_bytes((self.transport.size * self._codec.encoded_bytes(numel), torch.uint8))
+        payload_bytes = aligned_bytes((self.transport.size * self._codec.encoded_bytes(numel), torch.uint8))
+        return payload_bytes + (aligned_bytes((numel, torch.float32)) if self._codec.differences else 0)
 
     def all_gather(self, table: torch.Tensor, shard: torch.Tensor) -> Steps:
         """See `TableAlgorithm.all_gather`."""
         payloads = self._allocate_payloads(shard.numel())
-        self._quantizer.encode(shard, payloads[self.transport.index])
+        if not self._codec.differences:
+            self._quantizer.encode(shard, payloads[self.transport.index])
+            yield
+            self._gather_payloads(payloads, table)
+            return
+        rows, index = table.view(self.transport.size, -1), self.transport.index
+        scratch = self._workspace.allocate(shard.numel(), torch.float32)
+        self._quantizer.encode_difference(shard, rows[index], payloads[index], scratch)
         yield
-        self._gather_payloads(payloads, table)
+        self.transport.all_gather(payloads.view(-1), payloads[index]).wait()
+        for payload, row in zip(payloads, rows, strict=True):
+            self._quantizer.decode_difference(payload, row, scratch)
 
     def _gather_payloads(self, payloads: torch.Tensor, table: torch.Tensor) -> None:
         """All-gather the payloads in place, and decode all of them."""

@@ -291,6 +291,24 @@ class Bucket:
             self.versions.keep_secondary()
         self.unsharded.copy_from(flat)
 
+    def set_reference(self, position: int, value: torch.Tensor) -> None:
+        """Set what param syncs of differences add to, from the full parameter `value`."""
+        if self.param_shard is None:
+            return
+        scopes, param_slice = self.groups.scopes, self.layout.param_slices[position]
+        rows = self.layout.shard_slices(scopes.params)[scopes.span(1, scopes.params).index(self.groups.rank)]
+        for row, shard in zip(rows, self.param_shard.view(len(rows), -1), strict=True):
+            param_slice.view_in(shard, row).copy_(param_slice.narrow(value, row))
+
+    def reference(self, position: int) -> torch.Tensor | None:
+        """What all ranks have received of this rank's part of a parameter."""
+        if self.param_shard is None:
+            return None
+        index = self.placement.index
+        rows_per_shard = self.layout.ranks // self.groups.scopes.params
+        shard = self.param_shard.view(rows_per_shard, -1)[index % rows_per_shard]
+        return self.layout.param_slices[position].view_in(shard, index)
+
     def keep_writes(self) -> bool:
         """Copy a forward's writes into unsharded parameters to this rank's shard.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -272,6 +272,25 @@ class Sharded:
         """Issued and planned traffic of this rank in the last step, by collective."""
         return compare(self.plan, self._target.last_step.issued)
 
+    def set_references(self, values: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Set what param syncs of differences add to. Collective.
+
+        Does nothing unless `weight_codec` encodes differences. Called where parameters have changed otherwise than by
+        an optimizer: the next sync is then exact.
+
+        Args:
+            values: What ranks have received of each parameter, sharded like it, by name; the parameters by default.
+
+        Cost:
+            An all-gather of every parameter, one after the other; memory for the largest on every rank.
+        """
+        if not self.scopes.codecs.has_differences:
+            return
+        for bucket in (bucket for unit in self._units for bucket in unit.buckets):
+            for position, sharded in enumerate(bucket.sharded_params):
+                value = (values or {}).get(sharded.mics_name, sharded)
+                bucket.set_reference(position, state.full_value(value))
+
     def full_state_dict(self) -> dict[str, Any]:
         """The plain model's state dict on rank 0's CPU; empty on other ranks. Collective.
 
@@ -292,7 +311,9 @@ class Sharded:
         Returns:
             Missing and unexpected keys, as `torch.nn.Module.load_state_dict` does.
         """
-        return state.load_full_state_dict(self.model, state_dict, strict=strict)
+        result = state.load_full_state_dict(self.model, state_dict, strict=strict)
+        self.set_references()
+        return result
 
     def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The plain optimizer's state dict on rank 0's CPU; empty on others. Collective.

@@ -59,13 +59,15 @@ class Codec:
             large value does not round the others away. Blocks of a power of two, up to 8192.
         feedback: Whether what an encoding of a sum loses is added to the next payload for the same elements. Gradients
             only, and rounding to nearest.
+        differences: Whether parameters are encoded as differences from what all ranks have received before, so that a
+            step is rounded instead of the parameters. Param syncs only; all-gathers send their results unencoded.
 
     Raises:
         ConfigError: Another value.
 
     Source:
         ZeRO++ (arXiv:2306.10209), block-based symmetric quantization. SDP4Bit (arXiv:2410.15526), Hadamard rotation of
-        gradients. Seide et al. (Interspeech 2014) and LoCo (arXiv:2407.04480), error feedback.
+        gradients and differences of weights. Seide et al. (Interspeech 2014) and LoCo (arXiv:2407.04480), feedback.
     """
 
     bits: int
@@ -73,6 +75,7 @@ class Codec:
     rounding: str = "nearest"
     rotation: bool = False
     feedback: bool = False
+    differences: bool = False
 
     NAMES: ClassVar[tuple[str, ...]] = ("int8", "int4", "int2")
     SMALLEST_SCALE: ClassVar[float] = 2.0**-123  # about 1e-37; 1 / scale is finite with a wide margin
@@ -87,7 +90,7 @@ class Codec:
             raise ConfigError(f"`block_size={size!r}` is no multiple of the 4 values in a byte of 2 bits. Use 64.")
         if self.rounding not in ("nearest", "stochastic"):
             raise ConfigError(f"`rounding={self.rounding!r}` is not known. Use 'nearest' or 'stochastic'.")
-        for name in ("rotation", "feedback"):
+        for name in ("rotation", "feedback", "differences"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"`{name}={getattr(self, name)!r}` is neither True nor False. Use one of them.")
         if self.rotation and (size & (size - 1) or size > LARGEST_BOUND_BLOCK):

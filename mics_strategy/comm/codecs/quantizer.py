@@ -95,6 +95,41 @@ class Quantizer:
         (self._triton or self._torch_codec()).encode(values, out)
 
     @torch.no_grad()
+    def encode_difference(
+        self, values: torch.Tensor, reference: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor
+    ) -> None:
+        """Encode the difference of a flat tensor from what the receivers have.
+
+        Args:
+            values: [n], floating.
+            reference: [n], floating.
+            out: As in `encode`.
+            scratch: [n] fp32; overwritten.
+
+        Cost:
+            That of `encode`, and two passes: on CUDA two more launches.
+
+        Source:
+            SDP4Bit (arXiv:2410.15526), quantization of weight differences.
+        """
+        self.encode(scratch.copy_(values).sub_(reference), out)
+
+    @torch.no_grad()
+    def decode_difference(self, encoded: torch.Tensor, reference: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Decode a difference, and add it to `reference` in fp32, rounded once.
+
+        Args:
+            encoded: As in `decode`.
+            reference: [n], floating; the same bits on all ranks.
+            scratch: [n] fp32; overwritten.
+
+        Cost:
+            That of `decode`, and two passes: on CUDA two more launches.
+        """
+        self.decode(encoded, scratch)
+        reference.copy_(scratch.add_(reference))
+
+    @torch.no_grad()
     def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
         """Decode a flat tensor, or every row of a table.
 
