@@ -1,8 +1,8 @@
 """The references of weight differences in a checkpoint.
 
-A reference is what all ranks have received of a parameter. It has the name, the shape and the sharding of its parameter, so that any ranks load it. With it a resumed
-training sends the differences that the uninterrupted one sends. A checkpoint without references gives the loaded
-parameters themselves, which all ranks then have exactly.
+A reference is what all ranks have received of a parameter. It has the name, the shape and the sharding of its
+parameter, so that any ranks load it. With it a resumed training sends the differences that the uninterrupted one sends.
+A checkpoint without references gives the loaded parameters themselves, which all ranks then have exactly.
 """
 
 from __future__ import annotations
