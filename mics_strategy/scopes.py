@@ -125,6 +125,10 @@ class Scopes:
         """A copy without codecs for gradients."""
         return dataclasses.replace(self, codecs=dataclasses.replace(self.codecs, first_hop=None, second_hop=None))
 
+    def without_weight_codec(self) -> Scopes:
+        """A copy without a codec for parameters."""
+        return dataclasses.replace(self, codecs=dataclasses.replace(self.codecs, params=None))
+
     @property
     def has_quantized_params(self) -> bool:
         """Whether the unsharded parameters were quantized on the wire.

@@ -60,7 +60,7 @@ def restore_references(sharded: Sharded, loaded: Mapping[str, Any]) -> None:
     if not sharded.scopes.codecs.has_differences:
         return
     references = loaded.get(REFERENCES, {_VALUES: {}, _SYNCED: "[]"})
-    sharded.set_references(references[_VALUES])
+    sharded.set_references({name: value.to_local() for name, value in references[_VALUES].items()})
     synced = {*json.loads(references[_SYNCED])}
     for bucket in {id(bucket): bucket for bucket, _, _ in _parameters(sharded)}.values():
         if all(parameter.mics_name in synced for parameter in bucket.sharded_params):

@@ -291,14 +291,15 @@ class Bucket:
             self.versions.keep_secondary()
         self.unsharded.copy_from(flat)
 
-    def set_reference(self, position: int, value: torch.Tensor) -> None:
-        """Set what param syncs of differences add to, from the full parameter `value`."""
-        if self.param_shard is None:
-            return
-        scopes, param_slice = self.groups.scopes, self.layout.param_slices[position]
-        rows = self.layout.shard_slices(scopes.params)[scopes.span(1, scopes.params).index(self.groups.rank)]
-        for row, shard in zip(rows, self.param_shard.view(len(rows), -1), strict=True):
-            param_slice.view_in(shard, row).copy_(param_slice.narrow(value, row))
+    def set_reference(self, shard: torch.Tensor) -> None:
+        """Set what param syncs of differences add to. Collective.
+
+        Args:
+            shard: [shard_numel] in the compute dtype, what ranks have of this rank's shard.
+        """
+        comm = self.groups.exact_sync_comm
+        if comm is not None and self.param_shard is not None:
+            comm.all_gather(self.param_shard, shard, self.spec.name).wait()
 
     def reference(self, position: int) -> torch.Tensor | None:
         """What all ranks have received of this rank's part of a parameter."""

@@ -389,6 +389,8 @@ def _allocate_workspaces(units: list[Unit], gradients: dict[int, list[GradBucket
                 )
                 if coalesced is not None:
                     coalesced.reserve_all_gather(numel, dtype)
+        if groups.exact_sync_comm is not None:
+            groups.exact_sync_comm.reserve_all_gather(shard_numel("param_sync", layout, scopes), dtype)
     variants = [(groups.grad_comm, groups.outer_grad_comm, groups.replica_comm)]
     if scopes.codecs.first_hop is not None or scopes.codecs.second_hop is not None:
         variants.append(groups.unquantized)

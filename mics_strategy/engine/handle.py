@@ -279,17 +279,19 @@ class Sharded:
         an optimizer: the next sync is then exact.
 
         Args:
-            values: What ranks have received of each parameter, sharded like it, by name; the parameters by default.
+            values: What ranks have received of this rank's part of each parameter, by name; the part itself by default.
 
         Cost:
-            An all-gather of every parameter, one after the other; memory for the largest on every rank.
+            An unencoded param sync of every bucket, outside of the plan; memory for the largest shard.
         """
         if not self.scopes.codecs.has_differences:
             return
         for bucket in (bucket for unit in self._units for bucket in unit.buckets):
-            for position, sharded in enumerate(bucket.sharded_params):
-                value = (values or {}).get(sharded.mics_name, sharded)
-                bucket.set_reference(position, state.full_value(value))
+            shard = bucket.master_shard.to(bucket.spec.param_dtype, copy=True)
+            for param_slice in bucket.layout.param_slices:
+                if values is not None and param_slice.name in values:
+                    param_slice.view_in(shard, bucket.placement.index).copy_(values[param_slice.name])
+            bucket.set_reference(shard)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The plain model's state dict on rank 0's CPU; empty on other ranks. Collective.

@@ -46,12 +46,6 @@ def full_state_dict(model: nn.Module) -> StateDict:
     return result if dist.get_rank() == 0 else {}
 
 
-def full_value(value: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on every rank, without a gradient. Collective for DTensors."""
-    whole = value.detach()
-    return full_tensor(whole) if isinstance(whole, DTensor) else whole
-
-
 def load_full_state_dict(model: nn.Module, state: StateDict, *, strict: bool) -> Any:
     """Load a plain state dict that every rank passes as a whole.
 
