@@ -328,10 +328,14 @@ class Sharded:
     def load_full_optimizer_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Load a plain optimizer's state dict that every rank passes as a whole.
 
+        It has no residuals of error feedback; those of this model are cleared.
+
         Raises:
             CheckpointError: The state dict holds another number of parameters.
         """
         state.load_full_optimizer_state_dict(optimizer, state_dict, self._step_hooks.swap_of(optimizer).owner_of)
+        for feedback in self.feedback:
+            feedback.clear()
 
     def owner_of(self, optimizer: Optimizer, parameter: torch.Tensor) -> int | None:
         """The shard index of the owner of `parameter`; None without an owner.
