@@ -28,9 +28,13 @@ _LAYOUT, _RESIDUALS, _CARRY = "layout", "residuals", "carry"
 
 
 def add_feedback(local: LocalState, sharded: Sharded, rank: int) -> None:
-    """Add this rank's residuals to what it saves; nothing without feedback."""
-    feedbacks = sharded.feedback
-    residuals = {key: values for key, values in _local_residuals(sharded).items() if values}
+    """Add this rank's residuals to what it saves; nothing without feedback.
+
+    Once the codec of gradients is off, nothing sends what the residuals hold.
+    """
+    feedbacks, codecs = sharded.feedback, sharded.scopes.codecs
+    is_off = codecs.first_hop is None and codecs.second_hop is None
+    residuals = {key: values for key, values in _local_residuals(sharded).items() if values and not is_off}
     carries = {str(index): f.carry for index, f in enumerate(feedbacks) if f.carry is not None}
     if not residuals and not carries:
         return

@@ -167,6 +167,7 @@ CONFIGS = {
     "paro-nig": config("paro-nig"),
     "paro-nii": config("paro-nii"),
     "zeropp": config("zeropp"),
+    "every micro-step": config("mics", second_hop="micro_step"),
 }
 
 
