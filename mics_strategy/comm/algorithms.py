@@ -30,33 +30,12 @@ SumCompletion = Callable[[torch.Tensor, bool], None]  # the same for a sum: the 
 Residuals = list[torch.Tensor]  # [n] fp32 for each rank; that of this rank stays unused
 
 
-class GroupAlgorithm(Protocol):
-    """One stage of a collective inside one group."""
+class SumAlgorithm(Protocol):
+    """One stage of a reduce-scatter inside one group."""
 
     @property
     def transport(self) -> GlooTransport:
         """Transport of the group."""
-
-    def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """Bytes of workspace for `start_all_gather` of `numel` elements from each rank."""
-
-    def start_all_gather(
-        self,
-        rows: list[torch.Tensor],
-        shard: torch.Tensor,
-        wire: torch.dtype,
-        tag: int,
-        residual: torch.Tensor | None = None,
-    ) -> Completion:
-        """Put every rank's `shard` into its row, with the same bits on all ranks.
-
-        Args:
-            rows: [n] for each rank, contiguous; what they hold is the reference of a codec of differences.
-            shard: [n], same dtype; may be its row.
-            wire: Dtype of unquantized payloads.
-            tag: Tag of the collective, the same on all ranks.
-            residual: [n] fp32, what earlier encodings of `shard` have lost, updated; None without feedback.
-        """
 
     def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
         """Bytes of workspace for `start_reduce_scatter` of `numel` elements for each rank."""
@@ -77,6 +56,25 @@ class GroupAlgorithm(Protocol):
         """
 
 
+class GroupAlgorithm(SumAlgorithm, Protocol):
+    """One stage of any collective inside one group."""
+
+    def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
+        """Bytes of workspace for `start_all_gather` of `numel` elements from each rank."""
+
+    def start_all_gather(
+        self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
+    ) -> Completion:
+        """Put every rank's `shard` into its row, with the same bits on all ranks.
+
+        Args:
+            rows: [n] for each rank, contiguous.
+            shard: [n], same dtype; may be its row.
+            wire: Dtype of unquantized payloads.
+            tag: Tag of the collective, the same on all ranks.
+        """
+
+
 class PlainAlgorithm:
     """Sends data unquantized, or rounded to a narrower dtype.
 
@@ -94,12 +92,7 @@ class PlainAlgorithm:
         return 0 if wire == dtype else self.transport.size * aligned_bytes((numel, wire))
 
     def start_all_gather(
-        self,
-        rows: list[torch.Tensor],
-        shard: torch.Tensor,
-        wire: torch.dtype,
-        tag: int,
-        residual: torch.Tensor | None = None,
+        self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
     ) -> Completion:
         """See `GroupAlgorithm.start_all_gather`."""
         if wire == shard.dtype:
@@ -115,13 +108,13 @@ class PlainAlgorithm:
         return finish
 
     def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `GroupAlgorithm.reduce_scatter_scratch_bytes`."""
+        """See `SumAlgorithm.reduce_scatter_scratch_bytes`."""
         return (self.transport.size + 1) * aligned_bytes((numel, wire)) * (1 if wire == dtype else 2)
 
     def start_reduce_scatter(
         self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int, residuals: Residuals | None = None
     ) -> SumCompletion:
-        """See `GroupAlgorithm.start_reduce_scatter`."""
+        """See `SumAlgorithm.start_reduce_scatter`."""
         numel, size = pieces[0].numel(), self.transport.size
         if wire != pieces[0].dtype:
             pieces = [self._workspace.allocate(numel, wire).copy_(piece) for piece in pieces]
@@ -142,10 +135,10 @@ class PlainAlgorithm:
 
 
 class QuantizedAlgorithm:
-    """Sends data quantized.
+    """Sends the pieces of sums quantized.
 
-    Every rank decodes all payloads of an all-gather, its own as well, so that all ranks have the same bits. A rank's
-    own piece of a sum is not sent and stays exact.
+    A rank's own piece of a sum is not sent and stays exact. All-gathers send payloads, which a `PlainAlgorithm` can do:
+    they are encoded before the first stage, and decoded behind the last one with a codec.
 
     Args:
         transport: Transport of the group.
@@ -160,61 +153,28 @@ class QuantizedAlgorithm:
     ) -> None:
         self.transport = transport
         self._workspace = workspace
-        self._quantizer = quantizer
-        self._gather_quantizer = gather_quantizer
+        self.quantizer = quantizer
+        self.gather_quantizer = gather_quantizer
         self._codec = quantizer.codec
 
     def _allocate_payloads(self, numel: int) -> list[torch.Tensor]:
         num_bytes = self._codec.encoded_bytes(numel)
         return [self._workspace.allocate(num_bytes, torch.uint8) for _ in range(self.transport.size)]
 
-    def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `GroupAlgorithm.all_gather_scratch_bytes`."""
-        payload_bytes = self.transport.size * aligned_bytes((self._codec.encoded_bytes(numel), torch.uint8))
-        return payload_bytes + (aligned_bytes((numel, torch.float32)) if self._codec.differences else 0)
-
-    def start_all_gather(
-        self,
-        rows: list[torch.Tensor],
-        shard: torch.Tensor,
-        wire: torch.dtype,
-        tag: int,
-        residual: torch.Tensor | None = None,
-    ) -> Completion:
-        """See `GroupAlgorithm.start_all_gather`."""
-        payloads = self._allocate_payloads(shard.numel())
-        local_payload = payloads[self.transport.index]
-        scratch = self._workspace.allocate(shard.numel(), torch.float32) if self._codec.differences else None
-        if scratch is None:
-            self._gather_quantizer.encode(shard, local_payload, residual)
-        else:
-            self._gather_quantizer.encode_difference(shard, rows[self.transport.index], local_payload, scratch)
-        pending = self.transport.all_gather(payloads, local_payload, tag)
-
-        def finish() -> None:
-            for index, (row, payload) in enumerate(zip(rows, payloads, strict=True)):
-                pending.wait_recv(index)
-                if scratch is None:
-                    self._quantizer.decode(payload, row)
-                else:
-                    self._quantizer.decode_difference(payload, row, scratch)
-            pending.wait()
-
-        return finish
-
     def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `GroupAlgorithm.reduce_scatter_scratch_bytes`."""
-        return 2 * self.all_gather_scratch_bytes(numel, dtype, wire) + aligned_bytes((numel, torch.float32))
+        """See `SumAlgorithm.reduce_scatter_scratch_bytes`."""
+        payload_bytes = aligned_bytes((self._codec.encoded_bytes(numel), torch.uint8))
+        return 2 * self.transport.size * payload_bytes + aligned_bytes((numel, torch.float32))
 
     def start_reduce_scatter(
         self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int, residuals: Residuals | None = None
     ) -> SumCompletion:
-        """See `GroupAlgorithm.start_reduce_scatter`."""
+        """See `SumAlgorithm.start_reduce_scatter`."""
         rank, numel = self.transport.index, pieces[0].numel()
         sent, received = self._allocate_payloads(numel), self._allocate_payloads(numel)
         for index, (piece, payload) in enumerate(zip(pieces, sent, strict=True)):
             if index != rank:
-                self._quantizer.encode(piece, payload, residuals[index] if residuals is not None else None)
+                self.quantizer.encode(piece, payload, residuals[index] if residuals is not None else None)
         pending = self.transport.exchange(received, sent, tag)
         decoded = self._workspace.allocate(numel, torch.float32)
 
@@ -226,9 +186,9 @@ class QuantizedAlgorithm:
                 if index == rank:
                     out.add_(pieces[rank])
                 elif out.dtype == torch.float32:
-                    self._quantizer.decode_add(payload, out)
+                    self.quantizer.decode_add(payload, out)
                 else:
-                    self._quantizer.decode(payload, decoded)
+                    self.quantizer.decode(payload, decoded)
                     out.add_(decoded)
             pending.wait()
 
@@ -262,12 +222,7 @@ class RingAlgorithm:
         return 0 if wire == dtype else self.transport.size * aligned_bytes((numel, wire))
 
     def start_all_gather(
-        self,
-        rows: list[torch.Tensor],
-        shard: torch.Tensor,
-        wire: torch.dtype,
-        tag: int,
-        residual: torch.Tensor | None = None,
+        self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
     ) -> Completion:
         """See `GroupAlgorithm.start_all_gather`."""
         if wire == shard.dtype:
@@ -306,13 +261,13 @@ class RingAlgorithm:
         return finish
 
     def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `GroupAlgorithm.reduce_scatter_scratch_bytes`."""
+        """See `SumAlgorithm.reduce_scatter_scratch_bytes`."""
         return self.transport.size * aligned_bytes((numel, wire)) * (1 if wire == dtype else 2)
 
     def start_reduce_scatter(
         self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int, residuals: Residuals | None = None
     ) -> SumCompletion:
-        """See `GroupAlgorithm.start_reduce_scatter`.
+        """See `SumAlgorithm.start_reduce_scatter`.
 
         1. Send the piece of the previous rank to the next rank: it goes all the way round, to the previous rank.
         2. Add the local piece to every received partial sum, and send it on; the last sum is that of this rank.
@@ -342,7 +297,9 @@ class RingAlgorithm:
         return finish
 
 
-def make_algorithm(transport: GlooTransport, hop: Hop, workspace: Workspace, device: torch.device) -> GroupAlgorithm:
+def make_algorithm(
+    transport: GlooTransport, hop: Hop, workspace: Workspace, device: torch.device
+) -> GroupAlgorithm | QuantizedAlgorithm:
     """The algorithm for one hop of a route, point to point."""
     if hop.codec is not None:
         workspace.encode_ahead()

@@ -177,8 +177,7 @@ def _places(layout: BucketLayout, itemsize: int, groups: ProcessGroups) -> dict[
         count = 0 if comm is None else residual_numel(comm.route, COLLECTIVES[role], numel)
         if comm is None or not count:
             continue
-        is_slice = comm.route.intra is not None and comm.route.intra.codec is None
-        first = comm.index // comm.route.inter.size * count if is_slice else 0
+        first = comm.index // comm.route.strides[comm.route.num_quantized] * count
         start = groups.scopes.span(1, inner_degree).index(groups.rank) * numel + first
         places[role] = _Place(count, start, max(0, min(count, numel - first)))
     return places

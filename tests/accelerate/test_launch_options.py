@@ -57,6 +57,7 @@ OPTIONS = {
         f"{STRATEGY}{{weight_codec: {{bits: 4, differences: true}}, grad_codec: {{bits: 2, feedback: true}}}}",
         ShardConfig(weight_codec=Codec(bits=4, differences=True), grad_codec=Codec(bits=2, feedback=True)),
     ),
+    "switches": (f"{STRATEGY}{{topology: {{nodes_per_switch: 4}}}}", ShardConfig(topology={"nodes_per_switch": 4})),
 }
 
 

@@ -28,7 +28,8 @@ Round = tuple[Tensor, Tensor, bool]  # the output, a copy of the residual, and w
 def placed(network: Network, residual: Tensor, full_numel: int) -> Tensor:
     """The residual at the places of its elements in the full tensor, with padding."""
     full = torch.zeros(full_numel)
-    start = 0 if residual.numel() == full_numel else network.one.index // network.one.route.inter.size
+    route = network.one.route
+    start = network.one.index // route.strides[route.num_quantized]
     full[start * residual.numel() :][: residual.numel()] = residual
     return full
 
@@ -41,7 +42,7 @@ def rounds(ctx: RankContext, kind: str, codec: Codec, links: str, stages: Stages
     residual = torch.zeros(routes.residual_numel(one.route, collective, full_numel))
     if kind == "all_reduce":
         one.reserve_all_reduce(full_numel, FP32, FP32)
-        padded = one.route.ranks_per_node * routes.all_reduce_slice(one.route, full_numel)
+        padded = one.route.num_slices * routes.all_reduce_slice(one.route, full_numel)
     else:
         one.reserve_reduce_scatter(full_numel, FP32, FP32)
         padded = full_numel
