@@ -80,12 +80,13 @@ class ShardConfig:
         topology: Links between ranks, as a `Topology` or a mapping of its fields. ``"auto"`` reads the ranks of each
             node from the launcher's environment, and so does a mapping without ``"ranks_per_node"``, such as
             ``{"nodes_per_switch": 4}``. Leaf switches are never found; without them all nodes are equally near.
-        weight_codec: Codec of parameters on the wire: ``"none"``, ``"int8"``, ``"int4"`` or a `Codec` that rounds
-            to nearest. All ranks compute with the decoded values, the same bits in forward and backward. The masters
-            that the optimizer updates stay exact.
+        weight_codec: Codec of parameters on the wire: ``"none"``, ``"int8"``, ``"int4"``, ``"int2"``, a `Codec` that
+            rounds to nearest, or a mapping of its fields such as ``{"bits": 4, "block_size": 128}``. All ranks compute
+            with the decoded values, the same bits in forward and backward. The masters that the optimizer updates stay
+            exact.
         grad_codec: Codec of gradients on the wire, with the same values as `weight_codec`, or a `Codec` with
-            stochastic rounding. Decoded values are summed in fp32. With either codec, every parameter starts with its
-            own block: each rank pads its part of a parameter to whole blocks.
+            stochastic rounding or feedback. Decoded values are summed in fp32. With either codec, every parameter
+            starts with its own block: each rank pads its part of a parameter to whole blocks.
         codec_links: Links on which payloads are quantized: ``"slow"`` (all that leave a node, whether to another one
             under its switch or to another switch) or ``"all"``.
         grad_codec_hops: Hops in which gradients are quantized: ``"first"`` (of every backward), ``"second"`` (of the
@@ -129,8 +130,8 @@ class ShardConfig:
     hierarchical: str | bool | int = "auto"
     coalesce: str | bool = "auto"
     topology: str | Topology | Switches | Mapping[str, int] = "auto"
-    weight_codec: str | Codec = "none"
-    grad_codec: str | Codec = "none"
+    weight_codec: str | Codec | Mapping[str, Any] = "none"
+    grad_codec: str | Codec | Mapping[str, Any] = "none"
     codec_links: str = "slow"
     grad_codec_hops: str = "all"
     grad_codec_until: float = 1.0
@@ -156,9 +157,9 @@ class ShardConfig:
         if not (isinstance(self.coalesce, bool) or self.coalesce == "auto"):
             raise ConfigError(f"`coalesce={self.coalesce!r}` is none of 'auto', True and False. Use one of them.")
         for name in ("weight_codec", "grad_codec"):
-            if not isinstance(getattr(self, name), Codec):
-                _check_choice(name, getattr(self, name), ("none", *Codec.NAMES))
+            object.__setattr__(self, name, _as_codec(name, getattr(self, name)))
         _check_codecs(self.codec_of("weight_codec"), self.codec_of("grad_codec"))
+        _check_gradients(self.codec_of("grad_codec"))
         _check_choice("codec_links", self.codec_links, ("slow", "all"))
         _check_choice("grad_codec_hops", self.grad_codec_hops, ("all", "first", "second"))
         _check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
@@ -326,6 +327,19 @@ def _check_auto(scopes: dict[str, Scope], secondary_params: Scope) -> None:
         )
 
 
+def _as_codec(name: str, value: object) -> str | Codec:
+    """A codec or the name of one; a mapping, as in a YAML file, becomes a `Codec`."""
+    if isinstance(value, Mapping):
+        try:
+            return Codec.of(value)
+        except ConfigError as error:
+            raise ConfigError(f"`{name}`: {error}") from error
+    if isinstance(value, Codec):
+        return value
+    _check_choice(name, value, ("none", *Codec.NAMES))
+    return str(value)
+
+
 def _check_codecs(weight_codec: Codec | None, grad_codec: Codec | None) -> None:
     block_numels = [codec.bound_numel for codec in (weight_codec, grad_codec) if codec is not None]
     if weight_codec is not None and grad_codec is not None and math.lcm(*block_numels) > _LARGEST_COMMON:
@@ -338,6 +352,19 @@ def _check_codecs(weight_codec: Codec | None, grad_codec: Codec | None) -> None:
         raise ConfigError(
             f"`weight_codec={weight_codec!r}` rounds at random: every all-gather would give other parameters, in the "
             "backward others than in the forward. Use rounding='nearest'. Only `grad_codec` may be stochastic."
+        )
+    if weight_codec is not None and weight_codec.feedback:
+        raise ConfigError(
+            f"`weight_codec={weight_codec!r}` has feedback, but parameters are encoded from exact masters each time: "
+            "no loss adds up that feedback could send. Use feedback=False. Only `grad_codec` may have feedback."
+        )
+
+
+def _check_gradients(grad_codec: Codec | None) -> None:
+    if grad_codec is not None and grad_codec.differences:
+        raise ConfigError(
+            f"`grad_codec={grad_codec!r}` encodes differences, but gradients of two steps have nothing in common. Use "
+            "differences=False. Only `weight_codec` may encode differences."
         )
 
 

@@ -51,13 +51,19 @@ class Codecs:
     second_hop: Codec | None = None
     is_on_all_links: bool = False
 
+    @property
+    def has_differences(self) -> bool:
+        """Whether param syncs encode differences of the parameters."""
+        return self.params is not None and self.params.differences
+
     def for_role(self, role: str) -> Codec | None:
         """The codec of one of `ROLES`.
 
         None for the secondary copy, which has been decoded once: quantized again, in other blocks, it would give the
-        backward other parameters than the forward had.
+        backward other parameters than the forward had. None for all-gathers of parameters that a param sync has brought
+        as differences: quantized again, they would lose what the differences keep.
         """
-        if role == "secondary_all_gather":
+        if role == "secondary_all_gather" or (role == "param_all_gather" and self.has_differences):
             return None
         if role == "grad_reduce_scatter":
             return self.first_hop
@@ -119,6 +125,10 @@ class Scopes:
     def without_grad_codecs(self) -> Scopes:
         """A copy without codecs for gradients."""
         return dataclasses.replace(self, codecs=dataclasses.replace(self.codecs, first_hop=None, second_hop=None))
+
+    def without_weight_codec(self) -> Scopes:
+        """A copy without a codec for parameters."""
+        return dataclasses.replace(self, codecs=dataclasses.replace(self.codecs, params=None))
 
     @property
     def has_quantized_params(self) -> bool:
@@ -278,6 +288,7 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
         two_stages=_two_stages_of(config),
         codecs=_codecs_of(config),
     )
+    _check_differences(config, scopes)
     _check_codecs(config, scopes)
     return scopes
 
@@ -321,6 +332,28 @@ def _check_codecs(config: ShardConfig, scopes: Scopes) -> None:
             f"sent where `codec_links={config.codec_links!r}` and `grad_codec_hops={config.grad_codec_hops!r}` "
             f"encode. Use {', '.join(_remedies(name, config, scopes))} or `{name}='none'`."
         )
+
+
+def _check_differences(config: ShardConfig, scopes: Scopes) -> None:
+    """Raise for differences of parameters that no param sync brings to a shard."""
+    if not scopes.codecs.has_differences:
+        return
+    if scopes.has_secondary:
+        problem = (
+            f"`secondary_params={config.secondary_params!r}` copies parameters that an all-gather brings, not a param "
+            f"sync. Use secondary_params='none' and `params` over {scopes.secondary} ranks, which sends as few bytes "
+            "between nodes"
+        )
+    elif scopes.params == 1:
+        problem = "`params='none'` keeps them whole, without a shard to add a difference to. Use params='partition'"
+    elif scopes.params == scopes.optimizer:
+        problem = (
+            f"`params` and `optimizer` are both sharded over {scopes.params} ranks, so that no param sync sends them. "
+            "Shard `optimizer` over more ranks"
+        )
+    else:
+        return
+    raise ConfigError(f"`weight_codec` encodes differences of the parameters, but {problem}, or differences=False.")
 
 
 def _remedies(name: str, config: ShardConfig, scopes: Scopes) -> list[str]:

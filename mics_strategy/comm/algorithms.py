@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Completion = Callable[[], None]  # waits for the stage, and puts its result in place
 _SEED_OF_GATHERS = 1 << 32  # beyond all ranks
 SumCompletion = Callable[[torch.Tensor, bool], None]  # the same for a sum: the output, and whether to add to it
+Residuals = list[torch.Tensor]  # [n] fp32 for each rank; that of this rank stays unused
 
 
 class SumAlgorithm(Protocol):
@@ -39,13 +40,16 @@ class SumAlgorithm(Protocol):
     def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
         """Bytes of workspace for `start_reduce_scatter` of `numel` elements for each rank."""
 
-    def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
+    def start_reduce_scatter(
+        self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int, residuals: Residuals | None = None
+    ) -> SumCompletion:
         """Sum the pieces that all ranks have for this rank.
 
         Args:
             pieces: [n] for each rank, contiguous; unchanged until finished.
             wire: Dtype of unquantized payloads.
             tag: Tag of the collective, the same on all ranks.
+            residuals: What earlier encodings of the pieces have lost, updated; None without feedback.
 
         Returns:
             The completion. It takes the output, [n], fp32 or wider, and whether to add to it.
@@ -107,7 +111,9 @@ class PlainAlgorithm:
         """See `SumAlgorithm.reduce_scatter_scratch_bytes`."""
         return (self.transport.size + 1) * aligned_bytes((numel, wire)) * (1 if wire == dtype else 2)
 
-    def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
+    def start_reduce_scatter(
+        self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int, residuals: Residuals | None = None
+    ) -> SumCompletion:
         """See `SumAlgorithm.start_reduce_scatter`."""
         numel, size = pieces[0].numel(), self.transport.size
         if wire != pieces[0].dtype:
@@ -160,13 +166,15 @@ class QuantizedAlgorithm:
         payload_bytes = aligned_bytes((self._codec.encoded_bytes(numel), torch.uint8))
         return 2 * self.transport.size * payload_bytes + aligned_bytes((numel, torch.float32))
 
-    def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
+    def start_reduce_scatter(
+        self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int, residuals: Residuals | None = None
+    ) -> SumCompletion:
         """See `SumAlgorithm.start_reduce_scatter`."""
         rank, numel = self.transport.index, pieces[0].numel()
         sent, received = self._allocate_payloads(numel), self._allocate_payloads(numel)
         for index, (piece, payload) in enumerate(zip(pieces, sent, strict=True)):
             if index != rank:
-                self.quantizer.encode(piece, payload)
+                self.quantizer.encode(piece, payload, residuals[index] if residuals is not None else None)
         pending = self.transport.exchange(received, sent, tag)
         decoded = self._workspace.allocate(numel, torch.float32)
 
@@ -256,7 +264,9 @@ class RingAlgorithm:
         """See `SumAlgorithm.reduce_scatter_scratch_bytes`."""
         return self.transport.size * aligned_bytes((numel, wire)) * (1 if wire == dtype else 2)
 
-    def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
+    def start_reduce_scatter(
+        self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int, residuals: Residuals | None = None
+    ) -> SumCompletion:
         """See `SumAlgorithm.start_reduce_scatter`.
 
         1. Send the piece of the previous rank to the next rank: it goes all the way round, to the previous rank.

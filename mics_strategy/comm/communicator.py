@@ -74,7 +74,8 @@ class Communicator:
         """Put every rank's `shard` into `out`, in the order of the ranks' index.
 
         Args:
-            out: [size * n], same dtype as `shard`; overwritten.
+            out: [size * n], same dtype as `shard`; overwritten. Its values are the reference of a codec of differences,
+                the same on all ranks.
             shard: [n]; must stay unchanged until the work has been waited for.
             label: Label of the payload in errors.
 
@@ -101,7 +102,14 @@ class Communicator:
         """Reserve workspace for all-gathers of shards of `numel` elements."""
         self._stages.reserve_all_gather(numel, dtype)
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, label: str) -> Work:
+    def reduce_scatter(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        accumulate: bool,
+        label: str,
+        residual: torch.Tensor | None = None,
+    ) -> Work:
         """Sum every rank's `full` and keep this rank's slice.
 
         Args:
@@ -109,6 +117,7 @@ class Communicator:
             full: [size * n], the wire dtype; must stay unchanged until the work has been waited for.
             accumulate: Whether to add to `out` instead of overwriting it.
             label: Label of the payload in errors.
+            residual: [residual_numel] fp32, what earlier encodings have lost, updated; None without feedback.
 
         Returns:
             The work; `out` is valid after `wait()`.
@@ -119,7 +128,8 @@ class Communicator:
         check_shapes(full.numel() == out.numel() * self.size, label, out, full)
         op = self._queue.next_op("Reduce-scatter", label, full.numel(), full.dtype)
         self._queue.log(routes.reduce_scatter_traffic(self.route, full.numel(), full.dtype))
-        return self._queue.submit(op, partial(self._stages.reduce_scatter, out, full, accumulate, op.tag), (out, full))
+        task = partial(self._stages.reduce_scatter, out, full, accumulate, op.tag, residual)
+        return self._queue.submit(op, task, (out, full, *([] if residual is None else [residual])))
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for reduce-scatters of `full_numel` elements.
@@ -128,13 +138,16 @@ class Communicator:
         """
         self._stages.reserve_reduce_scatter(full_numel, wire, dtype)
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, label: str) -> Work:
+    def all_reduce(
+        self, tensor: torch.Tensor, wire: torch.dtype, label: str, residual: torch.Tensor | None = None
+    ) -> Work:
         """Sum `tensor` over the ranks, in place; every rank ends with the same bits.
 
         Args:
             tensor: [n], fp32 or wider.
             wire: Dtype of unquantized payloads.
             label: Label of the payload in errors.
+            residual: [residual_numel] fp32, what earlier encodings have lost, updated; None without feedback.
 
         Returns:
             The work; `tensor` is valid after `wait()`.
@@ -147,7 +160,8 @@ class Communicator:
         self._queue.log(routes.all_reduce_traffic(self.route, tensor.numel(), wire, tensor.dtype))
         if routes.is_plain_all_reduce(self.route, wire, tensor.dtype):
             return self._queue.submit(op, partial(self._stages.all_reduce_plain, tensor, op.tag), (tensor,))
-        return self._queue.submit(op, partial(self._stages.all_reduce, tensor, wire, op.tag), (tensor,))
+        task = partial(self._stages.all_reduce, tensor, wire, op.tag, residual)
+        return self._queue.submit(op, task, (tensor, *([] if residual is None else [residual])))
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for all-reduces of `numel` elements of `dtype`."""

@@ -217,32 +217,55 @@ class QuantizedTableAlgorithm:
         return self.reduce_scatter(total, table, wire, False)
 
     def reduce_scatter(
-        self, out: torch.Tensor, table: torch.Tensor | Summands, wire: torch.dtype, accumulate: bool
+        self,
+        out: torch.Tensor,
+        table: torch.Tensor | Summands,
+        wire: torch.dtype,
+        accumulate: bool,
+        residual: torch.Tensor | None = None,
     ) -> SumSteps:
         """See `TableAlgorithm.reduce_scatter`.
 
         The table may be itself a sum, which is not stored.
         """
-        summands = yield from self.exchange(table)
+        summands = yield from self.exchange(table, residual)
         self.quantizer.decode_sum(summands, out, accumulate=accumulate)
         return out
 
-    def exchange(self, table: torch.Tensor | Summands) -> Generator[None, None, Summands]:
+    def exchange(
+        self, table: torch.Tensor | Summands, residual: torch.Tensor | None = None
+    ) -> Generator[None, None, Summands]:
         """Send every rank its row, and receive the contributions to this rank's sum.
 
-        A table that is itself a sum is not stored.
+        A table that is itself a sum is not stored. With feedback this rank's row is not encoded: its residual belongs
+        to the next stage.
+
+        Args:
+            table: [size * n], or the summands of it.
+            residual: [size * n] fp32, what earlier encodings have lost, updated; None without feedback, and for a table
+                that is not stored.
         """
         numel = (table if isinstance(table, torch.Tensor) else table.exact).numel() // self.transport.size
         payloads = self._allocate_payloads(numel)
         if isinstance(table, torch.Tensor):
             rows = table.view(self.transport.size, -1)
             local_row = rows[self.transport.index]
-            self.quantizer.encode(rows, payloads)
+            if residual is None:
+                self.quantizer.encode(rows, payloads)
+            else:
+                self._encode_others(rows, payloads, residual.view(self.transport.size, -1))
         else:
             local_row = self._workspace.allocate(numel, torch.float32)
             self.quantizer.encode_sum(table, payloads, kept=local_row, kept_row=self.transport.index)
         yield
         return self._exchange_payloads(payloads, local_row)
+
+    def _encode_others(self, rows: torch.Tensor, payloads: torch.Tensor, residuals: torch.Tensor) -> None:
+        """Encode the rows of the other ranks with feedback."""
+        index = self.transport.index
+        for others in (slice(0, index), slice(index + 1, self.transport.size)):
+            if others.start < others.stop:
+                self.quantizer.encode(rows[others], payloads[others], residuals[others])
 
     def _exchange_payloads(self, payloads: torch.Tensor, local_row: torch.Tensor) -> Summands:
         received = self._allocate_payloads(local_row.numel())
@@ -253,17 +276,19 @@ class QuantizedTableAlgorithm:
         """See `TableAlgorithm.all_reduce_scratch_bytes`."""
         return self.reduce_scatter_scratch_bytes(numel, wire) + aligned_bytes((numel, dtype))
 
-    def encode_total(self, summands: Summands, payload: torch.Tensor, dtype: torch.dtype) -> None:
+    def encode_total(
+        self, summands: Summands, payload: torch.Tensor, dtype: torch.dtype, residual: torch.Tensor | None = None
+    ) -> None:
         """Encode the sum of the contributions.
 
-        A sum in a wider `dtype` than fp32 is stored first.
+        A sum in a wider `dtype` than fp32, or with a residual, is stored first.
         """
-        if dtype == torch.float32:
+        if dtype == torch.float32 and residual is None:
             self.quantizer.encode_sum(summands, payload[None])
         else:
             total = self._workspace.allocate(summands.exact.numel(), dtype)
             self.quantizer.decode_sum(summands, total, accumulate=False)
-            self.quantizer.encode(total, payload)
+            self.quantizer.encode(total, payload, residual)
 
 
 def make_table_algorithm(

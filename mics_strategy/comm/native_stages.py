@@ -12,7 +12,8 @@ import torch
 
 from mics_strategy.comm import route as routes
 from mics_strategy.comm.codecs.quantizer import Quantizer
-from mics_strategy.comm.native import QuantizedTableAlgorithm, make_table_algorithm, stored
+from mics_strategy.comm.native import QuantizedTableAlgorithm, SumSteps, make_table_algorithm, stored
+from mics_strategy.comm.residuals import residuals_by_stage
 from mics_strategy.comm.route import Algorithm
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
@@ -71,10 +72,17 @@ class NativeStages:
         num_encoded = self._route.num_quantized
         payloads = self._allocate_payloads(quantizer, num_encoded, shard.numel())
         own, rows = self.index % len(payloads), len(payloads)
-        quantizer.encode(shard, payloads[own])
-        yield from self._gather_rows(payloads, payloads[own], range(num_encoded))
         first = self.index - own
-        quantizer.decode(payloads, table[first : first + rows])
+        if not quantizer.codec.differences:
+            quantizer.encode(shard, payloads[own])
+            yield from self._gather_rows(payloads, payloads[own], range(num_encoded))
+            quantizer.decode(payloads, table[first : first + rows])
+        else:
+            scratch = self._workspace.allocate(shard.numel(), torch.float32)
+            quantizer.encode_difference(shard, table[self.index], payloads[own], scratch)
+            yield from self._gather_rows(payloads, payloads[own], range(num_encoded))
+            for payload, row in zip(payloads, table[first : first + rows], strict=True):
+                quantizer.decode_difference(payload, row, scratch)
         yield from self._gather_rows(table, None, range(num_encoded, len(self._transports)))
 
     def _gather_rows(
@@ -110,29 +118,48 @@ class NativeStages:
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Reserve workspace for all-gathers of shards of `numel` elements."""
-        self._workspace.reserve(self._payload_bytes(self._route.num_quantized, numel))
+        codec = self._route.hops[0].codec
+        scratch = [(numel, torch.float32)] if codec is not None and codec.differences else []
+        self._workspace.reserve(self._payload_bytes(self._route.num_quantized, numel) + aligned_bytes(*scratch))
 
     def _payload_bytes(self, num_stages: int, numel: int) -> int:
         codec = self._route.hops[0].codec
         rows = self._strides[num_stages]
         return 0 if codec is None else aligned_bytes((rows * codec.encoded_bytes(numel), torch.uint8))
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Steps:
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int, residual: torch.Tensor | None
+    ) -> Steps:
         """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`.
 
         1. Reduce-scatter over the fastest links: this rank keeps one slice.
-        2. Reduce-scatter the slice over the next slower links. Where both stages are quantized, the sums of the first
-           one are encoded for the second one in the kernel that adds them.
+        2. Reduce-scatter the slice over the next slower links. Where both stages are quantized, without feedback, the
+           sums of the first one are encoded for the second one in the kernel that adds them.
         """
-        wire = full.dtype
-        table: torch.Tensor | Summands = full
-        for algorithm in reversed(self._algorithms[1:]):
-            table = yield from algorithm.partial_sums(table, wire, out.dtype)
+        wire, residuals = full.dtype, residuals_by_stage(self._route, self.index, residual)
+        table = yield from self._partial_sums(full, wire, out.dtype, residuals)
         slowest = self._algorithms[0]
         if isinstance(slowest, QuantizedTableAlgorithm):
-            yield from slowest.reduce_scatter(out, table, wire, accumulate)
+            yield from slowest.reduce_scatter(out, table, wire, accumulate, residuals[0])
         else:
             yield from slowest.reduce_scatter(out, stored(table), wire, accumulate)
+
+    def _partial_sums(
+        self, full: torch.Tensor, wire: torch.dtype, dtype: torch.dtype, residuals: list[torch.Tensor | None]
+    ) -> SumSteps:
+        """Reduce-scatter over all but the slowest links.
+
+        With feedback the sums are stored.
+        """
+        table: torch.Tensor | Summands = full
+        for algorithm, residual in reversed([*zip(self._algorithms, residuals, strict=True)][1:]):
+            if residual is not None and isinstance(algorithm, QuantizedTableAlgorithm):
+                source = stored(table)
+                total = self._workspace.allocate(source.numel() // algorithm.transport.size, dtype)
+                table = yield from algorithm.reduce_scatter(total, source, wire, False, residual)
+            else:
+                table = yield from algorithm.partial_sums(table, wire, dtype)
+        return table
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for reduce-scatters of `full_numel` elements.
@@ -155,7 +182,7 @@ class NativeStages:
         yield
         self._transports[0].all_reduce(tensor).wait()
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Steps:
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int, residual: torch.Tensor | None) -> Steps:
         """Sum `tensor` over all ranks; see `Communicator.all_reduce`.
 
         1. Reduce-scatter over all but the slowest links; this rank keeps a slice.
@@ -168,16 +195,15 @@ class NativeStages:
             return
         dtype = self._algorithms[-1].sum_dtype(wire, tensor.dtype)
         full, size = self._padded(tensor, dtype), self._route.hops[0].size
-        table: torch.Tensor | Summands = full
-        for algorithm in reversed(self._algorithms[1:]):
-            table = yield from algorithm.partial_sums(table, wire, tensor.dtype)
+        residuals = residuals_by_stage(self._route, self.index, residual)
+        table = yield from self._partial_sums(full, wire, tensor.dtype, residuals)
         num_encoded, slowest = self._route.num_quantized_sums, self._algorithms[0]
         is_last = len(self._transports) == max(num_encoded, 1)
         if not is_last and wire != dtype:
             full = self._workspace.allocate(full.numel(), wire)
         slices = full.view(self._route.num_slices, -1)
         if isinstance(slowest, QuantizedTableAlgorithm):
-            yield from self._gather_sums(slowest, table, slices, tensor.dtype)
+            yield from self._gather_sums(slowest, table, slices, tensor.dtype, residuals[0])
         else:
             local_slice = stored(table)
             yield from slowest.all_reduce(local_slice, wire, tensor.dtype)
@@ -188,7 +214,12 @@ class NativeStages:
             tensor.copy_(full[: tensor.numel()])
 
     def _gather_sums(
-        self, slowest: QuantizedTableAlgorithm, table: torch.Tensor | Summands, slices: torch.Tensor, dtype: torch.dtype
+        self,
+        slowest: QuantizedTableAlgorithm,
+        table: torch.Tensor | Summands,
+        slices: torch.Tensor,
+        dtype: torch.dtype,
+        residual: torch.Tensor | None,
     ) -> Steps:
         """All-reduce a table over the slowest links, and all-gather the encoded sums.
 
@@ -197,12 +228,15 @@ class NativeStages:
             table: This rank's slice: [n], or the summands of it.
             slices: [slices, n]; overwritten.
             dtype: Dtype of the sum before it is sent.
+            residual: Residual of the slice; None without feedback.
         """
-        summands = yield from slowest.exchange(table)
+        summands = yield from slowest.exchange(table, residual)
+        local_residual = None if residual is None else residual.view(slowest.transport.size, -1)
         num_encoded, size = self._route.num_quantized_sums, self._route.hops[0].size
         payloads = self._allocate_payloads(slowest.quantizer, num_encoded, summands.exact.numel())
         own = self.index % len(payloads)
-        slowest.encode_total(summands, payloads[own], dtype)
+        total_residual = None if local_residual is None else local_residual[slowest.transport.index]
+        slowest.encode_total(summands, payloads[own], dtype, total_residual)
         yield from self._gather_rows(payloads, payloads[own], range(num_encoded))
         first, num_slices = (self.index - own) // size, len(payloads) // size
         slowest.quantizer.decode(payloads, slices[first : first + num_slices].view(len(payloads), -1))

@@ -2,9 +2,6 @@
 
 A slice goes through the stages in chunks. While one chunk is on the inter-node links, the previous one is on the
 intra-node links, so that a collective takes about as long as the slowest of its stages, not as long as all of them.
-
-A full tensor is a table with one row for each rank, by its index. The ranks of one stage have rows at a distance of
-`Route.strides`, and before stage k of an all-gather a rank has `strides[k]` adjacent rows, of the stages before it.
 """
 
 from __future__ import annotations
@@ -12,21 +9,17 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm import route as routes
-from mics_strategy.comm.algorithms import (
-    Completion,
-    PlainAlgorithm,
-    QuantizedAlgorithm,
-    SumCompletion,
-    make_algorithm,
-)
+from mics_strategy.comm.algorithms import Completion, PlainAlgorithm, QuantizedAlgorithm, SumCompletion, make_algorithm
 from mics_strategy.comm.codecs.quantizer import Quantizer
+from mics_strategy.comm.pieces import PieceTable, finish_all, nothing
+from mics_strategy.comm.residuals import residuals_by_stage
 from mics_strategy.comm.workspace import Workspace, aligned_bytes
 
 if TYPE_CHECKING:
@@ -36,30 +29,6 @@ if TYPE_CHECKING:
 
 _Batches = Iterable[tuple[Completion, list[tuple[int, int]]]]  # after the completion, these pieces are in place
 _Sums = Iterable[tuple[list[tuple[SumCompletion, torch.Tensor]], int]]  # of one chunk, each with its output
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """Adjacent rows, all cut into the same chunks. A piece is one chunk of one row.
-
-    Attributes:
-        values: [rows, n], contiguous.
-        chunks: Start and end of each chunk in a row.
-        ranks_per_row: Ranks that have a share of each row.
-    """
-
-    values: torch.Tensor
-    chunks: list[tuple[int, int]]
-    ranks_per_row: int = 1
-
-    def piece(self, row: int, chunk: int) -> torch.Tensor:
-        """The piece as a view."""
-        start, end = self.chunks[chunk]
-        return self.values[row, start:end]
-
-    def pieces_of(self, row: int) -> list[tuple[int, int]]:
-        """All pieces of one row."""
-        return [(row, chunk) for chunk in range(len(self.chunks))]
 
 
 class StagePipeline:
@@ -104,7 +73,7 @@ class StagePipeline:
            slower links. The chunks of this rank's own shard need no step and go first.
         """
         chunks = routes.chunks_of(self._route, shard.numel(), shard.itemsize)
-        full = _Table(out.view(self._route.size, -1), chunks)
+        full = PieceTable(out.view(self._route.size, -1), chunks)
         num_encoded = self._route.num_quantized if self.quantizer is None else 0
         payloads = self._allocate_payloads(num_encoded, [end - start for start, end in chunks])
         started = [
@@ -113,7 +82,7 @@ class StagePipeline:
         yield
         self._finish_gather(self._first_batches(started, payloads or full), payloads, full, shard.dtype, tag)
 
-    def _allocate_payloads(self, num_stages: int, numels: list[int]) -> _Table | None:
+    def _allocate_payloads(self, num_stages: int, numels: list[int]) -> PieceTable | None:
         """Payloads of all ranks of the first stages, for chunks of `numels` elements.
 
         None for no stage.
@@ -124,16 +93,25 @@ class StagePipeline:
         num_bytes = [codec.encoded_bytes(numel) for numel in numels]
         values = self._workspace.allocate(self._strides[num_stages] * sum(num_bytes), torch.uint8)
         ends = list(itertools.accumulate(num_bytes))
-        return _Table(values.view(self._strides[num_stages], -1), list(zip([0, *ends], ends, strict=False)))
+        chunks = list(zip([0, *ends], ends, strict=False))
+        scratch = self._workspace.allocate(max(numels), torch.float32) if codec.differences else None
+        return PieceTable(values.view(self._strides[num_stages], -1), chunks, scratch=scratch)
 
     def _payload_bytes(self, num_stages: int, numels: list[int]) -> int:
         """Bytes of workspace for `_allocate_payloads`."""
         codec = self._route.hops[0].codec
         num_bytes = sum(codec.encoded_bytes(numel) for numel in numels) if codec is not None else 0
-        return aligned_bytes((self._strides[num_stages] * num_bytes, torch.uint8)) if num_stages else 0
+        scratch = [(max(numels, default=0), torch.float32)] if codec is not None and codec.differences else []
+        return aligned_bytes((self._strides[num_stages] * num_bytes, torch.uint8), *scratch) if num_stages else 0
 
     def _start_first(
-        self, full: _Table, payloads: _Table | None, chunk: int, shard: torch.Tensor, tag: int
+        self,
+        full: PieceTable,
+        payloads: PieceTable | None,
+        chunk: int,
+        shard: torch.Tensor,
+        tag: int,
+        residual: torch.Tensor | None = None,
     ) -> Completion:
         """Start the first stage of an all-gather with one chunk of this rank's shard.
 
@@ -143,26 +121,31 @@ class StagePipeline:
         first = self._sum_algorithms[0]
         if payloads is not None and isinstance(first, QuantizedAlgorithm):
             table, own = payloads, self.index % len(payloads.values)
-            first.gather_quantizer.encode(shard, payloads.piece(own, chunk))
+            payload = payloads.piece(own, chunk)
+            if payloads.scratch is None:
+                first.gather_quantizer.encode(shard, payload, residual)
+            else:
+                scratch = payloads.scratch[: shard.numel()]
+                first.gather_quantizer.encode_difference(shard, full.piece(self.index, chunk), payload, scratch)
             shard = payloads.piece(own, chunk)
         rows = [table.piece(row, chunk) for row in self._members(0, own, table)]
         return self._gather_algorithms[0].start_all_gather(rows, shard, shard.dtype, tag)
 
-    def _first_batches(self, started: list[Completion], table: _Table) -> _Batches:
+    def _first_batches(self, started: list[Completion], table: PieceTable) -> _Batches:
         """The pieces of the first stage: those of this rank first."""
         own = self.index % len(table.values)
-        yield _nothing, table.pieces_of(own)
+        yield nothing, table.pieces_of(own)
         for chunk, finish in enumerate(started):
             yield finish, [(row, chunk) for row in self._members(0, own, table) if row != own]
 
-    def _members(self, stage: int, row: int, table: _Table) -> range:
+    def _members(self, stage: int, row: int, table: PieceTable) -> range:
         """The rows of the ranks of one stage that have `row` on one of them."""
         transport, stride = self._transports[stage], self._strides[stage] // table.ranks_per_row
         first = row - transport.index * stride
         return range(first, first + transport.size * stride, stride)
 
     def _finish_gather(
-        self, batches: _Batches, payloads: _Table | None, full: _Table, wire: torch.dtype, tag: int
+        self, batches: _Batches, payloads: PieceTable | None, full: PieceTable, wire: torch.dtype, tag: int
     ) -> None:
         """Gather the pieces of the first stage over all others."""
         stage = 1
@@ -176,14 +159,14 @@ class StagePipeline:
         for finish, _ in batches:
             finish()
 
-    def _gather_over(self, stage: int, batches: _Batches, table: _Table, wire: torch.dtype, tag: int) -> _Batches:
+    def _gather_over(self, stage: int, batches: _Batches, table: PieceTable, wire: torch.dtype, tag: int) -> _Batches:
         """All-gather each piece over one stage as soon as it is in place.
 
         What has arrived is passed on. A batch is waited for when the next one has been started.
         """
         algorithm = self._gather_algorithms[stage]
         is_rounded = wire != table.values.dtype  # then own pieces as well
-        previous: tuple[Completion, list[tuple[int, int]]] = (_nothing, [])
+        previous: tuple[Completion, list[tuple[int, int]]] = (nothing, [])
         for finish, pieces in batches:
             finish()
             started: list[Completion] = []
@@ -194,12 +177,12 @@ class StagePipeline:
                 started.append(algorithm.start_all_gather(rows, table.piece(row, chunk), wire, tag))
                 arriving += [(member, chunk) for member in members if is_rounded or member != row]
             if not is_rounded:
-                yield _nothing, pieces
+                yield nothing, pieces
             yield previous
-            previous = partial(_finish_all, started), arriving
+            previous = partial(finish_all, started), arriving
         yield previous
 
-    def _decode(self, batches: _Batches, payloads: _Table, full: _Table) -> _Batches:
+    def _decode(self, batches: _Batches, payloads: PieceTable, full: PieceTable) -> _Batches:
         """Decode payloads, this rank's as well, into `full`.
 
         Pieces of `full` that are complete are passed on.
@@ -214,11 +197,15 @@ class StagePipeline:
                 row, share = divmod(base + payload_row, ranks_per_row)
                 target = full.piece(row, chunk).view(ranks_per_row, -1)[share]
                 if isinstance(first, QuantizedAlgorithm):
-                    first.quantizer.decode(payloads.piece(payload_row, chunk), target)
+                    payload, scratch = payloads.piece(payload_row, chunk), payloads.scratch
+                    if scratch is None:
+                        first.quantizer.decode(payload, target)
+                    else:
+                        first.quantizer.decode_difference(payload, target, scratch[: target.numel()])
                 counts[row, chunk] += 1
                 if counts[row, chunk] == ranks_per_row:
                     complete.append((row, chunk))
-            yield _nothing, complete
+            yield nothing, complete
 
     def all_gather_quantized(self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
         """Encode once, gather the payloads over all stages, and decode all of them.
@@ -229,22 +216,32 @@ class StagePipeline:
             return
         num_bytes = quantizer.codec.encoded_bytes(shard.numel())
         payloads = self._workspace.allocate(self._route.size * num_bytes, torch.uint8)
-        rows = payloads.view(self._route.size, num_bytes)
-        quantizer.encode(shard, rows[self.index])
+        rows, slices = payloads.view(self._route.size, num_bytes), out.view(self._route.size, -1)
+        scratch = self._workspace.allocate(shard.numel(), torch.float32) if quantizer.codec.differences else None
+        if scratch is None:
+            quantizer.encode(shard, rows[self.index])
+        else:
+            quantizer.encode_difference(shard, slices[self.index], rows[self.index], scratch)
         yield from self.all_gather(payloads, rows[self.index], tag)
-        for row, slice_ in zip(rows, out.view(self._route.size, -1), strict=True):
-            quantizer.decode(row, slice_)
+        for row, slice_ in zip(rows, slices, strict=True):
+            if scratch is None:
+                quantizer.decode(row, slice_)
+            else:
+                quantizer.decode_difference(row, slice_, scratch)
 
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Reserve workspace for all-gathers of shards of `numel` elements."""
         if self.quantizer is not None:
             num_bytes = self.quantizer.codec.encoded_bytes(numel)
-            self._workspace.reserve(aligned_bytes((self._route.size * num_bytes, torch.uint8)))
+            scratch = [(numel, torch.float32)] if self.quantizer.codec.differences else []
+            self._workspace.reserve(aligned_bytes((self._route.size * num_bytes, torch.uint8), *scratch))
         elif numel:
             numels = [end - start for start, end in routes.chunks_of(self._route, numel, dtype.itemsize)]
             self._workspace.reserve(self._payload_bytes(self._route.num_quantized, numels))
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Steps:
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int, residual: torch.Tensor | None
+    ) -> Steps:
         """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`.
 
         1. Reduce-scatter each chunk over the fastest links: this rank keeps one slice, in the dtype of the sum.
@@ -252,8 +249,9 @@ class StagePipeline:
         """
         wire = full.dtype
         chunks = routes.chunks_of(self._route, out.numel(), wire.itemsize)
-        tables = [_Table(out.view(1, -1), chunks), *self._allocate_sums(chunks, out, 1)]
-        tables.append(_Table(full.view(self._route.size, -1), chunks))
+        tables = [PieceTable(out.view(1, -1), chunks), *self._allocate_sums(chunks, out, 1)]
+        tables.append(PieceTable(full.view(self._route.size, -1), chunks))
+        tables = self._with_residuals(tables, residual)
         last = len(self._transports) - 1
         sums: _Sums = [(self._start_sums(last, tables, chunk, wire, tag), chunk) for chunk in range(len(chunks))]
         yield
@@ -263,7 +261,14 @@ class StagePipeline:
             for finish, total in finishes:
                 finish(total, accumulate)
 
-    def _allocate_sums(self, chunks: list[tuple[int, int]], like: torch.Tensor, ranks_per_row: int) -> list[_Table]:
+    def _with_residuals(self, tables: list[PieceTable], residual: torch.Tensor | None) -> list[PieceTable]:
+        """The tables of a sum; that which stage k encodes, with its residual."""
+        for stage, part in enumerate(residuals_by_stage(self._route, self.index, residual), start=1):
+            if part is not None:
+                tables[stage] = replace(tables[stage], residual=part.view(tables[stage].values.shape))
+        return tables
+
+    def _allocate_sums(self, chunks: list[tuple[int, int]], like: torch.Tensor, ranks_per_row: int) -> list[PieceTable]:
         """Tables of the sums for each stage but the last and fastest.
 
         They have the dtype of `like`.
@@ -273,7 +278,7 @@ class StagePipeline:
         for stride in self._strides[1:-1]:
             rows = stride // ranks_per_row
             values = self._workspace.allocate(rows * numel, like.dtype)
-            tables.append(_Table(values.view(rows, -1), chunks, ranks_per_row))
+            tables.append(PieceTable(values.view(rows, -1), chunks, ranks_per_row))
         return tables
 
     def _sums_bytes(
@@ -306,7 +311,7 @@ class StagePipeline:
         return num_bytes
 
     def _start_sums(
-        self, stage: int, tables: list[_Table], chunk: int, wire: torch.dtype, tag: int
+        self, stage: int, tables: list[PieceTable], chunk: int, wire: torch.dtype, tag: int
     ) -> list[tuple[SumCompletion, torch.Tensor]]:
         """Start one stage of a reduce-scatter for one chunk of all rows.
 
@@ -318,18 +323,17 @@ class StagePipeline:
         size, rows = algorithm.transport.size, len(target.values)
         if len(source.chunks) == 1:
             pieces = list(source.values.view(size, -1))
-            return [(algorithm.start_reduce_scatter(pieces, wire, tag), target.values.view(-1))]
-        return [
-            (
-                algorithm.start_reduce_scatter(
-                    [source.piece(member * rows + row, chunk) for member in range(size)], wire, tag
-                ),
-                target.piece(row, chunk),
-            )
-            for row in range(rows)
-        ]
+            residuals = None if source.residual is None else list(source.residual.view(size, -1))
+            return [(algorithm.start_reduce_scatter(pieces, wire, tag, residuals), target.values.view(-1))]
+        started = []
+        for row in range(rows):
+            sent = range(row, size * rows, rows)
+            pieces = [source.piece(index, chunk) for index in sent]
+            lost = [part for index in sent if (part := source.residual_piece(index, chunk)) is not None]
+            started.append((algorithm.start_reduce_scatter(pieces, wire, tag, lost or None), target.piece(row, chunk)))
+        return started
 
-    def _sum_over(self, stage: int, sums: _Sums, tables: list[_Table], wire: torch.dtype, tag: int) -> _Sums:
+    def _sum_over(self, stage: int, sums: _Sums, tables: list[PieceTable], wire: torch.dtype, tag: int) -> _Sums:
         """Start each chunk on one stage as soon as it is summed on the faster one.
 
         It is passed on when the next one has been started.
@@ -364,7 +368,7 @@ class StagePipeline:
         self._transports[0].barrier(tag)
         self._transports[0].all_reduce(tensor).wait()
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Steps:
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int, residual: torch.Tensor | None) -> Steps:
         """Sum `tensor` over all ranks; see `Communicator.all_reduce`.
 
         1. Reduce-scatter each chunk over all but the slowest links; this rank keeps a slice.
@@ -377,8 +381,9 @@ class StagePipeline:
         full[: tensor.numel()].copy_(tensor)
         full[tensor.numel() :].zero_()
         chunks = routes.all_reduce_chunks(self._route, slice_numel, wire.itemsize)
-        slices = _Table(full.view(self._route.num_slices, -1), chunks, self._route.hops[0].size)
+        slices = PieceTable(full.view(self._route.num_slices, -1), chunks, self._route.hops[0].size)
         tables = [slices, *self._allocate_sums(chunks, full, slices.ranks_per_row), slices]
+        tables = self._with_residuals(tables, residual)
         last = len(self._transports) - 1
         if last:
             sums: _Sums = [(self._start_sums(last, tables, chunk, wire, tag), chunk) for chunk in range(len(chunks))]
@@ -392,23 +397,31 @@ class StagePipeline:
             for finish, total in finishes:
                 finish(total, False)
             rows = list(tables[1].piece(0, chunk).view(slices.ranks_per_row, -1))
-            shares.append(self._sum_algorithms[0].start_reduce_scatter(rows, wire, tag))
+            part = tables[1].residual_piece(0, chunk)
+            residuals = None if part is None else list(part.view(slices.ranks_per_row, -1))
+            finish_share = self._sum_algorithms[0].start_reduce_scatter(rows, wire, tag, residuals)
+            shares.append((finish_share, None if residuals is None else residuals[self._transports[0].index]))
         if not last:
             yield
         self._gather_shares(shares, slices, wire, tag)
         tensor.copy_(full[: tensor.numel()])
 
-    def _gather_shares(self, shares: list[SumCompletion], slices: _Table, wire: torch.dtype, tag: int) -> None:
-        """Send the sums of this rank's shares, one of each chunk, to all ranks."""
+    def _gather_shares(
+        self, shares: list[tuple[SumCompletion, torch.Tensor | None]], slices: PieceTable, wire: torch.dtype, tag: int
+    ) -> None:
+        """Send the sums of this rank's shares, one of each chunk, to all ranks.
+
+        Each has its residual, None without feedback.
+        """
         numels = [(end - start) // slices.ranks_per_row for start, end in slices.chunks]
         payloads = self._allocate_payloads(self._route.num_quantized_sums, numels)
         own = self.index // slices.ranks_per_row
         started: list[Completion] = []
-        for chunk, (finish, numel) in enumerate(zip(shares, numels, strict=True)):
+        for chunk, ((finish, residual), numel) in enumerate(zip(shares, numels, strict=True)):
             total = self._workspace.allocate(numel, slices.values.dtype)
             finish(total, False)
             if payloads is not None:
-                started.append(self._start_first(slices, payloads, chunk, total, tag))
+                started.append(self._start_first(slices, payloads, chunk, total, tag, residual))
             else:
                 rows = list(slices.piece(own, chunk).view(slices.ranks_per_row, -1))
                 started.append(self._gather_algorithms[0].start_all_gather(rows, total, wire, tag))
@@ -435,13 +448,3 @@ class StagePipeline:
             piece_bytes = sum(algorithm.all_gather_scratch_bytes(size * share, dtype, wire) for share in numels)
             num_bytes += rows * piece_bytes
         self._workspace.reserve(num_bytes)
-
-
-def _nothing() -> None:
-    """The completion of data that is there already."""
-
-
-def _finish_all(started: list[Completion]) -> None:
-    """The completion of several stages."""
-    for finish in started:
-        finish()

@@ -157,6 +157,12 @@ class Route:
         """Whether any stage is quantized."""
         return self.hops[0].codec is not None
 
+    @property
+    def has_feedback(self) -> bool:
+        """Whether what an encoding of a sum loses is added to the next one."""
+        codec = self.hops[0].codec
+        return codec is not None and codec.feedback
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedRoutes:

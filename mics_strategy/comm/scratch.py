@@ -23,7 +23,10 @@ COMMUNICATOR_BYTES = 600_000_000
 
 def all_gather_scratch_bytes(route: Route, numel: int) -> int:
     """Bytes for an all-gather of shards of `numel` elements: all ranks' payloads."""
-    return _payload_bytes(route, route.num_quantized, numel)
+    codec = route.hops[0].codec
+    has_differences = codec is not None and codec.differences
+    difference = [(numel, torch.float32)] if has_differences else []
+    return _payload_bytes(route, route.num_quantized, numel) + aligned_bytes(*difference)
 
 
 def reduce_scatter_scratch_bytes(route: Route, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:

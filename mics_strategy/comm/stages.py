@@ -37,7 +37,9 @@ class Stages(Protocol):
     def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
         """Reserve workspace for all-gathers of shards of `numel` elements."""
 
-    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Steps:
+    def reduce_scatter(
+        self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int, residual: torch.Tensor | None
+    ) -> Steps:
         """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`."""
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
@@ -46,7 +48,7 @@ class Stages(Protocol):
     def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> Steps:
         """Sum `tensor` over all ranks with the backend's all-reduce, in its dtype."""
 
-    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Steps:
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int, residual: torch.Tensor | None) -> Steps:
         """Sum `tensor` over all ranks; see `Communicator.all_reduce`."""
 
     def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.comm.residuals import residual_numel
 from mics_strategy.comm.workspace import aligned_bytes
 from mics_strategy.config import sum_dtype_of
 from mics_strategy.engine.layout import BucketLayout, make_layout, num_first_hop_chunks, split_into_buckets
@@ -26,6 +27,7 @@ from mics_strategy.engine.schedule import (
     usage_numel,
 )
 from mics_strategy.planner.communicators import Workspaces, coalescing_routes, comm_layout
+from mics_strategy.scopes import COLLECTIVES
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
@@ -155,6 +157,7 @@ class EngineBuffers:
                 lambda bucket: bucket.layout.numel_at(scopes.secondary) * bucket.param_dtype.itemsize
             )
         sizes |= self._gradient_bytes()
+        sizes["error feedback"] = self._sum_over_trained(self._residual_bytes)
         sizes |= self._staging_bytes()
         sizes["workspaces"] = self._workspace_bytes()
         return sizes
@@ -285,6 +288,16 @@ class EngineBuffers:
         if role == "grad_reduce_scatter" and (not bucket.is_trained or bucket.param_dtype != self._wire(bucket)):
             return False
         return bool(coalescing_routes(self._comms, role, bucket.layout.full_numel * dtype.itemsize))
+
+    def _residual_bytes(self, bucket: BucketSize) -> int:
+        """Bytes of a bucket's residuals of error feedback."""
+        num_bytes = 0
+        for role in ("grad_reduce_scatter", "second_hop_reduce_scatter", "second_hop_all_reduce"):
+            numel = full_numel(role, bucket.layout, self._scopes)
+            for sized in self._comms.routes[role][:1]:  # with codecs
+                route = sized.for_bytes(numel * self._wire(bucket).itemsize)
+                num_bytes += residual_numel(route, COLLECTIVES[role], numel) * torch.float32.itemsize
+        return num_bytes
 
     def _workspace_bytes(self) -> int:
         """Bytes of the scratch memory of collectives."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from mics_strategy import ConfigError, ShardConfig, Topology, shard
+from mics_strategy import Codec, ConfigError, ShardConfig, Topology, shard
 from mics_strategy.engine.estimate import MemoryEstimate, estimate_memory
 from mics_strategy.planner.buffers import EngineBuffers
 from mics_strategy.planner.catalog import describe_model, model_shape
@@ -34,6 +34,8 @@ CONFIGS = [
     ShardConfig.preset("mics", partition_size=16, grad_codec="int4", reduce_dtype="bfloat16", **BF16),
     ShardConfig.preset("zero3", coalesce=True, reduce_dtype="bfloat16", **BF16),
     ShardConfig.preset("zeropp", topology={"nodes_per_switch": 2}, **BF16),  # three stages
+    ShardConfig.preset("zero3", grad_codec=Codec(bits=4, block_size=128, feedback=True), codec_links="all", **BF16),
+    ShardConfig.preset("paro-iig", weight_codec=Codec(bits=8, differences=True), **BF16),
     ShardConfig.preset("zeropp-hpz"),
     ShardConfig.preset("zero1", reduce_dtype="bfloat16"),
     ShardConfig.preset("zero2", reduce_dtype="bfloat16", **BF16),
@@ -48,7 +50,7 @@ CONFIGS = [
     ShardConfig.preset("paro-ngg", grad_codec="int4", codec_links="all"),
     ShardConfig.preset("paro-gig", weight_codec="int4", param_dtype="float16", reduce_dtype="float16"),
 ]
-FAST = CONFIGS[:9]
+FAST = CONFIGS[:11]
 MODELS = {
     "llama": shape("llama", hidden_size=512, intermediate_size=1376, vocab_size=16000, num_kv_heads=2),
     "gpt2": shape("gpt2", hidden_size=384, intermediate_size=1536, vocab_size=5003),
