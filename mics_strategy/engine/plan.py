@@ -39,6 +39,9 @@ from mics_strategy.engine.schedule import (
 )
 from mics_strategy.text_table import text_table
 
+USAGE, OWNERS = "usage", "owners"  # roles beside those of scopes: parameters in use, and tensors of their owners
+_SCATTER, _ALL_REDUCE = "second_hop_reduce_scatter", "second_hop_all_reduce"
+
 if TYPE_CHECKING:
     from mics_strategy.engine.layout import BucketLayout, OwnerAssignment
     from mics_strategy.scopes import Scopes
@@ -119,11 +122,13 @@ class PlannedCollective(CollectiveTraffic):
         unit: Name of the unit, or of the bucket with owners.
         phase: Phase of the step: "forward", "backward", "early_second_hop", "second_hop" or "update".
         micro_step: Index of the micro-step.
+        role: Purpose: one of `scopes.ROLES`, `USAGE` or `OWNERS`.
     """
 
     unit: str
     phase: str
     micro_step: int
+    role: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +235,7 @@ class _Planner:
         for index in reduction_order(forward_order):
             for bucket in self._reduced(index):
                 for messages in self._first_hops(bucket):
-                    self._add(messages, self.units[index].plan.name, "backward")
+                    self._add("grad_reduce_scatter", messages, self.units[index].plan.name, "backward")
 
     def _unshard(self, index: int, phase: str) -> None:
         unit, slot = self.units[index], self.units[index].plan.slot
@@ -246,7 +251,7 @@ class _Planner:
             if roles[-1] == "param_all_gather":
                 versions.keep_secondary()
             for role in roles:
-                self._add(self._all_gather(role, bucket.plan), unit.plan.name, phase)
+                self._add(role, self._all_gather(role, bucket.plan), unit.plan.name, phase)
 
     def _all_gather(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
         numel = full_numel(role, bucket.layout, self.scopes)
@@ -273,16 +278,15 @@ class _Planner:
         if num_parameters and world.size > 1:
             num_bytes = usage_numel(num_parameters) * USAGE_DTYPE.itemsize
             usage = HopTraffic(ALL_REDUCE, world.name, world.size, USAGE_DTYPE, num_bytes)
-            self._add([usage], "(usage)", "second_hop")
+            self._add(USAGE, [usage], "(usage)", "second_hop")
         self.second_hops_of_units(backward, "second_hop")
 
     def second_hops_of_units(self, backward: tuple[int, ...], phase: str) -> None:
         for index in second_hop_order(set(backward)):
             for bucket in self._reduced(index):
-                numel = full_numel("second_hop_reduce_scatter", bucket.layout, self.scopes)
-                messages = self._reduce_scatter("second_hop_reduce_scatter", bucket, numel)
-                messages += self._all_reduce("second_hop_all_reduce", bucket)
-                self._add(messages, self.units[index].plan.name, phase)
+                name, numel = self.units[index].plan.name, full_numel(_SCATTER, bucket.layout, self.scopes)
+                self._add(_SCATTER, self._reduce_scatter(_SCATTER, bucket, numel), name, phase)
+                self._add(_ALL_REDUCE, self._all_reduce(_ALL_REDUCE, bucket), name, phase)
 
     def update(self, owned: tuple[OwnedPlan, ...]) -> None:
         span = self.scopes.span(1, self.scopes.optimizer)
@@ -302,6 +306,7 @@ class _Planner:
                         unit=bucket.name,
                         phase="update",
                         micro_step=self.micro_step,
+                        role=OWNERS,
                     )
                 )
 
@@ -320,7 +325,7 @@ class _Planner:
         are_together = self.scopes.grads > 1 and any(bucket.has_gradients for bucket in buckets)
         return [bucket for bucket in buckets if are_together or bucket.has_gradients]
 
-    def _add(self, messages: list[HopTraffic], unit: str, phase: str) -> None:
+    def _add(self, role: str, messages: list[HopTraffic], unit: str, phase: str) -> None:
         for message in messages:
             self.planned.append(
                 PlannedCollective(
@@ -333,6 +338,7 @@ class _Planner:
                     unit=unit,
                     phase=phase,
                     micro_step=self.micro_step,
+                    role=role,
                 )
             )
 
