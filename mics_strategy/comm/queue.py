@@ -258,7 +258,7 @@ class RouteBinding:
 
     Attributes:
         route: The stages, with their codecs.
-        transports: Transports of the stages: one over all links, or the inter-node and the intra-node one.
+        transports: Transports of the stages, slowest links first; one where one stage is over all links.
         ranks: Ranks that take part in any stage.
         watchdog: Finds out whether ranks have diverged.
     """

@@ -1,4 +1,4 @@
-"""The planner's answer: the fastest configuration, what it costs, and why the others lost.
+"""The planner's answer: the fastest configuration, and why the others lost.
 
 Pure, but for `Choice.strategy`, which imports Lightning.
 """
@@ -66,7 +66,10 @@ class SimulatedStep:
 
     @property
     def model_flop_per_s_per_rank(self) -> float:
-        """FLOP per second and rank by the mathematics: nothing recomputed, causal attention halved."""
+        """FLOP per second and rank by the mathematics.
+
+        Nothing is recomputed, and causal attention is halved.
+        """
         return self.samples_per_s * self.job.workload.model.model_flop_per_sample / self.job.cluster.world_size
 
     @property
@@ -148,7 +151,7 @@ def _simulated(job: Job) -> SimulatedStep:
 
 
 def plan(workload: Workload, cluster: Cluster, space: Space | None = None) -> Choice:
-    """Choose the fastest configuration of a training that fits into the memory of a cluster.
+    """Choose the fastest configuration that fits into the memory of a cluster.
 
     Args:
         workload: Training, with the choices that are left to the planner.
@@ -187,7 +190,10 @@ class Choice:
 
     @property
     def num_micro_steps(self) -> int:
-        """Micro-steps of an optimizer step: `accumulate_grad_batches`, `gradient_accumulation_steps`."""
+        """Micro-steps of an optimizer step.
+
+        Lightning: `accumulate_grad_batches`. Accelerate: `gradient_accumulation_steps`.
+        """
         return self.step.job.num_micro_steps
 
     @property
@@ -214,7 +220,7 @@ class Choice:
         return accelerate.MiCSPlugin(self.config, **options)
 
     def table(self) -> str:
-        """The answer as text: the choice, the frontier, and why other points lost."""
+        """The answer as text."""
         return report_text(self.sections())
 
     def sections(self) -> tuple[Section, ...]:
@@ -274,7 +280,10 @@ def _sections(choice: Choice) -> Iterator[Section]:
 
 
 def _presets(choice: Choice) -> list[tuple[str, Point]]:
-    """The fastest point of each published system, or the smallest where none fits; fastest first."""
+    """The fastest point of each published system, fastest first.
+
+    Where none fits, it is the smallest.
+    """
     points: dict[str, Point] = {}
     for point in (*choice.solution.fitting, *choice.solution.too_large):
         name = preset_of(point.job)

@@ -63,7 +63,7 @@ def _routes(sized: SizedRoutes | None) -> list[Route]:
 def _spans(route: Route, role: str, scopes: Scopes) -> tuple[Span, ...]:
     """Ranks of each stage of a role's collectives."""
     span = scopes.span_of(role)
-    return span.split_by_link() if route.intra is not None else (span,)
+    return span.split_by_link() if len(route.hops) > 1 else (span,)
 
 
 class Workspaces:
@@ -101,10 +101,8 @@ class Workspaces:
         """Announce a collective of several tensors in one launch; see `reserve`."""
         for route in self.coalescing_routes(role, numel * wire.itemsize):
             shard_numel = numel // route.size
-            sizes = [(shard_numel, wire)]
-            if COLLECTIVES[role] == REDUCE_SCATTER and route.intra is not None:
-                sizes.append((shard_numel * route.inter.size, wire))
-            self._keep(role, aligned_bytes(*sizes))
+            rows = route.strides[:-1] if COLLECTIVES[role] == REDUCE_SCATTER else (1,)
+            self._keep(role, aligned_bytes(*((shard_numel * count, wire) for count in rows)))
 
     def coalescing_routes(self, role: str, full_bytes: int) -> Iterator[Route]:
         """The routes of a tensor that can take several tensors in one launch: those that are not quantized."""

@@ -71,7 +71,9 @@ class Times:
 
 
 def run(tasks: Sequence[Task], device_slowdown: float = 1.0) -> Times:
-    """Simulate tasks; each starts as soon as its stream is free and the tasks in front of it have ended.
+    """Simulate tasks.
+
+    Each starts as soon as its stream is free and the tasks in front of it have ended.
 
     Args:
         tasks: Tasks. Those of a stream run in this order; `after` names only earlier tasks.
@@ -155,7 +157,10 @@ class _Simulation:
         self._count_on_links(task, 1, now_s)
 
     def _count_on_links(self, task: Task, change: int, now_s: float) -> None:
-        """Note that a task begins or ends on a link; the device is slower while there is one."""
+        """Note that a task begins or ends on a link.
+
+        The device is slower while there is one.
+        """
         if task.resource == DEVICE:
             return
         self._num_on_links += change

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def unit_plans(
     model: ModelDescription, config: ShardConfig, scopes: Scopes, master_dtype: torch.dtype
 ) -> tuple[UnitPlan, ...]:
-    """The units of a model, as the engine cuts it on a backend that reduces large parameters in chunks.
+    """The units of a model, as the engine cuts it on a GPU.
 
     Args:
         model: Model, its units in the order of the engine; the root is the first.
@@ -42,7 +42,7 @@ def unit_plans(
 
 
 def _slot(index: int, config: ShardConfig, scopes: Scopes) -> int:
-    """First unit that is bound to the unit's slot: the root has its own, the others take turns."""
+    """First unit in the unit's slot; the root has its own, the others take turns."""
     if scopes.params == 1 or index == 0:
         return index
     return 1 + (index - 1) % (config.prefetch + 1)

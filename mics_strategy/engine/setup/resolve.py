@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 from collections import Counter
@@ -17,7 +18,7 @@ from mics_strategy.errors import ConfigError
 from mics_strategy.planner.cost import ParameterKind
 from mics_strategy.planner.presets import Workload, choose_preset, with_scopes_of
 from mics_strategy.scopes import Scopes, resolve_scopes
-from mics_strategy.topology import RankLocation, Topology, topology_from_locations
+from mics_strategy.topology import RankLocation, Switches, Topology, topology_from_locations
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
@@ -70,7 +71,7 @@ def resolve_topology(config: ShardConfig, nodes: Iterable[str]) -> Topology:
     """The topology of `config`, or the one of the ranks' nodes.
 
     Args:
-        config: Configuration, whose topology may be ``"auto"``.
+        config: Configuration, whose topology may be ``"auto"`` or `Switches`.
         nodes: Name of each rank's node; see `node_name`.
 
     Raises:
@@ -78,7 +79,10 @@ def resolve_topology(config: ShardConfig, nodes: Iterable[str]) -> Topology:
     """
     if isinstance(config.topology, Topology):
         return config.topology
-    return topology_from_locations([RankLocation(node=node) for node in nodes])
+    topology = topology_from_locations([RankLocation(node=node) for node in nodes])
+    if isinstance(config.topology, Switches):
+        return dataclasses.replace(topology, nodes_per_switch=config.topology.nodes_per_switch)
+    return topology
 
 
 def node_name() -> str:
