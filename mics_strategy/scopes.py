@@ -234,9 +234,14 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
 
     Raises:
         ConfigError: A scope does not divide the world, straddles nodes or switches unevenly or does not nest with the
-            others; or optimizer states have a coarser scope than parameters or gradients; or a codec has nothing to
-            encode.
+            others; or the configuration was planned for another job; or optimizer states have a coarser scope than
+            parameters or gradients; or a codec has nothing to encode.
     """
+    if config.world_size not in ("any", world_size):
+        raise ConfigError(
+            f"The configuration was planned for `world_size={config.world_size}` ranks, and the job has {world_size}. "
+            "Plan again for this job, or set `world_size='any'` to keep the scopes."
+        )
     topology.check_world(world_size)
     per_node = topology.ranks_per_node
     if config.is_auto:

@@ -1,7 +1,7 @@
 """Reports on the terminal: sections of lines and tables.
 
-They are printed with rich or as plain text, with the same words. Rich, where it is installed and the output is a terminal,
-wraps cells that are too wide.
+They are printed with rich or as plain text, with the same words. Rich is used where it is installed and the output is a
+terminal; it wraps cells that are too wide.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ from mics_strategy.config import ShardConfig
 from mics_strategy.engine.schedule import full_numel
 from mics_strategy.errors import NoFeasiblePlan
 from mics_strategy.planner.comm_time import CommTime
-from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memories
+from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memories, rank_memory
 from mics_strategy.planner.simulator import Job, compute_seconds, step_seconds
-from mics_strategy.planner.space import Space, scoped_configs
+from mics_strategy.planner.space import Space, scoped_configs, topology_of
 from mics_strategy.planner.unit_plans import unit_plans
-from mics_strategy.scopes import ROLES
+from mics_strategy.scopes import ROLES, resolve_scopes
 
 if TYPE_CHECKING:
     from mics_strategy.engine.plan import BucketPlan, UnitPlan
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mics_strategy.scopes import Scopes
 
 
+_MAX_DOUBLINGS = 12  # of nodes, when nothing fits
 _EQUAL = 0.01  # share of a step by which times count as equal; the models are far less exact
 # Shares of the memory for which the fastest point is sought, and points that are simulated for each at most.
 _LEVELS = ((1.0, 40), (0.75, 8), (0.5, 8), (0.35, 8), (0.25, 8), (0.15, 8))
@@ -99,7 +100,7 @@ def solve(workload: Workload, cluster: Cluster, space: Space) -> Solution:
         NoFeasiblePlan: No point fits.
 
     Cost:
-        Time: about 1 ms for each point of the space, and 10 ms for each of at most `_MAX_SIMULATED` simulated ones.
+        Time: about 1 ms for each point of the space, and 10 ms for each simulated one. `_LEVELS` allows about a hundred.
     """
     limit_bytes = cluster.device.memory_bytes
     points = _priced(workload, cluster, space)
@@ -327,7 +328,7 @@ def _nothing_fits(smallest: Point, limit_bytes: int) -> str:
     job, memory = smallest.job, smallest.memory
     over_gb = (memory.total_bytes - limit_bytes) / 1e9
     activations = sum(num_bytes for kind, num_bytes in memory.by_kind.items() if "activations" in kind)
-    do = [f"use {_factor(memory.total_bytes, limit_bytes)} times as many nodes", "a device with more memory"]
+    do = [_nodes_to_use(job, limit_bytes), f"a device with {memory.total_bytes / 1e9:.1f} GB"]
     if job.micro_batch > 1:
         do.insert(0, "lower `micro_batch`")
     if not job.recompute:
@@ -341,5 +342,24 @@ def _nothing_fits(smallest: Point, limit_bytes: int) -> str:
     )
 
 
-def _factor(needed_bytes: int, limit_bytes: int) -> int:
-    return max(2, -(-needed_bytes // limit_bytes))
+def _nodes_to_use(job: Job, limit_bytes: int) -> str:
+    """Advice on the number of nodes with which the job would fit, every state sharded over all of its ranks."""
+    for doublings in range(1, _MAX_DOUBLINGS + 1):
+        cluster = job.cluster.with_nodes(job.cluster.num_nodes << doublings)
+        size = cluster.world_size
+        config = job.config.replace(
+            params=size,
+            grads=size,
+            optimizer=size,
+            secondary_params="none",
+            world_size=size,
+            topology=topology_of(cluster),
+        )
+        scopes = resolve_scopes(config, topology_of(cluster), size)
+        batch = MicroBatch(samples=job.micro_batch, recomputes=job.recompute)
+        memory = rank_memory(job.workload.model, config, scopes, batch, job.workload.states)
+        if memory.total_bytes <= limit_bytes:
+            is_divided = job.workload.global_batch % (size * job.micro_batch) == 0
+            batch_advice = "" if is_divided else f" with a multiple of {size * job.micro_batch} samples a step"
+            return f"use {cluster.num_nodes} nodes{batch_advice}"
+    return "shorten the samples, as more nodes do not help"
