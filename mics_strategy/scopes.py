@@ -190,11 +190,12 @@ class Scopes:
         So no codec block holds two of them.
         """
         roles = ROLES if is_trainable else ("param_all_gather", "param_sync")
-        routes = {role: self.routes(role) for role in roles}
-        codecs = [
-            self.codecs.for_role(role) for role, sized in routes.items() if sized and sized.hierarchical.is_quantized
-        ]
-        return math.lcm(*(codec.bound_numel for codec in codecs if codec is not None))
+        numels = []
+        for role in roles:
+            codec = self.codecs.for_role(role)
+            if codec is not None and self.is_quantized(role):
+                numels.append(codec.bound_numel)
+        return math.lcm(*numels)
 
     def untuned(self) -> dict[TunableCollective, str]:
         """The collectives with a threshold to be measured, and the first role of each."""

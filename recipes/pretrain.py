@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Args:
         arguments: `RECIPE [--ci] [--dry-run] [--plan CLUSTER] [options]`, `--config FILE` in place of `RECIPE`, or
-            `--list [--json]`; default: those of the process. A recipe is the path of a YAML file or the name of one of the
-            project's.
+            `--list [--json]`; default: those of the process. A recipe is the path of a YAML file or the name of one of
+            the project's.
     """
     _quiet_lightning()
     given = [*(sys.argv[1:] if arguments is None else arguments)]

@@ -218,6 +218,7 @@ class _Planner:
     micro_step: int = 0
     _residents: dict[int, int] = field(default_factory=dict)
     _routes: dict[tuple[str, int], Route | None] = field(default_factory=dict)
+    _messages: dict[tuple[str, int, torch.dtype], list[HopTraffic]] = field(default_factory=dict)
 
     def begin_step(self) -> None:
         """The optimizer has changed every bucket that has gradients."""
@@ -254,9 +255,11 @@ class _Planner:
                 self._add(role, self._all_gather(role, bucket.plan), unit.plan.name, phase)
 
     def _all_gather(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
-        numel = full_numel(role, bucket.layout, self.scopes)
-        route = self._route(role, numel * bucket.param_dtype.itemsize)
-        return [] if route is None else all_gather_traffic(route, numel, bucket.param_dtype)
+        numel, dtype = full_numel(role, bucket.layout, self.scopes), bucket.param_dtype
+        if (role, numel, dtype) not in self._messages:
+            route = self._route(role, numel * dtype.itemsize)
+            self._messages[role, numel, dtype] = [] if route is None else all_gather_traffic(route, numel, dtype)
+        return self._messages[role, numel, dtype]
 
     def _first_hops(self, bucket: BucketPlan) -> Iterator[list[HopTraffic]]:
         degree = self.scopes.grads
@@ -264,8 +267,11 @@ class _Planner:
             yield self._reduce_scatter("grad_reduce_scatter", bucket, (end - start) * degree)
 
     def _reduce_scatter(self, role: str, bucket: BucketPlan, numel: int) -> list[HopTraffic]:
-        route = self._route(role, numel * bucket.wire_dtype.itemsize)
-        return [] if route is None else reduce_scatter_traffic(route, numel, bucket.wire_dtype)
+        dtype = bucket.wire_dtype
+        if (role, numel, dtype) not in self._messages:
+            route = self._route(role, numel * dtype.itemsize)
+            self._messages[role, numel, dtype] = [] if route is None else reduce_scatter_traffic(route, numel, dtype)
+        return self._messages[role, numel, dtype]
 
     def _all_reduce(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
         numel = full_numel(role, bucket.layout, self.scopes)

@@ -100,7 +100,7 @@ def solve(workload: Workload, cluster: Cluster, space: Space) -> Solution:
         NoFeasiblePlan: No point fits.
 
     Cost:
-        Time: about 1 ms for each point of the space, and 10 ms for each simulated one. `_LEVELS` allows about a hundred.
+        Time: below 1 ms for each point of the space, and 10 ms for each simulated one, about a hundred at most.
     """
     limit_bytes = cluster.device.memory_bytes
     points = _priced(workload, cluster, space)
@@ -231,6 +231,7 @@ def _priced(workload: Workload, cluster: Cluster, space: Space) -> list[Point]:
     for scoped in scoped_configs(space, workload, cluster):
         memories = rank_memories(workload.model, scoped.config, scoped.scopes, batches, workload.states)
         units = unit_plans(workload.model, scoped.config, scoped.scopes, workload.master)
+        links = bounds.of_links(scoped.scopes, units)
         for batch, memory in zip(batches, memories, strict=True):
             job = Job(
                 workload=workload,
@@ -240,8 +241,21 @@ def _priced(workload: Workload, cluster: Cluster, space: Space) -> list[Point]:
                 micro_batch=batch.samples,
                 recompute=batch.recomputes,
             )
-            points.append(bounds.point(job, memory, units))
+            points.append(bounds.point(job, memory, links))
     return points
+
+
+@dataclass(frozen=True, slots=True)
+class _LinkTimes:
+    """Seconds of the collectives of one configuration.
+
+    Attributes:
+        exposed_s: Seconds of the first gather and the last reductions, which nothing can hide.
+        by_role: Seconds that each link carries all collectives of a role once.
+    """
+
+    exposed_s: float
+    by_role: dict[str, dict[str, float]]
 
 
 @dataclass(slots=True)
@@ -253,7 +267,16 @@ class _Bounds:
     _compute: dict[tuple[int, bool, int], float] = field(default_factory=dict)
     _links: dict[object, dict[str, float]] = field(default_factory=dict)
 
-    def point(self, job: Job, memory: RankMemory, units: Sequence[UnitPlan]) -> Point:
+    def of_links(self, scopes: Scopes, units: Sequence[UnitPlan]) -> _LinkTimes:
+        """What the collectives of one configuration take, whatever the micro-batch."""
+        ends = units[1:2]
+        end_roles = (role for role in ROLES if role != "secondary_all_gather")
+        return _LinkTimes(
+            exposed_s=sum(sum(self._of_role(role, scopes, ends, "end").values()) for role in end_roles),
+            by_role={role: self._of_role(role, scopes, units, "all") for role in ROLES},
+        )
+
+    def point(self, job: Job, memory: RankMemory, links: _LinkTimes) -> Point:
         """The point of a job that has not been simulated.
 
         Nothing computes before the first unit has been gathered, and the optimizer waits for the gradients of the last
@@ -262,15 +285,12 @@ class _Bounds:
         key = (job.micro_batch, job.recompute, job.scopes.optimizer)
         if key not in self._compute:
             self._compute[key] = compute_seconds(job)
-        ends = units[1:2]
-        end_roles = (role for role in ROLES if role != "secondary_all_gather")
-        exposed_s = sum(sum(self._of_role(role, job.scopes, ends, "end").values()) for role in end_roles)
         seconds: dict[str, float] = {}
         for role, count in _counts(job.scopes, job.num_micro_steps).items():
-            for link, link_s in self._of_role(role, job.scopes, units, "all").items():
+            for link, link_s in links.by_role[role].items():
                 seconds[link] = seconds.get(link, 0.0) + count * link_s
         links_s = sum(seconds.values())
-        seconds["compute"] = self._compute[key] + exposed_s
+        seconds["compute"] = self._compute[key] + links.exposed_s
         bound_by = max(seconds, key=lambda name: seconds[name])
         return Point(job=job, memory=memory, bound_s=seconds[bound_by], bound_by=bound_by, links_s=links_s)
 
