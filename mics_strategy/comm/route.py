@@ -39,6 +39,7 @@ ALL_REDUCE = "all_reduce"
 ALL_TO_ALL = "all_to_all"  # with pieces of any sizes: a rank sends what it holds for others
 TunableCollective = tuple[str, "Span"]  # a collective over several kinds of links
 _MIN_CHUNK_BYTES = 64 * 1024
+_MIN_MESSAGE_BYTES = 128 * 1024  # of encoded values; the calls of a smaller message cost more than its codes
 _MAX_CHUNKS = 8  # measured: 2 chunks leave a tenth of the overlap, 32 cost more in messages than they gain
 
 
@@ -254,7 +255,9 @@ class TrafficLog:
         return entries
 
 
-def pipeline_chunks(numel: int, itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:
+def pipeline_chunks(
+    numel: int, itemsize: int, multiple: int = 1, min_chunk_bytes: int = _MIN_CHUNK_BYTES
+) -> list[tuple[int, int]]:
     """Split a slice into chunks that are pipelined through the stages.
 
     So all links are busy.
@@ -263,22 +266,39 @@ def pipeline_chunks(numel: int, itemsize: int, multiple: int = 1) -> list[tuple[
         numel: Elements of the slice.
         itemsize: Bytes of one element, counted unquantized.
         multiple: Divisor of the size of every chunk but the last.
+        min_chunk_bytes: Bytes of a chunk at least, counted unquantized, unless it is the only one.
 
     Returns:
         Start and end of each chunk.
     """
-    count = max(1, min(_MAX_CHUNKS, numel * itemsize // _MIN_CHUNK_BYTES))
+    count = max(1, min(_MAX_CHUNKS, numel * itemsize // min_chunk_bytes))
     step = max(1, math.ceil(numel / count / multiple)) * multiple
     return [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
 
-def chunks_of(route: Route, numel: int, itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """The chunks in which a slice of `numel` elements goes through a route."""
+def chunks_of(route: Route, numel: int, itemsize: int, multiple: int = 1, num_shares: int = 1) -> list[tuple[int, int]]:
+    """The chunks in which a slice of `numel` elements goes through a route.
+
+    Where the only stage is quantized, a chunk is large enough for messages of `_MIN_MESSAGE_BYTES`.
+
+    Args:
+        route: Route of the collective.
+        numel: Elements of the slice.
+        itemsize: Bytes of one element, counted unquantized.
+        multiple: Divisor of the size of every chunk but the last.
+        num_shares: Messages of a chunk, each for one rank.
+    """
     codec = route.hops[0].codec
     if not route.is_chunked or (len(route.hops) == 1 and codec is None):
         return [(0, numel)]
-    block = codec.block_size if codec is not None else 1
-    return pipeline_chunks(numel, itemsize, math.lcm(multiple, min(block, 1 << 16)))
+    if codec is None:
+        return pipeline_chunks(numel, itemsize, multiple)
+    block = min(codec.block_size, 1 << 16)
+    min_chunk_bytes = _MIN_CHUNK_BYTES
+    if len(route.hops) == 1:
+        values_per_byte = _MIN_MESSAGE_BYTES / codec.encoded_bytes(_MIN_MESSAGE_BYTES)
+        min_chunk_bytes = math.ceil(num_shares * _MIN_MESSAGE_BYTES * values_per_byte) * itemsize
+    return pipeline_chunks(numel, itemsize, math.lcm(multiple, block), min_chunk_bytes)
 
 
 def all_gather_traffic(route: Route, full_numel: int, dtype: torch.dtype) -> list[HopTraffic]:
@@ -364,7 +384,7 @@ def all_reduce_slice(route: Route, numel: int) -> int:
 
 def all_reduce_chunks(route: Route, slice_numel: int, itemsize: int) -> list[tuple[int, int]]:
     """The chunks of such a slice; every rank's share of each begins with a block."""
-    return chunks_of(route, slice_numel, itemsize, all_reduce_multiple(route))
+    return chunks_of(route, slice_numel, itemsize, all_reduce_multiple(route), route.hops[0].size)
 
 
 def all_reduce_traffic(route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype) -> list[HopTraffic]:

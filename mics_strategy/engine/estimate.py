@@ -17,6 +17,7 @@ from torch import nn
 
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
+from mics_strategy.comm.scratch import COMMUNICATOR_BYTES
 from mics_strategy.engine.build import (
     BuildContext,
     add_sharded_parameters,
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from mics_strategy.engine.unit import Unit
 
 _META = torch.device("meta")
-# 0.5 to 0.7 GB on four A100 (NVIDIA/nccl#964). Not measured by this project.
-COMMUNICATOR_BYTES = 600_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

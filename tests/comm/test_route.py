@@ -72,7 +72,7 @@ def test_nothing_has_no_pieces() -> None:
 @pytest.mark.parametrize("numel", NUMELS)
 def test_one_stage_goes_as_a_whole_unless_it_is_encoded(numel: int) -> None:
     assert chunks_of(route(4), numel, 4) == [(0, numel)]
-    assert chunks_of(route(4, codec=INT8), numel, 4) == pipeline_chunks(numel, 4, 16)
+    assert chunks_of(route(4, 2, INT8), numel, 4) == pipeline_chunks(numel, 4, 16)
 
 
 @pytest.mark.parametrize("numel", NUMELS)
@@ -83,6 +83,21 @@ def test_pieces_of_what_is_encoded_hold_whole_blocks_and_equal_shares(numel: int
         pieces = chunks_of(route(ranks, 2, Codec(bits=4, block_size=block)), padded, 4, ranks)
         assert all(start % block == 0 and (end - start) % ranks == 0 for start, end in pieces)
         assert pieces[-1][1] == padded
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("num_shares", [1, 2, 4])
+@pytest.mark.parametrize("codec", [INT8, Codec(bits=4, block_size=128)], ids=["int8", "int4"])
+def test_encoded_messages_of_one_stage_have_128_kib_or_are_the_only_ones(
+    codec: Codec, num_shares: int, numel: int
+) -> None:
+    numel = -(-numel // num_shares) * num_shares
+    chunks = chunks_of(route(2, codec=codec), numel, 4, num_shares, num_shares)
+    whole = [(end - start) // num_shares for start, end in chunks[:-1]]
+    assert all(codec.encoded_bytes(share) >= 128 * 1024 for share in whole)
+    assert len(chunks) <= 8
+    assert [start for start, _ in chunks[1:]] == [end for _, end in chunks[:-1]]
+    assert (chunks[0][0], chunks[-1][1]) == (0, numel)
 
 
 @pytest.mark.parametrize(
