@@ -39,6 +39,7 @@ from mics_strategy.engine.schedule import (
 )
 from mics_strategy.text_table import text_table
 
+ROOT_NAME = "(root)"  # of the unit whose module is the model itself
 USAGE, OWNERS = "usage", "owners"  # roles beside those of scopes: parameters in use, and tensors of their owners
 _SCATTER, _ALL_REDUCE = "second_hop_reduce_scatter", "second_hop_all_reduce"
 

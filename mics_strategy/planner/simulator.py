@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mics_strategy.engine.plan import USAGE, Plan, PlannedCollective, StepOrder, plan_step
+from mics_strategy.engine.plan import ROOT_NAME, USAGE, Plan, PlannedCollective, StepOrder, plan_step
 from mics_strategy.planner.comm_time import CommTime
 from mics_strategy.planner.event_queue import ALONE, Times, run
 from mics_strategy.planner.step_tasks import COMPUTE, OPTIMIZER, StepRules, StepTasks, UnitTime, step_tasks
@@ -128,7 +128,7 @@ def unit_times(job: Job) -> tuple[UnitTime, ...]:
         forward_s = matmul_s + _FORWARD_PASSES * pass_s
         times.append(
             UnitTime(
-                name=unit.name,
+                name=unit.name or ROOT_NAME,
                 forward_s=forward_s,
                 recompute_s=forward_s if job.recompute and unit.is_layer else 0.0,
                 backward_s=2 * matmul_s + _BACKWARD_PASSES * pass_s,

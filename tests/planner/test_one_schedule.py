@@ -33,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "every micro-step": {"preset": "mics", "partition_size": 2},
 }
 
-pytestmark = pytest.mark.wide
+pytestmark = pytest.mark.wide(every=3)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from mics_strategy.config import ShardConfig
+from mics_strategy.engine.plan import ROOT_NAME
 from mics_strategy.planner.simulator import PlayedStep, planned_timeline, play, step_seconds
 from mics_strategy.planner.step_tasks import COMPUTE, FIRST_HOP, GATHER, SECOND_HOP
 from mics_strategy.timeline import Category, compare
@@ -28,8 +29,8 @@ def intervals(step: PlayedStep, stream: str, name: str = "") -> Iterator[tuple[s
 
 def test_units_compute_in_the_order_of_the_model_and_back() -> None:
     step = played(BUSY, 1)
-    assert [unit for unit, _, _ in intervals(step, COMPUTE, "forward")] == [*LAYERS, ""]
-    assert [unit for unit, _, _ in intervals(step, COMPUTE, "backward")] == ["", *LAYERS[::-1]]
+    assert [unit for unit, _, _ in intervals(step, COMPUTE, "forward")] == [*LAYERS, ROOT_NAME]
+    assert [unit for unit, _, _ in intervals(step, COMPUTE, "backward")] == [ROOT_NAME, *LAYERS[::-1]]
 
 
 def test_nothing_computes_before_its_gather_and_nothing_is_reduced_before_its_backward() -> None:
@@ -40,7 +41,7 @@ def test_nothing_computes_before_its_gather_and_nothing_is_reduced_before_its_ba
     assert all(start >= gathered[unit] for unit, start, _ in intervals(step, COMPUTE, "forward"))
     backwards = {unit: end for unit, _, end in intervals(step, COMPUTE, "backward")}
     first_hops = [*intervals(step, FIRST_HOP)]
-    assert {unit for unit, _, _ in first_hops} == {"", *LAYERS}
+    assert {unit for unit, _, _ in first_hops} == {ROOT_NAME, *LAYERS}
     assert all(start >= backwards[unit] for unit, start, _ in first_hops)
 
 
@@ -59,7 +60,7 @@ def test_second_hops_follow_the_last_micro_step_alone() -> None:
     step = played(BUSY, 2)
     last_start = sorted(start for _, start, _ in intervals(step, COMPUTE, "backward"))[len(LAYERS) + 1]
     second_hops = [*intervals(step, SECOND_HOP)]
-    assert {unit for unit, _, _ in second_hops} == {"", *LAYERS}
+    assert {unit for unit, _, _ in second_hops} == {ROOT_NAME, *LAYERS}
     assert all(start >= last_start for _, start, _ in second_hops)
     every = played(BUSY.replace(second_hop="micro_step"), 2)
     assert len([*intervals(every, SECOND_HOP)]) == 2 * len(second_hops)
