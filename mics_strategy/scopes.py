@@ -238,11 +238,7 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
             others; or the configuration was planned for another job; or optimizer states have a coarser scope than
             parameters or gradients; or a codec has nothing to encode.
     """
-    if config.world_size not in ("any", world_size):
-        raise ConfigError(
-            f"The configuration was planned for `world_size={config.world_size}` ranks, and the job has {world_size}. "
-            "Plan again for this job, or set `world_size='any'` to keep the scopes."
-        )
+    _check_world_size(config, world_size)
     topology.check_world(world_size)
     per_node = topology.ranks_per_node
     if config.is_auto:
@@ -286,6 +282,14 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
     )
     _check_codecs(config, scopes)
     return scopes
+
+
+def _check_world_size(config: ShardConfig, world_size: int) -> None:
+    if config.world_size not in ("any", world_size):
+        raise ConfigError(
+            f"The configuration was planned for `world_size={config.world_size}` ranks, and the job has {world_size}. "
+            "Plan again for this job, or set `world_size='any'` to keep the scopes."
+        )
 
 
 def _two_stages_of(config: ShardConfig) -> HierarchicalThreshold:

@@ -111,7 +111,7 @@ def test_every_mics_command_is_one() -> None:
         line.partition(" #")[0]
         for guide in GUIDES
         for block in blocks(guide, "bash")
-        for line in block.splitlines()
+        for line in block.replace("\\\n", " ").splitlines()
         if line.startswith("mics ") and line.split()[1] not in RECIPE_COMMANDS
     ]
     others = [command for command in commands if command.split()[1] in PLANNER_COMMANDS]

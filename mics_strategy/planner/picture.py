@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mics_strategy.errors import ConfigError
-from mics_strategy.planner.step_tasks import COMPUTE, CONTROL, FIRST_HOP, GATHER, SECOND_HOP
+from mics_strategy.planner.step_tasks import COMPUTE, FIRST_HOP, GATHER, SECOND_HOP
 from mics_strategy.timeline import Category
 
 if TYPE_CHECKING:
     from mics_strategy.timeline import Interval, Timeline
 
-_ROWS = (COMPUTE, GATHER, FIRST_HOP, SECOND_HOP, CONTROL)  # from the top
+_ROWS = (COMPUTE, GATHER, FIRST_HOP, SECOND_HOP)  # from the top; the control group's is too small to see
 _COLOURS = {"forward": "#4c78a8", "recompute": "#9ecae9", "backward": "#1f4e79", "step": "#54a24b", "wait": "#e45756"}
 _LINKS = {"intra_node": "#f2cf5b", "inter_node": "#f58518", "inter_switch": "#b8470f"}  # the slowest of a collective
 
@@ -42,7 +42,7 @@ def draw(timeline: Timeline, lines: Iterable[str], path: Path) -> None:
     axes = figure.subplots()
     scale, unit = (1.0, "s") if timeline.step_s(0) >= 1 else (1e3, "ms")
     used: dict[str, str] = {}
-    for row in timeline.rows_of(0):
+    for row in (row for row in timeline.rows_of(0) if row.resource in _ROWS):
         bars: dict[str, list[tuple[float, float]]] = {}
         for interval in row.intervals:
             label, colour = _style(interval)

@@ -13,7 +13,7 @@ from mics_strategy.planner.choice import Choice, plan, step_json
 from mics_strategy.planner.plan_options import add_workload_options, cluster_of, codec_pairs, workload_of
 from mics_strategy.planner.report import Section, print_report
 from mics_strategy.planner.space import Space
-from mics_strategy.planner.what_if import Purchase, purchases
+from mics_strategy.planner.upgrades import Upgrade, upgrades
 
 
 def parser() -> ArgumentParser:
@@ -41,47 +41,47 @@ def main(arguments: Sequence[str]) -> int:
         space = Space(codecs=codec_pairs(options.codecs))
         workload = workload_of(options, cluster.world_size)
         chosen = plan(workload, cluster, space)
-        bought = purchases(workload, cluster, space) if options.what_if else ()
+        upgraded = upgrades(workload, cluster, space) if options.what_if else ()
     except MiCSError as error:
         print(f"mics plan: {error}", file=sys.stderr)
         return 1
     if options.json:
-        print(json.dumps(chosen.to_json() | {"what_if": [_purchase_json(p, chosen) for p in bought]}, indent=2))
+        print(json.dumps(chosen.to_json() | {"what_if": [_upgrade_json(p, chosen) for p in upgraded]}, indent=2))
     else:
-        print_report([*chosen.sections(), *_what_if(bought, chosen)], sys.stdout)
+        print_report([*chosen.sections(), *_what_if(upgraded, chosen)], sys.stdout)
     return 0
 
 
-def _what_if(bought: Sequence[Purchase], chosen: Choice) -> list[Section]:
-    if not bought:
+def _what_if(upgraded: Sequence[Upgrade], chosen: Choice) -> list[Section]:
+    if not upgraded:
         return []
     rows = [("change", "speed", "P/G/OS", "micro-batch", "recompute", "step s")]
     notes = []
-    for purchase in bought:
-        speedup = purchase.speedup(chosen)
-        if purchase.choice is None or speedup is None:
-            rows.append((purchase.name, "", "", "", "", ""))
-            notes.append(f"{purchase.name}: {purchase.reason}")
+    for upgrade in upgraded:
+        speedup = upgrade.speedup(chosen)
+        if upgrade.choice is None or speedup is None:
+            rows.append((upgrade.name, "", "", "", "", ""))
+            notes.append(f"{upgrade.name}: {upgrade.reason}")
             continue
-        job = purchase.choice.step.job
+        job = upgrade.choice.step.job
         rows.append(
             (
-                purchase.name,
+                upgrade.name,
                 f"{speedup:.2f}x",
                 f"{job.scopes.params}/{job.scopes.grads}/{job.scopes.optimizer}",
                 str(job.micro_batch),
                 "yes" if job.recompute else "no",
-                f"{purchase.choice.step.step_s:.4g}",
+                f"{upgrade.choice.step.step_s:.4g}",
             )
         )
     title = "What to buy next, at the same batch"
     return [Section(title=title, rows=tuple(rows), num_left=1, lines=tuple(notes))]
 
 
-def _purchase_json(purchase: Purchase, chosen: Choice) -> dict[str, Any]:
+def _upgrade_json(upgrade: Upgrade, chosen: Choice) -> dict[str, Any]:
     return {
-        "change": purchase.name,
-        "speedup": purchase.speedup(chosen),
-        "chosen": None if purchase.choice is None else step_json(purchase.choice.step),
-        "reason": purchase.reason,
+        "change": upgrade.name,
+        "speedup": upgrade.speedup(chosen),
+        "chosen": None if upgrade.choice is None else step_json(upgrade.choice.step),
+        "reason": upgrade.reason,
     }

@@ -363,7 +363,10 @@ def _nothing_fits(smallest: Point, limit_bytes: int) -> str:
 
 
 def _nodes_to_use(job: Job, limit_bytes: int) -> str:
-    """Advice on the number of nodes with which the job would fit, every state sharded over all of its ranks."""
+    """Advice on the number of nodes with which the job would fit.
+
+    Every state is sharded over all ranks.
+    """
     for doublings in range(1, _MAX_DOUBLINGS + 1):
         cluster = job.cluster.with_nodes(job.cluster.num_nodes << doublings)
         size = cluster.world_size

@@ -25,14 +25,22 @@ BATCH = 8  # samples of a step
 
 
 def planned(world_size: int) -> Choice:
-    """The plan of `Net` in a job on one node; without room for all states on a rank, something is sharded."""
+    """The plan of `Net` in a job on one node.
+
+    Optimizer states are so large that only their shards fit.
+    """
     with torch.device("meta"):
         net = Net()
     traced = TraceInput(
         name="net", example={"x": torch.zeros(1, WIDTH)}, units=[Layer], loss=lambda out: out.float().square().mean()
     )
     training = Workload(
-        model=trace_model(net, traced), global_batch=BATCH, recompute=False, param_dtype="float32", micro_batch=2
+        model=trace_model(net, traced),
+        global_batch=BATCH,
+        recompute=False,
+        param_dtype="float32",
+        micro_batch=2,
+        optimizer_state_bytes=10**7,
     )
     cluster = tiny_cluster(nodes=1, ranks_per_node=world_size)
     roomy = plan(training, cluster)

@@ -80,15 +80,15 @@ def test_rich_and_plain_text_have_the_same_words() -> None:
     assert words == plain.getvalue().split()
 
 
-def test_purchases_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_upgrades_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     answer = run(capsys, "plan", *LLAMA, *P4D, "--global-batch-tokens", "64k", "--recompute", "yes", "--what-if")
     assert answer["chosen"]["micro_batch"] * answer["chosen"]["micro_steps"] * 16 == 32  # 65,536 tokens: not 64,000
-    assert [purchase["change"] for purchase in answer["what_if"]] == [
+    assert [upgrade["change"] for upgrade in answer["what_if"]] == [
         "inter-node links 2 times as fast",
         "2 times the memory",
         "2 times the nodes",
     ]
-    assert all(purchase["speedup"] > 0 for purchase in answer["what_if"])
+    assert all(upgrade["speedup"] > 0 for upgrade in answer["what_if"])
 
 
 def test_codecs_are_chosen_where_they_may_be(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.simulator import step_seconds
 from mics_strategy.planner.solver import Point, solve
 from mics_strategy.planner.space import Space
-from mics_strategy.planner.what_if import purchases
+from mics_strategy.planner.upgrades import upgrades
 from mics_strategy.planner.workload import Workload
 from tests.planner.jobs import tiny_cluster, workload
 
@@ -130,15 +130,15 @@ def test_the_choice_is_simulated_as_it_is_stated() -> None:
 def test_a_faster_network_and_more_memory_do_not_slow_the_training() -> None:
     training, cluster = workload(**FREE), tiny_cluster()
     choice = plan(training, cluster)
-    bought = purchases(training, cluster, Space())
-    assert [purchase.name.partition(" 2")[0] for purchase in bought] == [
+    upgraded = upgrades(training, cluster, Space())
+    assert [upgrade.name.partition(" 2")[0] for upgrade in upgraded] == [
         "inter-node links",
         "2 times the memory",
         "2 times the nodes",
     ]
-    assert all((purchase.speedup(choice) or 0.0) >= 1 - EQUAL for purchase in bought[:2])
-    assert (bought[0].speedup(choice) or 0.0) > 1.01
-    (refused,) = [p for p in purchases(workload(global_batch=4, **FREE), cluster, Space()) if p.choice is None]
+    assert all((upgrade.speedup(choice) or 0.0) >= 1 - EQUAL for upgrade in upgraded[:2])
+    assert (upgraded[0].speedup(choice) or 0.0) > 1.01
+    (refused,) = [p for p in upgrades(workload(global_batch=4, **FREE), cluster, Space()) if p.choice is None]
     assert "cannot be divided among 8 ranks" in refused.reason
 
 

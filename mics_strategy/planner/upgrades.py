@@ -24,7 +24,7 @@ FACTOR = 2  # by which each of the three grows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Purchase:
+class Upgrade:
     """One change of the cluster, with the answer for it.
 
     Attributes:
@@ -42,13 +42,13 @@ class Purchase:
         return None if self.choice is None else self.choice.step.samples_per_s / before.step.samples_per_s
 
 
-def purchases(workload: Workload, cluster: Cluster, space: Space) -> tuple[Purchase, ...]:
+def upgrades(workload: Workload, cluster: Cluster, space: Space) -> tuple[Upgrade, ...]:
     """The answers for each change alone. The batch stays the same.
 
     Cost:
         Time: that of `plan` for each change.
     """
-    return tuple(_purchase(name, workload, changed, space) for name, changed in _changes(cluster))
+    return tuple(_upgrade(name, workload, changed, space) for name, changed in _changes(cluster))
 
 
 def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
@@ -64,8 +64,8 @@ def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     yield f"{FACTOR} times the nodes", cluster.with_nodes(FACTOR * cluster.num_nodes)
 
 
-def _purchase(name: str, workload: Workload, cluster: Cluster, space: Space) -> Purchase:
+def _upgrade(name: str, workload: Workload, cluster: Cluster, space: Space) -> Upgrade:
     try:
-        return Purchase(name=name, choice=plan(workload, cluster, space))
+        return Upgrade(name=name, choice=plan(workload, cluster, space))
     except (ConfigError, NoFeasiblePlan) as error:  # the answer for this change
-        return Purchase(name=name, reason=str(error))
+        return Upgrade(name=name, reason=str(error))
