@@ -6,6 +6,7 @@ the memory that each rank of a job would need. ``mics data prepare RECIPE`` toke
 recipes. These need neither ranks nor a GPU. ``mics pretrain RECIPE`` trains a recipe. ``mics fidelity`` compares
 training under each strategy with DDP. ``mics launch KIND RECIPE`` prints the file that starts a recipe on a cluster.
 ``mics report RUN_FOLDER`` writes the page of a run, ``mics export-hf RUN_FOLDER FOLDER`` its model for transformers.
+``mics plan`` chooses the fastest sharding of a model on a cluster without a GPU, ``mics simulate`` plays a step of it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _PROGRAMS = {  # of the recipes, which parse their options themselves
     "report": "report_page",
     "export-hf": "hf_export",
 }
+_PLANNER_PROGRAMS = {"plan": "plan_command", "simulate": "simulate_command"}  # which parse their options themselves
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,6 +77,8 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("pretrain", help="train a recipe: RECIPE [options], or --list [--json]", add_help=False)
     commands.add_parser("fidelity", help="compare training under each strategy with DDP: [options]", add_help=False)
     commands.add_parser("launch", help="print the file that starts a recipe on a cluster: KIND RECIPE", add_help=False)
+    commands.add_parser("plan", help="choose the fastest sharding of a model on a cluster: [options]", add_help=False)
+    commands.add_parser("simulate", help="play one step of a configuration on a cluster: [options]", add_help=False)
     commands.add_parser("report", help="write the page of a recipe's run: RUN_FOLDER", add_help=False)
     commands.add_parser(
         "export-hf", help="write a run's model for transformers: RUN_FOLDER FOLDER [CHECKPOINT]", add_help=False
@@ -88,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given and given[0] in _PROGRAMS:
         return _run_recipes(_PROGRAMS[given[0]], given[1:], given[0])
+    if given and given[0] in _PLANNER_PROGRAMS:
+        return _run_planner(_PLANNER_PROGRAMS[given[0]], given[1:])
     if given[:1] == ["data"]:
         return _prepare_data(given[1:])
     options = parser().parse_args(given)
@@ -130,6 +136,18 @@ def _run_recipes(module: str, arguments: Sequence[str], command: str) -> int:
         )
         return 1
     return program.main(arguments) or 0
+
+
+def _run_planner(module: str, arguments: Sequence[str]) -> int:
+    """Run a program of the planner; return its exit code.
+
+    Models of the user are found in the present folder, as by `python -m`.
+    """
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    program: Any = importlib.import_module(f"mics_strategy.planner.{module}")
+    code: int = program.main(arguments)
+    return code
 
 
 def _recipes_package() -> str:

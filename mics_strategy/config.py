@@ -117,6 +117,8 @@ class ShardConfig:
             they differ, for example after random numbers that each rank drew independently. ``"start"``: the first 10
             optimizer steps. A number: the first 10, and every so many steps. ``"never"``: none. A check reads the
             shards once and sends nothing more.
+        world_size: Number of ranks that the scopes were planned for; a job of another size is refused. ``"any"``: no
+            job is refused.
 
     Raises:
         ConfigError: An unknown value, or a value that is not available.
@@ -144,6 +146,7 @@ class ShardConfig:
     prefetch: int = 1
     broadcast_buffers: bool = True
     replica_check: str | int = "start"
+    world_size: str | int = "any"
 
     PRESETS: ClassVar[tuple[str, ...]] = (*_PRESET_LETTERS, *(f"paro-{letters}" for letters in _PARO_LETTERS))
 
@@ -180,6 +183,9 @@ class ShardConfig:
         check = self.replica_check
         if check not in ("start", "never") and (isinstance(check, bool) or not isinstance(check, int) or check < 1):
             raise ConfigError(f"`replica_check={check!r}` is not available. Use 'start', 'never' or a number of steps.")
+        size = self.world_size
+        if size != "any" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigError(f"`world_size={size!r}` is not a number of ranks. Use 1 or more, or 'any'.")
         steps, until = self.training_steps, self.grad_codec_until
         if steps != "unknown" and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
             raise ConfigError(f"`training_steps={steps!r}` is not a number of steps. Use 1 or more, or 'unknown'.")

@@ -200,11 +200,12 @@ class Scopes:
         So no codec block holds two of them.
         """
         roles = ROLES if is_trainable else ("param_all_gather", "param_sync")
-        routes = {role: self.routes(role) for role in roles}
-        codecs = [
-            self.codecs.for_role(role) for role, sized in routes.items() if sized and sized.hierarchical.is_quantized
-        ]
-        return math.lcm(*(codec.bound_numel for codec in codecs if codec is not None))
+        numels = []
+        for role in roles:
+            codec = self.codecs.for_role(role)
+            if codec is not None and self.is_quantized(role):
+                numels.append(codec.bound_numel)
+        return math.lcm(*numels)
 
     def untuned(self) -> dict[TunableCollective, str]:
         """The collectives with a threshold to be measured, and the first role of each."""
@@ -244,9 +245,10 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
 
     Raises:
         ConfigError: A scope does not divide the world, straddles nodes or switches unevenly or does not nest with the
-            others; or optimizer states have a coarser scope than parameters or gradients; or a codec has nothing to
-            encode.
+            others; or the configuration was planned for another job; or optimizer states have a coarser scope than
+            parameters or gradients; or a codec has nothing to encode.
     """
+    _check_world_size(config, world_size)
     topology.check_world(world_size)
     per_node = topology.ranks_per_node
     if config.is_auto:
@@ -291,6 +293,14 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
     _check_differences(config, scopes)
     _check_codecs(config, scopes)
     return scopes
+
+
+def _check_world_size(config: ShardConfig, world_size: int) -> None:
+    if config.world_size not in ("any", world_size):
+        raise ConfigError(
+            f"The configuration was planned for `world_size={config.world_size}` ranks, and the job has {world_size}. "
+            "Plan again for this job, or set `world_size='any'` to keep the scopes."
+        )
 
 
 def _two_stages_of(config: ShardConfig) -> HierarchicalThreshold:

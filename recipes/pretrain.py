@@ -39,6 +39,7 @@ from .metrics import MetricsLog, RunFacts
 from .metrics_files import CSV, JSONL
 from .models.build import num_parameters
 from .models.cost import sample_cost
+from .plan_advice import plan_advice
 from .ranks import start_ranks
 from .rates import Throughput
 from .report import ClosingReport
@@ -58,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program; what a user can repair ends it with one line instead of a traceback.
 
     Args:
-        arguments: `RECIPE [--ci] [--dry-run] [options]`, `--config FILE [--ci] [--dry-run] [options]` or `--list
-            [--json]`; default: those of the process. A recipe is the path of a YAML file or the name of one of the
-            project's.
+        arguments: `RECIPE [--ci] [--dry-run] [--plan CLUSTER] [options]`, `--config FILE` in place of `RECIPE`, or
+            `--list [--json]`; default: those of the process. A recipe is the path of a YAML file or the name of one of
+            the project's.
     """
     _quiet_lightning()
     given = [*(sys.argv[1:] if arguments is None else arguments)]
@@ -70,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         if given and not given[0].startswith("-"):
             given[0] = f"--config={find_recipe(given[0])}"
+        if "--plan" in given:
+            print(_plan(given))
+            return
         if "--dry-run" in given:
             print(_dry_run([argument for argument in given if argument != "--dry-run"]))
             return
@@ -85,6 +89,17 @@ def _listing(arguments: Sequence[str]) -> str:
         raise RecipeError(f"`--list` was given with {' '.join(others)}. It takes `--json` alone.")
     entries = catalog()
     return catalog_json(entries) if "--json" in arguments else catalog_table(entries)
+
+
+def _plan(arguments: Sequence[str]) -> str:
+    """Return the planner's answer for `--plan CLUSTER`."""
+    position = arguments.index("--plan")
+    cluster, others = arguments[position + 1 : position + 2], [*arguments[:position], *arguments[position + 2 :]]
+    if not cluster or cluster[0].startswith("--"):
+        raise RecipeError(
+            "`--plan` was given without a cluster. Name one, for example `--plan p4d.24xlarge`, or a file."
+        )
+    return plan_advice(load_recipe(others, has_cuda=torch.cuda.is_available()), cluster[0])
 
 
 def _dry_run(arguments: Sequence[str]) -> str:

@@ -30,6 +30,8 @@ OPTIONS = {
     "launch": [],  # the recipes' program parses its own
     "report": [],  # the recipes' program parses its own
     "export-hf": [],  # the recipes' program parses its own
+    "plan": [],  # the planner's program parses its own
+    "simulate": [],  # the planner's program parses its own
     "data": [],  # the recipes' program parses its own
 }
 

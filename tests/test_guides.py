@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from mics_strategy import ShardConfig, cli, shard
+from mics_strategy.planner import plan_command, simulate_command
 from tests.engine.adapters import base_model
 from tests.engine.training import assert_identical, forget_meshes
 from tests.ranks import RankContext, RankPool
@@ -101,6 +102,7 @@ def test_every_python_block_compiles(guide: str) -> None:
         compile(block, f"{guide}.md", "exec")
 
 
+PLANNER_COMMANDS = {"plan": plan_command, "simulate": simulate_command}
 RECIPE_COMMANDS = ("pretrain", "data", "launch", "fidelity", "report", "export-hf")  # see tests/recipes
 
 
@@ -109,9 +111,14 @@ def test_every_mics_command_is_one() -> None:
         line.partition(" #")[0]
         for guide in GUIDES
         for block in blocks(guide, "bash")
-        for line in block.splitlines()
+        for line in block.replace("\\\n", " ").splitlines()
         if line.startswith("mics ") and line.split()[1] not in RECIPE_COMMANDS
     ]
+    others = [command for command in commands if command.split()[1] in PLANNER_COMMANDS]
+    commands = [command for command in commands if command not in others]
+    for command in others:
+        PLANNER_COMMANDS[command.split()[1]].parser().parse_args(shlex.split(command)[2:])
+    assert {command.split()[1] for command in others} == {*PLANNER_COMMANDS}
     parsed = [cli.parser().parse_args(shlex.split(command)[1:]).command for command in commands]
     assert {*parsed} == {"config", "estimate", "export", "inspect"}
 

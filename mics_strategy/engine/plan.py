@@ -39,6 +39,10 @@ from mics_strategy.engine.schedule import (
 )
 from mics_strategy.text_table import text_table
 
+ROOT_NAME = "(root)"  # of the unit whose module is the model itself
+USAGE, OWNERS = "usage", "owners"  # roles beside those of scopes: parameters in use, and tensors of their owners
+_SCATTER, _ALL_REDUCE = "second_hop_reduce_scatter", "second_hop_all_reduce"
+
 if TYPE_CHECKING:
     from mics_strategy.engine.layout import BucketLayout, OwnerAssignment
     from mics_strategy.scopes import Scopes
@@ -119,11 +123,13 @@ class PlannedCollective(CollectiveTraffic):
         unit: Name of the unit, or of the bucket with owners.
         phase: Phase of the step: "forward", "backward", "early_second_hop", "second_hop" or "update".
         micro_step: Index of the micro-step.
+        role: Purpose: one of `scopes.ROLES`, `USAGE` or `OWNERS`.
     """
 
     unit: str
     phase: str
     micro_step: int
+    role: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +219,7 @@ class _Planner:
     micro_step: int = 0
     _residents: dict[int, int] = field(default_factory=dict)
     _routes: dict[tuple[str, int], Route | None] = field(default_factory=dict)
+    _messages: dict[tuple[str, int, torch.dtype], list[HopTraffic]] = field(default_factory=dict)
 
     def begin_step(self) -> None:
         """The optimizer has changed every bucket that has gradients."""
@@ -230,7 +237,7 @@ class _Planner:
         for index in reduction_order(forward_order):
             for bucket in self._reduced(index):
                 for messages in self._first_hops(bucket):
-                    self._add(messages, self.units[index].plan.name, "backward")
+                    self._add("grad_reduce_scatter", messages, self.units[index].plan.name, "backward")
 
     def _unshard(self, index: int, phase: str) -> None:
         unit, slot = self.units[index], self.units[index].plan.slot
@@ -246,12 +253,14 @@ class _Planner:
             if roles[-1] == "param_all_gather":
                 versions.keep_secondary()
             for role in roles:
-                self._add(self._all_gather(role, bucket.plan), unit.plan.name, phase)
+                self._add(role, self._all_gather(role, bucket.plan), unit.plan.name, phase)
 
     def _all_gather(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
-        numel = full_numel(role, bucket.layout, self.scopes)
-        route = self._route(role, numel * bucket.param_dtype.itemsize)
-        return [] if route is None else all_gather_traffic(route, numel, bucket.param_dtype)
+        numel, dtype = full_numel(role, bucket.layout, self.scopes), bucket.param_dtype
+        if (role, numel, dtype) not in self._messages:
+            route = self._route(role, numel * dtype.itemsize)
+            self._messages[role, numel, dtype] = [] if route is None else all_gather_traffic(route, numel, dtype)
+        return self._messages[role, numel, dtype]
 
     def _first_hops(self, bucket: BucketPlan) -> Iterator[list[HopTraffic]]:
         degree = self.scopes.grads
@@ -259,8 +268,11 @@ class _Planner:
             yield self._reduce_scatter("grad_reduce_scatter", bucket, (end - start) * degree)
 
     def _reduce_scatter(self, role: str, bucket: BucketPlan, numel: int) -> list[HopTraffic]:
-        route = self._route(role, numel * bucket.wire_dtype.itemsize)
-        return [] if route is None else reduce_scatter_traffic(route, numel, bucket.wire_dtype)
+        dtype = bucket.wire_dtype
+        if (role, numel, dtype) not in self._messages:
+            route = self._route(role, numel * dtype.itemsize)
+            self._messages[role, numel, dtype] = [] if route is None else reduce_scatter_traffic(route, numel, dtype)
+        return self._messages[role, numel, dtype]
 
     def _all_reduce(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
         numel = full_numel(role, bucket.layout, self.scopes)
@@ -273,16 +285,15 @@ class _Planner:
         if num_parameters and world.size > 1:
             num_bytes = usage_numel(num_parameters) * USAGE_DTYPE.itemsize
             usage = HopTraffic(ALL_REDUCE, world.name, world.size, USAGE_DTYPE, num_bytes)
-            self._add([usage], "(usage)", "second_hop")
+            self._add(USAGE, [usage], "(usage)", "second_hop")
         self.second_hops_of_units(backward, "second_hop")
 
     def second_hops_of_units(self, backward: tuple[int, ...], phase: str) -> None:
         for index in second_hop_order(set(backward)):
             for bucket in self._reduced(index):
-                numel = full_numel("second_hop_reduce_scatter", bucket.layout, self.scopes)
-                messages = self._reduce_scatter("second_hop_reduce_scatter", bucket, numel)
-                messages += self._all_reduce("second_hop_all_reduce", bucket)
-                self._add(messages, self.units[index].plan.name, phase)
+                name, numel = self.units[index].plan.name, full_numel(_SCATTER, bucket.layout, self.scopes)
+                self._add(_SCATTER, self._reduce_scatter(_SCATTER, bucket, numel), name, phase)
+                self._add(_ALL_REDUCE, self._all_reduce(_ALL_REDUCE, bucket), name, phase)
 
     def update(self, owned: tuple[OwnedPlan, ...]) -> None:
         span = self.scopes.span(1, self.scopes.optimizer)
@@ -302,6 +313,7 @@ class _Planner:
                         unit=bucket.name,
                         phase="update",
                         micro_step=self.micro_step,
+                        role=OWNERS,
                     )
                 )
 
@@ -320,7 +332,7 @@ class _Planner:
         are_together = self.scopes.grads > 1 and any(bucket.has_gradients for bucket in buckets)
         return [bucket for bucket in buckets if are_together or bucket.has_gradients]
 
-    def _add(self, messages: list[HopTraffic], unit: str, phase: str) -> None:
+    def _add(self, role: str, messages: list[HopTraffic], unit: str, phase: str) -> None:
         for message in messages:
             self.planned.append(
                 PlannedCollective(
@@ -333,6 +345,7 @@ class _Planner:
                     unit=unit,
                     phase=phase,
                     micro_step=self.micro_step,
+                    role=role,
                 )
             )
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from mics_strategy.engine.lifecycle import PHASE_TRANSITIONS, UNSHARD_TRANSITIONS, UnitPhase, UnshardState, transition
 from mics_strategy.engine.memory import CachedViews, Slot, StagingPool
-from mics_strategy.engine.plan import BucketPlan, UnitPlan
+from mics_strategy.engine.plan import ROOT_NAME, BucketPlan, UnitPlan
 from mics_strategy.engine.schedule import needs_unshard
 from mics_strategy.engine.streams import Op, OpChain, OpStream, outside_transforms
 from mics_strategy.errors import LifecycleError
@@ -67,7 +67,7 @@ class Unit:
     """
 
     def __init__(self, name: str, index: int, module: nn.Module, buckets: list[Bucket], slot: Slot) -> None:
-        self.name = name or "(root)"
+        self.name = name or ROOT_NAME
         self.index = index
         self.module = module
         self.buckets = buckets

@@ -42,6 +42,11 @@ def model_shape(name: str) -> Shape:
     return TransformerShape(name=name.lower(), **fields)
 
 
+def is_image_model(name: str) -> bool:
+    """Whether the samples of a published model are images, which have no tokens."""
+    return isinstance(model_shape(name), ResnetShape)
+
+
 def describe_model(name: str, tokens: int, dtype_bytes: int = 2) -> ModelDescription:
     """Describe a published model.
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memory
+from mics_strategy.planner.report import Section, report_text
 from mics_strategy.planner.simulator import Job, PlayedStep, compute_seconds, planned_timeline, play
 from mics_strategy.planner.solver import Point, Solution, preset_of, solve
 from mics_strategy.planner.space import Space, topology_of
 from mics_strategy.scopes import resolve_scopes
-from mics_strategy.text_table import text_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,7 +84,7 @@ class SimulatedStep:
 
     def timeline(self) -> Timeline:
         """The step as a planned timeline of rank 0, every micro-step in it."""
-        return planned_timeline(self.played)
+        return planned_timeline(self.played, self.job.scopes)
 
 
 def simulate(
@@ -221,7 +221,11 @@ class Choice:
 
     def table(self) -> str:
         """The answer as text."""
-        return "\n".join(_table(self))
+        return report_text(self.sections())
+
+    def sections(self) -> tuple[Section, ...]:
+        """The answer as sections of a report."""
+        return tuple(_sections(self))
 
     def to_json(self) -> dict[str, Any]:
         """The answer as an object of JSON: numbers in bytes and seconds."""
@@ -257,27 +261,22 @@ def _by(point: Point) -> str:
     return "the device computes" if point.bound_by == "compute" else f"the {point.bound_by} links carry its collectives"
 
 
-def _table(choice: Choice) -> Iterator[str]:
-    step, solution = choice.step, choice.solution
-    job = step.job
-    yield (
-        f"{job.workload.model.name}, {job.workload.model.numel / 1e9:.3g} B parameters, on {job.cluster.num_nodes} "
-        f"nodes of {job.cluster.ranks_per_node} ({job.cluster.name}); {job.workload.global_batch:,} samples a step"
-    )
-    yield from step_lines(step)
-    yield ""
-    yield "Fastest step by memory:"
+def _sections(choice: Choice) -> Iterator[Section]:
+    solution = choice.solution
+    yield Section(lines=tuple(step_lines(choice.step)))
     header = ("P/G/OS", "secondary", "codecs", "micro-batch", "recompute", "step s", "GB")
-    rows = [header, *(_point_row(point) for point in solution.frontier)]
-    yield from text_table(rows, num_left=3)
     counts = f"{len(solution.fitting):,} points fit, {len(solution.too_large):,} do not."
-    yield f"{counts} One that was not simulated could be {solution.gap:.1%} faster at most."
-    yield ""
-    yield "Published systems, with a node as partition:"
+    yield Section(
+        title="Fastest step by memory",
+        rows=(header, *(_point_row(point) for point in solution.frontier)),
+        num_left=3,
+        lines=(f"{counts} One that was not simulated could be {solution.gap:.1%} faster at most.",),
+    )
     reasons_of = {id(point): reason for point, reason in reasons(choice)}
-    rows = [("preset", *header, "reason")]
-    rows += [(name, *_point_row(point), reasons_of.get(id(point), "chosen")) for name, point in _presets(choice)]
-    yield from text_table(rows, num_left=4)
+    rows = [(name, *_point_row(point), reasons_of.get(id(point), "chosen")) for name, point in _presets(choice)]
+    yield Section(
+        title="Published systems, with a node as partition", rows=(("preset", *header, "reason"), *rows), num_left=4
+    )
 
 
 def _presets(choice: Choice) -> list[tuple[str, Point]]:
@@ -299,7 +298,13 @@ def _presets(choice: Choice) -> list[tuple[str, Point]]:
 def step_lines(step: SimulatedStep) -> Iterator[str]:
     """A simulated step as text."""
     job, memory = step.job, step.memory
-    scopes = job.scopes
+    scopes, model, tokens = job.scopes, job.workload.model, job.workload.model.tokens_per_sample
+    batch = f"{job.workload.global_batch:,} samples"
+    batch += f" of {tokens:,} tokens, {tokens * job.workload.global_batch:,} tokens" if tokens > 1 else ""
+    yield (
+        f"{model.name}, {model.numel / 1e9:.3g} B parameters, on {job.cluster.num_nodes} nodes of "
+        f"{job.cluster.ranks_per_node} ({job.cluster.name}); {batch} a step"
+    )
     yield (
         f"parameters over {scopes.params}, gradients over {scopes.grads}, optimizer states over {scopes.optimizer} "
         f"ranks{f', secondary copy over {scopes.secondary}' if scopes.has_secondary else ''}"
@@ -310,8 +315,8 @@ def step_lines(step: SimulatedStep) -> Iterator[str]:
     )
     yield (
         f"step {step.step_s:.4g} s: compute {step.compute_s:.4g}, waiting and slowed {step.exposed_s:.4g}; "
-        f"{step.tokens_per_s:,.0f} tokens/s, {step.tokens_per_s_per_rank:,.0f} per rank, "
-        f"{step.model_flop_per_s_per_rank / 1e12:.1f} TFLOPS, MFU {step.mfu:.1%}"
+        f"{step.tokens_per_s:,.0f} {'tokens' if tokens > 1 else 'samples'}/s, {step.tokens_per_s_per_rank:,.0f} per "
+        f"rank, {step.model_flop_per_s_per_rank / 1e12:.1f} TFLOPS, MFU {step.mfu:.1%}"
     )
     sent = ", ".join(f"{axis} {num_bytes / 1e9:.3g} GB" for axis, num_bytes in step.sent_bytes.items())
     yield f"sent by one rank: {sent or 'nothing'}"

@@ -12,14 +12,16 @@ Pure.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mics_strategy.engine.plan import Plan, StepOrder, plan_step
+from mics_strategy.engine.plan import ROOT_NAME, USAGE, Plan, PlannedCollective, StepOrder, plan_step
 from mics_strategy.planner.comm_time import CommTime
-from mics_strategy.planner.event_queue import Times, run
+from mics_strategy.planner.event_queue import ALONE, Times, run
 from mics_strategy.planner.step_tasks import COMPUTE, OPTIMIZER, StepRules, StepTasks, UnitTime, step_tasks
 from mics_strategy.planner.unit_plans import unit_plans
+from mics_strategy.scopes import COLLECTIVES
 from mics_strategy.timeline import COMPUTE_ROW, Category, Interval, PartKey, Row, Timeline
 
 if TYPE_CHECKING:
@@ -126,7 +128,7 @@ def unit_times(job: Job) -> tuple[UnitTime, ...]:
         forward_s = matmul_s + _FORWARD_PASSES * pass_s
         times.append(
             UnitTime(
-                name=unit.name,
+                name=unit.name or ROOT_NAME,
                 forward_s=forward_s,
                 recompute_s=forward_s if job.recompute and unit.is_layer else 0.0,
                 backward_s=2 * matmul_s + _BACKWARD_PASSES * pass_s,
@@ -150,10 +152,15 @@ def compute_seconds(job: Job) -> float:
     return job.num_micro_steps * per_micro_step + optimizer_seconds(job)
 
 
-def planned_timeline(played: PlayedStep) -> Timeline:
+def planned_timeline(played: PlayedStep, scopes: Scopes) -> Timeline:
     """The simulated step as a timeline of rank 0.
 
-    A wait of the device belongs to the collective that it has waited for last.
+    A collective is one interval, from the start of its first stage to the end of its last one. A wait of the device
+    belongs to the collective that it has waited for last.
+
+    Args:
+        played: Simulated tasks.
+        scopes: Ranks and axes of every model state.
     """
     rows: dict[str, list[Interval]] = defaultdict(list)
     compute: list[Interval] = []
@@ -161,18 +168,24 @@ def planned_timeline(played: PlayedStep) -> Timeline:
     now_s = 0.0
     for index, (task, label) in enumerate(zip(tasks, labels, strict=True)):
         start_s, end_s = times.start_s[index], times.end_s[index]
-        if label.stage is not None:
-            key = PartKey(category=Category.COLLECTIVE, name=label.name, unit=label.unit, axis=label.stage.axis)
-            rows[task.stream].append(Interval(key=key, start_s=start_s, end_s=end_s, sent_bytes=label.stage.sent_bytes))
-        elif task.stream == COMPUTE:
-            if start_s > now_s:
-                blocker = max(task.after, key=lambda before: times.end_s[before])
-                compute.append(Interval(key=_wait_key(labels[blocker].stage), start_s=now_s, end_s=start_s))
-            if end_s > start_s:
-                category = Category.OPTIMIZER if label.name == OPTIMIZER else Category.COMPUTE
-                key = PartKey(category=category, name=label.name, unit=label.unit)
-                compute.append(Interval(key=key, start_s=start_s, end_s=end_s))
-            now_s = end_s
+        if task.stream != COMPUTE:
+            continue
+        if start_s > now_s:
+            blocker = labels[max(task.after, key=lambda before: times.end_s[before])]
+            key = PartKey(category=Category.WAIT, name="wait")
+            if blocker.stage is not None:
+                key = collective_key(blocker.stage, scopes, Category.WAIT)
+            compute.append(Interval(key=key, start_s=now_s, end_s=start_s))
+        if end_s > start_s:
+            category = Category.OPTIMIZER if label.name == OPTIMIZER else Category.COMPUTE
+            key = PartKey(category=category, name=label.name, unit=label.unit)
+            compute.append(Interval(key=key, start_s=start_s, end_s=end_s))
+        now_s = end_s
+    for indices, stages in _collectives(played.tasks):
+        key = collective_key(stages[0], scopes, Category.COLLECTIVE)
+        start_s, end_s = min(times.start_s[i] for i in indices), max(times.end_s[i] for i in indices)
+        sent_bytes = sum(stage.sent_bytes for stage in stages)
+        rows[tasks[indices[0]].stream].append(Interval(key=key, start_s=start_s, end_s=end_s, sent_bytes=sent_bytes))
     collectives = [Row(rank=0, resource=stream, intervals=tuple(found)) for stream, found in rows.items()]
     return Timeline(
         source="planned",
@@ -181,6 +194,38 @@ def planned_timeline(played: PlayedStep) -> Timeline:
     )
 
 
-def _wait_key(stage: object) -> PartKey:
-    name, axis = getattr(stage, "collective", "wait"), getattr(stage, "axis", "")
-    return PartKey(category=Category.WAIT, name=name, axis=axis)
+def collective_key(stage: PlannedCollective, scopes: Scopes, category: Category) -> PartKey:
+    """Identity of a stage's collective: its name, and all axes that it spans."""
+    if stage.role == USAGE:
+        return PartKey(category=category, name=stage.collective, unit="used parameters", axis=stage.axis)
+    return PartKey(
+        category=category, name=COLLECTIVES[stage.role], unit=stage.unit, axis=scopes.span_of(stage.role).name
+    )
+
+
+def _collectives(tasks: StepTasks) -> Iterator[tuple[list[int], list[PlannedCollective]]]:
+    """Tasks of each collective, by index, and its stages.
+
+    A task of a codec precedes its stage. A collective never has two stages of one kind over one axis.
+    """
+    indices: list[int] = []
+    stages: list[PlannedCollective] = []
+    first: PlannedCollective | None = None
+    for index, (task, label) in enumerate(zip(tasks.tasks, tasks.labels, strict=True)):
+        stage = label.stage
+        continues = (
+            first is not None
+            and stage is not None
+            and (first.role, first.unit) == (stage.role, stage.unit)
+            and all((s.collective, s.axis) != (stage.collective, stage.axis) for s in stages)
+        )
+        if not continues:
+            if indices:
+                yield indices, stages
+            indices, stages, first = [], [], stage
+        if stage is not None:
+            indices.append(index)
+            if task.resource != ALONE:
+                stages.append(stage)
+    if indices:
+        yield indices, stages

@@ -32,11 +32,11 @@ from mics_strategy.config import ShardConfig
 from mics_strategy.engine.schedule import full_numel
 from mics_strategy.errors import NoFeasiblePlan
 from mics_strategy.planner.comm_time import CommTime
-from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memories
+from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memories, rank_memory
 from mics_strategy.planner.simulator import Job, compute_seconds, step_seconds
-from mics_strategy.planner.space import Space, scoped_configs
+from mics_strategy.planner.space import Space, scoped_configs, topology_of
 from mics_strategy.planner.unit_plans import unit_plans
-from mics_strategy.scopes import ROLES
+from mics_strategy.scopes import ROLES, resolve_scopes
 
 if TYPE_CHECKING:
     from mics_strategy.engine.plan import BucketPlan, UnitPlan
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mics_strategy.scopes import Scopes
 
 
+_MAX_DOUBLINGS = 12  # of nodes, when nothing fits
 _EQUAL = 0.01  # share of a step by which times count as equal; the models are far less exact
 # Shares of the memory for which the fastest point is sought, and points that are simulated for each at most.
 _LEVELS = ((1.0, 40), (0.75, 8), (0.5, 8), (0.35, 8), (0.25, 8), (0.15, 8))
@@ -99,7 +100,7 @@ def solve(workload: Workload, cluster: Cluster, space: Space) -> Solution:
         NoFeasiblePlan: No point fits.
 
     Cost:
-        Time: about 1 ms for each point of the space, and 10 ms for each of at most `_MAX_SIMULATED` simulated ones.
+        Time: below 1 ms for each point of the space, and 10 ms for each simulated one, about a hundred at most.
     """
     limit_bytes = cluster.device.memory_bytes
     points = _priced(workload, cluster, space)
@@ -230,6 +231,7 @@ def _priced(workload: Workload, cluster: Cluster, space: Space) -> list[Point]:
     for scoped in scoped_configs(space, workload, cluster):
         memories = rank_memories(workload.model, scoped.config, scoped.scopes, batches, workload.states)
         units = unit_plans(workload.model, scoped.config, scoped.scopes, workload.master)
+        links = bounds.of_links(scoped.scopes, units)
         for batch, memory in zip(batches, memories, strict=True):
             job = Job(
                 workload=workload,
@@ -239,8 +241,21 @@ def _priced(workload: Workload, cluster: Cluster, space: Space) -> list[Point]:
                 micro_batch=batch.samples,
                 recompute=batch.recomputes,
             )
-            points.append(bounds.point(job, memory, units))
+            points.append(bounds.point(job, memory, links))
     return points
+
+
+@dataclass(frozen=True, slots=True)
+class _LinkTimes:
+    """Seconds of the collectives of one configuration.
+
+    Attributes:
+        exposed_s: Seconds of the first gather and the last reductions, which nothing can hide.
+        by_role: Seconds that each link carries all collectives of a role once.
+    """
+
+    exposed_s: float
+    by_role: dict[str, dict[str, float]]
 
 
 @dataclass(slots=True)
@@ -252,7 +267,16 @@ class _Bounds:
     _compute: dict[tuple[int, bool, int], float] = field(default_factory=dict)
     _links: dict[object, dict[str, float]] = field(default_factory=dict)
 
-    def point(self, job: Job, memory: RankMemory, units: Sequence[UnitPlan]) -> Point:
+    def of_links(self, scopes: Scopes, units: Sequence[UnitPlan]) -> _LinkTimes:
+        """What the collectives of one configuration take, whatever the micro-batch."""
+        ends = units[1:2]
+        end_roles = (role for role in ROLES if role != "secondary_all_gather")
+        return _LinkTimes(
+            exposed_s=sum(sum(self._of_role(role, scopes, ends, "end").values()) for role in end_roles),
+            by_role={role: self._of_role(role, scopes, units, "all") for role in ROLES},
+        )
+
+    def point(self, job: Job, memory: RankMemory, links: _LinkTimes) -> Point:
         """The point of a job that has not been simulated.
 
         Nothing computes before the first unit has been gathered, and the optimizer waits for the gradients of the last
@@ -261,15 +285,12 @@ class _Bounds:
         key = (job.micro_batch, job.recompute, job.scopes.optimizer)
         if key not in self._compute:
             self._compute[key] = compute_seconds(job)
-        ends = units[1:2]
-        end_roles = (role for role in ROLES if role != "secondary_all_gather")
-        exposed_s = sum(sum(self._of_role(role, job.scopes, ends, "end").values()) for role in end_roles)
         seconds: dict[str, float] = {}
         for role, count in _counts(job.scopes, job.num_micro_steps).items():
-            for link, link_s in self._of_role(role, job.scopes, units, "all").items():
+            for link, link_s in links.by_role[role].items():
                 seconds[link] = seconds.get(link, 0.0) + count * link_s
         links_s = sum(seconds.values())
-        seconds["compute"] = self._compute[key] + exposed_s
+        seconds["compute"] = self._compute[key] + links.exposed_s
         bound_by = max(seconds, key=lambda name: seconds[name])
         return Point(job=job, memory=memory, bound_s=seconds[bound_by], bound_by=bound_by, links_s=links_s)
 
@@ -327,7 +348,7 @@ def _nothing_fits(smallest: Point, limit_bytes: int) -> str:
     job, memory = smallest.job, smallest.memory
     over_gb = (memory.total_bytes - limit_bytes) / 1e9
     activations = sum(num_bytes for kind, num_bytes in memory.by_kind.items() if "activations" in kind)
-    do = [f"use {_factor(memory.total_bytes, limit_bytes)} times as many nodes", "a device with more memory"]
+    do = [_nodes_to_use(job, limit_bytes), f"a device with {memory.total_bytes / 1e9:.1f} GB"]
     if job.micro_batch > 1:
         do.insert(0, "lower `micro_batch`")
     if not job.recompute:
@@ -341,5 +362,27 @@ def _nothing_fits(smallest: Point, limit_bytes: int) -> str:
     )
 
 
-def _factor(needed_bytes: int, limit_bytes: int) -> int:
-    return max(2, -(-needed_bytes // limit_bytes))
+def _nodes_to_use(job: Job, limit_bytes: int) -> str:
+    """Advice on the number of nodes with which the job would fit.
+
+    Every state is sharded over all ranks.
+    """
+    for doublings in range(1, _MAX_DOUBLINGS + 1):
+        cluster = job.cluster.with_nodes(job.cluster.num_nodes << doublings)
+        size = cluster.world_size
+        config = job.config.replace(
+            params=size,
+            grads=size,
+            optimizer=size,
+            secondary_params="none",
+            world_size=size,
+            topology=topology_of(cluster),
+        )
+        scopes = resolve_scopes(config, topology_of(cluster), size)
+        batch = MicroBatch(samples=job.micro_batch, recomputes=job.recompute)
+        memory = rank_memory(job.workload.model, config, scopes, batch, job.workload.states)
+        if memory.total_bytes <= limit_bytes:
+            is_divided = job.workload.global_batch % (size * job.micro_batch) == 0
+            batch_advice = "" if is_divided else f" with a multiple of {size * job.micro_batch} samples a step"
+            return f"use {cluster.num_nodes} nodes{batch_advice}"
+    return "shorten the samples, as more nodes do not help"

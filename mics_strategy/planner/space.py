@@ -57,7 +57,12 @@ def topology_of(cluster: Cluster) -> Topology:
 def scoped_configs(space: Space, workload: Workload, cluster: Cluster) -> Iterator[ScopedConfig]:
     """Every configuration of the space that the engine accepts in this job."""
     topology, world_size = topology_of(cluster), cluster.world_size
-    base = space.base.replace(topology=topology, param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype)
+    base = space.base.replace(
+        topology=topology,
+        param_dtype=workload.param_dtype,
+        reduce_dtype=workload.reduce_dtype,
+        world_size=world_size,
+    )
     degrees = allowed_degrees(topology, world_size)
     for optimizer in degrees:
         nested = [degree for degree in degrees if optimizer % degree == 0]

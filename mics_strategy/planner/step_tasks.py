@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from mics_strategy.engine.plan import Plan, PlannedCollective, StepOrder
     from mics_strategy.planner.comm_time import CommTime
 
-COMPUTE, GATHER, FIRST_HOP, SECOND_HOP = "compute", "all_gather", "first_hop", "second_hop"  # streams
+# Streams. The small all-reduce of the parameters in use has a group of its own, CONTROL.
+COMPUTE, GATHER, FIRST_HOP, SECOND_HOP, CONTROL = "compute", "all_gather", "first_hop", "second_hop", "control"
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "step"  # names of compute
 
 
@@ -224,7 +225,7 @@ class _Builder:
             if last is not None:
                 self._ends.append(last)
         usage = self._chain(
-            SECOND_HOP, self._stages.pop((micro_step, "second_hop", "(usage)", False), []), self._last_compute
+            CONTROL, self._stages.pop((micro_step, "second_hop", "(usage)", False), []), self._last_compute
         )
         if usage is not None:
             self._ends.append(usage)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.engine.layout import num_first_hop_chunks
-from mics_strategy.engine.plan import BucketPlan, UnitPlan
+from mics_strategy.engine.plan import ROOT_NAME, BucketPlan, UnitPlan
 from mics_strategy.planner.buffers import BucketSize, EngineBuffers
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def unit_plans(
         for kind, buckets in EngineBuffers(model, config, scopes, master_dtype).buckets_by_kind.items()
     }
     return tuple(
-        UnitPlan(name=unit.name, slot=_slot(index, config, scopes), buckets=by_kind[unit.kind])
+        UnitPlan(name=unit.name or ROOT_NAME, slot=_slot(index, config, scopes), buckets=by_kind[unit.kind])
         for index, unit in enumerate(model.units)
     )
 

@@ -16,7 +16,7 @@ from mics_strategy.planner.memory import StateFormat
 if TYPE_CHECKING:
     from mics_strategy.planner.model import ModelDescription
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,8 @@ class Workload:
     def __post_init__(self) -> None:
         """Check every value by itself."""
         for name in ("master_dtype", "param_dtype", "reduce_dtype"):
-            if getattr(self, name) not in _DTYPES:
-                raise ConfigError(f"`{name}={getattr(self, name)!r}` is not known. Use one of {', '.join(_DTYPES)}.")
+            if getattr(self, name) not in DTYPES:
+                raise ConfigError(f"`{name}={getattr(self, name)!r}` is not known. Use one of {', '.join(DTYPES)}.")
         for name, words in (("global_batch", ()), ("micro_batch", ("auto",)), ("optimizer_state_bytes", ())):
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
@@ -60,7 +60,7 @@ class Workload:
     @property
     def master(self) -> torch.dtype:
         """`master_dtype` as torch's."""
-        return _DTYPES[self.master_dtype]
+        return DTYPES[self.master_dtype]
 
     @property
     def states(self) -> StateFormat:
@@ -70,7 +70,7 @@ class Workload:
     @property
     def param(self) -> torch.dtype:
         """`param_dtype` as torch's."""
-        return _DTYPES[self.param_dtype]
+        return DTYPES[self.param_dtype]
 
     def micro_batches(self, world_size: int) -> tuple[int, ...]:
         """Micro-batches to choose from, largest first.

@@ -1,0 +1,166 @@
+"""Options of `mics plan` and `mics simulate`: model, cluster, batch, dtypes.
+
+Values are parsed here, so that every wrong one ends with one sentence: what was asked, what was found, what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mics_strategy.comm.codecs.format import Codec
+from mics_strategy.errors import ConfigError
+from mics_strategy.planner.catalog import nearest
+from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.model_sources import ModelSource
+from mics_strategy.planner.workload import DTYPES, Workload
+
+if TYPE_CHECKING:
+    from mics_strategy.planner.model import ModelDescription
+
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_ROUNDED_BY = 0.1  # share by which a rounded number of tokens may change
+_RECOMPUTE: dict[str, bool | str] = {"yes": True, "no": False, "auto": "auto"}
+
+
+def add_workload_options(parser: ArgumentParser) -> None:
+    """Add the options of the model, the cluster and the batch."""
+    parser.add_argument("--model", required=True, help="name in the catalog, config.json or its folder, module:factory")
+    parser.add_argument("--cluster", required=True, help="name in the catalog, or a TOML, JSON or YAML file")
+    parser.add_argument("--nodes", default=None, help="number of nodes; default: that of the cluster's file")
+    parser.add_argument("--seq-len", default=None, help="tokens of a sample; not for images")
+    parser.add_argument("--global-batch", default=None, help="samples of one optimizer step on all ranks")
+    parser.add_argument(
+        "--global-batch-tokens",
+        default=None,
+        help="the same in tokens; one with k, M or G is rounded to samples that the ranks divide",
+    )
+    parser.add_argument("--micro-batch", default="auto", help="samples of one forward on a rank; default: auto")
+    parser.add_argument("--recompute", default="auto", help="recompute layers: yes, no or auto; default: auto")
+    parser.add_argument("--param-dtype", default="bfloat16", help="dtype of gathered parameters; default: bfloat16")
+    parser.add_argument("--reduce-dtype", default="float32", help="dtype of gradients on the wire; default: float32")
+    parser.add_argument("--master-dtype", default="float32", help="dtype that the optimizer updates; default: float32")
+    parser.add_argument(
+        "--state-bytes", default="8", help="bytes of optimizer state per element; default: 8, Adam in fp32"
+    )
+    parser.add_argument("--json", action="store_true", help="print an object of JSON instead of text")
+
+
+def cluster_of(options: Namespace) -> Cluster:
+    """The cluster of the options.
+
+    Raises:
+        ConfigError: It does not exist, is stated wrongly, or its number of nodes is missing.
+    """
+    nodes = None if options.nodes is None else count("--nodes", options.nodes)
+    path = Path(options.cluster)
+    if path.suffix in (".toml", ".json", ".yaml", ".yml") or path.is_file():
+        cluster = Cluster.load(path)
+        return cluster if nodes is None else cluster.with_nodes(nodes)
+    if nodes is None:
+        Cluster.preset(options.cluster)  # an unknown name is the first thing to say
+        raise ConfigError(
+            f"`--nodes` is missing: `--cluster {options.cluster}` is a product, of which any number of nodes can be "
+            "used. Add for example `--nodes 16`."
+        )
+    return Cluster.preset(options.cluster, nodes=nodes)
+
+
+def workload_of(options: Namespace, world_size: int) -> Workload:
+    """The training of the options.
+
+    Args:
+        options: Parsed options.
+        world_size: Ranks of the cluster, to which a rounded batch is rounded.
+
+    Raises:
+        ConfigError: An option is missing, wrong, or contradicts another.
+    """
+    for name in ("param_dtype", "reduce_dtype", "master_dtype"):
+        choice(f"--{name.replace('_', '-')}", getattr(options, name), DTYPES)
+    choice("--recompute", options.recompute, _RECOMPUTE)
+    if (options.global_batch is None) == (options.global_batch_tokens is None):
+        found = "neither was given" if options.global_batch is None else "both were given"
+        raise ConfigError(
+            f"`--global-batch` and `--global-batch-tokens` are the same number in samples and in tokens, and {found}. "
+            "Give one of them."
+        )
+    seq_len = 0 if options.seq_len is None else count("--seq-len", options.seq_len)
+    model = ModelSource(text=options.model, seq_len=seq_len, dtype=DTYPES[options.param_dtype]).describe()
+    if options.global_batch is not None:
+        global_batch = count("--global-batch", options.global_batch)
+    else:
+        global_batch = _samples(options.global_batch_tokens, model, world_size)
+    return Workload(
+        model=model,
+        global_batch=global_batch,
+        micro_batch="auto" if options.micro_batch == "auto" else count("--micro-batch", options.micro_batch),
+        recompute=_RECOMPUTE[options.recompute],
+        master_dtype=options.master_dtype,
+        param_dtype=options.param_dtype,
+        reduce_dtype=options.reduce_dtype,
+        optimizer_state_bytes=count("--state-bytes", options.state_bytes),
+    )
+
+
+def _samples(text: str, model: ModelDescription, world_size: int) -> int:
+    """Samples of a step from its tokens.
+
+    A number with a prefix counts as rounded: the nearest multiple of the ranks is taken.
+    """
+    tokens, per_sample = count("--global-batch-tokens", text), model.tokens_per_sample
+    if per_sample == 1:
+        raise ConfigError(
+            f"`--global-batch-tokens {text}`: the samples of {model.name} are no sequences of tokens. Use "
+            "`--global-batch` with their number."
+        )
+    share = world_size * per_sample
+    nearest_tokens = max(1, round(tokens / share)) * share
+    if nearest_tokens == tokens or (not text.isdigit() and abs(nearest_tokens - tokens) <= _ROUNDED_BY * tokens):
+        return nearest_tokens // per_sample
+    lower = max(1, tokens // share) * share
+    raise ConfigError(
+        f"`--global-batch-tokens {text}` cannot be divided into equal samples of {per_sample} tokens for {world_size} "
+        f"ranks. Use {lower} or {lower + share}, or fewer nodes."
+    )
+
+
+def count(option: str, text: str) -> int:
+    """A number of 1 or more, perhaps with a prefix: 1024, 4M.
+
+    Raises:
+        ConfigError: The text is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", text)
+    number = float(match[1]) * _FACTORS[match[2].lower()] if match else 0.0
+    if number < 1 or number != int(number):
+        raise ConfigError(f"`{option} {text}` is not a number of 1 or more. Use for example 16, or 4M for 4,000,000.")
+    return int(number)
+
+
+def choice(option: str, text: str, known: Iterable[str]) -> str:
+    """One of the known words.
+
+    Raises:
+        ConfigError: It is another word; the nearest ones are named.
+    """
+    words = [*known]
+    if text not in words:
+        raise ConfigError(f"`{option} {text}` is not known.{nearest(text, words)}")
+    return text
+
+
+def codec_pairs(text: str) -> tuple[tuple[str, str], ...]:
+    """Pairs of codecs of parameters and gradients, that of no codecs first.
+
+    Raises:
+        ConfigError: The word is not known.
+    """
+    choice("--codecs", text, ("lossless", *Codec.NAMES, "all"))
+    names = {"lossless": (), "all": Codec.NAMES}.get(text, (text,))
+    gradients = ("none", *names)
+    parameters = ("none", *(name for name in ("int8",) if names))  # fewer bits of parameters change what is learned
+    return tuple((weight, grad) for weight in parameters for grad in gradients)

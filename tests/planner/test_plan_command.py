@@ -1,0 +1,252 @@
+"""Do `mics plan` and `mics simulate` answer, and refuse with one sentence what has no answer?"""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from mics_strategy.cli import main
+from mics_strategy.planner.catalog import describe_model
+from mics_strategy.planner.choice import plan
+from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.model_trace import TraceInput
+from mics_strategy.planner.report import print_report, print_rich, report_text
+from mics_strategy.planner.workload import Workload
+
+LLAMA = ["--model", "llama-7b", "--seq-len", "2048"]
+P4D = ["--cluster", "p4d.24xlarge", "--nodes", "2"]
+USUAL = [*LLAMA, *P4D, "--global-batch", "64"]
+STATED = [*USUAL, "--micro-batch", "1", "--preset", "paro-iig"]
+
+
+class Net(nn.Module):
+    """Two equal layers and a head."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            images = layer(images).relu()
+        out: torch.Tensor = self.head(images)
+        return out
+
+
+def net() -> tuple[nn.Module, dict[str, Any]]:
+    return Net(), {"images": torch.zeros(1, 512)}
+
+
+def tokens_net(seq_len: int) -> tuple[nn.Module, TraceInput]:
+    example = {"images": torch.zeros(1, seq_len, 512)}
+    return Net(), TraceInput(name="tokens", example=example, tokens_per_sample=seq_len, units=[nn.Linear])
+
+
+def nothing() -> int:
+    return 1
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_plan_is_that_of_the_function(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = run(capsys, "plan", *USUAL)
+    training = Workload(model=describe_model("llama-7b", 2048), global_batch=64)
+    choice = plan(training, Cluster.preset("p4d.24xlarge", nodes=2))
+    assert answer["chosen"] == json.loads(json.dumps(choice.to_json()["chosen"]))
+    assert len(answer["rejected"]) == answer["fitting"] + answer["too_large"] - 1
+    assert main(["plan", *USUAL]) == 0
+    assert capsys.readouterr().out.strip() == choice.table()
+
+
+def test_rich_and_plain_text_have_the_same_words() -> None:
+    choice = plan(
+        Workload(model=describe_model("llama-7b", 2048), global_batch=64, recompute=True),
+        Cluster.preset("p4d.24xlarge", nodes=2),
+    )
+    pretty, plain = io.StringIO(), io.StringIO()
+    print_rich(choice.sections(), pretty, width=200)
+    print_report(choice.sections(), plain)
+    assert plain.getvalue().strip() == report_text(choice.sections())
+    words = [word for word in pretty.getvalue().split() if not set(word) <= set("─ ")]
+    assert words == plain.getvalue().split()
+
+
+def test_upgrades_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = run(capsys, "plan", *LLAMA, *P4D, "--global-batch-tokens", "64k", "--recompute", "yes", "--what-if")
+    assert answer["chosen"]["micro_batch"] * answer["chosen"]["micro_steps"] * 16 == 32  # 65,536 tokens: not 64,000
+    assert [upgrade["change"] for upgrade in answer["what_if"]] == [
+        "inter-node links 2 times as fast",
+        "2 times the memory",
+        "2 times the nodes",
+    ]
+    assert all(upgrade["speedup"] > 0 for upgrade in answer["what_if"])
+
+
+def test_codecs_are_chosen_where_they_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = [
+        "--cluster",
+        "g5.48xlarge",
+        "--nodes",
+        "2",
+        "--model",
+        "bert-1.5b",
+        "--seq-len",
+        "128",
+        "--global-batch",
+        "32",
+    ]
+    lossless, int8 = (run(capsys, "plan", *slow, "--codecs", codecs)["chosen"] for codecs in ("lossless", "int8"))
+    assert (lossless["weight_codec"], lossless["grad_codec"]) == ("none", "none")
+    assert int8["step_s"] < lossless["step_s"]
+    assert "int8" in (int8["weight_codec"], int8["grad_codec"])
+
+
+def test_a_configuration_of_transformers_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=1024, architectures=["LlamaForCausalLM"], **sizes)
+    config.save_pretrained(tmp_path / "mine")
+    for source in (tmp_path / "mine", tmp_path / "mine" / "config.json"):
+        found = run(
+            capsys,
+            "simulate",
+            "--model",
+            str(source),
+            "--seq-len",
+            "64",
+            *P4D,
+            "--global-batch",
+            "16",
+            "--micro-batch",
+            "1",
+            "--preset",
+            "mics",
+        )
+        assert found["params"] == 8
+        assert found["sent_bytes_by_axis"]["intra_node"] > 0
+    refused(
+        capsys,
+        ["plan", "--model", str(tmp_path / "mine"), "--seq-len", "4096", *P4D, "--global-batch", "16"],
+        "2048 positions",
+    )
+
+
+def test_a_function_of_ones_own_is_traced(capsys: pytest.CaptureFixture[str]) -> None:
+    here = "tests.planner.test_plan_command"
+    options = [*P4D, "--global-batch", "1600", "--micro-batch", "100", "--preset", "mics"]
+    assert run(capsys, "simulate", "--model", f"{here}:net", *options)["model"] == "net"
+    assert run(capsys, "simulate", "--model", f"{here}:tokens_net", "--seq-len", "16", *options)["model"] == "tokens"
+    refused(capsys, ["plan", "--model", f"{here}:tokens_net", *P4D, "--global-batch", "16"], "Add `--seq-len`")
+    refused(capsys, ["plan", "--model", f"{here}:net", "--seq-len", "4", *P4D, "--global-batch", "16"], "Leave out")
+    refused(capsys, ["plan", "--model", f"{here}:nett", *P4D, "--global-batch", "16"], "Did you mean net")
+    refused(capsys, ["plan", "--model", f"{here}:nothing", *P4D, "--global-batch", "16"], "not `\\(module, example\\)`")
+    refused(capsys, ["plan", "--model", "no_such_module:net", *P4D, "--global-batch", "16"], "there is no module")
+
+
+def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"mics {arguments[0]}: ")
+    assert captured.err.count("\n") == 1
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(captured.err)
+
+
+PLAN: dict[str, tuple[list[str], str]] = {
+    "no such model": (["--model", "llama-7", *P4D, "--global-batch", "64"], "Did you mean llama-7b"),
+    "no such file": (["--model", "here/config.json", *P4D, "--global-batch", "64"], "does not exist"),
+    "no such cluster": ([*LLAMA, "--cluster", "p4d", "--nodes", "2", "--global-batch", "64"], "Did you mean p4d"),
+    "no such cluster, no nodes": ([*LLAMA, "--cluster", "p4d", "--global-batch", "64"], "Did you mean p4d"),
+    "no file of a cluster": ([*LLAMA, "--cluster", "mine.yaml", "--global-batch", "64"], "no file with a cluster"),
+    "no nodes": ([*LLAMA, "--cluster", "p4d.24xlarge", "--global-batch", "64"], "`--nodes` is missing"),
+    "zero nodes": ([*LLAMA, "--cluster", "p4d.24xlarge", "--nodes", "0", "--global-batch", "64"], "`--nodes 0`"),
+    "words for nodes": (
+        [*LLAMA, "--cluster", "p4d.24xlarge", "--nodes", "two", "--global-batch", "64"],
+        "`--nodes two`",
+    ),
+    "no length": (["--model", "llama-7b", *P4D, "--global-batch", "64"], "Add `--seq-len`"),
+    "length of images": (["--model", "wide_resnet-3b", "--seq-len", "8", *P4D, "--global-batch", "64"], "Leave out"),
+    "tokens of images": (["--model", "wide_resnet-3b", *P4D, "--global-batch-tokens", "64"], "no sequences of tokens"),
+    "too long": (["--model", "bert-10b", "--seq-len", "1024", *P4D, "--global-batch", "64"], "512 positions"),
+    "no batch": ([*LLAMA, *P4D], "neither was given"),
+    "two batches": ([*USUAL, "--global-batch-tokens", "4M"], "both were given"),
+    "batch of 60": ([*LLAMA, *P4D, "--global-batch", "60"], "for example 48 or 64"),
+    "exact tokens": ([*LLAMA, *P4D, "--global-batch-tokens", "70000"], "Use 65536 or 98304"),
+    "few tokens": ([*LLAMA, *P4D, "--global-batch-tokens", "20k"], "Use 32768 or 65536"),
+    "micro-batch": ([*USUAL, "--micro-batch", "3"], "does not divide the 4 samples"),
+    "recompute": ([*USUAL, "--recompute", "maybe"], "`--recompute maybe` is not known"),
+    "dtype": ([*USUAL, "--param-dtype", "bfloat"], "Did you mean bfloat16"),
+    "codecs": ([*USUAL, "--codecs", "int9"], "Did you mean int"),
+    "too large": (["--model", "llama-65b", "--seq-len", "2048", *P4D, "--global-batch", "64"], "GB too many. To fit"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), PLAN.values(), ids=PLAN)
+def test_wrong_options_of_plan_end_with_one_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(capsys, ["plan", *arguments], message)
+
+
+SIMULATE: dict[str, tuple[list[str], str]] = {
+    "no such preset": ([*USUAL, "--micro-batch", "1", "--preset", "zero"], "Did you mean zero"),
+    "scopes twice": ([*STATED, "--params", "8"], "states one again"),
+    "one scope": ([*USUAL, "--params", "8"], "`--grads`, `--optimizer` missing"),
+    "codec alone": ([*USUAL, "--grad-codec", "int8"], "without scopes"),
+    "no micro-batch": ([*USUAL, "--preset", "mics"], "Add for example `--micro-batch 1`"),
+    "coarse optimizer": (
+        [*USUAL, "--micro-batch", "1", "--params", "8", "--grads", "8", "--optimizer", "2"],
+        "coarser",
+    ),
+    "secondary": ([*USUAL, "--micro-batch", "1", "--preset", "mics", "--secondary", "16"], "secondary_params"),
+    "suffix": ([*STATED, "--picture", "step.txt"], "Use the suffix .png"),
+    "folder": ([*STATED, "--trace", "nowhere/step.json"], "Make it first"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), SIMULATE.values(), ids=SIMULATE)
+def test_wrong_options_of_simulate_end_with_one_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(capsys, ["simulate", *arguments], message)
+
+
+def test_a_step_is_written_as_a_trace_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--trace", str(tmp_path / "step.json"), "--picture", str(tmp_path / "step.png")]
+    answer = run(capsys, "simulate", *STATED, "--recompute", "yes", *files)
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} >= {"compute", "all_gather", "first_hop"}
+    compute = [e for e in events if e["ph"] == "X" and e["cat"] != "collective"]
+    assert sum(e["dur"] for e in compute) / 1e6 == pytest.approx(answer["step_s"])
+    assert sum(answer["parts_s"].values()) == pytest.approx(answer["step_s"])
+    assert sum(e["args"].get("sent_bytes", 0) for e in events if e["ph"] == "X") == sum(
+        answer["sent_bytes_by_axis"].values()
+    )
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_scopes_the_choice_of_the_planner_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = run(capsys, "plan", *USUAL)["chosen"]
+    simulated = run(capsys, "simulate", *USUAL)
+    assert {name: simulated[name] for name in chosen} == chosen
+
+
+def test_what_does_not_fit_is_simulated_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *USUAL, "--micro-batch", "1", "--preset", "ddp"]) == 0
+    assert "does NOT fit" in capsys.readouterr().out
+
+
+def test_images_have_no_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "wide_resnet-3b", *P4D, "--global-batch", "64"]) == 0
+    text = capsys.readouterr().out
+    assert "samples/s" in text
+    assert "tokens" not in text

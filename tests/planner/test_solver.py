@@ -1,0 +1,152 @@
+"""Does the solver find what brute force finds, and say why every other point lost?"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mics_strategy.errors import ConfigError, NoFeasiblePlan
+from mics_strategy.planner import solver
+from mics_strategy.planner.catalog import describe_model
+from mics_strategy.planner.choice import plan, reasons, simulate
+from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.simulator import step_seconds
+from mics_strategy.planner.solver import Point, solve
+from mics_strategy.planner.space import Space
+from mics_strategy.planner.upgrades import upgrades
+from mics_strategy.planner.workload import Workload
+from tests.planner.jobs import tiny_cluster, workload
+
+FREE = {"micro_batch": "auto", "recompute": "auto"}
+EQUAL = 0.01  # by which times count as equal; see the solver's page
+CODECS = (("none", "none"), ("int8", "int8"))
+
+
+def limited(memory_bytes: float, **changes: Any) -> Cluster:
+    cluster = tiny_cluster(**changes)
+    return dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory_bytes=round(memory_bytes)))
+
+
+CLUSTERS = {
+    "large memory": lambda: limited(1e10),
+    "memory for part of the points": lambda: limited(4.2e9),
+    "one node": lambda: limited(1e10, nodes=1, ranks_per_node=4),
+    "fast network": lambda: tiny_cluster(inter_node=tiny_cluster().intra_node),
+}
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
+@pytest.mark.parametrize("codecs", [CODECS[:1], CODECS], ids=["lossless", "int8"])
+def test_the_choice_is_as_fast_as_the_best_of_all_points(cluster: Callable[[], Cluster], codecs: Any) -> None:
+    solution = solve(workload(**FREE), cluster(), Space(codecs=codecs))
+    best_s = min(step_seconds(point.job) for point in solution.fitting)
+    chosen = solution.frontier[0]
+    assert chosen.step_s is not None
+    assert best_s <= chosen.step_s <= best_s * (1 + EQUAL) * (1 + solution.gap)
+
+
+def test_no_step_is_faster_than_its_bound() -> None:
+    for point in solve(workload(**FREE), tiny_cluster(), Space(codecs=CODECS)).fitting:
+        assert step_seconds(point.job) >= point.bound_s * (1 - 1e-9), point.job.config
+
+
+def test_the_answer_is_the_same_each_time() -> None:
+    first, second = (plan(workload(**FREE), tiny_cluster()).to_json() for _ in range(2))
+    assert first == second
+
+
+def test_every_point_but_the_chosen_one_has_a_reason() -> None:
+    choice = plan(workload(**FREE), limited(4.2e9))
+    solution = choice.solution
+    explained = [*reasons(choice)]
+    assert len(explained) == len(solution.fitting) + len(solution.too_large) - 1
+    assert all(reason for _, reason in explained)
+    assert solution.too_large
+    assert all(reason.endswith("GB too large") for point, reason in explained if point in solution.too_large)
+
+
+def test_the_frontier_trades_time_for_memory() -> None:
+    frontier = plan(Workload(model=describe_model("llama-7b", 1024), global_batch=128), p4d(2)).solution.frontier
+    assert len(frontier) >= 2
+    for before, after in itertools.pairwise(frontier):
+        assert after.memory.total_bytes < before.memory.total_bytes
+        assert (after.step_s or 0.0) >= (before.step_s or 0.0) * (1 - EQUAL)
+
+
+def p4d(nodes: int) -> Cluster:
+    return Cluster.preset("p4d.24xlarge", nodes=nodes)
+
+
+@pytest.mark.parametrize("nodes", [16, 128])
+def test_few_points_are_simulated(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work for 1,024 ranks is bounded by counts: a hundred simulations of three micro-steps at most."""
+    simulated: list[int] = []
+
+    def counting(job: Any) -> float:
+        simulated.append(job.num_micro_steps)
+        return step_seconds(job)
+
+    monkeypatch.setattr(solver, "step_seconds", counting)
+    solution = solve(Workload(model=describe_model("bert-1.5b", 512), global_batch=4096), p4d(nodes), Space())
+    assert len(simulated) <= 100
+    assert len(solution.fitting) + len(solution.too_large) > 1000
+
+
+def test_nothing_fits_says_by_how_much_and_what_would_fit() -> None:
+    training = Workload(model=describe_model("llama-65b", 2048), global_batch=256)
+    with pytest.raises(
+        NoFeasiblePlan, match=r"No plan fits 42.3 GB .* needs [\d.]+ GB.* GB too many. To fit, use (\d+)"
+    ) as e:
+        plan(training, p4d(1))
+    nodes = int(str(e.value).split("To fit, use ")[1].split()[0])
+    assert plan(training, p4d(nodes)).step.memory.total_bytes <= p4d(1).device.memory_bytes
+    with pytest.raises(NoFeasiblePlan):
+        plan(training, p4d(nodes // 2))
+    with pytest.raises(NoFeasiblePlan, match="a multiple of 64 samples a step"):
+        plan(dataclasses.replace(training, global_batch=8), p4d(1))
+    long = Workload(model=describe_model("llama-65b", 2048 * 64), global_batch=256)
+    with pytest.raises(NoFeasiblePlan, match="shorten the samples, as more nodes do not help"):
+        plan(long, p4d(1))
+
+
+def test_a_batch_that_ranks_do_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="`global_batch=10` samples cannot be divided among 4 ranks"):
+        plan(workload(global_batch=10, **FREE), tiny_cluster())
+    with pytest.raises(ConfigError, match="`micro_batch=3` does not divide the 4 samples"):
+        plan(workload(micro_batch=3), tiny_cluster())
+
+
+def test_the_choice_is_simulated_as_it_is_stated() -> None:
+    training, cluster = workload(**FREE), tiny_cluster()
+    choice = plan(training, cluster)
+    again = simulate(training, cluster, choice.config, micro_batch=choice.micro_batch, recompute=choice.recompute)
+    assert again.step_s == choice.step.step_s
+    assert again.memory.total_bytes == choice.step.memory.total_bytes
+    assert next(p for p in choice.solution.fitting if p.job == choice.step.job).step_s == pytest.approx(again.step_s)
+
+
+def test_a_faster_network_and_more_memory_do_not_slow_the_training() -> None:
+    training, cluster = workload(**FREE), tiny_cluster()
+    choice = plan(training, cluster)
+    upgraded = upgrades(training, cluster, Space())
+    assert [upgrade.name.partition(" 2")[0] for upgrade in upgraded] == [
+        "inter-node links",
+        "2 times the memory",
+        "2 times the nodes",
+    ]
+    assert all((upgrade.speedup(choice) or 0.0) >= 1 - EQUAL for upgrade in upgraded[:2])
+    assert (upgraded[0].speedup(choice) or 0.0) > 1.01
+    (refused,) = [p for p in upgrades(workload(global_batch=4, **FREE), cluster, Space()) if p.choice is None]
+    assert "cannot be divided among 8 ranks" in refused.reason
+
+
+def scopes_of(point: Point) -> tuple[int, int, int]:
+    return point.job.scopes.params, point.job.scopes.grads, point.job.scopes.optimizer
+
+
+def test_simple_and_small_points_win_where_times_are_equal() -> None:
+    """On one fast rank a node there is nothing to shard for speed."""
+    chosen = solve(workload(), tiny_cluster(nodes=1, ranks_per_node=1), Space()).frontier[0]
+    assert scopes_of(chosen) == (1, 1, 1)
