@@ -1,0 +1,1 @@
+"""Published results, and what the planner assumes about the systems that gave them."""
