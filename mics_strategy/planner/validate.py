@@ -98,7 +98,7 @@ def _cells(row: ValidatedRow) -> tuple[str, ...]:
     value = "-" if row.predicted is None else f"{row.predicted.value:.4g}"
     return (
         source.text("id") or "-",
-        source.text("system")[:34],
+        source.text("system")[:30],
         source.text("model")[:16],
         source.text("total_gpus"),
         source.text("metric")[:36],

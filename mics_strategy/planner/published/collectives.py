@@ -89,36 +89,10 @@ def _two_stages_over_one(testbed: Testbed, ranks: int, num_bytes: int) -> float:
     return seconds[0] / seconds[1]
 
 
-def ring_time(row: PublishedRow, testbed: Testbed) -> Value:
-    """Milliseconds of PaRO's rings."""
-    seconds = _ring_seconds(row.words("system"), row, testbed)
-    note = "1 GB is the full tensor; the published time is 3.5 GB/s, a thirtieth of the paper's own network"
-    return Value(value=seconds * 1e3, assumptions=(note,))
-
-
-def ring_reduction(row: PublishedRow, testbed: Testbed) -> Value:
-    """Share of a ring's time that another one saves, in per cent."""
-    ours, theirs = (_ring_seconds(row.words(name), row, testbed) for name in ("system", "baseline"))
-    return Value(value=(1 - ours / theirs) * 100)
-
-
-def _ring_seconds(name: str, row: PublishedRow, testbed: Testbed) -> float:
-    """Seconds of one ring, of a ring in two stages, or of one whose stages overlap (PaRO 3.4)."""
-    if "ring" not in name:
-        raise NotPredictable(f"collective `{name}` is not modelled")
-    ranks, num_bytes = _ranks(row), _message_bytes(row) or 2**30
-    per_node = testbed.cluster.ranks_per_node
-    if not re.search(r"h-ring|ho-ring", name):
-        return gather_seconds(testbed, ranks, num_bytes, in_two_stages=False)
-    inter_s = gather_seconds(testbed, ranks, num_bytes, in_two_stages=True)
-    intra_s = gather_seconds(testbed, per_node, num_bytes, in_two_stages=False)
-    if "ho-ring" not in name:
-        return inter_s
-    return max(inter_s - intra_s, intra_s * per_node / ranks) + intra_s * (1 - per_node / ranks)
-
-
 def gather_cost_ratio(row: PublishedRow, testbed: Testbed) -> Value:
     """Time of an all-gather over all ranks over that over a partition (MiCS 3.2)."""
+    if "measured" in row.words("system") and _message_bytes(row) is None:
+        raise NotPredictable("the messages of the measurement are not stated")
     world_size = row.world_size or (row.count("nodes") or 0) * testbed.cluster.ranks_per_node
     nodes = re.search(r"group\s*=\s*(\d+)\s*node", row.words("partition_config"))
     partition = int(nodes[1]) * testbed.cluster.ranks_per_node if nodes else _ranks(row)

@@ -303,7 +303,9 @@ def _state_share(row: PublishedRow) -> Predicted:
     numel, world_size = row.num_parameters, row.world_size
     if numel is None or world_size is None:
         raise NotPredictable("the model's size or the number of ranks is not stated")
-    share = _STATE_BYTES * numel / world_size / testbed.cluster.device.memory_bytes
+    stated = re.search(r"(\d+)\s*gb", f"{row.words('metric')} {row.words('gpu_type')}")
+    memory_bytes = float(stated[1]) * 1e9 if stated else testbed.cluster.device.memory_bytes
+    share = _STATE_BYTES * numel / world_size / memory_bytes
     return Predicted(value=_in_unit(row, share), kind=Kind.MEMORY, assumptions=("parameters by the name",))
 
 
@@ -317,11 +319,17 @@ def _collective(function: Callable[[PublishedRow, Testbed], collectives.Value], 
     return predicted
 
 
+def _ring(row: PublishedRow) -> Predicted:
+    raise NotPredictable(
+        f"`{row.text('system')}` is a ring of the paper's own, over messages from point to point, at a thirtieth of the "
+        "bandwidth that the paper states; NCCL's collectives say nothing about it"
+    )
+
+
 _METRICS: tuple[tuple[str, Callable[[PublishedRow], Predicted]], ...] = (
     (r"^b_part|^b_all|effective bandwidth", _collective(collectives.bandwidth, Kind.COLLECTIVE)),
     (r"elapsed time\s*/|time ratio", _collective(collectives.hierarchical_share, Kind.RATIO)),
-    (r"elapsed time.*all-gather", _collective(collectives.ring_time, Kind.COLLECTIVE)),
-    (r"^time reduction", _collective(collectives.ring_reduction, Kind.COLLECTIVE)),
+    (r"elapsed time.*all-gather|^time reduction", _ring),
     (r"c_all/c_mics", _collective(collectives.gather_cost_ratio, Kind.COLLECTIVE)),
     (r"smallest partition", _smallest_partition),
     (r"^runnable", _runs),

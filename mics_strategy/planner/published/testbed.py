@@ -16,7 +16,7 @@ from typing import Any
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.planner.choice import simulate
-from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.cluster import Cluster, Device
 from mics_strategy.planner.model_formulas import TransformerShape, describe
 from mics_strategy.planner.published.row import PublishedRow
 from mics_strategy.planner.simulator import optimizer_seconds
@@ -84,7 +84,7 @@ def testbed_of(row: PublishedRow) -> Testbed:
         memory_bytes_per_s=cluster.device.memory_bytes_per_s / factor,
     )
     return Testbed(
-        cluster=dataclasses.replace(cluster, device=device),
+        cluster=dataclasses.replace(cluster, device=device, overlap_slowdown=published_table()["overlap_slowdown"]),
         deepspeed=fields["deepspeed"],
         tokens=fields["tokens"],
         micro_batch=fields["micro_batch"],
@@ -142,7 +142,7 @@ def benchmarks(software: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _simulated(benchmark: Mapping[str, Any]) -> float:
-    """TFLOP per second of a benchmark's compute, by the simulator."""
+    """TFLOP per second and rank of a benchmark, by the simulator; without the optimizer, which is once a step."""
     shape = TransformerShape(
         name="benchmark",
         family=benchmark["family"],
@@ -152,22 +152,25 @@ def _simulated(benchmark: Mapping[str, Any]) -> float:
         num_heads=benchmark["num_heads"],
         vocab_size=benchmark["vocab_size"],
     )
-    device = benchmark["device"]
-    link = {"bandwidth": "1 GB/s", "latency": "1 us", "source": "not used"}
-    cluster = Cluster.from_fields(
-        {"name": device, "device": device, "ranks_per_node": 1, "intra_node": link, "inter_node": link}
+    ranks, num_micro_steps = benchmark.get("ranks", 1), benchmark.get("num_micro_steps", 1)
+    cluster = dataclasses.replace(
+        Cluster.preset("dgx-a100", nodes=1),
+        device=Device.named(benchmark["device"]),
+        ranks_per_node=ranks,
+        overlap_slowdown=published_table()["overlap_slowdown"],
     )
+    micro_batch = benchmark["micro_batch"]
     workload = Workload(
         model=describe(shape, benchmark["tokens"]),
-        global_batch=benchmark["micro_batch"],
-        micro_batch=benchmark["micro_batch"],
+        global_batch=micro_batch * num_micro_steps * ranks,
+        micro_batch=micro_batch,
         recompute=benchmark["recompute"],
+        reduce_dtype="bfloat16",
     )
-    config = ShardConfig(params="none", grads="none", optimizer="none")
+    config = ShardConfig(params="world", grads="world", optimizer="world")
     step = simulate(workload, cluster, config)
-    compute_s = step.compute_s - optimizer_seconds(step.job)
-    flop = megatron_flop(shape, benchmark["tokens"], recomputes=benchmark["recompute"]) * benchmark["micro_batch"]
-    return flop / compute_s / 1e12
+    samples_per_s = micro_batch * num_micro_steps / (step.step_s - optimizer_seconds(step.job))
+    return megatron_flop(shape, benchmark["tokens"], recomputes=benchmark["recompute"]) * samples_per_s / 1e12
 
 
 def megatron_flop(shape: TransformerShape, tokens: int, *, recomputes: bool) -> float:
