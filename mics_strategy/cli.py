@@ -2,10 +2,11 @@
 
 ``mics inspect PATH`` shows the contents of a checkpoint and verifies it. ``mics export PATH FOLDER`` converts its model
 to safetensors files. ``mics config`` writes the configuration of ``accelerate launch``. ``mics estimate MODEL`` shows
-the memory that each rank of a job would need. ``mics data prepare RECIPE`` tokenizes the text of one of the project's
-recipes. These need neither ranks nor a GPU. ``mics pretrain RECIPE`` trains a recipe. ``mics fidelity`` compares
-training under each strategy with DDP. ``mics launch KIND RECIPE`` prints the file that starts a recipe on a cluster.
-``mics report RUN_FOLDER`` writes the page of a run, ``mics export-hf RUN_FOLDER FOLDER`` its model for transformers.
+the memory that each rank of a job would need. ``mics validate`` compares the planner with published results. ``mics
+data prepare RECIPE`` tokenizes the text of one of the project's recipes. These need neither ranks nor a GPU. ``mics
+pretrain RECIPE`` trains a recipe. ``mics fidelity`` compares training under each strategy with DDP. ``mics launch KIND
+RECIPE`` prints the file that starts a recipe on a cluster. ``mics report RUN_FOLDER`` writes the page of a run, ``mics
+export-hf RUN_FOLDER FOLDER`` its model for transformers.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ _PROGRAMS = {  # of the recipes, which parse their options themselves
     "report": "report_page",
     "export-hf": "hf_export",
 }
+
+
+_PLANNER_PROGRAMS = {"validate": "validate_command"}  # which parse their options themselves, too
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "export-hf", help="write a run's model for transformers: RUN_FOLDER FOLDER [CHECKPOINT]", add_help=False
     )
+    commands.add_parser("validate", help="compare the planner with published results: --rows FILE", add_help=False)
     commands.add_parser("data", help="prepare RECIPE [--workers N] [options]: tokenize the text of a recipe")
     return commands_parser
 
@@ -103,6 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given and given[0] in _PROGRAMS:
         return _run_recipes(_PROGRAMS[given[0]], given[1:], given[0])
+    if given and given[0] in _PLANNER_PROGRAMS:
+        program: Any = importlib.import_module(f"mics_strategy.planner.{_PLANNER_PROGRAMS[given[0]]}")
+        return int(program.main(given[1:]))
     if given[:1] == ["data"]:
         return _prepare_data(given[1:])
     options = parser().parse_args(given)

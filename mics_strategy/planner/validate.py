@@ -12,12 +12,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mics_strategy.planner.published.predict import Kind, Predicted, predict
-from mics_strategy.planner.published.row import PublishedRow
 from mics_strategy.planner.published.testbed import NotPredictable
 from mics_strategy.text_table import text_table
+
+if TYPE_CHECKING:
+    from mics_strategy.planner.published.row import PublishedRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from mics_strategy.comm.route import ALL_GATHER, HopTraffic
 from mics_strategy.planner.comm_time import INTER_NODE, INTRA_NODE, CommTime
-from mics_strategy.planner.published.row import PublishedRow
 from mics_strategy.planner.published.testbed import NotPredictable, Testbed
 from mics_strategy.topology import Axis
+
+if TYPE_CHECKING:
+    from mics_strategy.planner.published.row import PublishedRow
 
 _LARGE_BYTES = 2**30  # where bandwidth alone counts
 
@@ -100,7 +103,5 @@ def gather_cost_ratio(row: PublishedRow, testbed: Testbed) -> Value:
         raise NotPredictable("the number of ranks is not stated")
     stated = _message_bytes(row)
     num_bytes = stated or 128 * 2**20
-    all_s, part_s = (
-        gather_seconds(testbed, size, num_bytes, in_two_stages=False) for size in (world_size, partition)
-    )
+    all_s, part_s = (gather_seconds(testbed, size, num_bytes, in_two_stages=False) for size in (world_size, partition))
     return Value(value=all_s / part_s, assumptions=() if stated else ("message not stated: 128 MB",))

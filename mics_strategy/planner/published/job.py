@@ -11,18 +11,21 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.catalog import describe_model, model_names, model_shape
-from mics_strategy.planner.model import ModelDescription, UnitModel
 from mics_strategy.planner.model_formulas import TransformerShape, describe
-from mics_strategy.planner.published.row import PublishedRow
-from mics_strategy.planner.published.systems import System
 from mics_strategy.planner.published.testbed import NotPredictable, Testbed, megatron_flop
 from mics_strategy.planner.simulator import Job, step_seconds
 from mics_strategy.planner.space import topology_of
 from mics_strategy.planner.workload import Workload
 from mics_strategy.scopes import resolve_scopes
+
+if TYPE_CHECKING:
+    from mics_strategy.planner.model import ModelDescription, UnitModel
+    from mics_strategy.planner.published.row import PublishedRow
+    from mics_strategy.planner.published.systems import System
 
 _PERSISTENT_NUMEL = 100_000  # stage3_param_persistence_threshold of DeepSpeed: smaller parameters are not sharded
 _GPT_VOCAB = 50304
@@ -73,7 +76,7 @@ class PublishedJob:
     @functools.cached_property
     def step_s(self) -> float:
         """Seconds of a step."""
-        return step_seconds(self.job)
+        return _step_seconds(self.job)
 
     @property
     def samples_per_s(self) -> float:
@@ -91,13 +94,21 @@ class PublishedJob:
         return flop * self.samples_per_s / self.world_size
 
 
+@functools.lru_cache(maxsize=256)
+def _step_seconds(job: Job) -> float:
+    """Seconds of a step; several rows are about one training."""
+    return step_seconds(job)
+
+
 def model_of(row: PublishedRow, testbed: Testbed) -> PublishedModel:
     """The model of a row.
 
     Raises:
         NotPredictable: The row names no model, several, or one of unknown size.
     """
-    return _model(row.words("model"), row.num_parameters, row.count("seq_len") or testbed.tokens, _is_fp32(row), testbed)
+    return _model(
+        row.words("model"), row.num_parameters, row.count("seq_len") or testbed.tokens, _is_fp32(row), testbed
+    )
 
 
 def _is_fp32(row: PublishedRow) -> bool:
@@ -141,7 +152,7 @@ def _model(name: str, numel: float | None, tokens: int, is_fp32: bool, testbed: 
 
 def _catalog_name(name: str, testbed: Testbed) -> str | None:
     """The catalog's name of a model; None for unknown ones."""
-    if "wide" in name and "bert" in name or "variant" in name:
+    if ("wide" in name and "bert" in name) or "variant" in name:
         return None
     slug = re.sub(r"[\s_]+", "-", re.sub(r"\(.*?\)", "", name).strip())
     slug = {"wideresnet-3b": "wide_resnet-3b", "gpt-2-20b": "gpt2-20b"}.get(slug, slug)

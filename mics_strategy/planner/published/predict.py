@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mics_strategy.planner.published import collectives
-from mics_strategy.planner.published.job import PublishedJob, make_job, model_of
+from mics_strategy.planner.published.job import PublishedJob, make_job
 from mics_strategy.planner.published.row import PublishedRow
 from mics_strategy.planner.published.states import fits, peak_bytes, states_bytes
 from mics_strategy.planner.published.systems import System, systems_of, with_partition
@@ -321,8 +321,8 @@ def _collective(function: Callable[[PublishedRow, Testbed], collectives.Value], 
 
 def _ring(row: PublishedRow) -> Predicted:
     raise NotPredictable(
-        f"`{row.text('system')}` is a ring of the paper's own, over messages from point to point, at a thirtieth of the "
-        "bandwidth that the paper states; NCCL's collectives say nothing about it"
+        f"`{row.text('system')}` is a ring of the paper's own, over messages from point to point, at a thirtieth of "
+        "the bandwidth that the paper states; NCCL's collectives say nothing about it"
     )
 
 

@@ -120,6 +120,8 @@ def read_rows(path: Path) -> list[PublishedRow]:
                     f"{path} has no column {', '.join(missing)}. Use the columns {', '.join(COLUMNS)}; others may be "
                     "left empty or out."
                 )
-            return [PublishedRow({k: (v or "").strip() for k, v in row.items() if isinstance(k, str)}) for row in reader]
+            return [
+                PublishedRow({k: (v or "").strip() for k, v in row.items() if isinstance(k, str)}) for row in reader
+            ]
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path} is not a table in CSV: {error}. Save it as comma-separated UTF-8.") from error

@@ -12,8 +12,12 @@ Source:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mics_strategy.planner.memory import CONTEXT_BYTES, FRAGMENTATION_SHARE, MicroBatch, activation_bytes
-from mics_strategy.planner.published.job import PublishedJob
+
+if TYPE_CHECKING:
+    from mics_strategy.planner.published.job import PublishedJob
 
 _ADAM_BYTES = 12  # master, and two moments, in fp32
 _GATHERED_UNITS = 2  # the one in use, and the one ahead

@@ -11,12 +11,14 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mics_strategy.config import OVERLAPS, ShardConfig
-from mics_strategy.planner.published.row import PublishedRow
 from mics_strategy.planner.published.testbed import NotPredictable, Testbed, published_table
 from mics_strategy.planner.quantities import Quantity, parse_quantity
+
+if TYPE_CHECKING:
+    from mics_strategy.planner.published.row import PublishedRow
 
 Factor = tuple[int, int]  # ranks in a node, and nodes
 _AMSP_OVERLAPS = {"ag/rs": {"gather", "reduce"}, "allreduce": {"second_hop"}, "broadcast": {"update"}}
@@ -240,7 +242,7 @@ def _factors(words: str) -> tuple[Factor, Factor, Factor] | None:
     """Factors as in "sp=1x1 sg=1x1 sos=8x1" or "sp=sg=sos=RxN"; None where not all three are stated."""
     values: dict[str, Factor] = {}
     for names, value in re.findall(r"((?:s_?(?:p|g|os)\s*=\s*)+)(\d+x\d+|rxn|\d+)", words):
-        factor = WORLD if value == "rxn" else (int(value.split("x")[0]), int((value.split("x") + ["1"])[1]))
+        factor = WORLD if value == "rxn" else (int(value.split("x")[0]), int(([*value.split("x"), "1"])[1]))
         values |= dict.fromkeys(re.findall(r"s_?(p|g|os)\b", names), factor)
     if set(values) != {"p", "g", "os"}:
         return None

@@ -12,15 +12,17 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.planner.choice import simulate
 from mics_strategy.planner.cluster import Cluster, Device
 from mics_strategy.planner.model_formulas import TransformerShape, describe
-from mics_strategy.planner.published.row import PublishedRow
 from mics_strategy.planner.simulator import optimizer_seconds
 from mics_strategy.planner.workload import Workload
+
+if TYPE_CHECKING:
+    from mics_strategy.planner.published.row import PublishedRow
 
 _NCCL_EFFICIENCY = 0.88  # as in `clusters.toml`
 
