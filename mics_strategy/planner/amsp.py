@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mics_strategy.planner.workload import Workload
 
 BUCKET_BYTES = 512 * 2**20  # of InternEvo, AMSP's engine: reduce_bucket_size
+_EQUAL = 0.01  # share by which costs count as equal; the model of links is far less exact
 _MIN_MODULE_NUMEL = 100_000  # smaller parameters belong to the module before them
 
 
@@ -92,16 +93,17 @@ def amsp_points(workload: Workload, cluster: Cluster) -> list[AmspPoint]:
 
 
 def amsp_choice(workload: Workload, cluster: Cluster) -> AmspPoint:
-    """The cheapest factors that fit.
+    """The cheapest factors that fit; of those that cost as much within `_EQUAL`, the smallest.
 
     Raises:
         ConfigError: The micro-batch or the recomputation is left to the planner.
         NoFeasiblePlan: Nothing fits.
     """
     points = amsp_points(workload, cluster)
-    for point in points:
-        if point.memory_bytes <= cluster.device.memory_bytes:
-            return point
+    fitting = [point for point in points if point.memory_bytes <= cluster.device.memory_bytes]
+    if fitting:
+        equal = [point for point in fitting if point.comm_s <= fitting[0].comm_s * (1 + _EQUAL)]
+        return min(equal, key=lambda point: point.memory_bytes)
     smallest = min(points, key=lambda point: point.memory_bytes)
     raise NoFeasiblePlan(
         f"No factors fit {cluster.device.memory_bytes / 1e9:.1f} GB on a rank: the smallest need "

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from mics_strategy import ConfigError, cli
+from mics_strategy.planner.amsp import amsp_choice, amsp_points
 from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.published.predict import Kind, predict
 from mics_strategy.planner.published.row import COLUMNS, PublishedRow, read_rows
 from mics_strategy.planner.published.systems import System, systems_of, with_partition
-from mics_strategy.planner.published.testbed import benchmarks, published_table, slowdown, testbed_of
+from mics_strategy.planner.published.testbed import benchmarks, find_testbed, published_table, slowdown
 from mics_strategy.planner.space import Space, scoped_configs
 from mics_strategy.planner.validate import ValidatedRow, median_errors, report_json, validate
 from mics_strategy.planner.workload import Workload
@@ -144,7 +145,7 @@ def test_cells_are_read_with_their_units() -> None:
 
 def degrees(text: str, partition: str, **cells: str) -> tuple[int, int, int]:
     published = row(AMSP, partition_config=partition, **cells)
-    system: System = systems_of(text, published, testbed_of(published))[0]
+    system: System = systems_of(text, published, find_testbed(published))[0]
     return with_partition(system, partition, 8, is_baseline=False).degrees(8, 64)
 
 
@@ -261,3 +262,30 @@ def test_amsps_space_keeps_its_rules() -> None:
     assert all(params <= grads <= optimizer and grads in (params, optimizer) for params, grads, optimizer in found)
     assert (8, 1, 8) not in found
     assert (1, 8, 64) not in found
+
+
+def test_amsps_planner_chooses_the_published_factors_of_llama_7b() -> None:
+    choice = amsp_choice(workload("llama-7b", num_micro_steps=4, recompute=False), A800)
+    assert (choice.params, choice.grads, choice.optimizer) == (1, 1, 8)
+
+
+def test_the_published_factors_of_llama_13b_are_the_cheapest_in_a_node() -> None:
+    """The formulas prefer optimizer states over 16 ranks; AMSP has measured broadcasts between nodes to be slower."""
+    job = workload("llama-13b", num_micro_steps=4, recompute=False)
+    points = [p for p in amsp_points(job, A800) if p.memory_bytes <= A800.device.memory_bytes]
+    inside = [p for p in points if p.optimizer <= 8 and p.grads == p.params]
+    assert (inside[0].params, inside[0].grads, inside[0].optimizer) == (4, 4, 8)
+    choice = amsp_choice(job, A800)
+    assert choice.params == choice.grads == 2
+    assert choice.optimizer > 8
+    assert 0.8 < choice.comm_s / inside[0].comm_s < 1
+
+
+def test_the_published_factors_of_llama_30b_fit_where_a_node_is_too_small() -> None:
+    """8x1 for all states, cheaper by the formulas, would leave a tenth of the memory for AMSP's buffers."""
+    job = workload("llama-30b", num_micro_steps=4, recompute=True)
+    points = {(p.params, p.grads, p.optimizer): p for p in amsp_points(job, A800)}
+    limit = A800.device.memory_bytes
+    assert points[8, 8, 32].memory_bytes < limit < points[1, 1, 64].memory_bytes
+    assert points[8, 8, 8].memory_bytes > 0.8 * limit
+    assert points[8, 8, 8].comm_s < points[8, 8, 32].comm_s

@@ -19,7 +19,7 @@ from mics_strategy.planner.published.job import PublishedJob, make_job
 from mics_strategy.planner.published.row import PublishedRow
 from mics_strategy.planner.published.states import fits, peak_bytes, states_bytes
 from mics_strategy.planner.published.systems import System, systems_of, with_partition
-from mics_strategy.planner.published.testbed import NotPredictable, Testbed, testbed_of
+from mics_strategy.planner.published.testbed import NotPredictable, Testbed, find_testbed
 
 _STATE_BYTES = 16  # of a parameter with Adam in mixed precision
 _DOUBTFUL_GAIN = 100.0  # per cent; see `_gain`
@@ -113,7 +113,7 @@ def _fitted(row: PublishedRow, system: System, testbed: Testbed, world_size: int
 
 
 def _one(row: PublishedRow) -> PublishedJob:
-    testbed = testbed_of(row)
+    testbed = find_testbed(row)
     world_sizes = _world_sizes(row, testbed)
     job = _jobs(row, testbed, world_sizes[-1])[0]
     if row.world_size:
@@ -154,7 +154,7 @@ def _peak_share(row: PublishedRow) -> Predicted:
 
 def _throughput_ratio(row: PublishedRow) -> Predicted:
     """Ratio to the baseline, at the number of ranks where it is greatest if the row states none."""
-    testbed = testbed_of(row)
+    testbed = find_testbed(row)
     found: list[tuple[float, PublishedJob, PublishedJob]] = []
     reasons = []
     for world_size in _world_sizes(row, testbed):
@@ -199,7 +199,7 @@ def _gain(row: PublishedRow, ratio: float, assumptions: list[str]) -> Predicted:
 
 def _overlap_drop(row: PublishedRow) -> Predicted:
     """Loss of MFU without an overlap of AMSP; "additional" is on top of the overlaps named before it (AMSP VI-D2)."""
-    testbed = testbed_of(row)
+    testbed = find_testbed(row)
     job = _jobs(row, testbed, _world_sizes(row, testbed)[-1])[0]
     everything = {"gather", "reduce", "second_hop", "update"}
     before, after = everything, everything - {"update"}
@@ -215,7 +215,7 @@ def _overlap_drop(row: PublishedRow) -> Predicted:
 def _scaling(row: PublishedRow) -> Predicted:
     """Throughput of a rank at the larger number of ranks over that at the smaller one."""
     stated = re.search(r"(\d+)\s*(?:->|to)\s*(\d+)", row.words("metric"))
-    testbed = testbed_of(row)
+    testbed = find_testbed(row)
     last = row.world_size
     if stated:
         sizes = int(stated[1]), int(stated[2])
@@ -237,7 +237,7 @@ def _at(row: PublishedRow, world_size: int, per_node: int) -> PublishedRow:
 
 
 def _runs(row: PublishedRow) -> Predicted:
-    testbed = testbed_of(row)
+    testbed = find_testbed(row)
     jobs = [job for size in _world_sizes(row, testbed) for job in _jobs_as_stated(row, testbed, size)]
     peak = max(map(peak_bytes, jobs))
     limit = jobs[0].job.cluster.device.memory_bytes
@@ -257,7 +257,7 @@ def _jobs_as_stated(row: PublishedRow, testbed: Testbed, world_size: int) -> lis
 
 
 def _smallest_partition(row: PublishedRow) -> Predicted:
-    testbed = testbed_of(row)
+    testbed = find_testbed(row)
     per_node = testbed.cluster.ranks_per_node
     system = systems_of(row.text("system"), row, testbed)[0]
     partition = per_node
@@ -278,7 +278,7 @@ def _peak_memory(row: PublishedRow) -> Predicted:
 
 def _memory_ratio(row: PublishedRow) -> Predicted:
     """Ratio of the memory of a rank; of states alone for rows without a sequence length (ZeRO++ figure 4)."""
-    testbed = testbed_of(row)
+    testbed = find_testbed(row)
     world_size = _world_sizes(row, testbed)[-1]
     job, baseline = (_jobs(row, testbed, world_size, is_baseline=is_baseline)[0] for is_baseline in (False, True))
     if row.text("seq_len"):
@@ -299,7 +299,7 @@ def _model_states(row: PublishedRow) -> Predicted:
 
 
 def _state_share(row: PublishedRow) -> Predicted:
-    testbed = testbed_of(row)
+    testbed = find_testbed(row)
     numel, world_size = row.num_parameters, row.world_size
     if numel is None or world_size is None:
         raise NotPredictable("the model's size or the number of ranks is not stated")
@@ -311,7 +311,7 @@ def _state_share(row: PublishedRow) -> Predicted:
 
 def _collective(function: Callable[[PublishedRow, Testbed], collectives.Value], kind: Kind) -> Callable[..., Predicted]:
     def predicted(row: PublishedRow) -> Predicted:
-        value = function(row, testbed_of(row))
+        value = function(row, find_testbed(row))
         return Predicted(
             value=value.value, kind=kind, assumptions=value.assumptions, is_calibration=value.is_calibration
         )

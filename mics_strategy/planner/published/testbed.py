@@ -60,7 +60,7 @@ def published_table() -> dict[str, Any]:
     return tomllib.loads(resources.files(__package__).joinpath("published.toml").read_text())
 
 
-def testbed_of(row: PublishedRow) -> Testbed:
+def find_testbed(row: PublishedRow) -> Testbed:
     """The test-bed of a row.
 
     Raises:
