@@ -1,5 +1,6 @@
-"""The planner of AMSP: sharding factors with the least sum of communication times that fit into memory.
+"""The planner of AMSP: the cheapest sharding factors that fit into memory.
 
+The cost is the sum of all communication times.
 It is kept beside this project's solver (`solver`), which simulates steps, to compare both with the published choices.
 Memory: ``2 F/s_p + 2 F/s_g + 12 F/s_os`` and activations, for F parameters with factors s. Objective:
 
@@ -57,7 +58,7 @@ class AmspPoint:
 
 
 def amsp_points(workload: Workload, cluster: Cluster) -> list[AmspPoint]:
-    """All factors that AMSP's constraints (3) to (7) allow, cheapest first; equal ones by memory.
+    """All factors that AMSP's constraints (3) to (7) allow, cheapest first.
 
     Args:
         workload: Training with a stated micro-batch and recomputation.
@@ -93,7 +94,9 @@ def amsp_points(workload: Workload, cluster: Cluster) -> list[AmspPoint]:
 
 
 def amsp_choice(workload: Workload, cluster: Cluster) -> AmspPoint:
-    """The cheapest factors that fit; of those that cost as much within `_EQUAL`, the smallest.
+    """The cheapest factors that fit.
+
+    Of those that cost as much within `_EQUAL`, the one with the least memory.
 
     Raises:
         ConfigError: The micro-batch or the recomputation is left to the planner.

@@ -98,7 +98,10 @@ def scoped_configs(space: Space, workload: Workload, cluster: Cluster) -> Iterat
 
 
 def _is_amsp(params: int, grads: int, optimizer: int) -> bool:
-    """Whether the factors keep AMSP's rules (formulas 3, 4 and the text of IV-C3); `allowed_degrees` keeps 5 to 7."""
+    """Whether the factors keep AMSP's rules of formulas 3 and 4 and of section IV-C3.
+
+    `allowed_degrees` keeps those of formulas 5 to 7.
+    """
     return params <= grads <= optimizer and grads in (params, optimizer)
 
 

@@ -38,7 +38,9 @@ class ValidatedRow:
 
     @property
     def error(self) -> float | None:
-        """Predicted over published, less 1; None without a prediction, or where the published value is 0.
+        """Predicted over published, less 1.
+
+        None without a prediction, or where the published value is 0.
 
         For rows that say whether something runs: 0 where the prediction is right, 1 where it is wrong.
         """
@@ -67,7 +69,10 @@ def _validated(row: PublishedRow) -> ValidatedRow:
 
 
 def median_errors(rows: Iterable[ValidatedRow]) -> dict[Kind, tuple[float, int]]:
-    """Median of absolute errors and number of rows, by kind; without rows that calibrate."""
+    """Median of absolute errors and number of rows, by kind.
+
+    Rows that calibrate are left out.
+    """
     errors: dict[Kind, list[float]] = {}
     for row in rows:
         if row.predicted is not None and not row.predicted.is_calibration and row.error is not None:

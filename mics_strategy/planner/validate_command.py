@@ -1,4 +1,4 @@
-"""The command ``mics validate``: published results beside the planner's predictions."""
+"""The command ``mics validate``: published results beside predictions."""
 
 from __future__ import annotations
 

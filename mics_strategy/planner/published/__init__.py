@@ -1,1 +1,1 @@
-"""Published results, and what the planner assumes about the systems that gave them."""
+"""Published results, and what is assumed about the systems that gave them."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.catalog import describe_model, model_names, model_shape
 from mics_strategy.planner.model_formulas import TransformerShape, describe
+from mics_strategy.planner.published.row import PublishedRow
 from mics_strategy.planner.published.testbed import NotPredictable, Testbed, megatron_flop
 from mics_strategy.planner.simulator import Job, step_seconds
 from mics_strategy.planner.space import topology_of
@@ -24,7 +25,6 @@ from mics_strategy.scopes import resolve_scopes
 
 if TYPE_CHECKING:
     from mics_strategy.planner.model import ModelDescription, UnitModel
-    from mics_strategy.planner.published.row import PublishedRow
     from mics_strategy.planner.published.systems import System
 
 _PERSISTENT_NUMEL = 100_000  # stage3_param_persistence_threshold of DeepSpeed: smaller parameters are not sharded
@@ -106,40 +106,25 @@ def model_of(row: PublishedRow, testbed: Testbed) -> PublishedModel:
     Raises:
         NotPredictable: The row names no model, several, or one of unknown size.
     """
-    return _model(
-        row.words("model"), row.num_parameters, row.count("seq_len") or testbed.tokens, _is_fp32(row), testbed
-    )
-
-
-def _is_fp32(row: PublishedRow) -> bool:
-    return "fp32" in row.words("precision") and "mixed" not in row.words("precision")
-
-
-def _model(name: str, numel: float | None, tokens: int, is_fp32: bool, testbed: Testbed) -> PublishedModel:
+    name, numel = row.words("model"), row.num_parameters
+    tokens, dtype_bytes = row.count("seq_len") or testbed.tokens, 4 if _is_fp32(row) else 2
     if not name and numel is None:
         raise NotPredictable("no model stated")
-    if re.search(r"\bor\b|\d+b\s*-\s*\d+b", name):
+    if re.search(r"\bor\b", name):
         raise NotPredictable(f"`{name}` are several models; the row does not say which")
-    dtype_bytes = 4 if is_fp32 else 2
+    if sizes := re.fullmatch(r"(.*?)([\d.]+b)\s*-\s*[\d.]+b", name):
+        smallest = PublishedRow({**row.cells, "model": f"{sizes[1]}{sizes[2]}", "params": sizes[2]})
+        model = model_of(smallest, testbed)
+        note = f"`{name}` are several models: the smallest is taken"
+        return dataclasses.replace(model, assumptions=(*model.assumptions, note))
     known = _catalog_name(name, testbed)
-    assumptions: tuple[str, ...] = ()
-    if known is not None and known.startswith("wide_resnet"):
+    if known is not None and not isinstance(model_shape(known), TransformerShape):
         description = describe_model(known, 1, dtype_bytes)
         flop = description.model_flop_per_sample
         return PublishedModel(
             description=description, flop=(flop, flop * 4 / 3), named_numel=numel or description.numel, assumptions=()
         )
-    if known is not None:
-        shape = model_shape(known)
-        if known == "amsp-llama-30b":
-            assumptions = ("60 layers of 6144: the published FLOP per token are not those of LLaMA-33B",)
-    elif numel is not None and numel >= 1e8:
-        shape = _gpt_like(numel, tokens)
-        assumptions = (f"structure not published: GPT of {shape.num_layers} layers of {shape.hidden_size}",)
-    else:
-        raise NotPredictable(f"model `{name}` is not in the catalog, and its size is not stated")
-    if not isinstance(shape, TransformerShape):
-        raise NotPredictable(f"model `{name}` is no transformer")
+    shape, assumptions = _shape(row, known)
     try:
         description = describe(dataclasses.replace(shape, num_positions=0), tokens, dtype_bytes)
     except ConfigError as error:
@@ -148,6 +133,44 @@ def _model(name: str, numel: float | None, tokens: int, is_fp32: bool, testbed: 
     return PublishedModel(
         description=description, flop=flop_counts, named_numel=numel or description.numel, assumptions=assumptions
     )
+
+
+def _shape(row: PublishedRow, known: str | None) -> tuple[TransformerShape, tuple[str, ...]]:
+    """Numbers of a transformer, with what is assumed.
+
+    They are those of the catalog, of the row, or of a GPT of the named size.
+    """
+    name, numel = row.text("model"), row.num_parameters
+    shape = None if known is None else model_shape(known)
+    if isinstance(shape, TransformerShape):
+        if known == "amsp-llama-30b":
+            return shape, ("60 layers of 6144: the published FLOP per token are not those of LLaMA-33B",)
+        return shape, ()
+    num_layers, hidden = row.count("layers"), row.count("hidden")
+    if num_layers and hidden and 2 <= num_layers < 10_000 and hidden < 1_000_000:
+        return _stated(row, num_layers, hidden), ("structure by the row's layers and hidden size",)
+    if numel is not None and 1e8 <= numel < 1e13:
+        shape = _gpt_like(numel)
+        return shape, (f"structure not published: GPT of {shape.num_layers} layers of {shape.hidden_size}",)
+    raise NotPredictable(f"model `{name}` is not in the catalog, and its size is not stated")
+
+
+def _stated(row: PublishedRow, num_layers: int, hidden: int) -> TransformerShape:
+    """A transformer by the columns of layers and hidden size."""
+    heads = row.count("heads") or max(1, hidden // 128)
+    return TransformerShape(
+        name=row.text("model") or "stated",
+        family="bert" if "bert" in row.words("model") else "gpt2",
+        num_layers=num_layers,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_heads=heads if hidden % heads == 0 else max(1, hidden // 128),
+        vocab_size=row.count("vocab") or _GPT_VOCAB,
+    )
+
+
+def _is_fp32(row: PublishedRow) -> bool:
+    return "fp32" in row.words("precision") and "mixed" not in row.words("precision")
 
 
 def _catalog_name(name: str, testbed: Testbed) -> str | None:
@@ -161,7 +184,7 @@ def _catalog_name(name: str, testbed: Testbed) -> str | None:
     return slug if slug in model_names() else None
 
 
-def _gpt_like(numel: float, tokens: int) -> TransformerShape:
+def _gpt_like(numel: float) -> TransformerShape:
     """A GPT of about so many parameters, with GPT-3's ratio of width to depth."""
     hidden = 128 * max(1, round((numel * _GPT_RATIO / 12) ** (1 / 3) / 128))
     num_layers = max(2, round((numel - _GPT_VOCAB * hidden) / (12 * hidden**2)))
@@ -263,7 +286,7 @@ def _recompute(row: PublishedRow, model: PublishedModel, assumptions: list[str])
 
 @functools.lru_cache(maxsize=16)
 def by_parameter(model: ModelDescription) -> ModelDescription:
-    """The model with a unit for each parameter, as an engine gathers it that knows no layers.
+    """The model with a unit for each parameter, as an engine without layers gathers.
 
     Parameters of less than `_PERSISTENT_NUMEL` elements stay with the one before them.
     """

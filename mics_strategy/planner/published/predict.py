@@ -95,11 +95,16 @@ def _jobs(row: PublishedRow, testbed: Testbed, world_size: int, *, is_baseline: 
         with_partition(system, row.text("partition_config"), per_node, is_baseline=is_baseline)
         for system in systems_of(row.text(column), row, testbed)
     ]
+    systems = [with_partition(system, row.text(column), per_node, is_baseline=False) for system in systems]
     return [_fitted(row, system, testbed, world_size) for system in systems]
 
 
 def _fitted(row: PublishedRow, system: System, testbed: Testbed, world_size: int) -> PublishedJob:
-    """The training, with the smallest partition that fits where the row states none (MiCS 5.1.1)."""
+    """The training; where no partition is stated, with the smallest that fits.
+
+    Source:
+        MiCS (arXiv:2205.00119), section 5.1.1.
+    """
     job = make_job(row, system, testbed, world_size)
     if "i" not in system.scopes or system.partition or system.factors or system.name != "mics":
         return job
@@ -153,7 +158,10 @@ def _peak_share(row: PublishedRow) -> Predicted:
 
 
 def _throughput_ratio(row: PublishedRow) -> Predicted:
-    """Ratio to the baseline, at the number of ranks where it is greatest if the row states none."""
+    """Ratio to the baseline.
+
+    If the row states no number of ranks, at the one where the ratio is greatest, or least.
+    """
     testbed = find_testbed(row)
     found: list[tuple[float, PublishedJob, PublishedJob]] = []
     reasons = []
@@ -198,7 +206,10 @@ def _gain(row: PublishedRow, ratio: float, assumptions: list[str]) -> Predicted:
 
 
 def _overlap_drop(row: PublishedRow) -> Predicted:
-    """Loss of MFU without an overlap of AMSP; "additional" is on top of the overlaps named before it (AMSP VI-D2)."""
+    """Loss of MFU without an overlap of AMSP.
+
+    "additional" is on top of the overlap of broadcasts (AMSP VI-D2).
+    """
     testbed = find_testbed(row)
     job = _jobs(row, testbed, _world_sizes(row, testbed)[-1])[0]
     everything = {"gather", "reduce", "second_hop", "update"}
@@ -277,7 +288,10 @@ def _peak_memory(row: PublishedRow) -> Predicted:
 
 
 def _memory_ratio(row: PublishedRow) -> Predicted:
-    """Ratio of the memory of a rank; of states alone for rows without a sequence length (ZeRO++ figure 4)."""
+    """Ratio of the memory of a rank.
+
+    It is that of states alone for rows without a length of samples (ZeRO++, figure 4).
+    """
     testbed = find_testbed(row)
     world_size = _world_sizes(row, testbed)[-1]
     job, baseline = (_jobs(row, testbed, world_size, is_baseline=is_baseline)[0] for is_baseline in (False, True))

@@ -1,4 +1,4 @@
-"""One row of a table of published results: its cells, read as far as they state something.
+"""One row of a table of published results, read as far as it states something.
 
 The columns are those of `COLUMNS`; more may be there. Cells of numbers may have units, notes in parentheses and ranges
 around the number; what has no number counts as not stated.
@@ -22,6 +22,7 @@ COLUMNS = (
     *("grad_accum_steps", "partition_config", "activation_ckpt", "precision", "metric", "value", "unit"),
 )
 REQUIRED = ("system", "metric", "value", "unit")
+_MAX_COUNT = 10**7  # no cluster, batch or model of a paper has more of anything
 _SCALES = {"": 1.0, "k": 1024.0, "m": 2.0**20}  # of tokens: 4M is 4 x 2^20, 1K is 1024
 
 
@@ -49,9 +50,9 @@ class PublishedRow:
         return float(match[0].replace(",", "")) if match else None
 
     def count(self, column: str) -> int | None:
-        """A cell that is a whole number of 1 or more; None where it states none."""
+        """A cell that is a whole number from 1 to `_MAX_COUNT`; None where it states none."""
         number = self.number(column)
-        return int(number) if number is not None and number >= 1 and number == int(number) else None
+        return int(number) if number is not None and 1 <= number <= _MAX_COUNT and number == int(number) else None
 
     @property
     def value(self) -> float | None:
@@ -81,13 +82,16 @@ class PublishedRow:
         )
 
     def tokens(self, column: str) -> int | None:
-        """Tokens that a batch's cell states, as in "1 (4096 tokens)" or "4M tokens"; None for samples."""
+        """Tokens of a batch, as in "1 (4096 tokens)" or "4M tokens"; None for samples."""
         match = re.search(r"([\d.]+)\s*([km]?)\s*tokens", self.words(column))
         return round(float(match[1]) * _SCALES[match[2]]) if match else None
 
     @property
     def node_bytes_per_s(self) -> float | None:
-        """Bytes per second of a node's adapters, as `interconnect_inter` states them; "b" are bits, "B" bytes."""
+        """Bytes per second of a node's adapters, as `interconnect_inter` states them.
+
+        A "b" is a bit, a "B" a byte.
+        """
         match = re.search(r"(\d[\d.]*)\s*([GT])(b|B)(?:ps|it/s|/s)", self.text("interconnect_inter"))
         if match is None:
             return None

@@ -1,4 +1,4 @@
-"""Memory of a published training: model states by sharding factors, activations and buffers.
+"""Memory of a published training: model states, activations and buffers.
 
 Published systems keep gradients in the dtype of the parameters and no sums in fp32, unlike this engine, whose memory
 `planner.memory` computes.
@@ -24,7 +24,7 @@ _GATHERED_UNITS = 2  # the one in use, and the one ahead
 
 
 def states_bytes(job: PublishedJob, numel: float) -> float:
-    """Bytes of parameters, gradients and optimizer states of one rank, secondary copy included."""
+    """Bytes of model states of one rank, secondary copy included."""
     scopes = job.job.scopes
     element = job.job.workload.param.itemsize
     adam = _ADAM_BYTES if element == 2 else 8
@@ -33,7 +33,10 @@ def states_bytes(job: PublishedJob, numel: float) -> float:
 
 
 def peak_bytes(job: PublishedJob) -> float:
-    """Bytes of the allocator's peak on one rank: states, activations, gathered units and constant buffers."""
+    """Bytes of the allocator's peak on one rank.
+
+    They are states, activations, gathered units and constant buffers.
+    """
     model = job.model.description
     batch = MicroBatch(samples=job.job.micro_batch, recomputes=job.job.recompute)
     activations = sum(activation_bytes(model.units, batch).values())

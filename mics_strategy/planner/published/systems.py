@@ -1,4 +1,4 @@
-"""The systems of published results, as configurations of this engine with stated assumptions.
+"""The systems of published results, as configurations of this engine.
 
 A row's system is recognized by the words in its column, and by the generation of DeepSpeed of its test-bed.
 
@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 
 Factor = tuple[int, int]  # ranks in a node, and nodes
 _AMSP_OVERLAPS = {"ag/rs": {"gather", "reduce"}, "allreduce": {"second_hop"}, "broadcast": {"update"}}
-_ANALYTIC = ("analytic", "from measured bandwidth", "case study", "1-hop", "fus", "kernel", "schedule", "basic")
+_ANALYTIC = ("analytic", "from measured bandwidth", "case study", "1-hop", "fus", "kernel", "basic")
 # Words of a system, and the name of its table; the first that matches counts.
 _NAMES = (
-    (r"zero-?3.*mics|mics.*\(zero-?3\)", "mics-zero3"),
+    (r"mics.*\(zero-?3\)", "mics-zero3"),
+    (r"mics.*amsp|amsp.*mics", "amsp-mics"),
     (r"mics.*(without|no|w/o).*(hierarch|3-stage|two-stage)|mics.*(vanilla|flat)", "mics-one-stage"),
-    (r"mics.*(without|no|w/o).*(2-hop|two-hop)|all-?reduce every micro|alternative", "mics-one-hop"),
+    (r"(without|no|w/o).*(2-hop|two-hop)|all-?reduce every micro|alternative", "mics-one-hop"),
+    (r"^(vanilla|flat)", "mics-one-stage"),
+    (r"^hierarchical|^(2|two)-hop", "mics"),
     (r"mics.*deepspeed", "deepspeed-mics"),
     (r"mics", "mics"),
     (r"zero\+\+.*no quantization|zero\+\+.*without quantization|^hpz", "zeropp-hpz"),
@@ -41,7 +44,7 @@ _NAMES = (
     (r"fsdp.*(hs|hybrid)", "fsdp-hs"),
     (r"amsp", "amsp"),
     (r"paro|^(?:[nig]{3})\b", "paro"),
-    (r"ddp", "ddp"),
+    (r"ddp|standard dp|data parallel", "ddp"),
 )
 
 
@@ -120,7 +123,9 @@ NODE = -1
 
 
 def systems_of(text: str, row: PublishedRow, testbed: Testbed) -> list[System]:
-    """The systems that a cell names: one, or several of which a row states the least or the greatest.
+    """The systems that a cell names.
+
+    They are one, or several of which a row states the least or the greatest result.
 
     Args:
         text: Cell `system` or `baseline`.
@@ -135,6 +140,8 @@ def systems_of(text: str, row: PublishedRow, testbed: Testbed) -> list[System]:
         raise NotPredictable("tensor and pipeline parallelism are not modelled")
     if any(word in words for word in _ANALYTIC) and "all-reduce every" not in words:
         raise NotPredictable(f"`{text}` is a formula or a kernel, not a training")
+    if re.search(r"(zero-?[123]|mics|zero\+\+)\s*(,|/|and)\s*(zero|mics|amsp)", words):
+        raise NotPredictable(f"`{text}` are several systems; the row does not say which")
     alone = re.findall(r"qwz|hpz|qgz", words)
     if len(alone) > 1:
         return [_system(name, row, testbed) for name in dict.fromkeys(alone)]
@@ -234,12 +241,15 @@ def _partition(words: str, ranks_per_node: int) -> int:
     nodes = re.search(r"(?:p|group)\s*=\s*(\d+)\s*node", words)
     if nodes:
         return int(nodes[1]) * ranks_per_node
-    ranks = re.search(r"\bp\s*=\s*(\d+)", words) or re.search(r"group of (\d+)", words)
+    ranks = re.search(r"\bp\s*=\s*(\d+)", words) or re.search(r"group (?:size )?(?:of )?(\d+)", words)
     return int(ranks[1]) if ranks else 0
 
 
 def _factors(words: str) -> tuple[Factor, Factor, Factor] | None:
-    """Factors as in "sp=1x1 sg=1x1 sos=8x1" or "sp=sg=sos=RxN"; None where not all three are stated."""
+    """Factors as in "sp=1x1 sg=1x1 sos=8x1" or "sp=sg=sos=RxN".
+
+    None where not all three are stated.
+    """
     values: dict[str, Factor] = {}
     for names, value in re.findall(r"((?:s_?(?:p|g|os)\s*=\s*)+)(\d+x\d+|rxn|\d+)", words):
         factor = WORLD if value == "rxn" else (int(value.split("x")[0]), int(([*value.split("x"), "1"])[1]))

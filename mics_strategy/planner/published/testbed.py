@@ -1,4 +1,4 @@
-"""The test-beds of published results: a cluster, and the speed that software of the time reached on it.
+"""The test-beds of published results: clusters, and the speed of their software.
 
 Pure.
 """
@@ -133,8 +133,11 @@ def _with_links(cluster: Cluster, row: PublishedRow) -> tuple[Cluster, list[str]
 
 @functools.cache
 def slowdown(software: str) -> float:
-    """Times by which kernels of a generation are slower than the simulator's, by published benchmarks of others."""
-    ratios = [_simulated(benchmark) / benchmark["tflop_per_s"] for benchmark in benchmarks(software)]
+    """Times by which kernels of a generation are slower than the simulator's.
+
+    Published benchmarks of other groups measure it.
+    """
+    ratios = [_simulated(benchmark) / float(benchmark["tflop_per_s"]) for benchmark in benchmarks(software)]
     return sum(ratios) / len(ratios)
 
 
@@ -144,7 +147,7 @@ def benchmarks(software: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _simulated(benchmark: Mapping[str, Any]) -> float:
-    """TFLOP per second and rank of a benchmark, by the simulator; without the optimizer, which is once a step."""
+    """Simulated TFLOP per second and rank of a benchmark, without the optimizer."""
     shape = TransformerShape(
         name="benchmark",
         family=benchmark["family"],
@@ -154,14 +157,14 @@ def _simulated(benchmark: Mapping[str, Any]) -> float:
         num_heads=benchmark["num_heads"],
         vocab_size=benchmark["vocab_size"],
     )
-    ranks, num_micro_steps = benchmark.get("ranks", 1), benchmark.get("num_micro_steps", 1)
+    ranks, num_micro_steps = int(benchmark.get("ranks", 1)), int(benchmark.get("num_micro_steps", 1))
     cluster = dataclasses.replace(
         Cluster.preset("dgx-a100", nodes=1),
         device=Device.named(benchmark["device"]),
         ranks_per_node=ranks,
         overlap_slowdown=published_table()["overlap_slowdown"],
     )
-    micro_batch = benchmark["micro_batch"]
+    micro_batch = int(benchmark["micro_batch"])
     workload = Workload(
         model=describe(shape, benchmark["tokens"]),
         global_batch=micro_batch * num_micro_steps * ranks,
@@ -176,7 +179,9 @@ def _simulated(benchmark: Mapping[str, Any]) -> float:
 
 
 def megatron_flop(shape: TransformerShape, tokens: int, *, recomputes: bool) -> float:
-    """FLOP of one sample as papers count them: attention not halved, and a third more with recomputation.
+    """FLOP of one sample as papers count them.
+
+    Attention is not halved, and recomputation adds a third.
 
     Source:
         Megatron-LM (arXiv:2104.04473), equation 3; MiCS (arXiv:2205.00119), section 5.1.1; AMSP (arXiv:2311.00257),
