@@ -49,6 +49,12 @@ _SILENCE = datetime.timedelta(seconds=60)  # of one rank in a collective; then t
 _SHOWN = 6  # points of a curve in the table
 _WHOLE = 2**30  # values in a block: more than any piece has
 _INT8_INT4: dict[str, Any] = {"weight_codec": "int8", "grad_codec": "int4"}
+_BOTH = Codec(bits=4, block_size=128, rotation=True, feedback=True)
+_SYNCED: dict[str, Any] = {  # parameters cross nodes in param syncs, as few bytes as with the secondary copy
+    "params": "partition",
+    "secondary_params": "none",
+    "weight_codec": Codec(bits=8, differences=True),
+}
 VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zeropp-hpz
     UNCOMPRESSED: {},
     "other-order": {"hierarchical": False},  # the same numbers added in another order: what rounding alone does
@@ -56,6 +62,23 @@ VARIANTS: dict[str, dict[str, Any]] = {  # fields of ShardConfig on top of zerop
     "int8-int4": _INT8_INT4,
     "int8-int4-half": {**_INT8_INT4, "grad_codec_until": 0.5},
     "int8-int4-stochastic": {**_INT8_INT4, "grad_codec": Codec(bits=4, rounding="stochastic")},
+    "int8-int4-rotation": {**_INT8_INT4, "grad_codec": Codec(bits=4, block_size=128, rotation=True)},
+    "int8-int4-feedback": {**_INT8_INT4, "grad_codec": Codec(bits=4, block_size=128, feedback=True)},
+    "int8-int4-both": {**_INT8_INT4, "grad_codec": _BOTH},
+    "differences": _SYNCED,
+    "differences-int4": {**_SYNCED, "grad_codec": "int4"},
+    "differences-int4-both": {**_SYNCED, "grad_codec": _BOTH},
+    "differences-4-int4-both": {
+        **_SYNCED,
+        "weight_codec": Codec(bits=4, block_size=128, differences=True),
+        "grad_codec": _BOTH,
+    },
+    "int2-nodes": {"grad_codec": "int2", "codec_links": "slow"},  # between nodes; parameters are not encoded
+    "int2-nodes-both": {
+        "grad_codec": Codec(bits=2, block_size=128, rotation=True, feedback=True),
+        "codec_links": "slow",
+    },
+    "bf16": {"reduce_dtype": "bfloat16"},  # gradients rounded to eight bits of fraction: how far chaos goes
     "non-blocked": {
         "weight_codec": Codec(bits=8, block_size=_WHOLE),
         "grad_codec": Codec(bits=4, block_size=_WHOLE),
@@ -198,13 +221,9 @@ def _recipe(options: argparse.Namespace) -> Recipe:
 
 
 def _config(variant: str, steps: int) -> ShardConfig:
-    return ShardConfig.preset(
-        "zeropp-hpz",
-        topology=Topology(ranks_per_node=_RANKS_PER_NODE),
-        codec_links="all",
-        training_steps=steps,
-        **VARIANTS[variant],
-    )
+    topology = Topology(ranks_per_node=_RANKS_PER_NODE)
+    fields = {"topology": topology, "codec_links": "all", "training_steps": steps, **VARIANTS[variant]}
+    return ShardConfig.preset("zeropp-hpz", **fields)
 
 
 def _train(recipe: Recipe, names: list[str], options: argparse.Namespace) -> list[Curve]:

@@ -25,6 +25,7 @@ from mics_strategy.errors import (
     ConfigError,
     LifecycleError,
     MiCSError,
+    NoFeasiblePlan,
     ShapeError,
 )
 from mics_strategy.topology import Topology
@@ -36,6 +37,7 @@ __all__ = [
     "ConfigError",
     "LifecycleError",
     "MiCSError",
+    "NoFeasiblePlan",
     "OpenCheckpoint",
     "PendingSave",
     "ShapeError",

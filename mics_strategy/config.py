@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ import torch
 
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.errors import ConfigError
-from mics_strategy.topology import Topology
+from mics_strategy.topology import Switches, Topology, topology_of
 
 Scope = str | int
 OVERLAPS = frozenset({"gather", "reduce", "second_hop", "update"})
@@ -63,12 +63,13 @@ class ShardConfig:
         secondary_params: Scope of a second copy of the parameters, which the first forward after an optimizer step
             leaves for its backward and for later micro-steps. They gather over these ranks only (hpZ). ``"none"`` keeps
             no copy. Smaller than `params`.
-        hierarchical: Whether collectives over several ranks of several nodes have two stages, inside the nodes and
-            between them. Two stages send the fewest bytes over inter-node links, but their messages wait for one
-            another. True: always. False: never; one ring of all ranks. A number: tensors of at least so many bytes;
-            smaller ones are sent directly, from every rank to every other. ``"auto"`` measures that number when a job
-            starts, for the all-gathers, reduce-scatters and all-reduces of every span, prints the result, and caches
-            it for later jobs. Without a job, and for all quantized collectives, it means two stages. Sums round
+        hierarchical: Whether collectives over several kinds of links have a stage for each of them: inside the nodes,
+            between the nodes of a switch, between switches. Stages send the fewest bytes over slow links, but their
+            messages wait for one another. True: always. False: never; one ring of all ranks. A number: tensors of at
+            least so many bytes; smaller ones are sent directly, from every rank to every other. ``"auto"`` measures
+            that number when a job starts, for the all-gathers, reduce-scatters and all-reduces of every span, prints
+            the result, and caches it for later jobs. Without a job, and for all quantized collectives, it means stages.
+            Sums round
             differently with each algorithm: give a number or True where a training must be bitwise reproducible on
             other nodes or without the user's cache.
         coalesce: Whether units use coalesced collectives, one launch per unit, instead of one flat buffer. This saves
@@ -76,14 +77,18 @@ class ShardConfig:
             `optimizer`, that nothing is quantized, and that the first dimension of every parameter is a multiple of
             these ranks. True: always. False: never. ``"auto"`` measures both when a job starts, and caches the result.
             On gloo, whose ranks read one another's memory instead, only False is available.
-        topology: ``"auto"`` reads the launcher's environment; a `Topology` states it.
-        weight_codec: Codec of parameters on the wire: ``"none"``, ``"int8"``, ``"int4"`` or a `Codec` that rounds
-            to nearest. All ranks compute with the decoded values, the same bits in forward and backward. The masters
-            that the optimizer updates stay exact.
+        topology: Links between ranks, as a `Topology` or a mapping of its fields. ``"auto"`` reads the ranks of each
+            node from the launcher's environment, and so does a mapping without ``"ranks_per_node"``, such as
+            ``{"nodes_per_switch": 4}``. Leaf switches are never found; without them all nodes are equally near.
+        weight_codec: Codec of parameters on the wire: ``"none"``, ``"int8"``, ``"int4"``, ``"int2"``, a `Codec` that
+            rounds to nearest, or a mapping of its fields such as ``{"bits": 4, "block_size": 128}``. All ranks compute
+            with the decoded values, the same bits in forward and backward. The masters that the optimizer updates stay
+            exact.
         grad_codec: Codec of gradients on the wire, with the same values as `weight_codec`, or a `Codec` with
-            stochastic rounding. Decoded values are summed in fp32. With either codec, every parameter starts with its
-            own block: each rank pads its part of a parameter to whole blocks.
-        codec_links: Links on which payloads are quantized: ``"slow"`` (inter-node links) or ``"all"``.
+            stochastic rounding or feedback. Decoded values are summed in fp32. With either codec, every parameter
+            starts with its own block: each rank pads its part of a parameter to whole blocks.
+        codec_links: Links on which payloads are quantized: ``"slow"`` (all that leave a node, whether to another one
+            under its switch or to another switch) or ``"all"``.
         grad_codec_hops: Hops in which gradients are quantized: ``"first"`` (of every backward), ``"second"`` (of the
             optimizer step) or ``"all"``.
         grad_codec_until: Share of the training after which `grad_codec` is off, 0 to 1. Below 1 it requires
@@ -124,9 +129,9 @@ class ShardConfig:
     secondary_params: Scope = "none"
     hierarchical: str | bool | int = "auto"
     coalesce: str | bool = "auto"
-    topology: str | Topology = "auto"
-    weight_codec: str | Codec = "none"
-    grad_codec: str | Codec = "none"
+    topology: str | Topology | Switches | Mapping[str, int] = "auto"
+    weight_codec: str | Codec | Mapping[str, Any] = "none"
+    grad_codec: str | Codec | Mapping[str, Any] = "none"
     codec_links: str = "slow"
     grad_codec_hops: str = "all"
     grad_codec_until: float = 1.0
@@ -152,14 +157,16 @@ class ShardConfig:
         if not (isinstance(self.coalesce, bool) or self.coalesce == "auto"):
             raise ConfigError(f"`coalesce={self.coalesce!r}` is none of 'auto', True and False. Use one of them.")
         for name in ("weight_codec", "grad_codec"):
-            if not isinstance(getattr(self, name), Codec):
-                _check_choice(name, getattr(self, name), ("none", *Codec.NAMES))
+            object.__setattr__(self, name, _as_codec(name, getattr(self, name)))
         _check_codecs(self.codec_of("weight_codec"), self.codec_of("grad_codec"))
+        _check_gradients(self.codec_of("grad_codec"))
         _check_choice("codec_links", self.codec_links, ("slow", "all"))
         _check_choice("grad_codec_hops", self.grad_codec_hops, ("all", "first", "second"))
         _check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
         _check_choice("second_hop", self.second_hop, ("boundary", "micro_step"))
-        if not (isinstance(self.topology, Topology) or self.topology == "auto"):
+        if isinstance(self.topology, Mapping):
+            object.__setattr__(self, "topology", topology_of(self.topology))
+        elif not (isinstance(self.topology, (Topology, Switches)) or self.topology == "auto"):
             raise ConfigError(
                 f"`topology={self.topology!r}` is neither 'auto' nor a Topology. Use Topology(ranks_per_node=8)."
             )
@@ -320,6 +327,19 @@ def _check_auto(scopes: dict[str, Scope], secondary_params: Scope) -> None:
         )
 
 
+def _as_codec(name: str, value: object) -> str | Codec:
+    """A codec or the name of one; a mapping, as in a YAML file, becomes a `Codec`."""
+    if isinstance(value, Mapping):
+        try:
+            return Codec.of(value)
+        except ConfigError as error:
+            raise ConfigError(f"`{name}`: {error}") from error
+    if isinstance(value, Codec):
+        return value
+    _check_choice(name, value, ("none", *Codec.NAMES))
+    return str(value)
+
+
 def _check_codecs(weight_codec: Codec | None, grad_codec: Codec | None) -> None:
     block_numels = [codec.bound_numel for codec in (weight_codec, grad_codec) if codec is not None]
     if weight_codec is not None and grad_codec is not None and math.lcm(*block_numels) > _LARGEST_COMMON:
@@ -333,6 +353,19 @@ def _check_codecs(weight_codec: Codec | None, grad_codec: Codec | None) -> None:
             f"`weight_codec={weight_codec!r}` rounds at random: every all-gather would give other parameters, in the "
             "backward others than in the forward. Use rounding='nearest'. Only `grad_codec` may be stochastic."
         )
+    if weight_codec is not None and weight_codec.feedback:
+        raise ConfigError(
+            f"`weight_codec={weight_codec!r}` has feedback, but parameters are encoded from exact masters each time: "
+            "no loss adds up that feedback could send. Use feedback=False. Only `grad_codec` may have feedback."
+        )
+
+
+def _check_gradients(grad_codec: Codec | None) -> None:
+    if grad_codec is not None and grad_codec.differences:
+        raise ConfigError(
+            f"`grad_codec={grad_codec!r}` encodes differences, but gradients of two steps have nothing in common. Use "
+            "differences=False. Only `weight_codec` may encode differences."
+        )
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -344,7 +377,7 @@ def _check_hierarchical(value: object) -> None:
     if value != "auto" and not isinstance(value, bool) and not (isinstance(value, int) and value > 0):
         raise ConfigError(
             f"`hierarchical={value!r}` is neither 'auto', True, False nor a number of bytes. Use 'auto', or a number "
-            "such as 65536: tensors of 64 KiB or more then have two stages, smaller ones have one."
+            "such as 65536: tensors of 64 KiB or more then have several stages, smaller ones have one."
         )
 
 

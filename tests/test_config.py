@@ -21,8 +21,8 @@ REFUSED = [
     ("secondary_params", "auto"),
     *[("partition_size", value) for value in ("none", "partition", 0, -1, False, 1.5, None)],
     *[("hierarchical", value) for value in ("yes", "65536", 0, -1, 65536.0, None)],
-    *[("weight_codec", value) for value in ("int2", "fp8", 8, None)],
-    *[("grad_codec", value) for value in ("int2", "INT4", None)],
+    *[("weight_codec", value) for value in ("int3", "fp8", 8, None)],
+    *[("grad_codec", value) for value in ("int3", "INT4", None)],
     *[("codec_links", value) for value in ("fast", "none", None)],
     *[("grad_codec_hops", value) for value in ("both", "third", None)],
     *[("grad_codec_until", value) for value in (-0.1, 1.1, float("nan"), "half", None)],
@@ -32,7 +32,7 @@ REFUSED = [
     *[("second_hop", value) for value in ("step", "never", None)],
     *[("overlap", value) for value in ("some", {"gather", "everything"}, "gather", None, 1, [["gather"]])],
     *[("prefetch", value) for value in (0, -1, True, 1.5, "2", None)],
-    *[("topology", value) for value in ("nodes", 8, None, {"ranks_per_node": 8})],
+    *[("topology", value) for value in ("nodes", 8, None, {"ranks": 8}, {})],
 ]
 
 

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from mics_strategy.checkpoint import atomic
+from mics_strategy.checkpoint.feedback import FeedbackSource
 from mics_strategy.checkpoint.rank_local import RNG_KEY, request_rng, restore_rng
+from mics_strategy.checkpoint.references import request_references, restore_references
 from mics_strategy.checkpoint.safe_reader import SafeReader, check_listed, read
 from mics_strategy.checkpoint.save import EXTRA, finish_saves
 from mics_strategy.checkpoint.state import (
@@ -87,14 +89,24 @@ class OpenCheckpoint:
             saved = self._metadata.state_dict_metadata  # checkpoints without optimizers have no random states
             target.values[RNG_KEY] = {k: v for k, v in requested.items() if f"{RNG_KEY}.{k}" in saved}
 
+        feedback = FeedbackSource(
+            self._metadata.state_dict_metadata if optimizers else {}, self._read_into, sharded, rank
+        )
+        run_on_all_ranks(lambda: self._as_checkpoint_error(feedback.read_layout))
+        load_feedback = feedback.agree()
+        references = request_references(sharded, self._metadata.state_dict_metadata) if optimizers else {}
+
         def fill() -> None:
             """Read the model last: it is read in place, and afterwards only reading may fail."""
             self._read_into({name: values for name, values in target.values.items() if name != MODEL})
             states = target.optimizer_states()
             self._read_into({MODEL: target.values[MODEL]})
             target.apply(states)
+            load_feedback()
+            self._read_into(references)
 
         run_on_all_ranks(lambda: self._as_checkpoint_error(fill))
+        restore_references(sharded, references)
         if self._manifest is not None:
             restore_rng(target.values[RNG_KEY], rank, sharded.generators)
             sharded.steps_done = self._manifest.step
@@ -129,7 +141,7 @@ class OpenCheckpoint:
             return action()
         except CheckpointError:
             raise
-        except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+        except (OSError, RuntimeError, ValueError, TypeError, KeyError, IndexError) as error:
             raise CheckpointError(f"`{self.path}` could not be loaded: {type(error).__name__}: {error}") from error
 
     def _read_extra(self) -> dict[str, Any]:

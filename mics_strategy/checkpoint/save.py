@@ -24,8 +24,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from mics_strategy.checkpoint import atomic, shard_report
+from mics_strategy.checkpoint.feedback import add_feedback
 from mics_strategy.checkpoint.manifest import Manifest
 from mics_strategy.checkpoint.rank_local import RNG_KEY, class_name, save_rng
+from mics_strategy.checkpoint.references import references_of
 from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlanner, check_replica_counts
 from mics_strategy.checkpoint.shard_report import ShardReport, StoreChannel
 from mics_strategy.checkpoint.state import SOLE, Optimizers, by_key, local_state
@@ -115,8 +117,8 @@ def save_checkpoint(
         CheckpointError: A rank failed. Raised on every rank, with the rank that failed.
 
     Cost:
-        If asynchronous, host memory for a copy of what this rank writes: about 1 / world_size of the state. For
-        quantized states, it also holds the values. The memory is reused by the next save.
+        Disk: with error feedback also every rank's residuals. If asynchronous, host memory for a copy of what this rank
+        writes: about 1 / world_size of the state. For quantized states, it also holds the values. The memory is reused.
     """
     finish_saves(sharded)
     if optimizers:
@@ -236,6 +238,8 @@ def _make_planner(
     if optimizers:  # without optimizers, no training is resumed
         states = local.values[RNG_KEY] = save_rng(dist.get_rank(), sharded.generators)
         local.copies.update({f"{RNG_KEY}.{name}": SOLE for name in states})
+        add_feedback(local, sharded, dist.get_rank())
+        local.values.update(references_of(sharded))
     return ShardedSavePlanner(local, host=_host_memory.setdefault(sharded, HostCopyPool()) if is_copied else None)
 
 

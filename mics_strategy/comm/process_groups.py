@@ -106,6 +106,16 @@ class ProcessGroups:
         """Communicators of gradients without codecs. The first access is collective."""
         return self._grad_communicators(self.scopes.without_grad_codecs())
 
+    @functools.cached_property
+    def exact_sync_comm(self) -> AnyCommunicator | None:
+        """Unquantized communicator of param syncs, for the references of differences.
+
+        None without differences. The first access is collective.
+        """
+        if not self.scopes.codecs.has_differences:
+            return None
+        return self.resources.communicator("param_sync", self.scopes.without_weight_codec())
+
     def disable_grad_codecs(self) -> None:
         """Send gradients unquantized from now on.
 

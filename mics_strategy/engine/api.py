@@ -184,6 +184,7 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
         if handle is not None:
             handle.reset_after_error()
 
+    sharded.set_references()
     if context.config.broadcast_buffers:
         sharded.synchronize_buffers()
     install(engine, before_root_forward)

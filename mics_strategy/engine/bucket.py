@@ -291,6 +291,25 @@ class Bucket:
             self.versions.keep_secondary()
         self.unsharded.copy_from(flat)
 
+    def set_reference(self, shard: torch.Tensor) -> None:
+        """Set what param syncs of differences add to. Collective.
+
+        Args:
+            shard: [shard_numel] in the compute dtype, what ranks have of this rank's shard.
+        """
+        comm = self.groups.exact_sync_comm
+        if comm is not None and self.param_shard is not None:
+            comm.all_gather(self.param_shard, shard, self.spec.name).wait()
+
+    def reference(self, position: int) -> torch.Tensor | None:
+        """What all ranks have received of this rank's part of a parameter."""
+        if self.param_shard is None:
+            return None
+        index = self.placement.index
+        rows_per_shard = self.layout.ranks // self.groups.scopes.params
+        shard = self.param_shard.view(rows_per_shard, -1)[index % rows_per_shard]
+        return self.layout.param_slices[position].view_in(shard, index)
+
     def keep_writes(self) -> bool:
         """Copy a forward's writes into unsharded parameters to this rank's shard.
 

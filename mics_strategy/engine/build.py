@@ -18,8 +18,9 @@ from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.engine.backward_grads import GradStaging
 from mics_strategy.engine.boundary import AccumulationBoundary
 from mics_strategy.engine.bucket import Bucket, param_comms
-from mics_strategy.engine.grad_bucket import GradBucket
-from mics_strategy.engine.layout import BucketSpec, make_layout, split_into_buckets
+from mics_strategy.engine.feedback import make_feedback
+from mics_strategy.engine.grad_bucket import GradBucket, GradMemory
+from mics_strategy.engine.layout import BucketSpec, make_layout, num_first_hop_chunks, split_into_buckets
 from mics_strategy.engine.memory import CachedViews, MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
 from mics_strategy.engine.parameter import make_sharded_parameter
 from mics_strategy.engine.rank_agreement import DesyncCheck, ReplicaCheck
@@ -28,7 +29,6 @@ from mics_strategy.engine.schedule import (
     USAGE_DTYPE,
     first_hop_numel,
     full_numel,
-    num_first_hop_chunks,
     shard_numel,
     usage_numel,
 )
@@ -286,13 +286,19 @@ def _gradients(units: list[Unit], context: BuildContext) -> dict[int, list[GradB
     sizes = [(buckets[i].layout.shard_numel, buckets[i].spec.master_dtype) for i in cast_indices]
     casts = dict(zip(cast_indices, arena(memory, "cast gradients", sizes, device), strict=True))
     stagings = _shared_staging(buckets, context)
+    wires = [context.config.wire_dtype_of(bucket.spec.master_dtype) for bucket in buckets]
+    layouts = [bucket.layout for bucket in buckets]
+    feedbacks = make_feedback([*zip(layouts, wires, strict=True)], context.groups, memory, device)
     grad_buckets = iter(
         GradBucket(
             bucket,
-            accumulators[i],
-            results[i],
-            casts.get(i, results[i]),
-            context.config.wire_dtype_of(bucket.spec.master_dtype),
+            GradMemory(
+                accumulator=accumulators[i],
+                result=results[i],
+                result_cast=casts.get(i, results[i]),
+                feedback=feedbacks[i],
+            ),
+            wires[i],
             stagings[i],
         )
         for i, bucket in enumerate(buckets)
@@ -370,6 +376,8 @@ def _allocate_workspaces(units: list[Unit], gradients: dict[int, list[GradBucket
                 )
                 if coalesced is not None:
                     coalesced.reserve_all_gather(numel, dtype)
+        if groups.exact_sync_comm is not None:
+            groups.exact_sync_comm.reserve_all_gather(shard_numel("param_sync", layout, scopes), dtype)
     variants = [(groups.grad_comm, groups.outer_grad_comm, groups.replica_comm)]
     if scopes.codecs.first_hop is not None or scopes.codecs.second_hop is not None:
         variants.append(groups.unquantized)

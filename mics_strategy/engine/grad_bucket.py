@@ -17,6 +17,7 @@ wire in fp16, gradients are divided before they are summed (see `predivisor_of`)
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mics_strategy.engine.backward_grads import BackwardGrads, GradStaging
+from mics_strategy.engine.feedback import GradFeedback, predivisor_of
 from mics_strategy.engine.lifecycle import (
     ACCUMULATOR_TRANSITIONS,
     AccumulatorState,
@@ -42,21 +44,22 @@ if TYPE_CHECKING:
     from mics_strategy.engine.streams import Op
 
 
-def predivisor_of(wire_dtype: torch.dtype, num_ranks: int) -> int:
-    """The divisor of gradients before their sum: 1 except for fp16.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradMemory:
+    """Memory of one bucket's gradient, which lives as long as the model.
 
-    Sums in fp16 would overflow.
-
-    It is a power of two near the square root of the number of ranks. About half of the division comes before the sum
-    and the rest after it, so neither large gradients overflow nor small ones vanish.
-
-    Source:
-        FSDP2 (torch 2.13, `_get_gradient_divide_factors`), which uses the same numbers.
+    Attributes:
+        accumulator: [numel_at(gradient scope)], fp32 or wider.
+        result: [shard_numel], same dtype: the gradient that the optimizer reads; the accumulator itself when both
+            scopes agree.
+        result_cast: [shard_numel] in the parameters' dtype when that is another one; otherwise `result`.
+        feedback: Residuals of error feedback.
     """
-    factor = 1
-    while wire_dtype == torch.float16 and num_ranks % factor == 0 and num_ranks / factor > factor:
-        factor *= 2
-    return factor
+
+    accumulator: torch.Tensor
+    result: torch.Tensor
+    result_cast: torch.Tensor
+    feedback: GradFeedback
 
 
 class GradBucket:
@@ -64,15 +67,13 @@ class GradBucket:
 
     Args:
         bucket: The bucket.
-        accumulator: [numel_at(gradient scope)], fp32 or wider.
-        result: [shard_numel], same dtype: the gradient that the optimizer reads; the accumulator itself when both
-            scopes agree.
-        result_cast: [shard_numel] in the parameters' dtype when that is another one; otherwise `result`.
+        memory: Sums and residuals.
         wire_dtype: Dtype of gradients on the wire.
         staging: Buffer shared with all buckets; None where each first hop borrows a flat buffer of its own. With it,
             gradients stay where autograd has stored them until the first hop.
 
     Attributes:
+        feedback: Residuals of error feedback.
         state: State of the accumulator.
         flags: Flags of the parameters.
         backward: Gradients of the present backward.
@@ -81,20 +82,18 @@ class GradBucket:
     def __init__(
         self,
         bucket: Bucket,
-        accumulator: torch.Tensor,
-        result: torch.Tensor,
-        result_cast: torch.Tensor,
+        memory: GradMemory,
         wire_dtype: torch.dtype,
         staging: GradStaging | None = None,
     ) -> None:
         self.bucket = bucket
-        self.name = bucket.spec.name
-        self.accumulator = accumulator
-        self.result = result
+        self.accumulator = memory.accumulator
+        self.result = memory.result
+        self.feedback = memory.feedback
         self.wire_dtype = wire_dtype
         self.state = AccumulatorState.NONE
         self.flags = GradFlags(len(bucket.layout.param_slices))
-        self._result_cast = result_cast
+        self._result_cast = memory.result_cast
         groups = bucket.groups
         self._predivisor = predivisor_of(wire_dtype, groups.scopes.world_size)
         self._divisor = groups.scopes.world_size / self._predivisor
@@ -109,9 +108,14 @@ class GradBucket:
         self._padding_views: dict[int, list[torch.Tensor]] = {}
         shards = groups.trainable_placement
         self._dtensors: list[DTensor] = [
-            grad_as_dtensor(param_slice.view_in(result_cast, shards.index), param_slice, shards)
+            grad_as_dtensor(param_slice.view_in(memory.result_cast, shards.index), param_slice, shards)
             for param_slice in bucket.layout.param_slices
         ]
+
+    @property
+    def name(self) -> str:
+        """Name of the bucket, for errors."""
+        return self.bucket.spec.name
 
     @property
     def casts_second_hop(self) -> bool:
@@ -241,7 +245,8 @@ class GradBucket:
             work = self._in_place.reduce_scatter(self.accumulator, kept, flat, accumulate, self.name)
         else:
             comm = comm.for_bytes(flat.numel() * flat.itemsize)
-            work = comm.reduce_scatter(self.accumulator, flat, accumulate, self.name)
+            residual = self.feedback.residual("grad_reduce_scatter", comm)
+            work = comm.reduce_scatter(self.accumulator, flat, accumulate, self.name, residual)
         work.keepalive = [*work.keepalive, *copied.values()]
         return work.then(self.collected.finish_reduce)
 
@@ -308,7 +313,9 @@ class GradBucket:
         if accumulate:
             self._zero(self.result, self.flags.positions_without(GradFlag.HAS_PRIOR_MEAN))
         full = wire.copy_(self.accumulator) if self.casts_second_hop else self.accumulator
-        return comm.for_bytes(full.numel() * full.itemsize).reduce_scatter(self.result, full, accumulate, self.name)
+        comm = comm.for_bytes(full.numel() * full.itemsize)
+        residual = self.feedback.residual("second_hop_reduce_scatter", comm)
+        return comm.reduce_scatter(self.result, full, accumulate, self.name, residual)
 
     def all_reduce(self) -> Work | None:
         """All-reduce the result over the replicas."""
@@ -316,10 +323,12 @@ class GradBucket:
         if comm is None:
             return None
         comm = comm.for_bytes(self.result.numel() * self.wire_dtype.itemsize)
-        return comm.all_reduce(self.result, self.wire_dtype, self.name)
+        residual = self.feedback.residual("second_hop_all_reduce", comm)
+        return comm.all_reduce(self.result, self.wire_dtype, self.name, residual)
 
     def finish(self) -> None:
         """Divide the sum by the number of ranks, once."""
+        self.feedback.add_carry(self.result)
         if self._divisor > 1:
             self.result.div_(self._divisor)
         if self._result_cast is not self.result:
@@ -349,6 +358,7 @@ class GradBucket:
         """Drop one parameter's gradient, but not what the flat buffer is collecting."""
         if self.collected.kept and self.collected.flat is None:
             self.collected.kept.pop(position, None)
+        self.feedback.drop(self.bucket.layout.param_slices[position])
         self.flags.apply("zero_grad", [position])
         if not self.flags.any(GradFlag.MAYBE_USED):
             self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "zero_grad", self.name)

@@ -220,6 +220,9 @@ class Engine:
         """
         self.reducer.groups.record_step()
         self.backwards.num_unused = 0
+        for gradients in self.reducer.gradients.values():
+            for gradient in gradients:
+                gradient.feedback.settle()
         self._pending.clear()
         self._pass.clear()
         self._global_order.restart()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
-from mics_strategy.scopes import Scopes, resolve_scopes
+from mics_strategy.scopes import Scopes, allowed_degrees, resolve_scopes
 from mics_strategy.topology import Topology
 
 if TYPE_CHECKING:
@@ -52,19 +52,9 @@ class ScopedConfig:
     scopes: Scopes
 
 
-def allowed_degrees(topology: Topology, world_size: int) -> list[int]:
-    """Numbers of ranks that a scope may have.
-
-    They divide the job, and are divisors of a node or whole nodes.
-    """
-    per_node = topology.ranks_per_node
-    divisors = [degree for degree in range(1, world_size + 1) if world_size % degree == 0]
-    return [degree for degree in divisors if per_node % degree == 0 or degree % per_node == 0]
-
-
 def topology_of(cluster: Cluster) -> Topology:
     """The placement of the cluster's ranks."""
-    return Topology(ranks_per_node=cluster.ranks_per_node)
+    return Topology(ranks_per_node=cluster.ranks_per_node, nodes_per_switch=cluster.nodes_per_switch)
 
 
 def scoped_configs(space: Space, workload: Workload, cluster: Cluster) -> Iterator[ScopedConfig]:

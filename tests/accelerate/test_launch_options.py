@@ -53,6 +53,11 @@ OPTIONS = {
         f"{STRATEGY}{{topology: {{ranks_per_node: 2}}, grad_codec: {{bits: 4}}}}",
         ShardConfig(topology=Topology(ranks_per_node=2), grad_codec=Codec(bits=4)),
     ),
+    "feedback": (
+        f"{STRATEGY}{{weight_codec: {{bits: 4, differences: true}}, grad_codec: {{bits: 2, feedback: true}}}}",
+        ShardConfig(weight_codec=Codec(bits=4, differences=True), grad_codec=Codec(bits=2, feedback=True)),
+    ),
+    "switches": (f"{STRATEGY}{{topology: {{nodes_per_switch: 4}}}}", ShardConfig(topology={"nodes_per_switch": 4})),
 }
 
 

@@ -32,6 +32,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         ("zero3", {"prefetch": 2, "grad_codec": "int8"}, ShardConfig.preset("zero3", prefetch=2, grad_codec="int8")),
         (ShardConfig(partition_size=4), {"prefetch": 2}, ShardConfig(partition_size=4, prefetch=2)),
         (None, {"grad_codec": Codec(bits=4)}, ShardConfig(grad_codec=Codec(bits=4))),
+        (None, {"grad_codec": {"bits": 4, "feedback": True}}, ShardConfig(grad_codec=Codec(bits=4, feedback=True))),
     ],
     ids=str,
 )

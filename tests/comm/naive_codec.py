@@ -10,17 +10,33 @@ def encode(codec: Codec, values: Tensor) -> Tensor:
     """The bytes that hold `values`."""
     payload, scales = [], []
     for block in values.float().split(codec.block_size) if values.numel() else ():
+        if codec.rotation and len(block) == codec.block_size:
+            block = hadamard(block * (1 / len(block)))
         codes, scale = _encode_block(codec, block)
         scales.append(scale)
         if codec.bits == 8:
             payload += [code % 256 for code in codes]
         else:
-            half = -(-len(codes) // 2)
-            high = codes[half:] + [0] * (len(codes) % 2)
-            payload += [low + 8 + 16 * (up + 8) for low, up in zip(codes[:half], high, strict=True)]
+            payload += _bytes(codec.bits, codes)
     tail = torch.tensor(scales, dtype=torch.float32).view(torch.uint8).tolist()
     padding = -(len(payload) + len(tail)) % 16
     return torch.tensor(payload + [0] * padding + tail, dtype=torch.uint8)
+
+
+def _bytes(bits: int, codes: list[int]) -> list[int]:
+    """Bytes of several codes each, the first parts of the block in the lowest bits."""
+    per_byte, offset = 8 // bits, 1 << (bits - 1)
+    lane = -(-len(codes) // per_byte)
+    padded = codes + [0] * (lane * per_byte - len(codes))
+    return [sum((padded[part * lane + i] + offset) << (bits * part) for part in range(per_byte)) for i in range(lane)]
+
+
+def hadamard(block: Tensor) -> Tensor:
+    """Sylvester's matrix times the block: halves of halves, sums in front of differences."""
+    if len(block) == 1:
+        return block
+    low, high = (hadamard(half) for half in block.chunk(2))  # so that neighbours are added first
+    return torch.cat([low + high, low - high])
 
 
 def _encode_block(codec: Codec, block: Tensor) -> tuple[list[int], float]:
@@ -40,9 +56,12 @@ def decode(codec: Codec, encoded: Tensor, numel: int) -> Tensor:
     values, place = [], 0
     for scale, block in zip(scales, torch.arange(numel).split(codec.block_size), strict=numel > 0):
         width = len(block)
-        count = width if codec.bits == 8 else -(-width // 2)
+        count = -(-width * codec.bits // 8)
         held = encoded[place : place + count].int()
         place += count
-        codes = held.to(torch.int8).int() if codec.bits == 8 else torch.cat([(held & 15) - 8, (held >> 4) - 8])
-        values.append(codes[:width].float() * scale)
+        shifts = range(0, 8, codec.bits)
+        parts = [((held >> shift) & ((1 << codec.bits) - 1)) - (1 << (codec.bits - 1)) for shift in shifts]
+        codes = held.to(torch.int8).int() if codec.bits == 8 else torch.cat(parts)
+        decoded = codes[:width].float() * scale
+        values.append(hadamard(decoded) if codec.rotation and width == codec.block_size else decoded)
     return torch.cat(values) if values else torch.empty(0)

@@ -50,9 +50,11 @@ def counted(done: Callable[[int], None]) -> Iterator[None]:
     """Call `done` with the number of encodings so far, after each."""
     encode, count = Quantizer.encode, 0
 
-    def encode_and_count(quantizer: Quantizer, values: torch.Tensor, out: torch.Tensor) -> None:
+    def encode_and_count(
+        quantizer: Quantizer, values: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> None:
         nonlocal count
-        encode(quantizer, values, out)
+        encode(quantizer, values, out, residual)
         count += 1
         done(count)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mics_strategy import ConfigError, ShardConfig, Topology, shard
+from mics_strategy import Codec, ConfigError, ShardConfig, Topology, shard
 from mics_strategy.engine.estimate import MemoryEstimate, estimate_memory
 from tests import models
 from tests.engine.training import forget_meshes
@@ -71,6 +71,18 @@ def test_estimated_buffers_equal_those_of_a_backend_with_streams(config: ShardCo
     expected = {k: v for k, v in estimated(config).bytes_by_purpose.items() if v and k != "workspaces"}
     for found, _ in simulate(4, allocated, config, ranks_per_node=2):
         assert {k: v for k, v in found.items() if v and k != "workspaces"} == expected
+
+
+@pytest.mark.parametrize("links", ["slow", "all"])
+def test_estimated_residuals_equal_allocated_ones(ranks: RankPool, links: str) -> None:
+    feedback, differences = Codec(bits=4, feedback=True), Codec(bits=4, differences=True)
+    config = ShardConfig.preset("paro-iig", grad_codec=feedback, weight_codec=differences, codec_links=links)
+    expected = estimated(config).bytes_by_purpose
+    assert expected["error feedback"] > 0
+    for found, _ in ranks(4, allocated, config, ranks_per_node=2):
+        assert {k: v for k, v in found.items() if v and k not in STAGING} == {
+            k: v for k, v in expected.items() if v and k not in STAGING
+        }
 
 
 def test_a_model_of_many_ranks_needs_little_time_and_no_memory() -> None:

@@ -1,10 +1,12 @@
 """Do encoded transfers work under a Trainer, and for the share of the training that was asked for?"""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch import Tensor
 
 from mics_strategy import ConfigError
 from tests.lightning.modules import Regression, loader
@@ -89,3 +91,32 @@ def test_a_fit_with_codecs_ends_near_one_without(ranks: RankPool) -> None:
         assert all(torch.equal(coded[name], other[name]) for other in others)
         assert not torch.equal(coded[name], value)
         torch.testing.assert_close(coded[name], value, rtol=0.05, atol=0.02)
+
+
+FEEDBACK = {
+    "weight_codec": {"bits": 4, "block_size": 32, "differences": True},
+    "grad_codec": {"bits": 4, "block_size": 32, "feedback": True},
+}
+
+
+def _fitted(ctx: RankContext, path: Path, num_epochs: int, resumes: bool) -> dict[str, Tensor]:
+    """Parameters after epochs of two steps; one epoch alone is saved."""
+    torch.manual_seed(3)
+    strategy = mics("paro-iig", state_dict_type="sharded", **FEEDBACK)
+    fitting = trainer(ctx, strategy, max_epochs=num_epochs, limit_train_batches=2)
+    fitting.fit(Regression(), loader(128), ckpt_path=path if resumes else None)
+    if num_epochs == 1:
+        fitting.save_checkpoint(path)
+    left = [r.values.abs().sum() for feedback in fitting.strategy.sharded.feedback for r in feedback.residuals.values()]
+    return {**whole(fitting), "residuals": torch.stack(left)}
+
+
+def test_a_resumed_fit_keeps_residuals_and_references(ranks: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "one.ckpt"
+    uninterrupted = run(ranks, 4, _fitted, path, 3, False, ranks_per_node=2)
+    run(ranks, 4, _fitted, path, 1, False, ranks_per_node=2)
+    for found, expected in zip(run(ranks, 4, _fitted, path, 3, True, ranks_per_node=2), uninterrupted, strict=True):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value)
+    assert any(bool((found["residuals"] > 0).any()) for found in uninterrupted)

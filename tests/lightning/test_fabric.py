@@ -381,3 +381,21 @@ def test_a_marked_method_of_a_manual_module_has_the_parameters_of_the_root(ranks
     expected = {f"0.{name}": parameter for name, parameter in plain.named_parameters()}
     for found in run(ranks, 2, _trained_by_a_marked_method):
         assert_same(found, expected)
+
+
+def _with_codecs(ctx: RankContext) -> tuple[bool, bool]:
+    """Whether feedback holds residuals, and whether traffic was as planned."""
+    grad_codec = {"bits": 4, "block_size": 32, "feedback": True, "rotation": True}
+    weight_codec = {"bits": 4, "block_size": 32, "differences": True}
+    fabric = launched(ctx, mics("paro-iig", grad_codec=grad_codec, weight_codec=weight_codec))
+    model, optimizer = _set_up(fabric, "jointly")
+    train(fabric, model, optimizer)
+    sharded = fabric.strategy.sharded_of(model)
+    held = [residual.values.any() for feedback in sharded.feedback for residual in feedback.residuals.values()]
+    return any(map(bool, held)), all(row.planned_bytes == row.sent_bytes for row in sharded.traffic())
+
+
+def test_feedback_and_differences_are_taken_as_mappings(ranks: RankPool) -> None:
+    found = run(ranks, 4, _with_codecs, ranks_per_node=2)
+    assert any(held for held, _ in found)
+    assert all(is_planned for _, is_planned in found)

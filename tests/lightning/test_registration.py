@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 
-from mics_strategy import ShardConfig
+from mics_strategy import Codec, ShardConfig
 from mics_strategy.errors import ConfigError
 from mics_strategy.lightning import MiCSStrategy, strategy_for
 from mics_strategy.lightning.registration import PostImportHook, names, register, register_in
@@ -131,9 +131,13 @@ def test_a_config_file_parses_a_whole_shard_config(tmp_path: Path, monkeypatch: 
                 init_args:
                   config: {partition_size: world, optimizer: 4, reduce_dtype: bfloat16}
                   overlap: [gather]
+                  grad_codec: {bits: 4, block_size: 64, feedback: true, rotation: true}
                   timeout: "0:01:00"
         """)
     )
     cli = LightningCLI(Plain, args=["--config=config.yaml"], run=False, save_config_callback=None)
-    expected = ShardConfig(partition_size="world", optimizer=4, reduce_dtype="bfloat16", overlap={"gather"})
+    codec = Codec(bits=4, block_size=64, feedback=True, rotation=True)
+    expected = ShardConfig(
+        partition_size="world", optimizer=4, reduce_dtype="bfloat16", overlap={"gather"}, grad_codec=codec
+    )
     assert cli.trainer.strategy.config == expected

@@ -8,7 +8,12 @@ symmetric around zero. Payload and scales share one buffer of bytes, so that the
 
 INT8 has one code per byte, in two's complement. INT4 has two: the byte at position i of a block holds value i in its
 low half and value i + ceil(width / 2) in its high half, each as code + 8. Both halves of a block are then contiguous,
-which packs and unpacks several times faster than adjacent values in one byte.
+which packs and unpacks several times faster than adjacent values in one byte. INT2 has four in the same way: value
+i + k * ceil(width / 4) in bits 2k and 2k + 1, as code + 2.
+
+With `rotation`, a whole block x of n values is encoded as H x / n, and decoded as H of the decoded values: H is the
+Hadamard matrix in Sylvester's order, of which H H = n. A shorter block at the end of a tensor is not rotated; sharded
+models have none.
 
 Consecutive rows of one size may be encoded together, as a table. Every row is then a tensor of its own in this format.
 
@@ -17,8 +22,10 @@ Pure: the meaning of the bytes. `quantizer` writes and reads them.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,54 +46,91 @@ class Codec:
     - NaN in every value, where any value is NaN or infinite after conversion to fp32: the block is *nonfinite*.
       An overflow spreads over its block and is never hidden; `has_nonfinite` finds it without decoding.
     - Otherwise finite, for all fp32 values up to the largest, with an error of at most scale / 2 (nearest) or scale
-      (stochastic), plus the rounding of fp32.
+      (stochastic), plus the rounding of fp32. With `rotation` the bound holds for the root mean square of the errors of
+      a block, with block_size ** 0.5 * scale for scale.
 
     Args:
-        bits: Width of a code: 8 (codes from -127 to 127) or 4 (codes from -7 to 7).
-        block_size: Values that share a scale: even and positive. A tensor that is not longer is one block. Up to 8192,
-            a block of a sharded model never holds values of two parameters.
+        bits: Width of a code: 8 (codes from -127 to 127), 4 (from -7 to 7) or 2 (from -1 to 1).
+        block_size: Values that share a scale: a positive multiple of the values in a byte, and even. A tensor that is
+            not longer is one block. Up to 8192, a block of a sharded model never holds values of two parameters.
         rounding: Rounding of codes: ``"nearest"`` (half to even) or ``"stochastic"`` (up or down at random, with the
             right mean).
+        rotation: Whether the values of a block are mixed by a Hadamard matrix before they are encoded, so that one
+            large value does not round the others away. Blocks of a power of two, up to 8192.
+        feedback: Whether what an encoding of a sum loses is added to the next payload for the same elements. Gradients
+            only, and rounding to nearest.
+        differences: Whether parameters are encoded as differences from what all ranks have received before, so that a
+            step is rounded instead of the parameters. Param syncs only; all-gathers send their results unencoded.
 
     Raises:
         ConfigError: Another value.
 
     Source:
-        ZeRO++ (arXiv:2306.10209), block-based symmetric quantization.
+        ZeRO++ (arXiv:2306.10209), block-based symmetric quantization. SDP4Bit (arXiv:2410.15526), Hadamard rotation of
+        gradients and differences of weights. Seide et al. (Interspeech 2014) and LoCo (arXiv:2407.04480), feedback.
     """
 
     bits: int
     block_size: int = 256
     rounding: str = "nearest"
+    rotation: bool = False
+    feedback: bool = False
+    differences: bool = False
 
-    NAMES: ClassVar[tuple[str, ...]] = ("int8", "int4")
+    NAMES: ClassVar[tuple[str, ...]] = ("int8", "int4", "int2")
     SMALLEST_SCALE: ClassVar[float] = 2.0**-123  # about 1e-37; 1 / scale is finite with a wide margin
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in (4, 8):
-            raise ConfigError(f"`bits={self.bits!r}` is not a code width. Use 8 or 4.")
+        if isinstance(self.bits, bool) or self.bits not in (2, 4, 8):
+            raise ConfigError(f"`bits={self.bits!r}` is not a code width. Use 8, 4 or 2.")
         size = self.block_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 2 or size % 2:
             raise ConfigError(f"`block_size={size!r}` is not an even, positive number of values. Use 256, for example.")
+        if size % self.values_per_byte:
+            raise ConfigError(f"`block_size={size!r}` is no multiple of the 4 values in a byte of 2 bits. Use 64.")
         if self.rounding not in ("nearest", "stochastic"):
             raise ConfigError(f"`rounding={self.rounding!r}` is not known. Use 'nearest' or 'stochastic'.")
+        for name in ("rotation", "feedback", "differences"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"`{name}={getattr(self, name)!r}` is neither True nor False. Use one of them.")
+        if self.rotation and (size & (size - 1) or size > LARGEST_BOUND_BLOCK):
+            raise ConfigError(
+                f"`rotation=True` with `block_size={size!r}`: a Hadamard matrix mixes 2, 4, 8, ... "
+                f"{LARGEST_BOUND_BLOCK} values. Use block_size=128, for example."
+            )
+        if self.feedback and self.rounding != "nearest":
+            raise ConfigError(
+                f"`feedback=True` with `rounding={self.rounding!r}`: feedback already sends what rounding loses, and "
+                "random rounding doubles what it has to keep. Use rounding='nearest'."
+            )
 
     @classmethod
-    def of(cls, codec: str | Codec) -> Codec:
-        """The codec of a name in `NAMES`; a `Codec` is returned unchanged.
+    def of(cls, codec: str | Codec | Mapping[str, Any]) -> Codec:
+        """The codec of a name, or of a mapping of fields; a `Codec` is returned unchanged.
 
-        ``"int8"`` has blocks of 256, ``"int4"`` of 128: where gradients are large, a model does not learn with INT4 in
-        blocks of 256 (docs/benchmarks.md).
+        ``"int8"`` has blocks of 256, ``"int4"`` and ``"int2"`` of 128: where gradients are large, a model does not
+        learn with INT4 in blocks of 256 (docs/benchmarks.md).
 
         Raises:
-            ConfigError: The argument is neither.
+            ConfigError: The argument is none of these, or a field is unknown.
         """
         if isinstance(codec, Codec):
             return codec
+        if isinstance(codec, Mapping):
+            return cls._of_fields(codec)
         if codec not in cls.NAMES:
             names = ", ".join(map(repr, cls.NAMES))
             raise ConfigError(f"`codec={codec!r}` is not known. Use {names} or a Codec such as Codec(bits=8).")
-        return cls(bits=8) if codec == "int8" else cls(bits=4, block_size=128)
+        return cls(bits=8) if codec == "int8" else cls(bits=int(codec.removeprefix("int")), block_size=128)
+
+    @classmethod
+    def _of_fields(cls, fields: Mapping[str, Any]) -> Codec:
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = [str(name) for name in fields if name not in known]
+        if unknown or "bits" not in fields:
+            problem = f"`{unknown[0]}` is not a field" if unknown else "`bits` is missing"
+            raise ConfigError(f"`{dict(fields)}` is not a codec: {problem}. Use some of {', '.join(known)}.")
+        return cls(**fields)
 
     @property
     def bound_numel(self) -> int:
@@ -98,12 +142,12 @@ class Codec:
 
     @property
     def largest_code(self) -> int:
-        """The largest code: 127 or 7."""
+        """The largest code: 127, 7 or 1."""
         return (1 << (self.bits - 1)) - 1
 
     @property
     def values_per_byte(self) -> int:
-        """Values in one byte: 1 or 2."""
+        """Values in one byte: 1, 2 or 4."""
         return 8 // self.bits
 
     @property
@@ -114,9 +158,17 @@ class Codec:
     def bytes_per_lane(self, width: int) -> int:
         """Payload bytes of a block of `width` values.
 
-        In INT4, also the distance between the two values of one byte.
+        In INT4 and INT2, also the distance between the values of one byte.
         """
         return -(-width // self.values_per_byte)
+
+    def rotates(self, width: int) -> bool:
+        """Whether a block is rotated.
+
+        Args:
+            width: Values of the block, or from its first value to the end of its tensor.
+        """
+        return self.rotation and width >= self.block_size
 
     def num_blocks(self, numel: int) -> int:
         """The number of blocks of `numel` values."""

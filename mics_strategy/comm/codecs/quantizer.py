@@ -45,8 +45,9 @@ class Quantizer:
         ConfigError: Stochastic rounding without a generator, or with one that is not on the CPU.
 
     Cost:
-        1.2 MB of tiles on a CPU, none on CUDA. Without Triton, and for blocks of more than 8192 values, 38 MB on CUDA,
-        with many launches and synchronization with the host.
+        1.2 MB of tiles on a CPU, none on CUDA. Without Triton, for blocks of more than 8192 values, for 2 bits and
+        with `rotation`, 38 MB on CUDA, with some ten launches for each tile of 4 M values (two more for each doubling
+        of the block with `rotation`) and synchronization with the host.
     """
 
     def __init__(self, codec: Codec, device: torch.device, generator: torch.Generator | None = None) -> None:
@@ -57,12 +58,12 @@ class Quantizer:
         self.device = device
         self._generator = generator
         kernels = load_kernels() if device.type == "cuda" else None
-        has_kernels = kernels is not None and codec.block_size <= LARGEST_KERNEL_BLOCK
+        has_kernels = kernels is not None and _has_kernels(codec)
         self._triton = kernels.TritonCodec(codec, generator) if kernels is not None and has_kernels else None
         self._torch = None if has_kernels else TorchCodec(codec, device, generator)
 
     @torch.no_grad()
-    def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
+    def encode(self, values: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None = None) -> None:
         """Encode a flat tensor, or every row of a table.
 
         A table has the bits of its rows encoded one after the other, except for the random numbers of stochastic
@@ -71,16 +72,62 @@ class Quantizer:
         Args:
             values: [n], or [rows, n]; floating.
             out: [encoded_bytes(n)], or [rows, encoded_bytes(n)] uint8; overwritten, with its padding.
+            residual: Same shape as `values`, fp32: what earlier encodings have lost, which is added to `values`;
+                overwritten with what this one loses, and with zeros in nonfinite blocks. None without feedback.
 
         Raises:
             ShapeError: A size, dtype, device or alignment does not fit.
 
         Cost:
-            On CUDA one launch, and a second one where a row ends in a shorter block.
+            On CUDA one launch, and a second one where a row ends in a shorter block. With `residual` also a
+            `decode_add` and four passes over it: on CUDA five more launches.
+
+        Source:
+            Seide et al., 1-bit stochastic gradient descent (Interspeech 2014), error feedback.
         """
+        if residual is not None:
+            self.encode(residual.add_(values), out)
+            self.decode_add(out, residual.neg_())
+            residual.neg_().nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            return
         self._check_values("values", values, values.shape)
         self._check_encoded("out", out, self.codec, values.shape)
         (self._triton or self._torch_codec()).encode(values, out)
+
+    @torch.no_grad()
+    def encode_difference(
+        self, values: torch.Tensor, reference: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor
+    ) -> None:
+        """Encode the difference of a flat tensor from what the receivers have.
+
+        Args:
+            values: [n], floating.
+            reference: [n], floating.
+            out: As in `encode`.
+            scratch: [n] fp32; overwritten.
+
+        Cost:
+            That of `encode`, and two passes: on CUDA two more launches.
+
+        Source:
+            SDP4Bit (arXiv:2410.15526), quantization of weight differences.
+        """
+        self.encode(scratch.copy_(values).sub_(reference), out)
+
+    @torch.no_grad()
+    def decode_difference(self, encoded: torch.Tensor, reference: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Decode a difference, and add it to `reference` in fp32, rounded once.
+
+        Args:
+            encoded: As in `decode`.
+            reference: [n], floating; the same bits on all ranks.
+            scratch: [n] fp32; overwritten.
+
+        Cost:
+            That of `decode`, and two passes: on CUDA two more launches.
+        """
+        self.decode(encoded, scratch)
+        reference.copy_(scratch.add_(reference))
 
     @torch.no_grad()
     def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
@@ -171,8 +218,8 @@ class Quantizer:
         self._check_encoded("out", out, self.codec, shape)
         if kept is not None:
             self._check_values("kept", kept, shape[1:], torch.float32)
-        has_kernels = summands.codec.block_size <= LARGEST_KERNEL_BLOCK
-        implementation = self._triton if self._triton is not None and has_kernels else self._torch_codec()
+        is_fused = self._triton is not None and _has_kernels(summands.codec)
+        implementation = self._triton if self._triton is not None and is_fused else self._torch_codec()
         implementation.encode_sum(summands, out, kept, kept_row)
 
     def _torch_codec(self) -> TorchCodec:
@@ -213,6 +260,11 @@ class Quantizer:
                 f"`{name}` is {_describe(encoded)}. Pass contiguous torch.uint8 {list(expected)} for "
                 f"{list(shape)} values of {codec}, on {self.device}, from a multiple of 4 bytes of its storage."
             )
+
+
+def _has_kernels(codec: Codec) -> bool:
+    """Whether the Triton kernels can encode and decode a codec."""
+    return codec.block_size <= LARGEST_KERNEL_BLOCK and codec.bits != 2 and not codec.rotation
 
 
 def _describe(tensor: torch.Tensor) -> str:

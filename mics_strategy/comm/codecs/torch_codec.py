@@ -7,7 +7,11 @@ rounding.
 
 A block larger than a tile is read twice: once for its largest value, once for its codes.
 
-Dims: G rows of a table that a tile holds together, N values, R blocks, H values of a byte (1 or 2), C bytes of a block.
+The Hadamard matrix of a rotation is applied by butterflies, log2(block) additions for each value, in a fixed order, so
+that all ranks decode the same bits.
+
+Dims: G rows of a table that a tile holds together, N values, R blocks, H values of a byte (1, 2 or 4), C bytes of a
+block.
 """
 
 from __future__ import annotations
@@ -68,7 +72,7 @@ class TorchCodec:
         generator: Generator on the CPU for stochastic rounding.
 
     Cost:
-        Three tiles: 1.2 MB on a CPU, 38 MB on a GPU.
+        Three tiles: 1.2 MB on a CPU, 38 MB on a GPU. With `rotation` one more from the first call on.
     """
 
     def __init__(self, codec: Codec, device: torch.device, generator: torch.Generator | None) -> None:
@@ -80,6 +84,7 @@ class TorchCodec:
         self._bytes = torch.empty(self.tile_numel, dtype=torch.uint8, device=device)
         is_shared = device.type == "cpu" or codec.rounding == "nearest"
         self._noise = self._spare if is_shared else torch.empty(self.tile_numel)
+        self._mixed = self._work[:0]
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> None:
         """See `Quantizer.encode`."""
@@ -161,6 +166,8 @@ class TorchCodec:
         scales_GR1.zero_()
         for start in starts:
             tile_GRHC = self._fill_tile(fill, run, rows, start, min(columns, lane - start))
+            if self._codec.rotates(run.width):
+                self._mix(tile_GRHC.mul_(1 / run.width).flatten(2))
             magnitudes = torch.abs(tile_GRHC, out=self._spare[: tile_GRHC.numel()].view_as(tile_GRHC))
             torch.maximum(scales_GR1, magnitudes.flatten(2).amax(2, keepdim=True), out=scales_GR1)
         inverses_GR1, nonfinite_GR1 = self._finish_scales(scales_GR1)
@@ -187,7 +194,7 @@ class TorchCodec:
         tile_GN = self._work[: rows * numel].view(rows, numel)
         offset = 0
         for begin, count in spans:
-            end = min(begin + count, run.end)
+            end = max(begin, min(begin + count, run.end))
             fill(begin, end, tile_GN[:, offset : offset + end - begin])
             if end < begin + count:
                 tile_GN[:, offset + end - begin : offset + count].zero_()
@@ -219,19 +226,30 @@ class TorchCodec:
     def _pack(self, tile_GRHC: torch.Tensor, codes_GRC: torch.Tensor) -> None:
         if self._codec.bits == 8:
             codes_GRC.view(torch.int8).copy_(tile_GRHC[:, :, 0])
-        else:  # (low + 8) + 16 * (high + 8), exact in fp32
-            low_GRC, high_GRC = tile_GRHC.unbind(2)
-            codes_GRC.copy_(low_GRC.add_(high_GRC, alpha=16).add_(8 * 17))
+        else:  # in INT4 (low + 8) + 16 * (high + 8), exact in fp32
+            radix = 1 << self._codec.bits
+            byte_GRC, *others_GRC = tile_GRHC.unbind(2)
+            for half, codes in enumerate(others_GRC, 1):
+                byte_GRC.add_(codes, alpha=radix**half)
+            codes_GRC.copy_(byte_GRC.add_(radix // 2 * (255 // (radix - 1))))
 
     def _decode_range(self, payload: _EncodedPayload, begin: int, end: int, out: torch.Tensor) -> None:
         """Write the values from `begin` to `end` of all rows to `out`, [G, end - begin].
 
-        Whole blocks are decoded at once, the ends by half blocks.
+        Whole blocks are decoded at once, the ends by half blocks, or from a whole block where it is rotated.
         """
         codec, start = payload.codec, begin
         while begin < end:
             block, offset = divmod(begin, codec.block_size)
             rows = 0 if offset else end // codec.block_size - block
+            first = block * codec.block_size
+            if not rows and codec.rotates(payload.numel - first):
+                count = min(end, first + codec.block_size) - begin
+                whole = out.new_empty(len(out), codec.block_size)
+                self._decode_range(payload, first, first + codec.block_size, whole)
+                out[:, begin - start : begin - start + count].copy_(whole[:, offset : offset + count])
+                begin += count
+                continue
             if rows:
                 width, lane = codec.block_size, codec.block_bytes
                 column, halves, count = 0, range(codec.values_per_byte), rows * codec.block_size
@@ -247,6 +265,8 @@ class TorchCodec:
             for position, half in enumerate(halves):
                 self._unpack(codec, codes_GRC, half, tile_GRHC[:, :, position])
             tile_GRHC.mul_(payload.scales[:, block : block + rows, None, None])
+            if codec.rotates(width):
+                self._mix(tile_GRHC.flatten(2))
             begin += count
 
     def _unpack(self, codec: Codec, codes_GRC: torch.Tensor, half: int, out_GRC: torch.Tensor) -> None:
@@ -254,12 +274,30 @@ class TorchCodec:
         if codec.bits == 8:
             out_GRC.copy_(codes_GRC.view(torch.int8))
             return
+        radix = 1 << codec.bits
         codes = self._bytes[: codes_GRC.numel()].view_as(codes_GRC)
         if half:
-            torch.bitwise_right_shift(codes_GRC, 4, out=codes)
+            torch.bitwise_right_shift(codes_GRC, codec.bits * half, out=codes)
+            if half + 1 < codec.values_per_byte:
+                codes.bitwise_and_(radix - 1)
         else:
-            torch.bitwise_and(codes_GRC, 15, out=codes)
-        out_GRC.copy_(codes.view(torch.int8).sub_(8))
+            torch.bitwise_and(codes_GRC, radix - 1, out=codes)
+        out_GRC.copy_(codes.view(torch.int8).sub_(radix // 2))
+
+    def _mix(self, values_GRN: torch.Tensor) -> None:
+        """Multiply every block by the Hadamard matrix, in place."""
+        if self._mixed.numel() < values_GRN.numel():
+            self._mixed = values_GRN.new_empty(max(self.tile_numel, values_GRN.numel()))
+        size, stride = values_GRN.shape[-1], 1
+        source, target = values_GRN, self._mixed[: values_GRN.numel()].view(values_GRN.shape)
+        while stride < size:
+            pairs = source.unflatten(-1, (size // (2 * stride), 2, stride))
+            sums, differences = target.unflatten(-1, (size // (2 * stride), 2, stride)).unbind(-2)
+            torch.add(pairs[..., 0, :], pairs[..., 1, :], out=sums)
+            torch.sub(pairs[..., 0, :], pairs[..., 1, :], out=differences)
+            source, target, stride = target, source, 2 * stride
+        if source is not values_GRN:
+            values_GRN.copy_(source)
 
 
 def _split_payload(codec: Codec, encoded: torch.Tensor, numel: int) -> _EncodedPayload:

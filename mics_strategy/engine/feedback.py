@@ -1,0 +1,200 @@
+"""Error feedback of the gradients of one bucket.
+
+A residual holds what this rank's encodings of a bucket's gradients have lost so far; the next payload brings it (see
+`Quantizer.encode`). Over all steps the sums of decoded gradients then differ from those of the gradients by the
+residuals of the last step only.
+
+Residuals of gradients that are dropped before an optimizer has stepped are zeroed, for the parameters whose gradients
+are dropped: a step that a gradient scaler skips, or an abandoned accumulation, leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from mics_strategy.comm.residuals import residual_numel
+from mics_strategy.engine.memory import MemoryTracker, arena
+from mics_strategy.engine.schedule import full_numel
+from mics_strategy.scopes import COLLECTIVES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mics_strategy.comm.communicator import Communicator
+    from mics_strategy.comm.process_groups import ProcessGroups
+    from mics_strategy.engine.layout import BucketLayout, ParamSlice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """The residual of one role's collectives.
+
+    Attributes:
+        values: [residual_numel] fp32, in the unit of the gradients' sum.
+        start: First element in the bucket's flat buffer.
+        numel: Elements that belong to the flat buffer; those behind are padding of an all-reduce.
+    """
+
+    values: torch.Tensor
+    start: int
+    numel: int
+
+    def rows(self, shard_numel: int) -> range:
+        """Rows of the flat buffer that have the elements, the ends perhaps in part."""
+        return range(self.start // shard_numel, -(-(self.start + self.numel) // shard_numel))
+
+    def table(self, shard_numel: int) -> torch.Tensor:
+        """The elements in whole rows, [rows, shard_numel], filled up with zeros.
+
+        A view where the elements are whole rows.
+        """
+        rows = self.rows(shard_numel)
+        if self.numel == len(rows) * shard_numel:
+            return self.values[: self.numel].view(len(rows), shard_numel)
+        table = self.values.new_zeros(len(rows) * shard_numel)
+        first = self.start - rows.start * shard_numel
+        table[first : first + self.numel] = self.values[: self.numel]
+        return table.view(len(rows), shard_numel)
+
+
+class GradFeedback:
+    """The residuals of one bucket's gradients, by role.
+
+    Args:
+        layout: Layout of the bucket.
+        residuals: Residuals by role; empty without feedback.
+        predivisor: Divisor of the gradients before their sum.
+
+    Attributes:
+        carry: [shard_numel] fp32, sum of the residuals of another number of ranks, for this rank's shard; added to the
+            next sum. None where nothing was loaded.
+    """
+
+    def __init__(self, layout: BucketLayout, residuals: dict[str, Residual], predivisor: int) -> None:
+        self.layout = layout
+        self.residuals = residuals
+        self.predivisor = predivisor
+        self.carry: torch.Tensor | None = None
+        self._is_unsettled = False
+
+    def residual(self, role: str, comm: Communicator) -> torch.Tensor | None:
+        """The residual for a collective that is about to encode; None without feedback."""
+        if not comm.route.has_feedback:
+            return None
+        self._is_unsettled = True
+        return self.residuals[role].values
+
+    def settle(self) -> None:
+        """An optimizer has used the gradients that were sent."""
+        self._is_unsettled = False
+
+    def add_carry(self, total: torch.Tensor) -> None:
+        """Add what was loaded to a sum, once."""
+        if self.carry is not None:
+            total.add_(self.carry)
+            self.carry = None
+            self._is_unsettled = True
+
+    def drop(self, param_slice: ParamSlice) -> None:
+        """Forget one parameter's gradients that no optimizer has used."""
+        if not self._is_unsettled:
+            return
+        for residual in self.residuals.values():
+            for part in self._parts(residual, param_slice):
+                part.zero_()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.carry = None
+        self._is_unsettled = False
+        for residual in self.residuals.values():
+            residual.values.zero_()
+
+    def _parts(self, residual: Residual, param_slice: ParamSlice) -> Iterator[torch.Tensor]:
+        """Views of the elements of one parameter in a residual."""
+        shard_numel = self.layout.shard_numel
+        first, last = param_slice.offset, param_slice.offset + param_slice.chunk_numel
+        rows = residual.rows(shard_numel)
+        if residual.numel == len(rows) * shard_numel:
+            yield residual.table(shard_numel)[:, first:last]
+            return
+        for row in rows:
+            start, end = (max(0, row * shard_numel + place - residual.start) for place in (first, last))
+            yield residual.values[start : min(end, residual.numel)]
+
+
+def make_feedback(
+    buckets: list[tuple[BucketLayout, torch.dtype]], groups: ProcessGroups, memory: MemoryTracker, device: torch.device
+) -> list[GradFeedback]:
+    """Allocate the residuals of all buckets.
+
+    Args:
+        buckets: Layout of each trainable bucket, and the dtype of its gradients on the wire.
+        groups: Process groups, with the codecs.
+        memory: Tracker of the allocated bytes.
+        device: Device of the residuals.
+
+    Cost:
+        Memory: 4 bytes for each element of the full tensor of a reduce-scatter or all-reduce of which all stages are
+        quantized; where only the inter-node stage is, for each element of this rank's slice.
+    """
+    places = [_places(layout, wire_dtype.itemsize, groups) for layout, wire_dtype in buckets]
+    sizes = [(place.count, torch.float32) for by_role in places for place in by_role.values()]
+    buffers = iter(arena(memory, "error feedback", sizes, device) if sizes else [])
+    feedbacks = []
+    for (layout, wire_dtype), by_role in zip(buckets, places, strict=True):
+        residuals = {
+            role: Residual(values=next(buffers), start=place.start, numel=place.numel)
+            for role, place in by_role.items()
+        }
+        feedbacks.append(GradFeedback(layout, residuals, predivisor_of(wire_dtype, groups.scopes.world_size)))
+    return feedbacks
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Number of a residual's elements, and their place in the flat buffer."""
+
+    count: int
+    start: int
+    numel: int
+
+
+def _places(layout: BucketLayout, itemsize: int, groups: ProcessGroups) -> dict[str, _Place]:
+    """The places of one bucket's residuals, by role."""
+    comms = {
+        "grad_reduce_scatter": groups.grad_comm,
+        "second_hop_reduce_scatter": groups.outer_grad_comm,
+        "second_hop_all_reduce": groups.replica_comm,
+    }
+    places = {}
+    for role, sized in comms.items():
+        numel, inner_degree = full_numel(role, layout, groups.scopes), groups.scopes.degrees_of(role)[0]
+        comm = None if sized is None else sized.for_bytes(numel * itemsize)
+        count = 0 if comm is None else residual_numel(comm.route, COLLECTIVES[role], numel)
+        if comm is None or not count:
+            continue
+        first = comm.index // comm.route.strides[comm.route.num_quantized] * count
+        start = groups.scopes.span(1, inner_degree).index(groups.rank) * numel + first
+        places[role] = _Place(count, start, max(0, min(count, numel - first)))
+    return places
+
+
+def predivisor_of(wire_dtype: torch.dtype, num_ranks: int) -> int:
+    """The divisor of gradients before their sum: 1 except for fp16.
+
+    Sums in fp16 would overflow.
+
+    It is a power of two near the square root of the number of ranks. About half of the division comes before the sum
+    and the rest after it, so neither large gradients overflow nor small ones vanish.
+
+    Source:
+        FSDP2 (torch 2.13, `_get_gradient_divide_factors`), which uses the same numbers.
+    """
+    factor = 1
+    while wire_dtype == torch.float16 and num_ranks % factor == 0 and num_ranks / factor > factor:
+        factor *= 2
+    return factor
