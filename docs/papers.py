@@ -231,8 +231,9 @@ All constants are in `mics_strategy/planner/published/published.toml` and
 `mics_strategy/planner/clusters.toml`, with their sources. None belongs to a row, and none was
 adjusted to one.
 
-- **Links**: datasheets, with the efficiency that MiCS measured (128 of 150 and 11 of 12.5 GB/s). The
-  two rows that state these measurements are not counted. Latencies are those of NCCL's own model.
+- **Links**: datasheets, with the efficiency that MiCS measured (128 of 150 and 11 of 12.5 GB/s).
+  The two rows that state these measurements are not counted. Latencies are those of NCCL's own
+  model.
 - **Arithmetic**: the simulator's layers, slower by one factor for each generation of devices and
   software. The factors are from benchmarks of other groups on at most 8 GPUs.
 - **Overlap**: 18.9 % more time for arithmetic while a collective runs (arXiv:2507.03114).
@@ -249,21 +250,22 @@ Rows with an error above {MISSED:.0%}:
 
 ## AMSP's choices
 
-AMSP's planner adds up the times of all collectives, for factors that fit into memory (formulas A7 to
-A13). With these formulas and the test-bed's datasheet (`planner.amsp`), for 4 micro-steps on 64
-GPUs:
+AMSP's planner adds up the times of all collectives, for factors that fit into memory (formulas A7
+to A13). With these formulas and the test-bed's datasheet (`mics_strategy/planner/amsp.py`), for 4
+micro-steps on 64 GPUs, and the least memory where costs are equal within 1 %:
 
 - LLaMA-7B: 1x1, 1x1, 8x1, as published. Optimizer states over 4 ranks cost the same and need more
   memory.
-- LLaMA-13B: 2x1, 2x1, 8x2. The published 4x1, 4x1, 8x1 is the cheapest whose optimizer states stay
-  in a node, at 11 % more communication; a simulated step is 1.3 % longer. AMSP has measured its
-  broadcasts, and does not print them; slower ones between nodes give the published choice.
-- LLaMA-30B: the published 8x1, 8x1, 8x4 fits and is not the cheapest. The formulas prefer parameters
-  over fewer ranks, and nothing in them prefers optimizer states over 4 nodes to 1 or 2. What AMSP
-  reserves for activations and buffers is not published, and would decide.
+- LLaMA-13B: 2x1, 2x1, 8x8, not as published. The published 4x1, 4x1, 8x1 is the cheapest whose
+  optimizer states stay in a node, at 11 % more communication. AMSP has measured its broadcasts, and
+  does not print them; slower ones between nodes give the published choice.
+- LLaMA-30B: 2x1, 2x1, 8x8, not as published. The published 8x1, 8x1, 8x4 fits and costs 37 % more
+  communication. The formulas prefer parameters over fewer ranks, and nothing in them prefers
+  optimizer states over 4 nodes to 1 or 2. What AMSP reserves for activations and buffers is not
+  published, and would decide.
 
-In simulated steps (all overlaps), the three published choices are 0.3, 1.3 and 1.3 % slower than the
-fastest factors that fit by AMSP's formula of memory.
+In simulated steps (all overlaps), the three published choices are 0.3, 1.3 and 1.3 % slower than
+the fastest factors that fit by AMSP's formula of memory.
 
 ## MiCS: weak scaling from 128 to 512 GPUs
 

@@ -30,6 +30,7 @@ OPTIONS = {
     "launch": [],  # the recipes' program parses its own
     "report": [],  # the recipes' program parses its own
     "export-hf": [],  # the recipes' program parses its own
+    "validate": [],  # the planner's program parses its own
     "data": [],  # the recipes' program parses its own
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from mics_strategy.planner.space import Space, scoped_configs
 from mics_strategy.planner.validate import ValidatedRow, median_errors, report_json, validate
 from mics_strategy.planner.workload import Workload
 
-TABLE = Path(__file__).parents[2] / "papers" / "results.csv"
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "papers" / "results.csv"
 AMSP: Mapping[str, str] = {
     "paper": "AMSP",
     "system": "AMSP, no overlap",
@@ -310,3 +312,12 @@ def test_the_published_factors_of_llama_30b_fit_where_a_node_is_too_small() -> N
     assert points[8, 8, 32].memory_bytes < limit < points[1, 1, 64].memory_bytes
     assert points[8, 8, 8].memory_bytes > 0.8 * limit
     assert points[8, 8, 8].comm_s < points[8, 8, 32].comm_s
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_page_of_published_results_is_as_its_program_writes_it() -> None:
+    text, plots = runpy.run_path(str(ROOT / "docs" / "papers.py"))["page"]()
+    assert (ROOT / "docs" / "papers.md").read_text() == text, "run: python docs/papers.py"
+    for name, plot in plots.items():
+        assert (ROOT / "docs" / "papers" / name).read_text() == plot
