@@ -7,6 +7,7 @@ recipes. These need neither ranks nor a GPU. ``mics pretrain RECIPE`` trains a r
 training under each strategy with DDP. ``mics launch KIND RECIPE`` prints the file that starts a recipe on a cluster.
 ``mics report RUN_FOLDER`` writes the page of a run, ``mics export-hf RUN_FOLDER FOLDER`` its model for transformers.
 ``mics plan`` chooses the fastest sharding of a model on a cluster without a GPU, ``mics simulate`` plays a step of it.
+``mics validate`` compares the planner with published results.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ _PROGRAMS = {  # of the recipes, which parse their options themselves
     "report": "report_page",
     "export-hf": "hf_export",
 }
-_PLANNER_PROGRAMS = {"plan": "plan_command", "simulate": "simulate_command"}  # which parse their options themselves
+_PLANNER_PROGRAMS = {  # which parse their options themselves
+    "plan": "plan_command",
+    "simulate": "simulate_command",
+    "validate": "validate_command",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "export-hf", help="write a run's model for transformers: RUN_FOLDER FOLDER [CHECKPOINT]", add_help=False
     )
+    commands.add_parser("validate", help="compare the planner with published results: --rows FILE", add_help=False)
     commands.add_parser("data", help="prepare RECIPE [--workers N] [options]: tokenize the text of a recipe")
     return commands_parser
 

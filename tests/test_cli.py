@@ -30,8 +30,12 @@ OPTIONS = {
     "launch": [],  # the recipes' program parses its own
     "report": [],  # the recipes' program parses its own
     "export-hf": [],  # the recipes' program parses its own
+<<<<<<< HEAD
     "plan": [],  # the planner's program parses its own
     "simulate": [],  # the planner's program parses its own
+=======
+    "validate": [],  # the planner's program parses its own
+>>>>>>> validate
     "data": [],  # the recipes' program parses its own
 }
 

@@ -57,6 +57,15 @@ class Device:
     peak_flop_per_s: float
     matmul_efficiency: float
 
+    @classmethod
+    def named(cls, name: str) -> Device:
+        """A device of `clusters.toml`, by its name in any case.
+
+        Raises:
+            ConfigError: No device has this name.
+        """
+        return _device(name, "the catalog")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:

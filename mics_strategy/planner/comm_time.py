@@ -1,7 +1,8 @@
 """Time of collectives on the links of a cluster, stage by stage.
 
 A stage of a collective over p ranks takes ``steps * latency + sent_bytes / bytes_per_s`` on the slowest link that it
-crosses. A ring has p - 1 steps, and an all-reduce 2 (p - 1), or fewer where a tree is faster.
+crosses. A ring has p - 1 steps, and an all-reduce 2 (p - 1), or fewer where a tree is faster. A ring over k ranks of
+each of n nodes crosses the network in n - 1 of its steps; the others have the latency of the links inside a node.
 
 The bandwidth of an inter-node link is that of one rank while all ranks of its node send. A single stage over k ranks of
 each of several nodes enters and leaves a node once, in one ring that k ranks' links share.
@@ -12,6 +13,7 @@ Pure.
 
 Source:
     Ring: MiCS (arXiv:2205.00119) section 2.3; AMSP (arXiv:2311.00257), formulas of the ring. Tree: MiCS, footnote 1.
+    Latencies of rings and trees over several nodes: NCCL, src/graph/tuning.cc.
     Interpolated profiles: AMSP section V-B.
 """
 
@@ -87,7 +89,22 @@ class CommTime:
         if len(links) > 1:
             bytes_per_s = min(bytes_per_s, self.cluster.intra_node.bytes_per_s)
         sent_bytes = SENT_BYTES[stage.collective](stage.full_bytes, stage.size)
-        return StageTime(name, _steps(stage) * link.latency_s + sent_bytes / bytes_per_s, codec_seconds)
+        latency_s = self._latency_s(stage, ranks_of_node, link)
+        return StageTime(name, latency_s + sent_bytes / bytes_per_s, codec_seconds)
+
+    def _latency_s(self, stage: HopTraffic, ranks_of_node: int, link: Link) -> float:
+        """Seconds of the messages of a stage that wait for one another.
+
+        A ring enters each node once, so that all but one step for each node stay inside. A tree is a chain in each
+        node and binary between them; its messages go up and down.
+        """
+        inside_s = self.cluster.intra_node.latency_s
+        num_nodes = stage.size // ranks_of_node
+        ring_s = (num_nodes - 1) * link.latency_s + (stage.size - num_nodes) * inside_s
+        if stage.collective != ALL_REDUCE:
+            return ring_s
+        tree_s = math.ceil(math.log2(num_nodes)) * link.latency_s + (ranks_of_node - 1) * inside_s
+        return 2 * min(ring_s, tree_s)
 
     def _link(self, name: str) -> Link:
         if name == INTRA_NODE:
@@ -95,14 +112,6 @@ class CommTime:
         if name == INTER_SWITCH and self.cluster.inter_switch is not None:
             return self.cluster.inter_switch
         return self.cluster.inter_node
-
-
-def _steps(stage: HopTraffic) -> int:
-    """Messages of a stage that wait for one another."""
-    ring = stage.size - 1
-    if stage.collective != ALL_REDUCE:
-        return ring
-    return min(2 * ring, 2 * math.ceil(math.log2(stage.size)))  # up the tree and down
 
 
 def interpolate(table: Sequence[tuple[int, float]], full_bytes: int) -> float:

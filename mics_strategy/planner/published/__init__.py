@@ -1,0 +1,1 @@
+"""Published results, and what is assumed about the systems that gave them."""

@@ -1,0 +1,139 @@
+"""Comparison of the planner with published results.
+
+Every row of a table is predicted, or has the reason why it cannot be. One set of constants for each cluster, from its
+datasheet or from a measurement of another group, and one set of assumptions for each system (`published.toml`): nothing
+is adjusted to a row.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mics_strategy.planner.published.predict import Kind, Predicted, predict
+from mics_strategy.planner.published.testbed import NotPredictable
+from mics_strategy.text_table import text_table
+
+if TYPE_CHECKING:
+    from mics_strategy.planner.published.row import PublishedRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidatedRow:
+    """One published result beside its prediction.
+
+    Attributes:
+        row: Row.
+        predicted: Prediction; None where there is none.
+        reason: Why there is none; empty where there is one.
+    """
+
+    row: PublishedRow
+    predicted: Predicted | None
+    reason: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over published, less 1.
+
+        None without a prediction, or where the published value is 0.
+
+        For rows that say whether something runs: 0 where the prediction is right, 1 where it is wrong.
+        """
+        published = self.row.value
+        if self.predicted is None or published is None:
+            return None
+        if self.predicted.kind is Kind.RUNS:
+            return float(self.predicted.value != published)
+        if self.predicted.compared:
+            return self.predicted.compared - 1
+        return self.predicted.value / published - 1 if published else None
+
+
+def validate(rows: Iterable[PublishedRow]) -> list[ValidatedRow]:
+    """Predict every row of a table."""
+    return [_validated(row) for row in rows]
+
+
+def _validated(row: PublishedRow) -> ValidatedRow:
+    if row.value is None:
+        return ValidatedRow(row=row, predicted=None, reason=f"published value `{row.text('value')}` is no number")
+    try:
+        return ValidatedRow(row=row, predicted=predict(row))
+    except NotPredictable as reason:
+        return ValidatedRow(row=row, predicted=None, reason=str(reason))
+
+
+def median_errors(rows: Iterable[ValidatedRow]) -> dict[Kind, tuple[float, int]]:
+    """Median of absolute errors and number of rows, by kind.
+
+    Rows that calibrate are left out.
+    """
+    errors: dict[Kind, list[float]] = {}
+    for row in rows:
+        if row.predicted is not None and not row.predicted.is_calibration and row.error is not None:
+            errors.setdefault(row.predicted.kind, []).append(abs(row.error))
+    return {kind: (statistics.median(errors[kind]), len(errors[kind])) for kind in Kind if kind in errors}
+
+
+def report_lines(rows: list[ValidatedRow], *, has_assumptions: bool) -> Iterator[str]:
+    """The comparison as text: rows, assumptions, and the median error of each kind."""
+    header = ("id", "system", "model", "ranks", "metric", "published", "predicted", "error")
+    yield from text_table([header, *map(_cells, rows)], num_left=3)
+    if has_assumptions:
+        yield ""
+        for row in rows:
+            text = "; ".join(row.predicted.assumptions) if row.predicted else f"not predictable: {row.reason}"
+            yield f"{row.row.text('id') or '-'}: {text}"
+    yield ""
+    predicted = [row for row in rows if row.predicted is not None]
+    yield f"{len(rows)} rows: {len(predicted)} predicted, {len(rows) - len(predicted)} with a reason why not"
+    medians = [("kind", "rows", "median error")]
+    medians += [(kind.value, str(count), f"{median:.1%}") for kind, (median, count) in median_errors(rows).items()]
+    yield from text_table(medians, num_left=1)
+
+
+def _cells(row: ValidatedRow) -> tuple[str, ...]:
+    source = row.row
+    error = "" if row.error is None else f"{row.error:+.1%}"
+    if row.predicted is not None and row.predicted.kind is Kind.RUNS:
+        error = "wrong" if row.error else "right"
+    value = "-" if row.predicted is None else f"{row.predicted.value:.4g}"
+    return (
+        source.text("id") or "-",
+        source.text("system")[:30],
+        source.text("model")[:16],
+        source.text("total_gpus"),
+        source.text("metric")[:36],
+        f"{source.text('value')} {source.text('unit')}"[:18],
+        value,
+        error,
+    )
+
+
+def report_json(rows: list[ValidatedRow]) -> dict[str, Any]:
+    """The comparison as an object of JSON."""
+    return {
+        "rows": [
+            {
+                "id": row.row.text("id"),
+                "metric": row.row.text("metric"),
+                "unit": row.row.text("unit"),
+                "published": row.row.value,
+                "predicted": None if row.predicted is None else row.predicted.value,
+                "error": row.error,
+                "kind": None if row.predicted is None else row.predicted.kind.value,
+                "is_calibration": row.predicted is not None and row.predicted.is_calibration,
+                "assumptions": [] if row.predicted is None else list(row.predicted.assumptions),
+                "reason": row.reason or None,
+            }
+            for row in rows
+        ],
+        "median_errors": {
+            kind.value: {"median": median, "rows": count} for kind, (median, count) in median_errors(rows).items()
+        },
+    }
