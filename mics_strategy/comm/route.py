@@ -271,6 +271,14 @@ def all_gather_traffic(route: Route, full_numel: int, dtype: torch.dtype) -> lis
     return hops
 
 
+def num_all_gather_chunks(route: Route, full_numel: int, dtype: torch.dtype) -> int:
+    """The chunks in which an all-gather of `full_numel` elements goes through its stages."""
+    shard, codec = full_numel // route.size, route.all_gather_codec
+    if codec is not None:
+        return len(chunks_of(route, codec.encoded_bytes(shard), 1))
+    return len(chunks_of(route, shard, dtype.itemsize))
+
+
 def reduce_scatter_traffic(route: Route, full_numel: int, wire: torch.dtype) -> list[HopTraffic]:
     """The traffic of a reduce-scatter of `full_numel` elements, stage by stage."""
     shard = full_numel // route.size
@@ -282,6 +290,11 @@ def reduce_scatter_traffic(route: Route, full_numel: int, wire: torch.dtype) -> 
         hops.append(_reduce_scatter_hop(route.intra, full_numel * wire.itemsize, rows, wire))
     inter_bytes = full_numel * wire.itemsize // route.ranks_per_node
     return [*hops, _reduce_scatter_hop(route.inter, inter_bytes, [end - start for start, end in chunks], wire)]
+
+
+def num_reduce_scatter_chunks(route: Route, full_numel: int, wire: torch.dtype) -> int:
+    """The chunks in which a reduce-scatter of `full_numel` elements goes through its stages."""
+    return len(chunks_of(route, full_numel // route.size, wire.itemsize))
 
 
 def _reduce_scatter_hop(hop: Hop, unquantized_bytes: int, numels: list[int], wire: torch.dtype) -> HopTraffic:
@@ -347,3 +360,8 @@ def all_reduce_traffic(route: Route, numel: int, wire: torch.dtype, dtype: torch
         return [inter_hop]
     gather_hop = HopTraffic(ALL_GATHER, intra.axis, intra.size, wire, intra.size * slice_numel * wire.itemsize)
     return [_reduce_scatter_hop(intra, gather_hop.full_bytes, numels, wire), inter_hop, gather_hop]
+
+
+def num_all_reduce_chunks(route: Route, numel: int, wire: torch.dtype) -> int:
+    """The chunks in which an all-reduce of `numel` elements goes through its stages."""
+    return len(all_reduce_chunks(route, all_reduce_slice(route, numel), wire.itemsize))

@@ -1,0 +1,256 @@
+"""Measurements of a real cluster and of a real model, as the planner uses them.
+
+`mics calibrate` writes those of a cluster into a file that `Cluster.load` reads. They count instead of figures from
+datasheets.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from mics_strategy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mics_strategy.planner.cluster import Cluster
+
+FORMAT = 1  # of the file; raised when its fields change their meaning
+LINKS = ("intra_node", "inter_node", "inter_switch")
+_COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+_STALE_DAYS = 180  # drivers, firmware and cabling of a cluster change in half a year
+_ORIGIN_FIELDS = ("format", "date", "hosts", "world_size", "torch_version", "package_version", "dtype", "flop_per_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStage:
+    """Measured times of one stage of a collective.
+
+    Attributes:
+        collective: Name of the collective, as in `comm.route`.
+        link: Slowest link that it crosses: "intra_node", "inter_node" or "inter_switch".
+        size: Ranks that take part.
+        ranks_of_node: Ranks of each node among them.
+        seconds_by_bytes: Bytes of the full tensor, and seconds, ascending.
+    """
+
+    collective: str
+    link: str
+    size: int
+    ranks_of_node: int
+    seconds_by_bytes: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredOverlap:
+    """Slow-downs of computation and collectives on one link by each other, in times of what each takes alone.
+
+    Attributes:
+        link: Link of the collectives.
+        compute: Time of computation while a collective is on the link.
+        collective: Time of the collective while the device computes.
+    """
+
+    link: str
+    compute: float
+    collective: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationOrigin:
+    """When, where and with what a cluster was calibrated.
+
+    Attributes:
+        date: Day, as YYYY-MM-DD.
+        hosts: Names of the nodes, in order.
+        world_size: Ranks.
+        torch_version: Version of torch.
+        package_version: Version of this package.
+        dtype: Dtype of the matrix products whose rate is the device's.
+        flop_per_s: Measured FLOP per second of a rank's matrix products, by dtype.
+    """
+
+    date: str
+    hosts: tuple[str, ...]
+    world_size: int
+    torch_version: str
+    package_version: str
+    dtype: str
+    flop_per_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredUnit:
+    """Measured seconds of one unit's computation for one micro-step, all ranks of a node computing at once."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCompute:
+    """Measured computation of one model on one device.
+
+    Attributes:
+        micro_batch: Samples of the measured micro-step.
+        units: Units, in the order of the model's description.
+        optimizer_s_per_numel: Seconds of the optimizer's update for each element.
+    """
+
+    micro_batch: int
+    units: tuple[MeasuredUnit, ...]
+    optimizer_s_per_numel: float
+
+
+def parse_stages(value: Any, where: str) -> tuple[MeasuredStage, ...]:
+    """The measured stages in a file.
+
+    Raises:
+        ConfigError: An entry is not a table of ascending bytes and positive seconds, or names no collective or link.
+    """
+    return tuple(_parse_stage(entry, f"`measured_stages[{n}]` of {where}") for n, entry in enumerate(_list(value)))
+
+
+def _parse_stage(entry: Any, where: str) -> MeasuredStage:
+    fields = _fields(entry, ("collective", "link", "size", "ranks_of_node", "seconds_by_bytes"), where)
+    _check_word(fields["collective"], _COLLECTIVES, f"`collective` of {where}")
+    _check_word(fields["link"], LINKS, f"`link` of {where}")
+    size, ranks = fields["size"], fields["ranks_of_node"]
+    if not (_is_count(size) and _is_count(ranks) and size % ranks == 0):
+        raise ConfigError(
+            f"`size={size!r}` and `ranks_of_node={ranks!r}` of {where} are not numbers of ranks, the second one a "
+            "divisor of the first. Calibrate again."
+        )
+    rows = tuple((row[0], row[1]) for row in _list(fields["seconds_by_bytes"]) if isinstance(row, list | tuple))
+    numbers = all(_is_count(num_bytes) and _is_positive(seconds) for num_bytes, seconds in rows)
+    if not rows or not numbers or [row[0] for row in rows] != sorted({row[0] for row in rows}):
+        raise ConfigError(
+            f"`seconds_by_bytes` of {where} is no table of ascending bytes and of seconds above 0. Calibrate again."
+        )
+    return MeasuredStage(
+        collective=fields["collective"],
+        link=fields["link"],
+        size=size,
+        ranks_of_node=ranks,
+        seconds_by_bytes=rows,
+    )
+
+
+def parse_overlaps(value: Any, where: str) -> tuple[MeasuredOverlap, ...]:
+    """The measured overlaps in a file.
+
+    Raises:
+        ConfigError: An entry names no link, or states a slow-down below 1.
+    """
+    overlaps = []
+    for number, entry in enumerate(_list(value)):
+        name = f"`measured_overlaps[{number}]` of {where}"
+        fields = _fields(entry, ("link", "compute", "collective"), name)
+        _check_word(fields["link"], LINKS, f"`link` of {name}")
+        for key in ("compute", "collective"):
+            if not _is_positive(fields[key]) or fields[key] < 1:
+                raise ConfigError(f"`{key}={fields[key]!r}` of {name} is no slow-down. Use 1 or more.")
+        overlaps.append(MeasuredOverlap(**fields))
+    return tuple(overlaps)
+
+
+def parse_origin(value: Any, where: str) -> CalibrationOrigin:
+    """The origin of a calibration in a file.
+
+    Raises:
+        ConfigError: The file was written by another version, whose fields have other meanings, or lacks a field.
+    """
+    where = f"`calibration` of {where}"
+    if isinstance(value, Mapping) and value.get("format") != FORMAT:
+        raise ConfigError(
+            f"{where} has format {value.get('format')!r}, and this version reads {FORMAT}. Calibrate again with "
+            "`mics calibrate`."
+        )
+    fields = _fields(value, _ORIGIN_FIELDS, where)
+    try:
+        datetime.date.fromisoformat(fields["date"])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"`date={fields['date']!r}` of {where} is no day. Write it like 2026-01-31.") from error
+    return CalibrationOrigin(
+        **{name: fields[name] for name in _ORIGIN_FIELDS[3:]}, date=fields["date"], hosts=tuple(fields["hosts"])
+    )
+
+
+def check_calibration(cluster: Cluster, *, ranks_per_node: int | None = None, backend: str | None = None) -> None:
+    """Refuse a calibration that was made on something else than what is asked for.
+
+    Args:
+        cluster: Cluster, calibrated or not.
+        ranks_per_node: Ranks of a node that are asked for; None for any.
+        backend: Backend that is asked for; None for any.
+
+    Raises:
+        ConfigError: The cluster was calibrated with other ranks of a node, or another backend.
+    """
+    if cluster.origin is None:
+        return
+    for name, asked in (("ranks_per_node", ranks_per_node), ("backend", backend)):
+        measured = getattr(cluster, name)
+        if asked is not None and asked != measured:
+            raise ConfigError(
+                f"`{name}={asked!r}` was asked for, and cluster {cluster.name} was calibrated with {measured!r} on "
+                f"{', '.join(cluster.origin.hosts)}. Run `mics calibrate` there as the job will run."
+            )
+
+
+def calibration_warnings(cluster: Cluster, today: datetime.date, torch_version: str) -> list[str]:
+    """Reasons to trust a calibration less, a sentence each; none for a cluster that is not calibrated.
+
+    Args:
+        cluster: Cluster, with the nodes that are asked for.
+        today: Present day.
+        torch_version: Version of torch that will run.
+    """
+    origin = cluster.origin
+    if origin is None:
+        return []
+    warnings = []
+    days = (today - datetime.date.fromisoformat(origin.date)).days
+    if days > _STALE_DAYS:
+        warnings.append(f"The calibration of {cluster.name} is {days} days old. Run `mics calibrate` again.")
+    if cluster.world_size != origin.world_size:
+        warnings.append(
+            f"{cluster.name} was calibrated on {origin.world_size} ranks, and {cluster.world_size} are asked for: "
+            "collectives over other numbers of ranks are extrapolated."
+        )
+    if torch_version.partition("+")[0] != origin.torch_version.partition("+")[0]:
+        warnings.append(
+            f"{cluster.name} was calibrated with torch {origin.torch_version}, and {torch_version} runs here: its "
+            "kernels and its NCCL may be faster or slower."
+        )
+    return warnings
+
+
+def _fields(entry: Any, names: Sequence[str], where: str) -> dict[str, Any]:
+    if not isinstance(entry, Mapping) or {*entry} != {*names}:
+        found = ", ".join(map(str, entry)) if isinstance(entry, Mapping) else type(entry).__name__
+        raise ConfigError(f"{where} has {found}, and must have {', '.join(names)}. Calibrate again.")
+    return dict(entry)
+
+
+def _check_word(value: Any, words: Sequence[str], where: str) -> None:
+    if value not in words:
+        raise ConfigError(f"{where} is {value!r}. Use {', '.join(words)}.")
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
