@@ -135,6 +135,11 @@ class Cluster:
             )
         if self.backend not in _BACKENDS:
             raise ConfigError(f"`backend={self.backend!r}` of cluster {self.name}. Use {' or '.join(_BACKENDS)}.")
+        if self.origin is not None and len(self.origin.hosts) == 1 < self.num_nodes:
+            raise ConfigError(
+                f"{self.num_nodes} nodes were asked for, and cluster {self.name} was calibrated on one, "
+                f"{self.origin.hosts[0]}: the links between nodes were not measured. Calibrate on 2 nodes or more."
+            )
         if (self.nodes_per_switch > 0) != (self.inter_switch is not None):
             raise ConfigError(
                 f"`nodes_per_switch={self.nodes_per_switch}` of cluster {self.name} and its `inter_switch` do not "

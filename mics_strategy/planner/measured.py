@@ -9,6 +9,7 @@ Pure.
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 FORMAT = 1  # of the file; raised when its fields change their meaning
 LINKS = ("intra_node", "inter_node", "inter_switch")
 _COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+_LARGEST_SLOWDOWN = 10.0
 _STALE_DAYS = 180  # drivers, firmware and cabling of a cluster change in half a year
 _ORIGIN_FIELDS = ("format", "date", "hosts", "world_size", "torch_version", "package_version", "dtype", "flop_per_s")
 
@@ -86,7 +88,7 @@ class CalibrationOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredUnit:
-    """Measured seconds of one unit's computation for one micro-step, all ranks of a node computing at once."""
+    """Measured seconds of one unit for one micro-step, on the slowest rank, all ranks of a node computing at once."""
 
     name: str
     forward_s: float
@@ -106,6 +108,29 @@ class MeasuredCompute:
     micro_batch: int
     units: tuple[MeasuredUnit, ...]
     optimizer_s_per_numel: float
+
+
+def slowdowns(computed_s: float, collective_s: float, busy_s: float, rest_s: float) -> dict[str, float]:
+    """Slow-downs of computation and a collective by each other, at least 1 each.
+
+    Args:
+        computed_s: Seconds of the computation alone.
+        collective_s: Seconds of the collective alone.
+        busy_s: Seconds of the computation while the collective runs.
+        rest_s: Seconds for which the collective goes on afterwards, alone.
+    """
+    overlapped_s = min(busy_s, busy_s + rest_s)
+    done_s = max(collective_s - rest_s, overlapped_s / _LARGEST_SLOWDOWN)
+    return {
+        "compute": min(_LARGEST_SLOWDOWN, max(1.0, busy_s / computed_s)),
+        "collective": min(_LARGEST_SLOWDOWN, max(1.0, overlapped_s / done_s)),
+    }
+
+
+def monotone(table: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """A table of bytes and seconds in which no size takes longer than a larger one: what the excess is, is noise."""
+    seconds = itertools.accumulate((row[1] for row in reversed(table)), min)
+    return [(row[0], least_s) for row, least_s in zip(table, [*seconds][::-1], strict=True)]
 
 
 def parse_stages(value: Any, where: str) -> tuple[MeasuredStage, ...]:

@@ -157,13 +157,12 @@ def _measured_times(job: Job, measured: MeasuredCompute) -> tuple[UnitTime, ...]
         raise ConfigError(
             f"`micro_batch={job.micro_batch}` was asked for, and {measured.micro_batch} was measured. Measure it, too."
         )
-    factor = job.cluster.slowest_node_factor
     return tuple(
         UnitTime(
             name=unit.name,
-            forward_s=times.forward_s * factor,
-            recompute_s=times.forward_s * factor if job.recompute and unit.is_layer else 0.0,
-            backward_s=times.backward_s * factor,
+            forward_s=times.forward_s,
+            recompute_s=times.forward_s if job.recompute and unit.is_layer else 0.0,
+            backward_s=times.backward_s,
         )
         for unit, times in zip(units, measured.units, strict=True)
     )
