@@ -272,7 +272,7 @@ def all_gather_traffic(route: Route, full_numel: int, dtype: torch.dtype) -> lis
 
 
 def num_all_gather_chunks(route: Route, full_numel: int, dtype: torch.dtype) -> int:
-    """The chunks in which an all-gather of `full_numel` elements goes through its stages."""
+    """Chunks that an all-gather of `full_numel` elements pipelines."""
     shard, codec = full_numel // route.size, route.all_gather_codec
     if codec is not None:
         return len(chunks_of(route, codec.encoded_bytes(shard), 1))
@@ -293,7 +293,7 @@ def reduce_scatter_traffic(route: Route, full_numel: int, wire: torch.dtype) -> 
 
 
 def num_reduce_scatter_chunks(route: Route, full_numel: int, wire: torch.dtype) -> int:
-    """The chunks in which a reduce-scatter of `full_numel` elements goes through its stages."""
+    """Chunks that a reduce-scatter of `full_numel` elements pipelines."""
     return len(chunks_of(route, full_numel // route.size, wire.itemsize))
 
 
@@ -363,5 +363,5 @@ def all_reduce_traffic(route: Route, numel: int, wire: torch.dtype, dtype: torch
 
 
 def num_all_reduce_chunks(route: Route, numel: int, wire: torch.dtype) -> int:
-    """The chunks in which an all-reduce of `numel` elements goes through its stages."""
+    """Chunks that an all-reduce of `numel` elements pipelines."""
     return len(all_reduce_chunks(route, all_reduce_slice(route, numel), wire.itemsize))

@@ -356,7 +356,10 @@ class _Planner:
 
 @dataclass(frozen=True, slots=True)
 class StagedTraffic:
-    """The stages of one collective, through which its chunks are pipelined; none where nothing is sent."""
+    """The stages of one collective, and the chunks that they pipeline.
+
+    There are no stages where nothing is sent.
+    """
 
     stages: list[HopTraffic] = field(default_factory=list)
     num_chunks: int = 1

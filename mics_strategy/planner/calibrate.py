@@ -110,7 +110,10 @@ class Probe:
 
 
 def probes(topology: Topology, world_size: int) -> list[Probe]:
-    """Collectives that a calibration measures, each once: over ranks of a node, over nodes, over both in one stage."""
+    """Collectives that a calibration measures, each once.
+
+    They go over ranks of a node, over nodes, and over both in one stage.
+    """
     per_node, num_nodes = topology.ranks_per_node, world_size // topology.ranks_per_node
     found: dict[tuple[str, int, int], Probe] = {}
 
@@ -214,7 +217,10 @@ class _Calibration:
         }
 
     def _compute(self) -> dict[str, Any]:
-        """Rates of the device, the medians over all ranks; the slowest node; the origin of the measurements."""
+        """Rates of the device, the slowest node, and the origin of the figures.
+
+        Rates are medians over all ranks.
+        """
         rates = {name: _matmul_rate(dtype, self._device, self._start_together) for name, dtype in _DTYPES.items()}
         memory_rate = _memory_rate(self._device, self._start_together)
         gathered = gather_objects((rates, memory_rate))
@@ -295,7 +301,7 @@ class _Calibration:
         computed, alone, busy, rest = [], [], [], []
         for _ in range(2 * _RUNS):
             computed.append(self._time(products))
-            alone.append(self._time(lambda: [work.wait() for work in _start_beside(start, count, side)]))
+            alone.append(self._time(partial(_run_beside, start, count, side)))
             self._start_together()
             begin_s = time.perf_counter()
             works = _start_beside(start, count, side)
@@ -333,7 +339,10 @@ class _Calibration:
 
 
 def _start_beside(start: Callable[[], Work], count: int, side: torch.cuda.Stream | None) -> list[Work]:
-    """Start collectives that run beside what follows: in a thread on the CPU, on a side stream on a GPU."""
+    """Start collectives that run beside what follows.
+
+    They run in a thread on the CPU, and on a side stream on a GPU.
+    """
     if side is None:
         return [start() for _ in range(count)]
     side.wait_stream(torch.cuda.current_stream(side.device))
@@ -343,8 +352,16 @@ def _start_beside(start: Callable[[], Work], count: int, side: torch.cuda.Stream
     return []
 
 
+def _run_beside(start: Callable[[], Work], count: int, side: torch.cuda.Stream | None) -> None:
+    """Start collectives, and wait for them."""
+    for work in _start_beside(start, count, side):
+        work.wait()
+
+
 def _links(stages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Alpha-beta figures of the links from their widest all-gathers, for sizes of groups that were not measured.
+    """Alpha-beta figures of the links, from their widest all-gathers.
+
+    They count for sizes of groups that were not measured.
 
     A job of one node, or of one rank a node, lacks one of the links: it has the other's figures, and no collective.
     """

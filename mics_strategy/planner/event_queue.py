@@ -44,7 +44,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """Slow-downs of the device and one link by each other, in times of what each takes alone; at least 1.
+    """Slow-downs of the device and one link by each other.
+
+    They are in times of what each takes alone, and at least 1.
 
     Attributes:
         device: Time of the device while the link is in use.
@@ -173,7 +175,10 @@ class _Simulation:
         self._update_slowdowns(task, now_s)
 
     def _update_slowdowns(self, task: Task, now_s: float) -> None:
-        """Slow the device by the links in use, and the links by the device, after a task has started or ended."""
+        """Slow the device by the links in use, and the links by the device.
+
+        A task has just started or ended.
+        """
         device = self._resources.get(DEVICE)
         if device is None or not self._slows:
             return

@@ -13,19 +13,15 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mics_strategy.planner.cluster import Cluster
 
 FORMAT = 1  # of the file; raised when its fields change their meaning
 LINKS = ("intra_node", "inter_node", "inter_switch")
 _COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 _LARGEST_SLOWDOWN = 10.0
-_STALE_DAYS = 180  # drivers, firmware and cabling of a cluster change in half a year
 _ORIGIN_FIELDS = ("format", "date", "hosts", "world_size", "torch_version", "package_version", "dtype", "flop_per_s")
 
 
@@ -50,7 +46,9 @@ class MeasuredStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredOverlap:
-    """Slow-downs of computation and collectives on one link by each other, in times of what each takes alone.
+    """Slow-downs of computation and of collectives on one link by each other.
+
+    They are in times of what each takes alone.
 
     Attributes:
         link: Link of the collectives.
@@ -88,7 +86,10 @@ class CalibrationOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredUnit:
-    """Measured seconds of one unit for one micro-step, on the slowest rank, all ranks of a node computing at once."""
+    """Measured seconds of one unit for one micro-step.
+
+    They are those of the slowest rank, while all ranks of a node compute.
+    """
 
     name: str
     forward_s: float
@@ -128,7 +129,10 @@ def slowdowns(computed_s: float, collective_s: float, busy_s: float, rest_s: flo
 
 
 def monotone(table: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """A table of bytes and seconds in which no size takes longer than a larger one: what the excess is, is noise."""
+    """A table of bytes and seconds in which no size takes longer than a larger one.
+
+    The excess is noise.
+    """
     seconds = itertools.accumulate((row[1] for row in reversed(table)), min)
     return [(row[0], least_s) for row, least_s in zip(table, [*seconds][::-1], strict=True)]
 
@@ -205,56 +209,6 @@ def parse_origin(value: Any, where: str) -> CalibrationOrigin:
     return CalibrationOrigin(
         **{name: fields[name] for name in _ORIGIN_FIELDS[3:]}, date=fields["date"], hosts=tuple(fields["hosts"])
     )
-
-
-def check_calibration(cluster: Cluster, *, ranks_per_node: int | None = None, backend: str | None = None) -> None:
-    """Refuse a calibration that was made on something else than what is asked for.
-
-    Args:
-        cluster: Cluster, calibrated or not.
-        ranks_per_node: Ranks of a node that are asked for; None for any.
-        backend: Backend that is asked for; None for any.
-
-    Raises:
-        ConfigError: The cluster was calibrated with other ranks of a node, or another backend.
-    """
-    if cluster.origin is None:
-        return
-    for name, asked in (("ranks_per_node", ranks_per_node), ("backend", backend)):
-        measured = getattr(cluster, name)
-        if asked is not None and asked != measured:
-            raise ConfigError(
-                f"`{name}={asked!r}` was asked for, and cluster {cluster.name} was calibrated with {measured!r} on "
-                f"{', '.join(cluster.origin.hosts)}. Run `mics calibrate` there as the job will run."
-            )
-
-
-def calibration_warnings(cluster: Cluster, today: datetime.date, torch_version: str) -> list[str]:
-    """Reasons to trust a calibration less, a sentence each; none for a cluster that is not calibrated.
-
-    Args:
-        cluster: Cluster, with the nodes that are asked for.
-        today: Present day.
-        torch_version: Version of torch that will run.
-    """
-    origin = cluster.origin
-    if origin is None:
-        return []
-    warnings = []
-    days = (today - datetime.date.fromisoformat(origin.date)).days
-    if days > _STALE_DAYS:
-        warnings.append(f"The calibration of {cluster.name} is {days} days old. Run `mics calibrate` again.")
-    if cluster.world_size != origin.world_size:
-        warnings.append(
-            f"{cluster.name} was calibrated on {origin.world_size} ranks, and {cluster.world_size} are asked for: "
-            "collectives over other numbers of ranks are extrapolated."
-        )
-    if torch_version.partition("+")[0] != origin.torch_version.partition("+")[0]:
-        warnings.append(
-            f"{cluster.name} was calibrated with torch {origin.torch_version}, and {torch_version} runs here: its "
-            "kernels and its NCCL may be faster or slower."
-        )
-    return warnings
 
 
 def _fields(entry: Any, names: Sequence[str], where: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 
 from mics_strategy import ConfigError, ShardConfig, Topology
 from mics_strategy.comm.route import HopTraffic
+from mics_strategy.planner.calibration import calibration_warnings, check_calibration
 from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.choice import simulate
 from mics_strategy.planner.cluster import Cluster
@@ -19,8 +20,6 @@ from mics_strategy.planner.measured import (
     FORMAT,
     MeasuredCompute,
     MeasuredUnit,
-    calibration_warnings,
-    check_calibration,
     monotone,
     slowdowns,
 )
