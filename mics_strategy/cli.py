@@ -14,9 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
-import os
-import socket
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -24,20 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mics_strategy import calibrate_cli
 from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.export import Export, export_safetensors
 from mics_strategy.checkpoint.safe_reader import SafeReader
-from mics_strategy.comm.consensus import gather_objects, run_on_files
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.estimate import MemoryEstimate, estimate_memory
-from mics_strategy.engine.setup.resolve import node_name, target_device
 from mics_strategy.errors import ConfigError, MiCSError
 from mics_strategy.launch_file import default_answers, launch_line, prompt, write_launch_file
-from mics_strategy.planner.calibrate import CalibrationOptions, calibrate
-from mics_strategy.topology import RankLocation, topology_from_locations
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BAR = 30  # characters
@@ -50,7 +43,6 @@ _PROGRAMS = {  # of the recipes, which parse their options themselves
     "report": "report_page",
     "export-hf": "hf_export",
 }
-_BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     estimate.add_argument(
         "--state-bytes", type=int, default=8, help="bytes of optimizer state per element; default: Adam's 8"
     )
-    _add_calibrate(commands.add_parser("calibrate", help="measure a cluster for the planner, on all its ranks"))
+    calibrate_cli.add_options(commands.add_parser("calibrate", help="measure a cluster for the planner, on all ranks"))
     commands.add_parser("pretrain", help="train a recipe: RECIPE [options], or --list [--json]", add_help=False)
     commands.add_parser("fidelity", help="compare training under each strategy with DDP: [options]", add_help=False)
     commands.add_parser("launch", help="print the file that starts a recipe on a cluster: KIND RECIPE", add_help=False)
@@ -103,16 +95,6 @@ def parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("data", help="prepare RECIPE [--workers N] [options]: tokenize the text of a recipe")
     return commands_parser
-
-
-def _add_calibrate(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--output", type=Path, required=True, help="the file for `--cluster`, written by rank 0")
-    command.add_argument("--name", default="calibrated", help="name of the cluster; default: calibrated")
-    command.add_argument("--device", choices=sorted(_BACKENDS), default=None, help="default: the GPUs, if there are")
-    command.add_argument("--max-mib", type=int, default=256, help="the largest tensor, MiB; default: 256")
-    command.add_argument("--stage-s", type=float, default=1.0, help="seconds for a collective of a size; default: 1")
-    command.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of the peak")
-    command.add_argument("--peak-tflops", type=float, default=0.0, help="of the datasheet; default: what is measured")
 
 
 def _size(text: str) -> str | int:
@@ -136,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(report(options)))
             return 0
         if options.command == "calibrate":
-            return _calibrate(options)
+            return calibrate_cli.run(options)
         dtype = None if options.dtype is None else _DTYPES[options.dtype]
         file_bytes = int(options.file_gb * 1e9)
         names = {"folder": options.folder, "prefix": options.prefix, "config": options.config}
@@ -212,48 +194,6 @@ def _configure(path: Path, *, is_interactive: bool, overwrites: bool) -> int:
     print(f"{path} is written. Start the training on every machine with\n  {launch_line(path, answers)}")
     print(f"train.py needs no change. To try two processes, run `accelerate test --config_file {path}`.")
     return 0
-
-
-def _calibrate(options: Namespace) -> int:
-    """Measure the cluster of this job with all its ranks, and write the file on rank 0."""
-    if "RANK" not in os.environ:
-        raise ConfigError(
-            "`mics calibrate` measures the links between the ranks of a job, and no launcher has started one. Run "
-            "`torchrun --nproc-per-node GPUS --no-python mics calibrate --output cluster.json` on every node."
-        )
-    device_type = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    settings = CalibrationOptions(
-        name=options.name,
-        max_bytes=options.max_mib * 2**20,
-        stage_s=options.stage_s,
-        dtype=options.dtype,
-        peak_flop_per_s=options.peak_tflops * 1e12,
-    )
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    dist.init_process_group(_BACKENDS[device_type])
-    try:
-        run_on_files(lambda: _check_folder(options.output))
-        nodes = gather_objects(node_name())
-        topology = topology_from_locations([RankLocation(node=node) for node in nodes])
-        fields = calibrate(gather_objects(socket.gethostname()), topology, target_device("auto"), settings)
-        run_on_files(lambda: _write_calibration(options.output, fields) if dist.get_rank() == 0 else None)
-        if dist.get_rank() == 0:
-            print(f"{options.output} is written. Use it with `mics plan --cluster {options.output}`.")
-    finally:
-        dist.destroy_process_group()
-    return 0
-
-
-def _check_folder(path: Path) -> None:
-    if dist.get_rank() == 0 and not path.absolute().parent.is_dir():
-        raise ConfigError(f"There is no folder {path.absolute().parent} for `--output {path}`. Make it first.")
-
-
-def _write_calibration(path: Path, fields: dict[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(fields, indent=1))
-    partial.replace(path)
 
 
 def _summary(path: Path) -> str:

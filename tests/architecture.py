@@ -34,14 +34,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("",),
     ("mixed_precision",),
-    ("lightning", "accelerate", "cli", "run", "launch_file"),
+    ("lightning", "accelerate", "cli", "calibrate_cli", "run", "launch_file"),
     ("autoload",),
 )
 PURE_LAYER = 1
 # Beside the engine: what the planner may import, and who may import the planner.
 PLANNER_IMPORTS_UP_TO = PURE_LAYER
 CALIBRATE_IMPORTS_UP_TO = 2
-PLANNER_IMPORTED_BY = ("planner", "cli", "run", "engine.setup.resolve")  # the engine, for "auto" only
+PLANNER_IMPORTED_BY = ("planner", "cli", "calibrate_cli", "run", "engine.setup.resolve")  # the engine, for "auto" only
 # These folders may import the package's public names (mics_strategy itself) and their framework.
 # One way to raise on all ranks together, and one meaning of mixed precision.
 ADAPTERS_MAY_IMPORT = ("comm.consensus", "mixed_precision")
