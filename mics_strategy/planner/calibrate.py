@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -31,7 +30,18 @@ from mics_strategy.comm.route import ALL_GATHER, REDUCE_SCATTER, SENT_BYTES
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
-from mics_strategy.planner.measured import FORMAT, monotone, slowdowns
+from mics_strategy.planner.device_rates import (
+    RUNS,
+    device_name,
+    finish,
+    matmul_rate,
+    matrix_product,
+    memory_bytes,
+    memory_rate,
+    repeat,
+    synchronize,
+)
+from mics_strategy.planner.measured import FORMAT, monotone
 from mics_strategy.scopes import COLLECTIVES, Scopes, resolve_scopes
 from mics_strategy.tuning.autotune import collective_starter, run_collective, time_slowest_rank
 from mics_strategy.version import package_version
@@ -43,8 +53,6 @@ if TYPE_CHECKING:
 
 _GROWTH = 4  # of the sizes from one to the next
 _SMALLEST_BYTES = 4096
-_RUNS = 7  # of each size; one more warms up
-_COMPUTED_SHARE = 0.5  # of the collective's time that the computation beside it takes alone
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -221,9 +229,8 @@ class _Calibration:
 
         Rates are medians over all ranks.
         """
-        rates = {name: _matmul_rate(dtype, self._device, self._start_together) for name, dtype in _DTYPES.items()}
-        memory_rate = _memory_rate(self._device, self._start_together)
-        gathered = gather_objects((rates, memory_rate))
+        rates = {name: matmul_rate(dtype, self._device, self._start_together) for name, dtype in _DTYPES.items()}
+        gathered = gather_objects((rates, memory_rate(self._device, self._start_together)))
         flop_per_s = {name: statistics.median(other[name] for other, _ in gathered) for name in rates}
         dtype = self._options.dtype
         if dtype == "auto":
@@ -236,11 +243,11 @@ class _Calibration:
                 f"The datasheet's peak of {peak / 1e12:.4g} TFLOP/s was given, and ranks reach "
                 f"{flop_per_s[dtype] / 1e12:.4g} in {dtype}. Give the peak of this device in this dtype, or none."
             )
-        name = _device_name(self._device) if self._options.device_name == "auto" else self._options.device_name
+        name = device_name(self._device) if self._options.device_name == "auto" else self._options.device_name
         return {
             "device": {
                 "name": name,
-                "memory": _memory_bytes(self._device, per_node),
+                "memory": memory_bytes(self._device, per_node),
                 "memory_bandwidth": statistics.median(other for _, other in gathered),
                 "peak": peak,
                 "matmul_efficiency": flop_per_s[dtype] / peak,
@@ -267,9 +274,9 @@ class _Calibration:
             if table and full_bytes <= table[-1][0]:
                 size_bytes *= _GROWTH
                 continue
-            times = [self._time(partial(run_collective, start)) for _ in range(_RUNS + 1)][1:]
+            times = [self._time(partial(run_collective, start)) for _ in range(RUNS + 1)][1:]
             table.append((full_bytes, statistics.median(times)))
-            if (_RUNS + 1) * _GROWTH * min(times) > self._options.stage_s:
+            if (RUNS + 1) * _GROWTH * min(times) > self._options.stage_s:
                 break
             size_bytes *= _GROWTH
         return monotone(table)
@@ -285,46 +292,44 @@ class _Calibration:
     def _overlap(
         self, probe: Probe, comm: AnyCommunicator, workspace: Workspace, table: list[tuple[int, float]]
     ) -> dict[str, float]:
-        """Slow-downs of a collective and of matrix products by each other.
+        """Slow-downs of collectives and of matrix products by each other.
 
-        The products take alone about half of the collective's time, so that it goes on alone when they have ended:
-        they are slower by ``busy / alone``, and the collective did ``collective - rest`` of its work in ``busy``. All
-        three are measured in turn, so that what else the machine does falls on all.
+        The device computes until all collectives have ended. Each alone, and both together, are measured in turn, so
+        that what else the machine does falls on all.
         """
         full_bytes, collective_s = min(table, key=lambda row: abs(math.log(2 * row[1] / self._options.overlap_s)))
         start, _ = self._starter(probe.collective, comm, workspace, full_bytes)
-        product = _product(_DTYPES["float32"], self._device, small=True)
         count = max(1, round(self._options.overlap_s / collective_s))
-        one_s = min(self._time(partial(_repeat, product, _RUNS)) for _ in range(_RUNS)) / _RUNS
-        products = partial(_repeat, product, max(1, round(_COMPUTED_SHARE * count * collective_s / one_s)))
-        side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        computed, alone, busy, rest = [], [], [], []
-        for _ in range(2 * _RUNS):
-            computed.append(self._time(products))
-            alone.append(self._time(partial(_run_beside, start, count, side)))
+        product = partial(finish, matrix_product(_DTYPES["float32"], self._device, small=True), self._device)
+        one_s = min(self._time(partial(repeat, product, RUNS)) for _ in range(RUNS)) / RUNS
+        num_products = max(1, round(self._options.overlap_s / one_s))
+        computed, alone, together, products = [], [], [], []
+        for _ in range(RUNS):
+            computed.append(self._time(partial(repeat, product, num_products)) / num_products)
+            alone.append(self._time(lambda: _Beside(start, count, self._device).wait()))
             self._start_together()
             begin_s = time.perf_counter()
-            works = _start_beside(start, count, side)
-            products()
-            if side is not None:
-                torch.cuda.current_stream(self._device).synchronize()
-            busy_s = time.perf_counter() - begin_s
-            for work in works:
-                work.wait()
-            _synchronize(self._device)
-            rest_s = time.perf_counter() - begin_s - busy_s
-            busy.append(self._maximum(busy_s))
-            rest.append(self._maximum(rest_s))
-        return slowdowns(*map(statistics.median, (computed, alone, busy, rest)))
+            beside, num = _Beside(start, count, self._device), 0
+            while not beside.has_completed:
+                product()
+                num += 1
+            elapsed_s = time.perf_counter() - begin_s
+            beside.wait()
+            together.append(self._maximum(elapsed_s))
+            products.append(self._maximum(elapsed_s / max(1, num)))
+        ratios = {"compute": (products, computed), "collective": (together, alone)}
+        return {
+            name: max(1.0, statistics.median(both) / statistics.median(one)) for name, (both, one) in ratios.items()
+        }
 
     def _time(self, run: Callable[[], object]) -> float:
         """Time of a run on the slowest rank, seconds."""
         if self._control is not None:
             return time_slowest_rank(run, self._control, self._device)
-        _synchronize(self._device)
+        synchronize(self._device)
         begin_s = time.perf_counter()
         run()
-        _synchronize(self._device)
+        synchronize(self._device)
         return time.perf_counter() - begin_s
 
     def _maximum(self, seconds: float) -> float:
@@ -334,28 +339,38 @@ class _Calibration:
         return float(self._control.all_reduce_scalar(value, is_max=True).item())
 
     def _start_together(self) -> None:
-        _synchronize(self._device)
+        synchronize(self._device)
         self._maximum(0.0)
 
 
-def _start_beside(start: Callable[[], Work], count: int, side: torch.cuda.Stream | None) -> list[Work]:
-    """Start collectives that run beside what follows.
+class _Beside:
+    """Collectives that run beside what follows: in a thread on the CPU, on a side stream on a GPU."""
 
-    They run in a thread on the CPU, and on a side stream on a GPU.
-    """
-    if side is None:
-        return [start() for _ in range(count)]
-    side.wait_stream(torch.cuda.current_stream(side.device))
-    with torch.cuda.stream(side):
-        for _ in range(count):
-            start().wait()  # the side stream waits, not the host
-    return []
+    def __init__(self, start: Callable[[], Work], count: int, device: torch.device) -> None:
+        self._works: list[Work] = []
+        self._done: torch.cuda.Event | None = None
+        if device.type != "cuda":
+            self._works = [start() for _ in range(count)]
+            return
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(count):
+                start().wait()  # the side stream waits, not the host
+            self._done = torch.cuda.Event()
+            self._done.record(side)
 
+    @property
+    def has_completed(self) -> bool:
+        """Whether all have ended."""
+        return self._done.query() if self._done is not None else all(work.has_completed for work in self._works)
 
-def _run_beside(start: Callable[[], Work], count: int, side: torch.cuda.Stream | None) -> None:
-    """Start collectives, and wait for them."""
-    for work in _start_beside(start, count, side):
-        work.wait()
+    def wait(self) -> None:
+        """Block until all have ended."""
+        for work in self._works:
+            work.wait()
+        if self._done is not None:
+            self._done.synchronize()
 
 
 def _links(stages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -386,63 +401,3 @@ def _link(stage: dict[str, Any]) -> dict[str, Any]:
         "latency": small_s / (size - 1),
         "source": "mics calibrate",
     }
-
-
-def _matmul_rate(dtype: torch.dtype, device: torch.device, start_together: Callable[[], None]) -> float:
-    """FLOP per second of large matrix products, while every rank computes."""
-    product = _product(dtype, device)
-    return 2 * _edge(device) ** 3 / _seconds(product, device, start_together)
-
-
-def _memory_rate(device: torch.device, start_together: Callable[[], None]) -> float:
-    """Bytes per second that a large copy reads and writes, while every rank copies."""
-    numel = (256 if device.type == "cuda" else 16) * 2**20
-    source, target = (torch.zeros(numel, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * numel / _seconds(lambda: target.copy_(source), device, start_together)
-
-
-def _seconds(run: Callable[[], object], device: torch.device, start_together: Callable[[], None]) -> float:
-    """Median seconds of one of several runs in a row."""
-    run()
-    times = []
-    for _ in range(_RUNS):
-        start_together()
-        begin_s = time.perf_counter()
-        _repeat(run, _RUNS)
-        _synchronize(device)
-        times.append((time.perf_counter() - begin_s) / _RUNS)
-    return statistics.median(times)
-
-
-def _edge(device: torch.device, *, small: bool = False) -> int:
-    """Rows and columns of the matrices."""
-    if device.type == "cuda":
-        return 1024 if small else 8192
-    return 128 if small else 512
-
-
-def _product(dtype: torch.dtype, device: torch.device, *, small: bool = False) -> Callable[[], object]:
-    edge = _edge(device, small=small)
-    left, right, out = (torch.zeros(edge, edge, dtype=dtype, device=device) for _ in range(3))
-    return lambda: torch.mm(left, right, out=out)
-
-
-def _repeat(run: Callable[[], object], count: int) -> None:
-    for _ in range(count):
-        run()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores a node"
-
-
-def _memory_bytes(device: torch.device, ranks_per_node: int) -> int:
-    """Memory of one rank: its GPU's, or its share of the machine's."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node
