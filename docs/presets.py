@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,9 @@ import torch
 from mics_strategy import ShardConfig, Topology
 from mics_strategy.engine.layout import make_layout
 from mics_strategy.engine.plan import BucketPlan, Plan, StepOrder, UnitPlan, plan_step
+from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.cost import ParameterKind, state_bytes
+from mics_strategy.planner.model import ParameterShape
 from mics_strategy.planner.presets import FEW_TRAINED, MANY_TRAINED, Workload, candidate_presets, choose_preset
 from mics_strategy.scopes import Scopes, resolve_scopes
 
@@ -99,12 +102,14 @@ def choices() -> str:
 
 def example() -> str:
     """What is printed for a LLaMA of 7 B parameters with adapters, on 32 GPUs of 16 GB."""
-    kinds = (
-        ParameterKind(numel=6_738_415_616, master_bytes=2, param_bytes=2, wire_bytes=4, is_trained=False),
-        ParameterKind(numel=19_988_480, master_bytes=4, param_bytes=2, wire_bytes=4, is_trained=True),
-    )
-    workload = Workload(kinds=kinds, slots_bytes=3 * 2 * 202_383_360, memory_bytes=16 * 10**9)
-    config, topology = ShardConfig.preset("auto"), Topology(ranks_per_node=PER_NODE)
+    model = describe_model("llama-7b", tokens=4096)
+    adapters = ParameterShape(name="lora", shape=(624_640 // 8, 8))  # rank 8, on the 7 matrices of a layer
+    units = []
+    for unit in model.units:
+        frozen = tuple(replace(p, is_trained=False, dtype=torch.bfloat16) for p in unit.parameters)
+        units.append(replace(unit, parameters=(*frozen, adapters) if unit.is_layer else frozen))
+    workload = Workload(model=replace(model, units=tuple(units)), memory_bytes=16 * 10**9)
+    config, topology = ShardConfig.preset("auto", param_dtype="bfloat16"), Topology(ranks_per_node=PER_NODE)
     return choose_preset(config, workload, topology, NODES * PER_NODE).reasons
 
 

@@ -15,21 +15,18 @@ import argparse
 import importlib
 import importlib.util
 import sys
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mics_strategy import calibrate_cli
+from mics_strategy import calibrate_cli, estimate_cli
 from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.export import Export, export_safetensors
 from mics_strategy.checkpoint.safe_reader import SafeReader
-from mics_strategy.config import ShardConfig
-from mics_strategy.engine.estimate import MemoryEstimate, estimate_memory
-from mics_strategy.errors import ConfigError, MiCSError
+from mics_strategy.errors import MiCSError
 from mics_strategy.launch_file import default_answers, launch_line, prompt, write_launch_file
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -75,16 +72,7 @@ def parser() -> argparse.ArgumentParser:
     config.add_argument("--defaults", action="store_true", help="use the defaults instead of asking")
     config.add_argument("--force", action="store_true", help="overwrite an existing file")
     estimate = commands.add_parser("estimate", help="show the memory that each rank of a job would need")
-    estimate.add_argument("model", help="a folder with config.json, or the name of a model of transformers")
-    estimate.add_argument("--nodes", type=int, default=1, help="number of nodes; default: 1")
-    estimate.add_argument("--ranks-per-node", type=int, required=True, help="number of GPUs per node")
-    estimate.add_argument("--preset", default="mics", help="mics, zero3, paro-iig, ...; default: mics")
-    estimate.add_argument("--partition-size", type=_size, default=None, help="ranks per partition; default: a node")
-    estimate.add_argument("--param-dtype", choices=sorted(_DTYPES), default=None, help="dtype of the computation")
-    estimate.add_argument("--units", default=None, help="layer classes, comma-separated; default: detected")
-    estimate.add_argument(
-        "--state-bytes", type=int, default=8, help="bytes of optimizer state per element; default: Adam's 8"
-    )
+    estimate_cli.add_options(estimate)
     calibrate_cli.add_options(commands.add_parser("calibrate", help="measure a cluster for the planner, on all ranks"))
     commands.add_parser("pretrain", help="train a recipe: RECIPE [options], or --list [--json]", add_help=False)
     commands.add_parser("fidelity", help="compare training under each strategy with DDP: [options]", add_help=False)
@@ -95,10 +83,6 @@ def parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("data", help="prepare RECIPE [--workers N] [options]: tokenize the text of a recipe")
     return commands_parser
-
-
-def _size(text: str) -> str | int:
-    return int(text) if text.isdigit() else text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "config":
             return _configure(options.output, is_interactive=not options.defaults, overwrites=options.force)
         if options.command == "estimate":
-            print("\n".join(report(options)))
+            print("\n".join(estimate_cli.report(options)))
             return 0
         if options.command == "calibrate":
             return calibrate_cli.run(options)
@@ -212,57 +196,6 @@ def _show(done: int, total: int) -> None:
         filled = _BAR * done // max(1, total)
         end = "\n" if done == total else ""
         print(f"\r[{'#' * filled}{'.' * (_BAR - filled)}] {100 * done // max(1, total)} %", end=end, file=sys.stderr)
-
-
-def report(options: Namespace) -> Iterator[str]:
-    """Yield the lines to print.
-
-    Args:
-        options: Parsed options of the command.
-
-    Raises:
-        ConfigError: Options are invalid, or the model does not exist.
-    """
-    overrides = {"partition_size": options.partition_size, "param_dtype": options.param_dtype}
-    config = ShardConfig.of(options.preset, **overrides)
-    model = _build_model(options.model)
-    units = "auto" if options.units is None else tuple(options.units.split(","))
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    estimate = estimate_memory(
-        model, config, num_nodes=options.nodes, ranks_per_node=options.ranks_per_node, units=units
-    )
-    world_size, scopes = options.nodes * options.ranks_per_node, estimate.scopes
-    yield f"{type(model).__name__}, {numel / 1e9:.3f} B parameters in {estimate.num_units} units, on {world_size} ranks"
-    over = f"parameters over {scopes.params}, gradients over {scopes.grads}, optimizer states over {scopes.optimizer}"
-    yield f"{over} ranks"
-    yield from _table(estimate, options.state_bytes)
-
-
-def _table(estimate: MemoryEstimate, state_bytes: int) -> Iterator[str]:
-    rows = dict(sorted(estimate.bytes_by_purpose.items(), key=lambda row: -row[1]))
-    rows["gradients of autograd"] = estimate.pending_grad_bytes
-    rows[f"communicators ({estimate.num_communicators})"] = estimate.communicator_bytes
-    rows["optimizer states"] = estimate.num_trained * state_bytes
-    for purpose, num_bytes in rows.items():
-        if num_bytes >= 5e5:  # omit rows that would be printed as 0.000
-            yield f"  {purpose:<28}{num_bytes / 1e9:>9.3f} GB"
-    yield f"  {'total per rank':<28}{estimate.total_bytes(state_bytes) / 1e9:>9.3f} GB, plus activations"
-
-
-def _build_model(source: str) -> Any:
-    """Build a model on the meta device: a causal language model if there is one."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("Models are built by transformers, which is not installed. Run `pip install transformers`.")
-    transformers: Any = importlib.import_module("transformers")
-    try:
-        config = transformers.AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"`{source}` is not a model of transformers: {error}") from error
-    with torch.device("meta"):
-        try:
-            return transformers.AutoModelForCausalLM.from_config(config)
-        except ValueError:  # not a causal language model
-            return transformers.AutoModel.from_config(config)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ import torch
 
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.errors import ConfigError
-from mics_strategy.topology import Topology
+from mics_strategy.topology import Switches, Topology, topology_of
 
 Scope = str | int
 OVERLAPS = frozenset({"gather", "reduce", "second_hop", "update"})
@@ -63,12 +63,13 @@ class ShardConfig:
         secondary_params: Scope of a second copy of the parameters, which the first forward after an optimizer step
             leaves for its backward and for later micro-steps. They gather over these ranks only (hpZ). ``"none"`` keeps
             no copy. Smaller than `params`.
-        hierarchical: Whether collectives over several ranks of several nodes have two stages, inside the nodes and
-            between them. Two stages send the fewest bytes over inter-node links, but their messages wait for one
-            another. True: always. False: never; one ring of all ranks. A number: tensors of at least so many bytes;
-            smaller ones are sent directly, from every rank to every other. ``"auto"`` measures that number when a job
-            starts, for the all-gathers, reduce-scatters and all-reduces of every span, prints the result, and caches
-            it for later jobs. Without a job, and for all quantized collectives, it means two stages. Sums round
+        hierarchical: Whether collectives over several kinds of links have a stage for each of them: inside the nodes,
+            between the nodes of a switch, between switches. Stages send the fewest bytes over slow links, but their
+            messages wait for one another. True: always. False: never; one ring of all ranks. A number: tensors of at
+            least so many bytes; smaller ones are sent directly, from every rank to every other. ``"auto"`` measures
+            that number when a job starts, for the all-gathers, reduce-scatters and all-reduces of every span, prints
+            the result, and caches it for later jobs. Without a job, and for all quantized collectives, it means stages.
+            Sums round
             differently with each algorithm: give a number or True where a training must be bitwise reproducible on
             other nodes or without the user's cache.
         coalesce: Whether units use coalesced collectives, one launch per unit, instead of one flat buffer. This saves
@@ -76,14 +77,17 @@ class ShardConfig:
             `optimizer`, that nothing is quantized, and that the first dimension of every parameter is a multiple of
             these ranks. True: always. False: never. ``"auto"`` measures both when a job starts, and caches the result.
             On gloo, whose ranks read one another's memory instead, only False is available.
-        topology: ``"auto"`` reads the launcher's environment; a `Topology` states it.
+        topology: Links between ranks, as a `Topology` or a mapping of its fields. ``"auto"`` reads the ranks of each
+            node from the launcher's environment, and so does a mapping without ``"ranks_per_node"``, such as
+            ``{"nodes_per_switch": 4}``. Leaf switches are never found; without them all nodes are equally near.
         weight_codec: Codec of parameters on the wire: ``"none"``, ``"int8"``, ``"int4"`` or a `Codec` that rounds
             to nearest. All ranks compute with the decoded values, the same bits in forward and backward. The masters
             that the optimizer updates stay exact.
         grad_codec: Codec of gradients on the wire, with the same values as `weight_codec`, or a `Codec` with
             stochastic rounding. Decoded values are summed in fp32. With either codec, every parameter starts with its
             own block: each rank pads its part of a parameter to whole blocks.
-        codec_links: Links on which payloads are quantized: ``"slow"`` (inter-node links) or ``"all"``.
+        codec_links: Links on which payloads are quantized: ``"slow"`` (all that leave a node, whether to another one
+            under its switch or to another switch) or ``"all"``.
         grad_codec_hops: Hops in which gradients are quantized: ``"first"`` (of every backward), ``"second"`` (of the
             optimizer step) or ``"all"``.
         grad_codec_until: Share of the training after which `grad_codec` is off, 0 to 1. Below 1 it requires
@@ -124,7 +128,7 @@ class ShardConfig:
     secondary_params: Scope = "none"
     hierarchical: str | bool | int = "auto"
     coalesce: str | bool = "auto"
-    topology: str | Topology = "auto"
+    topology: str | Topology | Switches | Mapping[str, int] = "auto"
     weight_codec: str | Codec = "none"
     grad_codec: str | Codec = "none"
     codec_links: str = "slow"
@@ -159,7 +163,9 @@ class ShardConfig:
         _check_choice("grad_codec_hops", self.grad_codec_hops, ("all", "first", "second"))
         _check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
         _check_choice("second_hop", self.second_hop, ("boundary", "micro_step"))
-        if not (isinstance(self.topology, Topology) or self.topology == "auto"):
+        if isinstance(self.topology, Mapping):
+            object.__setattr__(self, "topology", topology_of(self.topology))
+        elif not (isinstance(self.topology, (Topology, Switches)) or self.topology == "auto"):
             raise ConfigError(
                 f"`topology={self.topology!r}` is neither 'auto' nor a Topology. Use Topology(ranks_per_node=8)."
             )
@@ -344,7 +350,7 @@ def _check_hierarchical(value: object) -> None:
     if value != "auto" and not isinstance(value, bool) and not (isinstance(value, int) and value > 0):
         raise ConfigError(
             f"`hierarchical={value!r}` is neither 'auto', True, False nor a number of bytes. Use 'auto', or a number "
-            "such as 65536: tensors of 64 KiB or more then have two stages, smaller ones have one."
+            "such as 65536: tensors of 64 KiB or more then have several stages, smaller ones have one."
         )
 
 

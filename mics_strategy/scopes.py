@@ -22,7 +22,7 @@ from mics_strategy.comm.route import (
     TunableCollective,
 )
 from mics_strategy.errors import ConfigError
-from mics_strategy.topology import Axis, Span, Topology
+from mics_strategy.topology import LINKS, Axis, Span, Topology
 
 if TYPE_CHECKING:
     from mics_strategy.comm.codecs.format import Codec
@@ -68,8 +68,8 @@ class Codecs:
 class Scopes:
     """Degrees of all model states, and the mesh axes that they define.
 
-    Every degree is the product of a prefix of `axes`. A collective over several ranks of several nodes is hierarchical
-    if `is_hierarchical` and if its tensor reaches the threshold in `two_stages`.
+    Every degree is the product of a prefix of `axes`. A collective over several kinds of links is hierarchical, with
+    one stage for each, if `is_hierarchical` and if its tensor reaches the threshold in `two_stages`.
 
     Attributes:
         world_size: Ranks of the job.
@@ -78,8 +78,9 @@ class Scopes:
         grads: Degree to which gradients are reduced in every micro-step.
         optimizer: Degree of the optimizer states and masters.
         secondary: Degree of the copy of the parameters that the forward leaves for the backward; `params` for none.
-        axes: Mesh axes, fastest first.
-        is_hierarchical: Whether collectives may have two stages.
+        axes: Mesh axes, fastest first. The name of each begins with its link: "intra_node", "inter_node" or
+            "inter_switch"; a number follows where several cross the same link ("inter_node.0").
+        is_hierarchical: Whether collectives may have several stages.
         two_stages: Size thresholds of hierarchical collectives.
         codecs: Codecs by payload.
         is_chunked: Whether tensors go through the stages of a collective in chunks; see `Route`.
@@ -155,26 +156,25 @@ class Scopes:
     def routes(self, role: str) -> SizedRoutes | None:
         """The routes of one of `ROLES`; None where its span is one rank."""
         span, codec = self.span_of(role), self.codecs.for_role(role)
-        intra, inter = span.split_by_link()
         if span.size == 1:
             return None
-        has_both_links = intra.size > 1 and inter.size > 1
-        if not (has_both_links and self.is_hierarchical):
-            codec = codec if inter.size > 1 or self.codecs.is_on_all_links else None
-            algorithm = Algorithm.RING if has_both_links else Algorithm.DEFAULT
-            only = Hop(axis=span.name, size=span.size, codec=codec, algorithm=algorithm)
-            return SizedRoutes(hierarchical=Route(inter=only, is_chunked=self.is_chunked))
-        hierarchical = Route(
-            inter=Hop(axis=inter.name, size=inter.size, codec=codec),
-            intra=Hop(axis=intra.name, size=intra.size, codec=codec if self.codecs.is_on_all_links else None),
-            is_chunked=self.is_chunked,
-        )
+        parts = span.split_by_link()
+        if len(parts) == 1 or not self.is_hierarchical:
+            algorithm = Algorithm.RING if len(parts) > 1 else Algorithm.DEFAULT
+            only = Hop(axis=span.name, size=span.size, codec=self._codec_on(span, codec), algorithm=algorithm)
+            return SizedRoutes(hierarchical=Route(hops=(only,), is_chunked=self.is_chunked))
+        hops = [Hop(axis=part.name, size=part.size, codec=self._codec_on(part, codec)) for part in reversed(parts)]
+        hierarchical = Route(hops=tuple(hops), is_chunked=self.is_chunked)
         from_bytes = self.two_stages.for_collective((COLLECTIVES[role], span))
         if codec is not None or from_bytes == 0:
             return SizedRoutes(hierarchical=hierarchical)
         only = Hop(axis=span.name, size=span.size, algorithm=Algorithm.ALL_TO_ALL)
-        flat = Route(inter=only, is_chunked=self.is_chunked)
+        flat = Route(hops=(only,), is_chunked=self.is_chunked)
         return SizedRoutes(hierarchical=hierarchical, flat=flat, hierarchical_from_bytes=from_bytes)
+
+    def _codec_on(self, span: Span, codec: Codec | None) -> Codec | None:
+        """The codec of one stage: inside a node, only where all links have it."""
+        return None if span.is_inside_node and not self.codecs.is_on_all_links else codec
 
     def route(self, role: str, full_bytes: int) -> Route | None:
         """The route of a tensor of `full_bytes` bytes, counted unquantized.
@@ -202,8 +202,11 @@ class Scopes:
         measured = {tunable for tunable, _ in self.two_stages.measured}
         for role, collective in COLLECTIVES.items() if self.two_stages.is_untuned and self.is_hierarchical else ():
             span = self.span_of(role)
-            has_both_links = all(part.size > 1 for part in span.split_by_link())
-            if has_both_links and self.codecs.for_role(role) is None and (collective, span) not in measured:
+            if (
+                len(span.split_by_link()) > 1
+                and self.codecs.for_role(role) is None
+                and (collective, span) not in measured
+            ):
                 tunables.setdefault((collective, span), role)
         return tunables
 
@@ -226,12 +229,13 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
 
     Args:
         config: Configuration whose scopes are chosen, not 'auto'.
-        topology: Ranks of a node.
+        topology: Ranks of a node, and nodes of a switch.
         world_size: Ranks of the job.
 
     Raises:
-        ConfigError: A scope does not divide the world, straddles nodes unevenly or does not nest with the others;
-            or optimizer states have a coarser scope than parameters or gradients; or a codec has nothing to encode.
+        ConfigError: A scope does not divide the world, straddles nodes or switches unevenly or does not nest with the
+            others; or optimizer states have a coarser scope than parameters or gradients; or a codec has nothing to
+            encode.
     """
     topology.check_world(world_size)
     per_node = topology.ranks_per_node
@@ -245,7 +249,7 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
     words["partition"] = partition
     degrees = {name: _ranks_of(getattr(config, name), words) for name in ("params", "grads", "optimizer")}
     for name, degree in {"partition_size": partition, **degrees}.items():
-        _check_degree(name, degree, per_node, world_size)
+        _check_degree(name, degree, topology, world_size)
     for name in ("params", "grads"):
         if degrees["optimizer"] < degrees[name]:
             raise ConfigError(
@@ -255,7 +259,7 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
     secondary = degrees["params"]
     if config.secondary_params != "none":
         secondary = _ranks_of(config.secondary_params, words)
-        _check_degree("secondary_params", secondary, per_node, world_size)
+        _check_degree("secondary_params", secondary, topology, world_size)
         if secondary > degrees["params"]:
             raise ConfigError(
                 f"`secondary_params` is sharded over {secondary} ranks, more than `params` over {degrees['params']}: "
@@ -265,7 +269,7 @@ def resolve_scopes(config: ShardConfig, topology: Topology, world_size: int) -> 
     scopes = Scopes(
         world_size=world_size,
         ranks_per_node=per_node,
-        axes=_make_axes(sorted({*degrees.values(), secondary}), per_node, world_size),
+        axes=_make_axes({*degrees.values(), secondary}, topology, world_size),
         params=degrees["params"],
         grads=degrees["grads"],
         optimizer=degrees["optimizer"],
@@ -341,22 +345,42 @@ def _ranks_of(scope: str | int, words: dict[str, int]) -> int:
     return scope if isinstance(scope, int) else words[scope]
 
 
-def _check_degree(name: str, degree: int, per_node: int, world_size: int) -> None:
-    allowed = [d for d in range(1, world_size + 1) if world_size % d == 0 and (per_node % d == 0 or d % per_node == 0)]
+def allowed_degrees(topology: Topology, world_size: int) -> list[int]:
+    """Numbers of ranks that a scope may have.
+
+    They divide the job, and fill its nodes and switches evenly.
+    """
+    per_node, per_switch = topology.ranks_per_node, topology.ranks_per_switch(world_size)
+    return [
+        d for d in range(1, world_size + 1) if world_size % d == 0 and _nests(d, per_node) and _nests(d, per_switch)
+    ]
+
+
+def _check_degree(name: str, degree: int, topology: Topology, world_size: int) -> None:
+    per_node, per_switch = topology.ranks_per_node, topology.ranks_per_switch(world_size)
+    allowed = allowed_degrees(topology, world_size)
     if degree in allowed:
         return
     if degree > world_size or world_size % degree:
         problem = f"does not divide the {world_size} ranks of this job"
-    else:
+    elif not _nests(degree, per_node):
         problem = f"straddles nodes of {per_node} ranks"
+    else:
+        problem = f"straddles switches of {topology.nodes_per_switch} nodes, {per_switch} ranks"
     raise ConfigError(f"`{name}={degree}` {problem}. Use {', '.join(map(str, allowed))}.")
 
 
-def _make_axes(degrees: list[int], per_node: int, world_size: int) -> tuple[Axis, ...]:
-    nested_degrees = sorted({*degrees, per_node, world_size} - {1})
+def _nests(degree: int, other: int) -> bool:
+    """Whether one of two degrees divides the other."""
+    return degree % other == 0 or other % degree == 0
+
+
+def _make_axes(degrees: set[int], topology: Topology, world_size: int) -> tuple[Axis, ...]:
+    """The axes that are cut at every degree, at the node and at the switch."""
+    per_node, per_switch = topology.ranks_per_node, topology.ranks_per_switch(world_size)
     sizes: list[tuple[int, int]] = []
     inner = 1
-    for degree in nested_degrees:
+    for degree in sorted({*degrees, per_node, per_switch, world_size} - {1}):
         if degree % inner:
             raise ConfigError(
                 f"Scopes of {inner} and {degree} ranks do not nest. Choose numbers of ranks each of which divides the "
@@ -364,6 +388,6 @@ def _make_axes(degrees: list[int], per_node: int, world_size: int) -> tuple[Axis
             )
         sizes.append((degree // inner, inner))
         inner = degree
-    links = ["intra_node" if size * stride <= per_node else "inter_node" for size, stride in sizes]
+    links = [LINKS[(degree > per_node) + (degree > per_switch)] for degree in (size * stride for size, stride in sizes)]
     names = [link if links.count(link) == 1 else f"{link}.{links[:i].count(link)}" for i, link in enumerate(links)]
     return tuple(Axis(name=name, size=size, stride=stride) for name, (size, stride) in zip(names, sizes, strict=True))

@@ -1,4 +1,6 @@
-"""Timelines of training steps, recorded or planned: rows of intervals, tables of parts, traces.
+"""Timelines of training steps, recorded or planned, as rows of intervals.
+
+They have tables of parts, and are written as traces.
 
 A timeline has rows. Each row belongs to one rank and one resource: `COMPUTE_ROW` for what the device of the rank does,
 others for the queues or links that run collectives. The intervals of a compute row are disjoint and cover the steps, so
@@ -8,7 +10,7 @@ A recorded and a planned timeline of the same configuration are compared part by
 axis) are the same work. The names of work are those of this table.
 
     compute     forward, backward, recompute of a unit; loss outside of all units
-    collective  all_gather, reduce_scatter, all_reduce, all_to_all over an axis, or axes joined by "+"
+    collective  all_gather, reduce_scatter, all_reduce, all_to_all over an axis, or axes joined by "+", fastest first
     wait        the collective that the device waits for, over its axis
     optimizer   step
     data        between a step, or a micro-step, and the next forward
@@ -23,7 +25,7 @@ import enum
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mics_strategy.errors import ConfigError
@@ -50,7 +52,7 @@ class PartKey:
     Attributes:
         category: What the time is spent on.
         name: Pass of a unit ("forward"), or collective ("all_gather").
-        unit: Name of the unit; empty where there is none.
+        unit: Name of the unit, or of another payload; empty where there is none.
         axis: Axes that a collective spans, joined by "+"; empty where there is none.
     """
 
@@ -130,7 +132,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The seconds of one kind of work in one step, the mean over the steps of a timeline."""
+    """The mean seconds of one kind of work in one step of a timeline."""
 
     key: PartKey
     seconds: float
@@ -180,22 +182,32 @@ class Timeline:
         intervals = self.rows_of(rank)[0].intervals
         return (intervals[-1].end_s - intervals[0].start_s) / self.num_steps if intervals else 0.0
 
-    def parts(self, rank: int) -> tuple[Part, ...]:
-        """Parts of a step on the compute row of one rank, disjoint, in the order of categories."""
-        return self._sums(self.rows_of(rank)[:1])
+    def parts(self, rank: int, *, by_unit: bool = True) -> tuple[Part, ...]:
+        """Parts of a step on the compute row of one rank, in the order of categories.
 
-    def collectives(self, rank: int) -> tuple[Part, ...]:
+        Args:
+            rank: Rank of the row.
+            by_unit: Whether units have parts of their own.
+        """
+        return self._sums(self.rows_of(rank)[:1], by_unit)
+
+    def collectives(self, rank: int, *, by_unit: bool = True) -> tuple[Part, ...]:
         """Seconds of each collective of one rank between start and end.
 
         They overlap with the parts of the compute row.
-        """
-        return self._sums(self.rows_of(rank)[1:])
 
-    def _sums(self, rows: Iterable[Row]) -> tuple[Part, ...]:
+        Args:
+            rank: Rank of the rows.
+            by_unit: Whether units have parts of their own.
+        """
+        return self._sums(self.rows_of(rank)[1:], by_unit)
+
+    def _sums(self, rows: Iterable[Row], by_unit: bool) -> tuple[Part, ...]:
         seconds: dict[PartKey, float] = defaultdict(float)
         for row in rows:
             for interval in row.intervals:
-                seconds[interval.key] += interval.seconds / self.num_steps
+                key = interval.key if by_unit else replace(interval.key, unit="")
+                seconds[key] += interval.seconds / self.num_steps
         categories = list(Category)
         keys = sorted(seconds, key=lambda key: categories.index(key.category))  # stable: as they first ran
         return tuple(Part(key=key, seconds=seconds[key]) for key in keys)
@@ -221,33 +233,42 @@ class PartComparison:
         return abs(self.recorded_s - self.planned_s) > DIFFERS_FROM * self.planned_s
 
 
-def compare(planned: Timeline, recorded: Timeline, rank: int) -> tuple[PartComparison, ...]:
-    """Both timelines of one rank, part by part, with collectives; recorded parts first.
+def compare(planned: Timeline, recorded: Timeline, rank: int, *, by_unit: bool = True) -> tuple[PartComparison, ...]:
+    """Both timelines of one rank, part by part, with collectives.
+
+    Recorded parts come first.
 
     Args:
         planned: Planned timeline.
         recorded: Recorded timeline of the same configuration.
         rank: Rank in both.
+        by_unit: Whether units have parts of their own.
     """
-    planned_s = {part.key: part.seconds for part in (*planned.parts(rank), *planned.collectives(rank))}
-    recorded_s = {part.key: part.seconds for part in (*recorded.parts(rank), *recorded.collectives(rank))}
+    planned_s, recorded_s = (
+        {
+            part.key: part.seconds
+            for part in (*timeline.parts(rank, by_unit=by_unit), *timeline.collectives(rank, by_unit=by_unit))
+        }
+        for timeline in (planned, recorded)
+    )
     keys = [*recorded_s, *(key for key in planned_s if key not in recorded_s)]
     return tuple(
         PartComparison(key=key, planned_s=planned_s.get(key, 0.0), recorded_s=recorded_s.get(key, 0.0)) for key in keys
     )
 
 
-def table(timeline: Timeline, rank: int, planned: Timeline | None = None) -> str:
+def table(timeline: Timeline, rank: int, planned: Timeline | None = None, *, by_unit: bool = True) -> str:
     """Parts of one rank's step as text, milliseconds and shares of the step.
 
     Args:
         timeline: Timeline to show.
         rank: Rank to show.
         planned: Planned timeline for two more columns: planned milliseconds, and a mark where both differ.
+        by_unit: Whether units have lines of their own.
     """
     step_s = timeline.step_s(rank)
-    parts, collectives = timeline.parts(rank), timeline.collectives(rank)
-    compared = {} if planned is None else {row.key: row for row in compare(planned, timeline, rank)}
+    parts, collectives = timeline.parts(rank, by_unit=by_unit), timeline.collectives(rank, by_unit=by_unit)
+    compared = {} if planned is None else {row.key: row for row in compare(planned, timeline, rank, by_unit=by_unit)}
     missing = [Part(key=key, seconds=0.0) for key in compared if key not in {p.key for p in (*parts, *collectives)}]
     total = Part(key=PartKey(category=Category.IDLE, name="sum of the parts"), seconds=sum(p.seconds for p in parts))
     width = max(12, *(len(str(part.key)) for part in (*parts, *collectives, *missing, total)))

@@ -343,8 +343,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="algorithms",
         claim="slices of an all-reduce are whole shares",
-        old="-(-numel // (route.ranks_per_node * multiple)) * multiple",
-        new="-(-numel // route.ranks_per_node)",
+        old="-(-numel // (route.num_slices * multiple)) * multiple",
+        new="-(-numel // route.num_slices)",
         tests=(
             "tests/comm/test_route.py",
             "tests/comm/test_communicator.py",
@@ -373,7 +373,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="algorithms",
         claim="bytes of a gather between nodes are counted once a node",
-        old="full_numel * dtype.itemsize // route.ranks_per_node",
+        old="full_numel * dtype.itemsize * rows // route.size",
         new="full_numel * dtype.itemsize",
         tests=(
             "tests/engine/test_plan.py",

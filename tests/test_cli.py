@@ -20,8 +20,10 @@ OPTIONS = {
     "export": ["path", "folder", "--prefix", "--dtype", "--config", "--file-gb"],
     "config": ["--output", "--defaults", "--force"],
     "estimate": [
-        *("model", "--nodes", "--ranks-per-node", "--preset", "--partition-size", "--param-dtype", "--units"),
-        "--state-bytes",
+        *("model", "--nodes", "--ranks-per-node", "--preset", "--partition-size", "--params", "--grads"),
+        *("--optimizer", "--secondary", "--weight-codec", "--grad-codec", "--codec-links", "--prefetch"),
+        *("--param-dtype", "--reduce-dtype", "--units", "--state-bytes", "--micro-batch", "--seq-len"),
+        *("--recompute", "--memory", "--cluster"),
     ],
     "pretrain": [],  # the recipes' program parses its own
     "fidelity": [],  # the recipes' program parses its own
@@ -91,9 +93,62 @@ def test_estimate_says_what_each_rank_needs(tmp_path: Path, capsys: pytest.Captu
     assert gigabytes.pop("total per rank") == pytest.approx(sum(gigabytes.values()), abs=0.005)
 
 
+def rows_of(text: str) -> dict[str, float]:
+    return {row[:30].strip(): float(row[30:].split()[0]) for row in text.splitlines()[2:]}
+
+
+def test_estimate_counts_activations_and_takes_any_scopes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8}
+    LlamaConfig(vocab_size=4096, tie_word_embeddings=False, **sizes).save_pretrained(tmp_path)
+    options = [*("--nodes", "4", "--ranks-per-node", "8", "--params", "4", "--grads", "4", "--optimizer", "8")]
+    options += ["--param-dtype", "bfloat16", "--weight-codec", "int8", "--codec-links", "all", "--prefetch", "2"]
+    batch = ["--micro-batch", "2", "--seq-len", "2048"]
+    assert main(["estimate", str(tmp_path), *options, *batch]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[1] == "parameters over 4, gradients over 4, optimizer states over 8 ranks"
+    kept = rows_of(text)
+    assert kept["total per rank"] == pytest.approx(sum(kept.values()) - kept["total per rank"], abs=0.005)
+    assert main(["estimate", str(tmp_path), *options, *batch, "--recompute"]) == 0
+    recomputed = rows_of(capsys.readouterr().out)
+    assert recomputed["activations of layers"] == pytest.approx(4 * 2 * 2048 * 512 * 2 / 1e9, abs=0.001)
+    assert kept["activations of layers"] > 15 * recomputed["activations of layers"]
+
+
+def test_estimate_of_a_catalog_name_chooses_scopes_for_a_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["estimate", "LLaMA-13B", "--nodes", "2", "--ranks-per-node", "8", "--preset", "auto"]
+    command += ["--param-dtype", "bfloat16"]
+    assert main([*command, "--memory", "80 GB"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("llama-13b, 13.016 B parameters in 43 units, on 16 ranks\nparameters over 1,")
+    assert "80.000 GB" in text.splitlines()[-1]
+    assert main([*command, "--cluster", "p3dn.24xlarge"]) == 0
+    assert not capsys.readouterr().out.splitlines()[1].startswith("parameters over 1,")
+
+
+def make_tiny() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+
+
+def test_estimate_of_a_function_of_a_module(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "tests.test_cli:make_tiny", "--ranks-per-node", "2"]) == 0
+    assert capsys.readouterr().out.startswith("Sequential, 0.000 B parameters")
+    assert main(["estimate", "tests.test_cli:nothing", "--ranks-per-node", "2"]) == 1
+    assert "names no function" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["llama-7b", "--ranks-per-node", "8", "--preset", "auto"], "Give `--memory"),
+        (["llama-7b", "--ranks-per-node", "8", "--params", "16"], "does not divide the 8 ranks"),
+        (["llama-7b", "--ranks-per-node", "8", "--optimizer", "4"], "coarser than `params`"),
+        (["llama-7b", "--ranks-per-node", "8", "--recompute"], "Add `--micro-batch 1`"),
+        (["llama-7b", "--ranks-per-node", "8", "--micro-batch", "0"], "`--micro-batch 0`"),
+        (["llama-7b", "--ranks-per-node", "8", "--nodes", "0"], "`--nodes 0`"),
+        (["llama-7b", "--ranks-per-node", "8", "--memory", "80 monkeys"], "`--memory`"),
+        (["llama-7b", "--ranks-per-node", "8", "--cluster", "p9"], "no cluster"),
+        (["llama-7b", "--ranks-per-node", "8", "--units", "Layer"], "Remove it"),
+        (["bert-10b", "--ranks-per-node", "8", "--micro-batch", "1", "--seq-len", "1024"], "512 positions"),
         (["nowhere", "--ranks-per-node", "8"], "is not a model of transformers"),
         ([".", "--ranks-per-node", "8", "--preset", "zero4"], "zero4"),
         ([".", "--ranks-per-node", "8", "--partition-size", "3"], "does not divide"),

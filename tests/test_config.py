@@ -32,7 +32,7 @@ REFUSED = [
     *[("second_hop", value) for value in ("step", "never", None)],
     *[("overlap", value) for value in ("some", {"gather", "everything"}, "gather", None, 1, [["gather"]])],
     *[("prefetch", value) for value in (0, -1, True, 1.5, "2", None)],
-    *[("topology", value) for value in ("nodes", 8, None, {"ranks_per_node": 8})],
+    *[("topology", value) for value in ("nodes", 8, None, {"ranks": 8}, {})],
 ]
 
 

@@ -88,7 +88,7 @@ def test_the_lightning_example_runs(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, timeout=55, capture_output=True)
 
 
-@pytest.mark.parametrize(("guide", "count"), [("configuration", 3), ("codecs", 4)])
+@pytest.mark.parametrize(("guide", "count"), [("configuration", 4), ("codecs", 4)])
 def test_the_configurations_are_valid(guide: str, count: int) -> None:
     (code,) = blocks(guide)
     exec(compile(code, f"{guide}.md", "exec"), {})

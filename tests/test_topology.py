@@ -8,7 +8,15 @@ import pytest
 from mics_strategy import ShardConfig, Topology
 from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, resolve_scopes
-from mics_strategy.topology import Axis, RankLocation, Span, topology_from_locations
+from mics_strategy.topology import (
+    LINKS,
+    Axis,
+    RankLocation,
+    Span,
+    Switches,
+    topology_from_locations,
+    topology_of,
+)
 
 WORLDS = [(1, 1), (2, 1), (2, 2), (4, 2), (8, 4), (12, 6), (12, 4), (16, 4), (24, 8), (32, 8), (64, 8)]
 worlds = pytest.mark.parametrize(("world", "per_node"), WORLDS, ids=[f"{w}-by-{n}" for w, n in WORLDS])
@@ -195,3 +203,128 @@ def test_places_make_a_topology(nodes: str, size: int) -> None:
 def test_uneven_or_cyclic_placement_is_refused(nodes: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         topology_from_locations(_places(nodes))
+
+
+SWITCHES = [(12, 2, 3), (8, 2, 2), (48, 4, 3), (24, 4, 2), (6, 2, 3), (6, 2, 1), (6, 1, 3), (64, 8, 4)]
+switches = pytest.mark.parametrize(("world", "per_node", "nodes"), SWITCHES, ids=str)
+
+
+def _switch_scopes(world: int, per_node: int, nodes: int) -> list[Scopes]:
+    """Every pair of nesting degrees that straddle neither nodes nor switches."""
+    per_switch, topology = per_node * nodes, Topology(ranks_per_node=per_node, nodes_per_switch=nodes)
+    degrees = [d for d in _degrees(world, per_node) if per_switch % d == 0 or d % per_switch == 0]
+    pairs = [(a, b) for a in degrees for b in degrees if b % a == 0]
+    return [resolve_scopes(ShardConfig(params=a, grads=a, optimizer=b), topology, world) for a, b in pairs]
+
+
+@switches
+def test_no_axis_mixes_links_and_links_slow_down(world: int, per_node: int, nodes: int) -> None:
+    for scopes in _switch_scopes(world, per_node, nodes):
+        for axis in scopes.axes:
+            end = axis.stride * axis.size
+            if axis.link == "intra_node":
+                assert end <= per_node
+            elif axis.link == "inter_node":
+                assert axis.stride >= per_node
+                assert end <= per_node * nodes
+            else:
+                assert axis.stride >= per_node * nodes
+        assert [axis.link for axis in scopes.axes] == sorted((axis.link for axis in scopes.axes), key=LINKS.index)
+        assert scopes.span(1, world).size == world
+
+
+@switches
+def test_a_span_splits_into_one_part_for_each_link(world: int, per_node: int, nodes: int) -> None:
+    for scopes in _switch_scopes(world, per_node, nodes):
+        span = scopes.span(1, world)
+        parts = span.split_by_link()
+        assert tuple(axis for part in parts for axis in part.axes) == span.axes
+        assert [{axis.link for axis in part.axes} for part in parts] == [
+            {link} for link in LINKS if any(axis.link == link for axis in span.axes)
+        ]
+        for rank in range(world):
+            for part in parts:
+                members = part.group_ranks(rank)
+                link = part.axes[0].link
+                assert (len({member // per_node for member in members}) == 1) == (link == "intra_node")
+                is_under_one = len({member // (per_node * nodes) for member in members}) == 1
+                assert is_under_one == (link != "inter_switch")
+
+
+@switches
+def test_shards_stay_contiguous_over_switches(world: int, per_node: int, nodes: int) -> None:
+    for scopes in _switch_scopes(world, per_node, nodes):
+        small, large = scopes.span(1, scopes.params), scopes.span(1, scopes.optimizer)
+        between = scopes.span(scopes.params, scopes.optimizer)
+        for rank in range(world):
+            assert large.index(rank) == small.index(rank) * between.size + between.index(rank)
+
+
+def test_switches_name_axes() -> None:
+    config = ShardConfig(params=2, grads=8, optimizer=48)
+    scopes = resolve_scopes(config, Topology(ranks_per_node=4, nodes_per_switch=6), 48)
+    assert [(axis.name, axis.size, axis.stride) for axis in scopes.axes] == [
+        ("intra_node.0", 2, 1),
+        ("intra_node.1", 2, 2),
+        ("inter_node.0", 2, 4),
+        ("inter_node.1", 3, 8),
+        ("inter_switch", 2, 24),
+    ]
+    assert scopes.span(1, 48).group_ranks(0)[:8] == [0, 24, 8, 32, 16, 40, 4, 28]
+
+
+@pytest.mark.parametrize(
+    ("nodes_per_switch", "links"),
+    [
+        (0, ["intra_node", "inter_node"]),
+        (1, ["intra_node", "inter_switch"]),
+        (2, ["intra_node", "inter_node", "inter_switch"]),
+        (4, ["intra_node", "inter_node"]),
+        (16, ["intra_node", "inter_node"]),
+    ],
+)
+def test_one_node_under_each_switch_and_one_switch_over_all_are_two_levels(
+    nodes_per_switch: int, links: list[str]
+) -> None:
+    topology = Topology(ranks_per_node=2, nodes_per_switch=nodes_per_switch)
+    assert [axis.name for axis in resolve_scopes(ShardConfig(), topology, 8).axes] == links
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "nodes", "message"),
+    [
+        ({"partition_size": 4}, 12, 3, "`partition_size=4` straddles switches of 3 nodes, 6 ranks. Use 1, 2, 6, 12."),
+        ({"partition_size": 3}, 12, 3, "`partition_size=3` straddles nodes of 2 ranks"),
+        ({"params": 4, "grads": 2, "optimizer": 12}, 12, 3, "`params=4` straddles switches"),
+        ({}, 10, 2, "`nodes_per_switch=2` does not divide the 5 nodes of this job"),
+        ({}, 6, 2, "and use 1, 3; or 0, which counts all links between nodes as equal."),
+    ],
+)
+def test_scopes_and_jobs_that_straddle_switches_are_refused(
+    options: dict, world: int, nodes: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_scopes(ShardConfig(**options), Topology(ranks_per_node=2, nodes_per_switch=nodes), world)
+
+
+@pytest.mark.parametrize("value", [-1, True, 2.0, "4", None])
+def test_topology_refuses_what_is_not_a_number_of_nodes(value: object) -> None:
+    for make in (lambda: Topology(ranks_per_node=2, nodes_per_switch=value), lambda: Switches(nodes_per_switch=value)):
+        with pytest.raises(ConfigError, match="nodes_per_switch"):
+            make()
+
+
+def test_a_mapping_is_a_topology_or_switches_over_nodes_to_be_found() -> None:
+    assert topology_of({"ranks_per_node": 8}) == Topology(ranks_per_node=8)
+    assert topology_of({"ranks_per_node": 8, "nodes_per_switch": 4}) == Topology(ranks_per_node=8, nodes_per_switch=4)
+    assert topology_of({"nodes_per_switch": 4}) == Switches(nodes_per_switch=4)
+    for fields in ({}, {"ranks": 8}, {"nodes_per_switch": 4, "rails": 8}):
+        with pytest.raises(ConfigError, match=r"has unknown keys, or none\. Use ranks_per_node and nodes_per_switch"):
+            topology_of(fields)
+
+
+def test_thresholds_are_measured_wherever_several_links_are_crossed() -> None:
+    topology = Topology(ranks_per_node=2, nodes_per_switch=2)
+    scopes = resolve_scopes(ShardConfig.preset("paro-iig"), topology, 8)
+    spans = {(collective, span.name) for collective, span in scopes.untuned()}
+    assert spans == {("all_gather", "inter_node+inter_switch"), ("reduce_scatter", "inter_node+inter_switch")}

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from mics_strategy import Codec, ConfigError, ShardConfig, Topology
+from mics_strategy import Codec, ConfigError, ShardConfig
 
 PARALLEL_SIZES = ("dp_shard_size", "dp_replicate_size", "tp_size", "cp_size", "sp_size")
 _VERSION = "mics"
@@ -100,17 +100,17 @@ def config_of(options: str | Mapping[str, Any]) -> ShardConfig:
         return ShardConfig.preset(options)
     fields = dict(options)
     preset = fields.pop("preset", "mics")
-    for name, cls in (("topology", Topology), ("weight_codec", Codec), ("grad_codec", Codec)):
+    for name in ("weight_codec", "grad_codec"):
         if isinstance(fields.get(name), Mapping):
-            fields[name] = _build(name, cls, fields[name])
+            fields[name] = _codec_of(name, fields[name])
     return ShardConfig.preset(str(preset), **fields)
 
 
-def _build(name: str, cls: type[Any], fields: Mapping[str, Any]) -> Any:
+def _codec_of(name: str, fields: Mapping[str, Any]) -> Codec:
     try:
-        return cls(**fields)
+        return Codec(**fields)
     except TypeError as error:
-        raise ConfigError(f"`{name}: {dict(fields)}` is not a valid {cls.__name__}: {error}.") from error
+        raise ConfigError(f"`{name}: {dict(fields)}` is not a valid Codec: {error}.") from error
 
 
 def _parse(text: str) -> str | dict[str, Any]:

@@ -29,27 +29,12 @@ _SEED_OF_GATHERS = 1 << 32  # beyond all ranks
 SumCompletion = Callable[[torch.Tensor, bool], None]  # the same for a sum: the output, and whether to add to it
 
 
-class GroupAlgorithm(Protocol):
-    """One stage of a collective inside one group."""
+class SumAlgorithm(Protocol):
+    """One stage of a reduce-scatter inside one group."""
 
     @property
     def transport(self) -> GlooTransport:
         """Transport of the group."""
-
-    def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """Bytes of workspace for `start_all_gather` of `numel` elements from each rank."""
-
-    def start_all_gather(
-        self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
-    ) -> Completion:
-        """Put every rank's `shard` into its row, with the same bits on all ranks.
-
-        Args:
-            rows: [n] for each rank, contiguous.
-            shard: [n], same dtype; may be its row.
-            wire: Dtype of unquantized payloads.
-            tag: Tag of the collective, the same on all ranks.
-        """
 
     def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
         """Bytes of workspace for `start_reduce_scatter` of `numel` elements for each rank."""
@@ -64,6 +49,25 @@ class GroupAlgorithm(Protocol):
 
         Returns:
             The completion. It takes the output, [n], fp32 or wider, and whether to add to it.
+        """
+
+
+class GroupAlgorithm(SumAlgorithm, Protocol):
+    """One stage of any collective inside one group."""
+
+    def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
+        """Bytes of workspace for `start_all_gather` of `numel` elements from each rank."""
+
+    def start_all_gather(
+        self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
+    ) -> Completion:
+        """Put every rank's `shard` into its row, with the same bits on all ranks.
+
+        Args:
+            rows: [n] for each rank, contiguous.
+            shard: [n], same dtype; may be its row.
+            wire: Dtype of unquantized payloads.
+            tag: Tag of the collective, the same on all ranks.
         """
 
 
@@ -100,11 +104,11 @@ class PlainAlgorithm:
         return finish
 
     def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `GroupAlgorithm.reduce_scatter_scratch_bytes`."""
+        """See `SumAlgorithm.reduce_scatter_scratch_bytes`."""
         return (self.transport.size + 1) * aligned_bytes((numel, wire)) * (1 if wire == dtype else 2)
 
     def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
-        """See `GroupAlgorithm.start_reduce_scatter`."""
+        """See `SumAlgorithm.start_reduce_scatter`."""
         numel, size = pieces[0].numel(), self.transport.size
         if wire != pieces[0].dtype:
             pieces = [self._workspace.allocate(numel, wire).copy_(piece) for piece in pieces]
@@ -125,10 +129,10 @@ class PlainAlgorithm:
 
 
 class QuantizedAlgorithm:
-    """Sends data quantized.
+    """Sends the pieces of sums quantized.
 
-    Every rank decodes all payloads of an all-gather, its own as well, so that all ranks have the same bits. A rank's
-    own piece of a sum is not sent and stays exact.
+    A rank's own piece of a sum is not sent and stays exact. All-gathers send payloads, which a `PlainAlgorithm` can do:
+    they are encoded before the first stage, and decoded behind the last one with a codec.
 
     Args:
         transport: Transport of the group.
@@ -143,46 +147,26 @@ class QuantizedAlgorithm:
     ) -> None:
         self.transport = transport
         self._workspace = workspace
-        self._quantizer = quantizer
-        self._gather_quantizer = gather_quantizer
+        self.quantizer = quantizer
+        self.gather_quantizer = gather_quantizer
         self._codec = quantizer.codec
 
     def _allocate_payloads(self, numel: int) -> list[torch.Tensor]:
         num_bytes = self._codec.encoded_bytes(numel)
         return [self._workspace.allocate(num_bytes, torch.uint8) for _ in range(self.transport.size)]
 
-    def all_gather_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `GroupAlgorithm.all_gather_scratch_bytes`."""
-        return self.transport.size * aligned_bytes((self._codec.encoded_bytes(numel), torch.uint8))
-
-    def start_all_gather(
-        self, rows: list[torch.Tensor], shard: torch.Tensor, wire: torch.dtype, tag: int
-    ) -> Completion:
-        """See `GroupAlgorithm.start_all_gather`."""
-        payloads = self._allocate_payloads(shard.numel())
-        local_payload = payloads[self.transport.index]
-        self._gather_quantizer.encode(shard, local_payload)
-        pending = self.transport.all_gather(payloads, local_payload, tag)
-
-        def finish() -> None:
-            for index, (row, payload) in enumerate(zip(rows, payloads, strict=True)):
-                pending.wait_recv(index)
-                self._quantizer.decode(payload, row)
-            pending.wait()
-
-        return finish
-
     def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `GroupAlgorithm.reduce_scatter_scratch_bytes`."""
-        return 2 * self.all_gather_scratch_bytes(numel, dtype, wire) + aligned_bytes((numel, torch.float32))
+        """See `SumAlgorithm.reduce_scatter_scratch_bytes`."""
+        payload_bytes = aligned_bytes((self._codec.encoded_bytes(numel), torch.uint8))
+        return 2 * self.transport.size * payload_bytes + aligned_bytes((numel, torch.float32))
 
     def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
-        """See `GroupAlgorithm.start_reduce_scatter`."""
+        """See `SumAlgorithm.start_reduce_scatter`."""
         rank, numel = self.transport.index, pieces[0].numel()
         sent, received = self._allocate_payloads(numel), self._allocate_payloads(numel)
         for index, (piece, payload) in enumerate(zip(pieces, sent, strict=True)):
             if index != rank:
-                self._quantizer.encode(piece, payload)
+                self.quantizer.encode(piece, payload)
         pending = self.transport.exchange(received, sent, tag)
         decoded = self._workspace.allocate(numel, torch.float32)
 
@@ -194,9 +178,9 @@ class QuantizedAlgorithm:
                 if index == rank:
                     out.add_(pieces[rank])
                 elif out.dtype == torch.float32:
-                    self._quantizer.decode_add(payload, out)
+                    self.quantizer.decode_add(payload, out)
                 else:
-                    self._quantizer.decode(payload, decoded)
+                    self.quantizer.decode(payload, decoded)
                     out.add_(decoded)
             pending.wait()
 
@@ -269,11 +253,11 @@ class RingAlgorithm:
         return finish
 
     def reduce_scatter_scratch_bytes(self, numel: int, dtype: torch.dtype, wire: torch.dtype) -> int:
-        """See `GroupAlgorithm.reduce_scatter_scratch_bytes`."""
+        """See `SumAlgorithm.reduce_scatter_scratch_bytes`."""
         return self.transport.size * aligned_bytes((numel, wire)) * (1 if wire == dtype else 2)
 
     def start_reduce_scatter(self, pieces: list[torch.Tensor], wire: torch.dtype, tag: int) -> SumCompletion:
-        """See `GroupAlgorithm.start_reduce_scatter`.
+        """See `SumAlgorithm.start_reduce_scatter`.
 
         1. Send the piece of the previous rank to the next rank: it goes all the way round, to the previous rank.
         2. Add the local piece to every received partial sum, and send it on; the last sum is that of this rank.
@@ -303,7 +287,9 @@ class RingAlgorithm:
         return finish
 
 
-def make_algorithm(transport: GlooTransport, hop: Hop, workspace: Workspace, device: torch.device) -> GroupAlgorithm:
+def make_algorithm(
+    transport: GlooTransport, hop: Hop, workspace: Workspace, device: torch.device
+) -> GroupAlgorithm | QuantizedAlgorithm:
     """The algorithm for one hop of a route, point to point."""
     if hop.codec is not None:
         workspace.encode_ahead()

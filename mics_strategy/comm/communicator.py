@@ -1,4 +1,4 @@
-"""All-gather, reduce-scatter and all-reduce of one tensor over one or two stages.
+"""All-gather, reduce-scatter and all-reduce of one tensor over a route.
 
 A collective is a task of a queue (see `queue`), which runs its stages (see `stages`). `CoalescedCommunicator` takes
 several tensors in one launch instead. On the CPU it makes progress while nothing waits for it. On a GPU what needs no
@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.comm import route as routes
+from mics_strategy.comm.native_stages import NativeStages
 from mics_strategy.comm.peer_memory.communicator import PeerMemoryCommunicator
-from mics_strategy.comm.stages import make_stages
+from mics_strategy.comm.pipeline import StagePipeline
 from mics_strategy.comm.transport import BackendTransport, GlooTransport
 from mics_strategy.comm.work import Steps, Work, check_shapes
 from mics_strategy.comm.workspace import aligned_bytes
 
 if TYPE_CHECKING:
     from mics_strategy.comm.queue import CollectiveQueue, RouteBinding
+    from mics_strategy.comm.stages import Stages
     from mics_strategy.comm.transport import Transport
     from mics_strategy.comm.workspace import Workspace
 
@@ -39,7 +41,7 @@ class Communicator:
 
     Attributes:
         route: Stages, with their codecs.
-        transports: Transports of the stages: one over all links, or the inter-node and the intra-node one.
+        transports: Transports of the stages, slowest links first; one where one stage is over all links.
         size: Ranks that take part.
         index: Index of this rank among them.
         peer_memory: The same collectives on scattered tensors; None unless the ranks read one another's memory.
@@ -56,7 +58,7 @@ class Communicator:
         self.route = route = binding.route
         self.transports = transports = binding.transports
         self._queue = queue
-        self._stages = make_stages(route, transports, workspace, device)
+        self._stages = _make_stages(route, transports, workspace, device)
         self.size = route.size
         self.index = self._stages.index
         self.peer_memory: PeerMemoryCommunicator | None = None
@@ -112,7 +114,7 @@ class Communicator:
             The work; `out` is valid after `wait()`.
 
         Cost:
-            Sent: `route.reduce_scatter_traffic`. In two stages a narrow wire dtype rounds once per stage.
+            Sent: `route.reduce_scatter_traffic`. In several stages a narrow wire dtype rounds once per stage.
         """
         check_shapes(full.numel() == out.numel() * self.size, label, out, full)
         op = self._queue.next_op("Reduce-scatter", label, full.numel(), full.dtype)
@@ -153,6 +155,24 @@ class Communicator:
             self._stages.reserve_all_reduce(numel, wire, dtype)
 
 
+def _make_stages(
+    route: routes.Route, transports: list[Transport], workspace: Workspace, device: torch.device
+) -> Stages:
+    """The stages of a route over one kind of transport.
+
+    Args:
+        route: Stages, with their codecs.
+        transports: Transports of the stages, slowest links first.
+        workspace: Scratch memory.
+        device: Device of the tensors.
+    """
+    on_gloo = [transport for transport in transports if isinstance(transport, GlooTransport)]
+    if on_gloo:
+        return StagePipeline(route, on_gloo, workspace, device)
+    on_backend = [transport for transport in transports if isinstance(transport, BackendTransport)]
+    return NativeStages(route, on_backend, workspace, device)
+
+
 class RowViews:
     """Views of the tensors inside a slice of the flat buffer.
 
@@ -188,26 +208,24 @@ class RowViews:
 
 
 class CoalescedCommunicator:
-    """Unquantized collectives on several tensors in one launch.
-
-    They have one or two stages.
+    """Unquantized collectives on several tensors in one launch per stage.
 
     Args:
         route: Route for the traffic log.
-        transports: Transports of the inter-node stage and, where there is one, of the intra-node stage.
+        transports: Transports of the stages, slowest links first.
         queue: Queue that runs the tasks.
         workspace: Scratch memory of the tasks.
 
     Attributes:
         size: Ranks that take part.
-        num_stages: Stages, 1 or 2.
+        num_stages: Stages, 1 to 3.
     """
 
     def __init__(
         self, route: routes.Route, transports: list[BackendTransport], queue: CollectiveQueue, workspace: Workspace
     ) -> None:
         self._route = route
-        self._inter, self._intra = transports[0], transports[1] if len(transports) > 1 else None
+        self._transports = transports
         self._queue = queue
         self._workspace = workspace
         self.size = route.size
@@ -224,7 +242,7 @@ class CoalescedCommunicator:
 
         Cost:
             That of `Communicator.all_gather`; padding of `shard` is counted, though not sent. A shard of several rows
-            is copied once. In two stages the second starts when the first has ended.
+            is copied once. A stage starts when the one before has ended.
         """
         for out, numel in zip(outs, parts.numels, strict=True):
             check_shapes(out.numel() == numel * self.size and out.dtype == shard.dtype, label, shard, out)
@@ -240,11 +258,12 @@ class CoalescedCommunicator:
     def _all_gather(self, outs: list[torch.Tensor], shard: torch.Tensor, parts: RowViews) -> Steps:
         yield
         shards = [part.view(-1) for part in parts.views_of(shard)] if parts.rows == 1 else self._pack(shard, parts)
-        intra = self._intra
-        node_slices = outs if intra is None else [out.view(intra.size, -1)[intra.index] for out in outs]
-        self._inter.all_gather_coalesced(node_slices, shards).wait()
-        if intra is not None:
-            intra.all_gather_coalesced(outs, node_slices).wait()
+        slices = [outs]  # of each tensor, by stage: the last one gathers all of it, the one before a piece of that
+        for transport in reversed(self._transports[1:]):
+            slices.append([slice_.view(transport.size, -1)[transport.index] for slice_ in slices[-1]])
+        for transport, gathered in zip(self._transports, reversed(slices), strict=True):
+            transport.all_gather_coalesced(gathered, shards).wait()
+            shards = gathered
 
     def _pack(self, shard: torch.Tensor, parts: RowViews) -> list[torch.Tensor]:
         """Copy the rows of each tensor into one contiguous tensor."""
@@ -283,18 +302,15 @@ class CoalescedCommunicator:
 
     def reserve_reduce_scatter(self, numel: int, wire: torch.dtype) -> None:
         """Reserve workspace for reduce-scatters of `numel` elements for each rank."""
-        node_numel = numel * self._inter.size if self._intra is not None else 0
-        self._workspace.reserve(aligned_bytes((numel, wire), (node_numel, wire)))
+        self._workspace.reserve(aligned_bytes(*((numel * rows, wire) for rows in self._route.strides[:-1])))
 
     def _reduce_scatter(self, out: torch.Tensor, fulls: list[torch.Tensor], parts: RowViews, accumulate: bool) -> Steps:
         yield
-        if self._intra is not None:
-            numels = [full.numel() // self._intra.size for full in fulls]
-            node_sums = self._split_scratch(numels, out.numel() * self._inter.size, parts.dtype)
-            self._intra.reduce_scatter_coalesced(node_sums, fulls).wait()
-            fulls = node_sums
-        sums = self._split_scratch(parts.numels, out.numel(), parts.dtype)
-        self._inter.reduce_scatter_coalesced(sums, fulls).wait()
+        sums = fulls
+        for transport, rows in reversed([*zip(self._transports, self._route.strides, strict=False)]):
+            numels = [tensor.numel() // transport.size for tensor in sums]
+            fulls, sums = sums, self._split_scratch(numels, out.numel() * rows, parts.dtype)
+            transport.reduce_scatter_coalesced(sums, fulls).wait()
         row_sums = [tensor.view(parts.rows, -1) for tensor in sums]
         if accumulate:
             torch._foreach_add_(parts.views_of(out), row_sums)

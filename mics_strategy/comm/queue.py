@@ -258,7 +258,7 @@ class RouteBinding:
 
     Attributes:
         route: The stages, with their codecs.
-        transports: Transports of the stages: one over all links, or the inter-node and the intra-node one.
+        transports: Transports of the stages, slowest links first; one where one stage is over all links.
         ranks: Ranks that take part in any stage.
         watchdog: Finds out whether ranks have diverged.
     """
@@ -354,10 +354,13 @@ class CollectiveQueue(ABC):
         binding: Route and transports.
         workspace: Scratch memory of the tasks.
         traffic_log: Log that receives every stage.
+
+    Attributes:
+        name: Name of the queue.
     """
 
     def __init__(self, name: str, binding: RouteBinding, workspace: Workspace, traffic_log: TrafficLog) -> None:
-        self._name = name
+        self.name = name
         self._binding = binding
         self._workspace = workspace
         self._traffic_log = traffic_log
@@ -368,7 +371,7 @@ class CollectiveQueue(ABC):
         for transport in self._binding.transports:
             transport.fingerprint.update(label)
         count = self._binding.transports[0].fingerprint.count
-        tag = zlib.crc32(f"{self._name} {count} {kind} {label} {numel} {dtype}".encode()) % (2**31 - 1)
+        tag = zlib.crc32(f"{self.name} {count} {kind} {label} {numel} {dtype}".encode()) % (2**31 - 1)
         return OpRequest(f"{kind} of {label}", f"{numel} {dtype}", tag)
 
     def log(self, hops: list[HopTraffic]) -> None:

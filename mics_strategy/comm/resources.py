@@ -70,6 +70,7 @@ class CommResources:
         watchdog: Finds out whether ranks have diverged.
         traffic_log: Log of the collectives that were submitted.
         workspaces: Scratch memory by queue.
+        queues: Queues of all communicators that were made.
     """
 
     def __init__(self, world_size: int, device: torch.device | str) -> None:
@@ -81,6 +82,7 @@ class CommResources:
         self._number = _count_models()
         self.watchdog = DesyncWatchdog(str(self._number), self.rank)
         self.workspaces = {queue: Workspace() for queue in _QUEUES}
+        self.queues: list[CollectiveQueue] = []
         self._transports: list[Transport] = []
         self._threads: dict[str, CommThread] = {}
         self._device_meshes: list[DeviceMesh] = []
@@ -121,7 +123,7 @@ class CommResources:
         return SizeDispatch(flat, hierarchical, routes.hierarchical_from_bytes)
 
     def _communicator_on(self, role: str, route: Route, span: Span, workspace: Workspace | None) -> Communicator:
-        stages = span.split_by_link()[::-1] if route.intra is not None else (span,)
+        stages = span.split_by_link()[::-1] if len(route.hops) > 1 else (span,)
         transports = [self._transport(role, stage) for stage in stages]
         for transport, stage in zip(transports, stages, strict=True):
             if stage.is_inside_node:
@@ -135,11 +137,15 @@ class CommResources:
 
     def _queue(self, name: str, binding: RouteBinding, workspace: Workspace) -> CollectiveQueue:
         """The queue of a communicator: a thread on gloo, else the current stream."""
+        queue: CollectiveQueue
         if not binding.transports[0].blocks_host:
-            return InlineQueue(name, binding, workspace, self.traffic_log)
-        if name not in self._threads:
-            self._threads[name] = CommThread(f"{name} {self._number}", self.watchdog)
-        return ThreadQueue(self._threads[name], binding, workspace, self.traffic_log)
+            queue = InlineQueue(name, binding, workspace, self.traffic_log)
+        else:
+            if name not in self._threads:
+                self._threads[name] = CommThread(f"{name} {self._number}", self.watchdog)
+            queue = ThreadQueue(self._threads[name], binding, workspace, self.traffic_log)
+        self.queues.append(queue)
+        return queue
 
     def control_group(self, role: str, span: Span) -> ControlGroup | None:
         """The control group of a span; None where it holds one rank. Collective."""

@@ -1,12 +1,14 @@
 """Routes of collectives: stages, codecs, algorithms, and bytes sent.
 
-A collective over ranks of several nodes may go in two stages: over the intra-node links and over the inter-node links.
-An all-gather starts with the inter-node stage, a reduce-scatter with the intra-node stage. The local rank is the more
-significant digit of a rank's index, so every stage moves a contiguous slice, and nothing is rearranged.
+A collective over ranks of several nodes may go in stages, one for each kind of link that it crosses: inside the nodes,
+between the nodes of a switch, between switches. An all-gather starts with the slowest links, a reduce-scatter with the
+fastest. The local rank is the most significant digit of a rank's index, so every stage moves a contiguous slice, and
+nothing is rearranged.
 
 Of a tensor of M bytes over p ranks, k in a node, all ranks of a node together send M (p - k) / p to other nodes; one
-stage over all ranks would send M (p - 1) / p at best. The time of a small tensor is not that of its bytes but that of
-messages that wait for one another, and one stage may be faster. So a role has routes by size.
+stage over all ranks would send M (p - 1) / p at best. The same holds for the k ranks of a switch. The time of a small
+tensor is not that of its bytes but that of messages that wait for one another, and one stage may be faster. So a role
+has routes by size.
 
 Plans are priced with closed formulas of the bytes that one rank sends. Every collective of the training loop is
 recorded in a `TrafficLog` when it is submitted, from the tensors that were really passed, with one entry for each
@@ -18,7 +20,9 @@ Pure.
 from __future__ import annotations
 
 import enum
+import itertools
 import math
+import operator
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -33,8 +37,9 @@ ALL_GATHER = "all_gather"
 REDUCE_SCATTER = "reduce_scatter"
 ALL_REDUCE = "all_reduce"
 ALL_TO_ALL = "all_to_all"  # with pieces of any sizes: a rank sends what it holds for others
-TunableCollective = tuple[str, "Span"]  # a collective over ranks of several nodes, several of them in a node
+TunableCollective = tuple[str, "Span"]  # a collective over several kinds of links
 _MIN_CHUNK_BYTES = 64 * 1024
+_MIN_MESSAGE_BYTES = 128 * 1024  # of encoded values; the calls of a smaller message cost more than its codes
 _MAX_CHUNKS = 8  # measured: 2 chunks leave a tenth of the overlap, 32 cost more in messages than they gain
 
 
@@ -81,14 +86,20 @@ class Hop:
     codec: Codec | None = None
     algorithm: Algorithm = Algorithm.DEFAULT
 
+    @property
+    def is_inside_node(self) -> bool:
+        """Whether its ranks share a node."""
+        return all(name.startswith("intra_node") for name in self.axis.split("+"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The stages of one collective. `intra` is None where there is only one stage.
+    """The stages of one collective.
+
+    The index of a rank is ``sum(index in stage k * strides[k])``: that in the last stage is the most significant digit.
 
     Attributes:
-        inter: Inter-node stage, or the only one.
-        intra: Intra-node stage.
+        hops: Stages, slowest links first; at least one. Where some have a codec, the first ones have it.
         is_chunked: Whether tensors go through the stages in chunks. Backends that pipeline by themselves take them
             whole.
 
@@ -96,32 +107,55 @@ class Route:
         MiCS (arXiv:2205.00119) section 3.3; ZeRO++ (arXiv:2306.10209) section 3.3.
     """
 
-    inter: Hop
-    intra: Hop | None = None
+    hops: tuple[Hop, ...]
     is_chunked: bool = True
 
     @property
     def size(self) -> int:
         """Ranks that take part."""
-        return self.inter.size * self.ranks_per_node
+        return math.prod(hop.size for hop in self.hops)
 
     @property
-    def ranks_per_node(self) -> int:
-        """Ranks of the intra-node stage."""
-        return self.intra.size if self.intra is not None else 1
+    def strides(self) -> tuple[int, ...]:
+        """Ranks of the stages before each stage, and at the end of all stages.
+
+        They are the strides of the digits of an index.
+        """
+        return tuple(itertools.accumulate((hop.size for hop in self.hops), operator.mul, initial=1))
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of an all-reduce that go over the slowest links by themselves.
+
+        There is one for each rank of all other stages.
+        """
+        return self.size // self.hops[0].size
+
+    @property
+    def num_quantized(self) -> int:
+        """Leading stages with a codec: an all-gather encodes once for all of them."""
+        return sum(hop.codec is not None for hop in self.hops)
+
+    @property
+    def num_quantized_sums(self) -> int:
+        """Leading stages through which an all-reduce sends its encoded sums back.
+
+        Inside a node it sends them decoded, unless there is no other stage.
+        """
+        return sum(hop.codec is not None and not (index and hop.is_inside_node) for index, hop in enumerate(self.hops))
 
     @property
     def all_gather_codec(self) -> Codec | None:
         """The codec of all stages of an all-gather, which encodes once.
 
-        It is None where only the inter-node stage has a codec.
+        It is None where only the first stages have a codec.
         """
-        return self.intra.codec if self.intra is not None else self.inter.codec
+        return self.hops[-1].codec
 
     @property
     def is_quantized(self) -> bool:
         """Whether any stage is quantized."""
-        return self.inter.codec is not None
+        return self.hops[0].codec is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,53 +255,65 @@ class TrafficLog:
         return entries
 
 
-def pipeline_chunks(numel: int, itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:
+def pipeline_chunks(
+    numel: int, itemsize: int, multiple: int = 1, min_chunk_bytes: int = _MIN_CHUNK_BYTES
+) -> list[tuple[int, int]]:
     """Split a slice into chunks that are pipelined through the stages.
 
-    So both links are busy.
+    So all links are busy.
 
     Args:
         numel: Elements of the slice.
         itemsize: Bytes of one element, counted unquantized.
         multiple: Divisor of the size of every chunk but the last.
+        min_chunk_bytes: Bytes of a chunk at least, counted unquantized, unless it is the only one.
 
     Returns:
         Start and end of each chunk.
     """
-    count = max(1, min(_MAX_CHUNKS, numel * itemsize // _MIN_CHUNK_BYTES))
+    count = max(1, min(_MAX_CHUNKS, numel * itemsize // min_chunk_bytes))
     step = max(1, math.ceil(numel / count / multiple)) * multiple
     return [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
 
-def chunks_of(route: Route, numel: int, itemsize: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """The chunks in which a slice of `numel` elements goes through a route."""
-    if not route.is_chunked or (route.intra is None and not route.is_quantized):
+def chunks_of(route: Route, numel: int, itemsize: int, multiple: int = 1, num_shares: int = 1) -> list[tuple[int, int]]:
+    """The chunks in which a slice of `numel` elements goes through a route.
+
+    Where the only stage is quantized, a chunk is large enough for messages of `_MIN_MESSAGE_BYTES`.
+
+    Args:
+        route: Route of the collective.
+        numel: Elements of the slice.
+        itemsize: Bytes of one element, counted unquantized.
+        multiple: Divisor of the size of every chunk but the last.
+        num_shares: Messages of a chunk, each for one rank.
+    """
+    codec = route.hops[0].codec
+    if not route.is_chunked or (len(route.hops) == 1 and codec is None):
         return [(0, numel)]
-    block = route.inter.codec.block_size if route.inter.codec is not None else 1
-    return pipeline_chunks(numel, itemsize, math.lcm(multiple, min(block, 1 << 16)))
+    if codec is None:
+        return pipeline_chunks(numel, itemsize, multiple)
+    block = min(codec.block_size, 1 << 16)
+    min_chunk_bytes = _MIN_CHUNK_BYTES
+    if len(route.hops) == 1:
+        values_per_byte = _MIN_MESSAGE_BYTES / codec.encoded_bytes(_MIN_MESSAGE_BYTES)
+        min_chunk_bytes = math.ceil(num_shares * _MIN_MESSAGE_BYTES * values_per_byte) * itemsize
+    return pipeline_chunks(numel, itemsize, math.lcm(multiple, block), min_chunk_bytes)
 
 
 def all_gather_traffic(route: Route, full_numel: int, dtype: torch.dtype) -> list[HopTraffic]:
     """The traffic of an all-gather of `full_numel` elements, stage by stage."""
-    shard = full_numel // route.size
-    inter, intra, num_nodes = route.inter, route.intra, route.inter.size
-    codec = route.all_gather_codec
+    shard, codec = full_numel // route.size, route.hops[0].codec
+    encoded_bytes = 0
     if codec is not None:
-        num_bytes = codec.encoded_bytes(shard)
-        hops = [HopTraffic(ALL_GATHER, inter.axis, num_nodes, torch.uint8, num_nodes * num_bytes)]
-        if intra is not None:
-            hops.append(HopTraffic(ALL_GATHER, intra.axis, intra.size, torch.uint8, route.size * num_bytes))
-        return hops
-    if inter.codec is not None:
-        chunks = chunks_of(route, shard, dtype.itemsize)
-        num_bytes = sum(inter.codec.encoded_bytes(end - start) for start, end in chunks)
-        hops = [HopTraffic(ALL_GATHER, inter.axis, num_nodes, torch.uint8, num_nodes * num_bytes)]
-    else:
-        hops = [
-            HopTraffic(ALL_GATHER, inter.axis, num_nodes, dtype, full_numel * dtype.itemsize // route.ranks_per_node)
-        ]
-    if intra is not None:
-        hops.append(HopTraffic(ALL_GATHER, intra.axis, intra.size, dtype, full_numel * dtype.itemsize))
+        chunks = [(0, shard)] if route.all_gather_codec is not None else chunks_of(route, shard, dtype.itemsize)
+        encoded_bytes = sum(codec.encoded_bytes(end - start) for start, end in chunks)
+    hops = []
+    for hop, rows in zip(route.hops, route.strides[1:], strict=True):
+        wire, num_bytes = dtype, full_numel * dtype.itemsize * rows // route.size
+        if hop.codec is not None:
+            wire, num_bytes = torch.uint8, rows * encoded_bytes
+        hops.append(HopTraffic(ALL_GATHER, hop.axis, hop.size, wire, num_bytes))
     return hops
 
 
@@ -284,12 +330,22 @@ def reduce_scatter_traffic(route: Route, full_numel: int, wire: torch.dtype) -> 
     shard = full_numel // route.size
     chunks = chunks_of(route, shard, wire.itemsize)
     hops = []
-    if route.intra is not None:
-        rows = [end - start for start, end in chunks] * route.inter.size
-        rows = rows if len(chunks) > 1 else [shard * route.inter.size]
-        hops.append(_reduce_scatter_hop(route.intra, full_numel * wire.itemsize, rows, wire))
-    inter_bytes = full_numel * wire.itemsize // route.ranks_per_node
-    return [*hops, _reduce_scatter_hop(route.inter, inter_bytes, [end - start for start, end in chunks], wire)]
+    for hop, rows in reversed([*zip(route.hops, route.strides, strict=False)]):
+        unquantized_bytes = full_numel * wire.itemsize * rows * hop.size // route.size
+        hops.append(_reduce_scatter_hop(hop, unquantized_bytes, piece_numels(chunks, rows), wire))
+    return hops
+
+
+def piece_numels(chunks: list[tuple[int, int]], rows: int) -> list[int]:
+    """Elements of each piece that a stage sums for each of its ranks.
+
+    Args:
+        chunks: Chunks of one row.
+        rows: Rows of each rank. If they are one chunk, they are one piece, because they are adjacent.
+    """
+    if len(chunks) == 1:
+        return [rows * (end - start) for start, end in chunks]
+    return [end - start for start, end in chunks] * rows
 
 
 def num_reduce_scatter_chunks(route: Route, full_numel: int, wire: torch.dtype) -> int:
@@ -314,10 +370,10 @@ def is_plain_all_reduce(route: Route, wire: torch.dtype, dtype: torch.dtype) -> 
     Such a route has one stage, is neither quantized nor rounded, and is not ALL_TO_ALL.
     """
     return (
-        route.intra is None
+        len(route.hops) == 1
         and not route.is_quantized
         and wire == dtype
-        and route.inter.algorithm is not Algorithm.ALL_TO_ALL
+        and route.hops[0].algorithm is not Algorithm.ALL_TO_ALL
     )
 
 
@@ -326,40 +382,47 @@ def all_reduce_multiple(route: Route) -> int:
 
     Ranks have equal shares of a chunk, in whole blocks of the codec.
     """
-    codec = route.inter.codec
-    return route.inter.size * (codec.bound_numel if codec is not None else 1)
+    codec = route.hops[0].codec
+    return route.hops[0].size * (codec.bound_numel if codec is not None else 1)
 
 
 def all_reduce_slice(route: Route, numel: int) -> int:
-    """Elements, with padding, of one rank of the intra-node stage.
+    """Elements, with padding, of one slice.
 
-    The rank sends them over the inter-node links.
+    A rank sends them over the slowest links.
     """
     multiple = all_reduce_multiple(route)
-    return -(-numel // (route.ranks_per_node * multiple)) * multiple
+    return -(-numel // (route.num_slices * multiple)) * multiple
 
 
 def all_reduce_chunks(route: Route, slice_numel: int, itemsize: int) -> list[tuple[int, int]]:
     """The chunks of such a slice; every rank's share of each begins with a block."""
-    return chunks_of(route, slice_numel, itemsize, all_reduce_multiple(route))
+    return chunks_of(route, slice_numel, itemsize, all_reduce_multiple(route), route.hops[0].size)
 
 
 def all_reduce_traffic(route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype) -> list[HopTraffic]:
     """The traffic of an all-reduce of `numel` elements of `dtype`, stage by stage."""
-    inter, intra = route.inter, route.intra
+    slowest, *others = route.hops
     if is_plain_all_reduce(route, wire, dtype):
-        return [HopTraffic(ALL_REDUCE, inter.axis, inter.size, dtype, numel * dtype.itemsize)]
+        return [HopTraffic(ALL_REDUCE, slowest.axis, slowest.size, dtype, numel * dtype.itemsize)]
     slice_numel = all_reduce_slice(route, numel)
-    numels = [end - start for start, end in all_reduce_chunks(route, slice_numel, wire.itemsize)]
-    if inter.codec is None:
-        inter_hop = HopTraffic(ALL_REDUCE, inter.axis, inter.size, wire, slice_numel * wire.itemsize)
-    else:
-        num_bytes = inter.size * sum(inter.codec.encoded_bytes(numel // inter.size) for numel in numels)
-        inter_hop = HopTraffic(ALL_REDUCE, inter.axis, inter.size, torch.uint8, num_bytes)
-    if intra is None:
-        return [inter_hop]
-    gather_hop = HopTraffic(ALL_GATHER, intra.axis, intra.size, wire, intra.size * slice_numel * wire.itemsize)
-    return [_reduce_scatter_hop(intra, gather_hop.full_bytes, numels, wire), inter_hop, gather_hop]
+    chunks = all_reduce_chunks(route, slice_numel, wire.itemsize)
+    slice_bytes, encoded_bytes = slice_numel * wire.itemsize, 0
+    if slowest.codec is not None:
+        shares = [(end - start) // slowest.size for start, end in chunks]
+        encoded_bytes = slowest.size * sum(slowest.codec.encoded_bytes(share) for share in shares)
+    reduce_hops, gather_hops = [], []
+    for index, (hop, stride) in enumerate(zip(others, route.strides[1:-1], strict=True), start=1):
+        rows = stride // slowest.size
+        numels = piece_numels(chunks, rows)
+        reduce_hops.append(_reduce_scatter_hop(hop, rows * hop.size * slice_bytes, numels, wire))
+        is_encoded = index < route.num_quantized_sums
+        num_bytes = rows * hop.size * (encoded_bytes if is_encoded else slice_bytes)
+        gather_hops.append(HopTraffic(ALL_GATHER, hop.axis, hop.size, torch.uint8 if is_encoded else wire, num_bytes))
+    is_encoded = slowest.codec is not None
+    full_bytes, sum_wire = (encoded_bytes, torch.uint8) if is_encoded else (slice_bytes, wire)
+    slowest_hop = HopTraffic(ALL_REDUCE, slowest.axis, slowest.size, sum_wire, full_bytes)
+    return [*reduce_hops[::-1], slowest_hop, *gather_hops]
 
 
 def num_all_reduce_chunks(route: Route, numel: int, wire: torch.dtype) -> int:

@@ -19,7 +19,7 @@ from mics_strategy.engine.backward_grads import GradStaging
 from mics_strategy.engine.boundary import AccumulationBoundary
 from mics_strategy.engine.bucket import Bucket, param_comms
 from mics_strategy.engine.grad_bucket import GradBucket
-from mics_strategy.engine.layout import BucketSpec, make_layout, split_into_buckets
+from mics_strategy.engine.layout import BucketSpec, make_layout, num_first_hop_chunks, split_into_buckets
 from mics_strategy.engine.memory import CachedViews, MemoryTracker, Slot, StagingPool, arena, carve_views, packed_bytes
 from mics_strategy.engine.parameter import make_sharded_parameter
 from mics_strategy.engine.rank_agreement import DesyncCheck, ReplicaCheck
@@ -28,7 +28,6 @@ from mics_strategy.engine.schedule import (
     USAGE_DTYPE,
     first_hop_numel,
     full_numel,
-    num_first_hop_chunks,
     shard_numel,
     usage_numel,
 )

@@ -17,6 +17,7 @@ from torch import nn
 
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
+from mics_strategy.comm.scratch import COMMUNICATOR_BYTES
 from mics_strategy.engine.build import (
     BuildContext,
     add_sharded_parameters,
@@ -30,7 +31,7 @@ from mics_strategy.engine.unit import unit_plan_of
 from mics_strategy.engine.units import UnitRule, find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, resolve_scopes
-from mics_strategy.topology import Topology
+from mics_strategy.topology import Switches, Topology
 from mics_strategy.tuning.coalesce import choose_coalescing
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from mics_strategy.engine.unit import Unit
 
 _META = torch.device("meta")
-# 0.5 to 0.7 GB on four A100 (NVIDIA/nccl#964). Not measured by this project.
-COMMUNICATOR_BYTES = 600_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +98,7 @@ def estimate_memory(
 
     Args:
         model: Model on the meta device. It cannot be used afterwards.
-        config: Configuration with explicit scopes, not ``"auto"``.
+        config: Configuration with explicit scopes, not ``"auto"``. Of its topology only the switches count.
         num_nodes: Nodes of the job.
         ranks_per_node: Ranks of each node.
         units: Modules that form units, as for `shard`.
@@ -122,7 +121,9 @@ def estimate_memory(
             "The scopes are 'auto', which depends on the memory of a real device. Give a preset, or name the scopes."
         )
     world_size = num_nodes * ranks_per_node
-    topology = Topology(ranks_per_node=ranks_per_node)
+    stated = config.topology
+    nodes_per_switch = stated.nodes_per_switch if isinstance(stated, (Topology, Switches)) else 0
+    topology = Topology(ranks_per_node=ranks_per_node, nodes_per_switch=nodes_per_switch)
     scopes = resolve_scopes(config.replace(topology=topology), topology, world_size)
     modules, memory = find_units(model, units), MemoryTracker()
     with _fake_process_group(world_size), torch.no_grad():

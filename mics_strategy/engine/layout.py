@@ -346,6 +346,14 @@ def split_into_buckets(sizes_bytes: list[int]) -> list[range]:
     return [range(start, end) for start, end in zip(starts, [*starts[1:], len(sizes_bytes)], strict=True)]
 
 
+def num_first_hop_chunks(layout: BucketLayout, itemsize: int) -> int:
+    """Chunks of a bucket's first hop.
+
+    They have `MAX_BUCKET_BYTES`, gathered, where the bucket is a single parameter; other buckets have one.
+    """
+    return -(-layout.full_numel * itemsize // MAX_BUCKET_BYTES) if layout.is_one_parameter else 1
+
+
 def _choose_dim(shape: torch.Size, ranks: int) -> int | None:
     if len(shape) == 0:
         return None

@@ -160,7 +160,7 @@ class Plan:
 def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepOrder, owned: tuple[OwnedPlan, ...] = ()) -> Plan:
     """Plan one optimizer step in steady state, after a step of the same order.
 
-    Collectives with `hierarchical="auto"` that no job has measured yet are planned in two stages.
+    Collectives with `hierarchical="auto"` that no job has measured yet are planned in several stages.
 
     Args:
         units: Units by index; the root is the first.

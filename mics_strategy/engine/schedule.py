@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from mics_strategy.engine.layout import ALIGN_NUMEL, MAX_BUCKET_BYTES
+from mics_strategy.engine.layout import ALIGN_NUMEL
 
 if TYPE_CHECKING:
     from mics_strategy.engine.layout import BucketLayout
@@ -116,11 +116,6 @@ def first_hop_chunks(slice_numel: int, count: int) -> list[tuple[int, int]]:
     """
     step = max(1, -(-slice_numel // (count * ALIGN_NUMEL))) * ALIGN_NUMEL
     return [(start, min(start + step, slice_numel)) for start in range(0, slice_numel, step)] or [(0, 0)]
-
-
-def num_first_hop_chunks(layout: BucketLayout, itemsize: int) -> int:
-    """Chunks of the first hop: of `MAX_BUCKET_BYTES`, gathered, of a single parameter; 1 for others."""
-    return -(-layout.full_numel * itemsize // MAX_BUCKET_BYTES) if layout.is_one_parameter else 1
 
 
 def first_hop_numel(layout: BucketLayout, degree: int, num_chunks: int) -> int:

@@ -1,4 +1,4 @@
-"""Lightning strategies for the Trainer and for Fabric.
+"""Lightning strategies for the Trainer and for Fabric, and a profiling callback.
 
 Nothing is imported before it is used: importing this package does not import Lightning; naming `MiCSStrategy` does.
 """
@@ -10,12 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mics_strategy.lightning.fabric import MiCSFabricStrategy, fabric_strategy_for
+    from mics_strategy.lightning.profile import MiCSProfile, profile_callback_for
     from mics_strategy.lightning.strategy import MiCSStrategy, strategy_for
 
-__all__ = ["MiCSFabricStrategy", "MiCSStrategy", "fabric_strategy_for", "strategy_for"]
+__all__ = [
+    "MiCSFabricStrategy",
+    "MiCSProfile",
+    "MiCSStrategy",
+    "fabric_strategy_for",
+    "profile_callback_for",
+    "strategy_for",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}. It has {', '.join(__all__)}.")
-    return getattr(importlib.import_module(f"{__name__}.{'fabric' if 'abric' in name else 'strategy'}"), name)
+    module = next((part for part in ("fabric", "profile") if part in name.lower()), "strategy")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

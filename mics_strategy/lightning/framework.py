@@ -56,6 +56,7 @@ class TrainerFramework(Framework):
     worker_output: type[Any]
     fitting: Any
     interrupted: Any
+    callback: type[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,7 @@ def load_framework(name: str) -> TrainerFramework:
         worker_output=trainer("strategies.launchers.multiprocessing:_WorkerOutput"),
         fitting=trainer("trainer.states:TrainerFn").FITTING,
         interrupted=trainer("trainer.states:TrainerStatus").INTERRUPTED,
+        callback=callbacks.Callback,
     )
 
 

@@ -1,4 +1,4 @@
-"""Buffers of the engine of one model, by the rules of `engine.build`, without modules or tensors.
+"""Buffers of the engine of one model, by the rules of `engine.build`.
 
 Units of one kind have equal buckets, so that the arithmetic runs once for each kind. Buckets are cached.
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,16 +17,15 @@ import torch
 
 from mics_strategy.comm.workspace import aligned_bytes
 from mics_strategy.config import sum_dtype_of
-from mics_strategy.engine.layout import BucketLayout, make_layout, split_into_buckets
+from mics_strategy.engine.layout import BucketLayout, make_layout, num_first_hop_chunks, split_into_buckets
 from mics_strategy.engine.schedule import (
     USAGE_DTYPE,
     first_hop_numel,
     full_numel,
-    num_first_hop_chunks,
     unshard_role,
     usage_numel,
 )
-from mics_strategy.planner.communicators import Workspaces
+from mics_strategy.planner.communicators import Workspaces, coalescing_routes, comm_layout
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
@@ -38,11 +37,17 @@ _PARAM_ROLES = ("param_all_gather", "secondary_all_gather", "param_sync")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketSize:
-    """A bucket: its layout, and the dtypes in which its parameters are stored."""
+    """A bucket: its layout, and the dtypes of masters and unsharded parameters."""
 
     layout: BucketLayout
+    master_dtype: torch.dtype
     param_dtype: torch.dtype
     is_trained: bool
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """Dtype in which its gradients are added."""
+        return sum_dtype_of(self.master_dtype)
 
     @property
     def numel(self) -> int:
@@ -51,11 +56,11 @@ class BucketSize:
 
 
 @functools.lru_cache(maxsize=4096)
-def bucket_sizes(
+def _bucket_sizes(
     parameters: tuple[ParameterShape, ...],
     degrees: tuple[int, int],
     block_numels: tuple[int, int],
-    dtypes: tuple[torch.dtype, torch.dtype],
+    dtypes: tuple[tuple[torch.dtype, torch.dtype], ...],
 ) -> tuple[BucketSize, ...]:
     """Buckets of a unit, as the engine makes them.
 
@@ -63,20 +68,21 @@ def bucket_sizes(
         parameters: Parameters of the unit.
         degrees: Ranks that share a bucket's rows, of frozen and of trained parameters.
         block_numels: Elements of a codec block, of frozen and of trained parameters.
-        dtypes: Dtypes of master and unsharded parameters.
+        dtypes: Dtypes of master and unsharded values of each parameter.
     """
-    itemsize = min(dtype.itemsize for dtype in dtypes)
+    by_kind: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[str, torch.Size]]] = collections.defaultdict(list)
+    for parameter, (master, param) in zip(parameters, dtypes, strict=True):
+        by_kind[master, param, parameter.is_trained].append((parameter.name, torch.Size(parameter.shape)))
     sizes = []
-    for is_trained in dict.fromkeys(parameter.is_trained for parameter in parameters):
-        shapes = [(p.name, torch.Size(p.shape)) for p in parameters if p.is_trained == is_trained]
-        for positions in split_into_buckets([shape.numel() * dtypes[1].itemsize for _, shape in shapes]):
+    for (master, param, is_trained), shapes in by_kind.items():
+        for positions in split_into_buckets([shape.numel() * param.itemsize for _, shape in shapes]):
             layout = make_layout(
                 shapes[positions.start : positions.stop],
                 degrees[is_trained],
                 block_numels[is_trained],
-                itemsize=itemsize,
+                itemsize=min(master.itemsize, param.itemsize),
             )
-            sizes.append(BucketSize(layout=layout, param_dtype=dtypes[1], is_trained=is_trained))
+            sizes.append(BucketSize(layout=layout, master_dtype=master, param_dtype=param, is_trained=is_trained))
     return tuple(sizes)
 
 
@@ -87,34 +93,45 @@ class EngineBuffers:
         model: Description of the model.
         config: Configuration; `coalesce="auto"` counts as False.
         scopes: Degrees and codecs.
-        master_dtype: Dtype of the parameters that the optimizer updates.
+        master_dtype: Dtype of the parameters whose own is ``"auto"``.
     """
 
     def __init__(self, model: ModelDescription, config: ShardConfig, scopes: Scopes, master_dtype: torch.dtype) -> None:
         self._model = model
         self._config = config
         self._scopes = scopes
-        self._master = master_dtype
-        self._wire = config.wire_dtype_of(master_dtype)
-        self._sum = sum_dtype_of(master_dtype)
         frozen_degree = scopes.optimizer if scopes.params > 1 else 1
-        blocks = (scopes.block_numel(is_trainable=False), scopes.block_numel(is_trainable=True))
-        dtypes = (master_dtype, config.param_dtype_of(master_dtype))
+        self._comms = comm_layout(scopes)
         self._counts = collections.Counter(unit.kind for unit in model.units)
         first = {unit.kind: unit for unit in reversed(model.units)}
         self._kinds = {
-            kind: bucket_sizes(unit.parameters, (frozen_degree, scopes.optimizer), blocks, dtypes)
+            kind: _bucket_sizes(
+                unit.parameters,
+                (frozen_degree, scopes.optimizer),
+                self._comms.block_numels,
+                tuple((dtype, config.param_dtype_of(dtype)) for dtype in _dtypes(unit.parameters, master_dtype)),
+            )
             for kind, unit in first.items()
         }
 
     @property
+    def buckets_by_kind(self) -> Mapping[str, tuple[BucketSize, ...]]:
+        """Buckets of each kind of units."""
+        return self._kinds
+
+    @property
     def num_trained(self) -> int:
         """Elements that this rank's optimizer updates."""
-        return self._sum_over(lambda bucket: bucket.layout.shard_numel if bucket.is_trained else 0)
+        return self._sum_over_trained(lambda bucket: bucket.layout.shard_numel)
+
+    @property
+    def moments_bytes(self) -> int:
+        """Bytes of Adam's two moments, in the dtype of the masters."""
+        return self._sum_over_trained(lambda bucket: 2 * bucket.layout.shard_numel * bucket.master_dtype.itemsize)
 
     @property
     def pending_grad_bytes(self) -> int:
-        """Bytes of the gradients of the root and of two units in a row, where autograd has stored them."""
+        """Bytes of autograd's gradients of the root and of two units in a row."""
         by_kind = {
             kind: sum(b.numel * b.param_dtype.itemsize for b in buckets if b.is_trained)
             for kind, buckets in self._kinds.items()
@@ -125,7 +142,9 @@ class EngineBuffers:
     def bytes_by_purpose(self) -> dict[str, int]:
         """Bytes by purpose, with the names in `Sharded.memory`."""
         scopes = self._scopes
-        sizes = {"master shards": self._sum_over(lambda bucket: bucket.layout.shard_numel * self._master.itemsize)}
+        sizes = {
+            "master shards": self._sum_over(lambda bucket: bucket.layout.shard_numel * bucket.master_dtype.itemsize)
+        }
         if scopes.params > 1:
             sizes["parameter shards"] = self._sum_over(lambda b: self._new_bytes(b, b.layout.numel_at(scopes.params)))
             sizes["slots"] = self._slot_bytes()
@@ -151,9 +170,16 @@ class EngineBuffers:
         """Sum over all buckets of all units."""
         return sum(self._counts[kind] * sum(map(num_bytes, buckets)) for kind, buckets in self._kinds.items())
 
+    def _sum_over_trained(self, num_bytes: Callable[[BucketSize], int]) -> int:
+        return self._sum_over(lambda bucket: num_bytes(bucket) if bucket.is_trained else 0)
+
+    def _wire(self, bucket: BucketSize) -> torch.dtype:
+        """Dtype of a bucket's gradients on the wire."""
+        return self._config.wire_dtype_of(bucket.master_dtype)
+
     def _new_bytes(self, bucket: BucketSize, numel: int) -> int:
         """Bytes of parameters at their scope; 0 where they are the masters themselves."""
-        is_master = bucket.layout.ranks == self._scopes.params and bucket.param_dtype == self._master
+        is_master = bucket.layout.ranks == self._scopes.params and bucket.param_dtype == bucket.master_dtype
         return 0 if is_master else numel * bucket.param_dtype.itemsize
 
     def _slot_bytes(self) -> int:
@@ -173,18 +199,17 @@ class EngineBuffers:
         return sum(largest.values())
 
     def _gradient_bytes(self) -> dict[str, int]:
-        """Bytes of the sums, of the gradients that the optimizer reads, and of the flags of used parameters."""
+        """Bytes of sums, of the optimizer's gradients, and of flags of used parameters."""
         scopes = self._scopes
         sizes = {
-            "gradients": self._sum_over(
-                lambda b: b.layout.numel_at(scopes.grads) * self._sum.itemsize if b.is_trained else 0
-            )
+            "gradients": self._sum_over_trained(lambda b: b.layout.numel_at(scopes.grads) * b.sum_dtype.itemsize),
+            "cast gradients": self._sum_over_trained(
+                lambda b: b.layout.shard_numel * b.master_dtype.itemsize if b.sum_dtype != b.master_dtype else 0
+            ),
         }
         if scopes.grads != scopes.optimizer:
-            sizes["reduced gradients"] = self.num_trained * self._sum.itemsize
-        if self._sum != self._master:
-            sizes["cast gradients"] = self.num_trained * self._master.itemsize
-        num_parameters = self._sum_over(lambda b: len(b.layout.param_slices) if b.is_trained else 0)
+            sizes["reduced gradients"] = self._sum_over_trained(lambda b: b.layout.shard_numel * b.sum_dtype.itemsize)
+        num_parameters = self._sum_over_trained(lambda b: len(b.layout.param_slices))
         sizes["used parameters"] = usage_numel(num_parameters) * USAGE_DTYPE.itemsize
         return sizes
 
@@ -197,7 +222,9 @@ class EngineBuffers:
             if self._needs_staging(bucket)
         ]
         sizes = {"all-gather staging buffers": max(full, default=0)}
-        if scopes.optimizer > scopes.params and any(bucket.param_dtype != self._master for bucket in self._buckets()):
+        if scopes.optimizer > scopes.params and any(
+            bucket.param_dtype != bucket.master_dtype for bucket in self._buckets()
+        ):
             by_kind = [
                 aligned_bytes(*((b.layout.shard_numel if self._is_synced(b) else 0, b.param_dtype) for b in buckets))
                 for buckets in self._kinds.values()
@@ -205,13 +232,17 @@ class EngineBuffers:
             sizes["cast staging buffers"] = prefetch * max(by_kind, default=0)
         if scopes.grads > 1:
             sizes["gradient staging buffers"] = self._grad_staging_bytes()
-        if scopes.optimizer > scopes.grads and self._wire != self._sum:
-            wires = [b.layout.numel_at(scopes.grads) * self._wire.itemsize for b in self._buckets() if b.is_trained]
+        if scopes.optimizer > scopes.grads:
+            wires = [
+                b.layout.numel_at(scopes.grads) * self._wire(b).itemsize
+                for b in self._buckets()
+                if b.is_trained and self._wire(b) != b.sum_dtype
+            ]
             sizes["second-hop staging buffers"] = 2 * max(wires, default=0)
         return sizes
 
     def _is_synced(self, bucket: BucketSize) -> bool:
-        """Whether stepped parameters are sent to the parameter scope: frozen ones only from a shard."""
+        """Whether parameters are sent from the optimizer's scope to their own."""
         return self._scopes.optimizer > self._scopes.params and (bucket.is_trained or self._scopes.params > 1)
 
     def _needs_staging(self, bucket: BucketSize) -> bool:
@@ -223,11 +254,11 @@ class EngineBuffers:
         return is_sent and not bucket.layout.is_one_parameter and not self._coalesces(bucket, role)
 
     def _grad_staging_bytes(self) -> int:
-        """Bytes of one buffer for all first hops, or of two for each depth where they are encoded ahead."""
+        """Bytes of one buffer for all first hops; of two a depth if encoded ahead."""
         scopes = self._scopes
-        if not scopes.is_quantized("grad_reduce_scatter"):
+        if not self._comms.is_first_hop_quantized:
             sizes = [
-                (first_hop_numel(b.layout, scopes.grads, self._num_chunks(b)), self._wire)
+                (first_hop_numel(b.layout, scopes.grads, self._num_chunks(b)), self._wire(b))
                 for b in self._buckets()
                 if b.is_trained
             ]
@@ -235,30 +266,29 @@ class EngineBuffers:
         by_depth: dict[int, list[int]] = collections.defaultdict(list)
         for unit in self._model.units:
             if trained := self._trained(unit.kind):
-                flat_bytes = aligned_bytes(*((bucket.layout.full_numel, self._wire) for bucket in trained))
+                flat_bytes = aligned_bytes(*((bucket.layout.full_numel, self._wire(bucket)) for bucket in trained))
                 by_depth[unit.depth if unit.name else 0].append(flat_bytes)
         most = 2 if "reduce" in self._config.overlap else 1
         return sum(min(len(sizes), most) * max(sizes) for sizes in by_depth.values())
 
     def _num_chunks(self, bucket: BucketSize) -> int:
         """Chunks of a first hop; one where each first hop has a flat buffer of its own."""
-        if self._scopes.is_quantized("grad_reduce_scatter"):
+        if self._comms.is_first_hop_quantized:
             return 1
         return num_first_hop_chunks(bucket.layout, bucket.param_dtype.itemsize)
 
     def _coalesces(self, bucket: BucketSize, role: str) -> bool:
         """Whether a bucket's tensors are sent in one launch."""
-        dtype = self._wire if role == "grad_reduce_scatter" else bucket.param_dtype
+        dtype = self._wire(bucket) if role == "grad_reduce_scatter" else bucket.param_dtype
         if self._config.coalesce is not True or not bucket.layout.is_evenly_divisible:
             return False
-        if role == "grad_reduce_scatter" and (not bucket.is_trained or bucket.param_dtype != self._wire):
+        if role == "grad_reduce_scatter" and (not bucket.is_trained or bucket.param_dtype != self._wire(bucket)):
             return False
-        routes = Workspaces(self._scopes).coalescing_routes(role, bucket.layout.full_numel * dtype.itemsize)
-        return any(True for _ in routes)
+        return bool(coalescing_routes(self._comms, role, bucket.layout.full_numel * dtype.itemsize))
 
     def _workspace_bytes(self) -> int:
         """Bytes of the scratch memory of collectives."""
-        scopes, workspaces = self._scopes, Workspaces(self._scopes)
+        scopes, workspaces = self._scopes, Workspaces(self._comms)
         for bucket in self._buckets():
             layout, dtype = bucket.layout, bucket.param_dtype
             for role in _PARAM_ROLES:
@@ -269,10 +299,15 @@ class EngineBuffers:
                     workspaces.reserve_coalesced(role, full_numel(role, layout, scopes), dtype)
             if not bucket.is_trained:
                 continue
+            wire, total = self._wire(bucket), bucket.sum_dtype
             numel = first_hop_numel(layout, scopes.grads, self._num_chunks(bucket))
-            workspaces.reserve("grad_reduce_scatter", numel, self._wire, self._sum)
+            workspaces.reserve("grad_reduce_scatter", numel, wire, total)
             if self._num_chunks(bucket) == 1 and self._coalesces(bucket, "grad_reduce_scatter"):
-                workspaces.reserve_coalesced("grad_reduce_scatter", layout.full_numel, self._wire)
+                workspaces.reserve_coalesced("grad_reduce_scatter", layout.full_numel, wire)
             for role in ("second_hop_reduce_scatter", "second_hop_all_reduce"):
-                workspaces.reserve(role, full_numel(role, layout, scopes), self._wire, self._sum)
+                workspaces.reserve(role, full_numel(role, layout, scopes), wire, total)
         return workspaces.total_bytes
+
+
+def _dtypes(parameters: Iterable[ParameterShape], default: torch.dtype) -> list[torch.dtype]:
+    return [p.dtype if isinstance(p.dtype, torch.dtype) else default for p in parameters]

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 _GROWTH = 4  # of the sizes from one to the next
 _SMALLEST_BYTES = 4096
+_LEAST_SIZES = 3  # however long they take: a line needs two, and the smallest shows the latency
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -63,7 +64,7 @@ class CalibrationOptions:
     Attributes:
         name: Name of the cluster in the file.
         max_bytes: Bytes of the largest full tensor.
-        stage_s: Seconds for the runs of one size of one collective, at most; larger sizes are left out.
+        stage_s: Seconds for the runs of one size of one collective, at most; larger sizes are left out, but not the first three.
         overlap_s: Seconds of the collectives beside which the device computes.
         dtype: Dtype of the matrix products whose rate is the device's: "bfloat16" or "float32"; ``"auto"`` is 16 bits
             on a GPU and 32 on a CPU.
@@ -109,12 +110,12 @@ class Probe:
     @property
     def ranks_of_node(self) -> int:
         """Ranks of each node that take part."""
-        return self.scopes.span_of(self.role).split_by_link()[0].size
+        return math.prod(axis.size for axis in self.scopes.span_of(self.role).axes if axis.is_inside_node)
 
     @property
     def link(self) -> str:
         """Slowest link that it crosses."""
-        return "intra_node" if self.scopes.span_of(self.role).is_inside_node else "inter_node"
+        return self.scopes.span_of(self.role).axes[-1].link
 
 
 def probes(topology: Topology, world_size: int) -> list[Probe]:
@@ -131,7 +132,7 @@ def probes(topology: Topology, world_size: int) -> list[Probe]:
         )
         probe = Probe(role=role, scopes=resolve_scopes(config, topology, world_size))
         routes = probe.scopes.routes(role)
-        if routes is not None and routes.hierarchical.intra is None:
+        if routes is not None and len(routes.hierarchical.hops) == 1:
             found.setdefault((probe.collective, probe.scopes.span_of(role).size, probe.ranks_of_node), probe)
 
     for size in _divisors(per_node):
@@ -276,7 +277,7 @@ class _Calibration:
                 continue
             times = [self._time(partial(run_collective, start)) for _ in range(RUNS + 1)][1:]
             table.append((full_bytes, statistics.median(times)))
-            if (RUNS + 1) * _GROWTH * min(times) > self._options.stage_s:
+            if len(table) >= _LEAST_SIZES and (RUNS + 1) * _GROWTH * min(times) > self._options.stage_s:
                 break
             size_bytes *= _GROWTH
         return monotone(table)
@@ -306,10 +307,10 @@ class _Calibration:
         computed, alone, together, products = [], [], [], []
         for _ in range(RUNS):
             computed.append(self._time(partial(repeat, product, num_products)) / num_products)
-            alone.append(self._time(lambda: _Beside(start, count, self._device).wait()))
+            alone.append(self._time(lambda: _OverlappedWork(start, count, self._device).wait()))
             self._start_together()
             begin_s = time.perf_counter()
-            beside, num = _Beside(start, count, self._device), 0
+            beside, num = _OverlappedWork(start, count, self._device), 0
             while not beside.has_completed:
                 product()
                 num += 1
@@ -343,8 +344,11 @@ class _Calibration:
         self._maximum(0.0)
 
 
-class _Beside:
-    """Collectives that run beside what follows: in a thread on the CPU, on a side stream on a GPU."""
+class _OverlappedWork:
+    """Collectives that run beside what follows.
+
+    They run in a thread on the CPU, and on a side stream on a GPU.
+    """
 
     def __init__(self, start: Callable[[], Work], count: int, device: torch.device) -> None:
         self._works: list[Work] = []

@@ -1,4 +1,4 @@
-"""The planner's answer: the fastest configuration, what it costs, and why the others lost.
+"""The planner's answer: the fastest configuration, and why the others lost.
 
 Pure, but for `Choice.strategy`, which imports Lightning.
 """
@@ -65,7 +65,10 @@ class SimulatedStep:
 
     @property
     def model_flop_per_s_per_rank(self) -> float:
-        """FLOP per second and rank by the mathematics: nothing recomputed, causal attention halved."""
+        """FLOP per second and rank by the mathematics.
+
+        Nothing is recomputed, and causal attention is halved.
+        """
         return self.samples_per_s * self.job.workload.model.model_flop_per_sample / self.job.cluster.world_size
 
     @property
@@ -145,7 +148,7 @@ def _simulated(job: Job) -> SimulatedStep:
 
 
 def plan(workload: Workload, cluster: Cluster, space: Space | None = None) -> Choice:
-    """Choose the fastest configuration of a training that fits into the memory of a cluster.
+    """Choose the fastest configuration that fits into the memory of a cluster.
 
     Args:
         workload: Training, with the choices that are left to the planner.
@@ -184,7 +187,10 @@ class Choice:
 
     @property
     def num_micro_steps(self) -> int:
-        """Micro-steps of an optimizer step: `accumulate_grad_batches`, `gradient_accumulation_steps`."""
+        """Micro-steps of an optimizer step.
+
+        Lightning: `accumulate_grad_batches`. Accelerate: `gradient_accumulation_steps`.
+        """
         return self.step.job.num_micro_steps
 
     @property
@@ -211,7 +217,7 @@ class Choice:
         return accelerate.MiCSPlugin(self.config, **options)
 
     def table(self) -> str:
-        """The answer as text: the choice, the frontier, and why other points lost."""
+        """The answer as text."""
         return "\n".join(_table(self))
 
     def to_json(self) -> dict[str, Any]:
@@ -272,7 +278,10 @@ def _table(choice: Choice) -> Iterator[str]:
 
 
 def _presets(choice: Choice) -> list[tuple[str, Point]]:
-    """The fastest point of each published system, or the smallest where none fits; fastest first."""
+    """The fastest point of each published system, fastest first.
+
+    Where none fits, it is the smallest.
+    """
     points: dict[str, Point] = {}
     for point in (*choice.solution.fitting, *choice.solution.too_large):
         name = preset_of(point.job)

@@ -106,7 +106,9 @@ def _steps(stage: HopTraffic) -> int:
 
 
 def interpolate(table: Sequence[tuple[int, float]], full_bytes: int) -> float:
-    """Seconds of a collective of `full_bytes`, between measured sizes in proportion, beyond them by the last two.
+    """Seconds of a collective, interpolated between measured sizes.
+
+    Beyond the largest, the line through the last two goes on.
 
     Args:
         table: Bytes of the full tensor and seconds, ascending; at least one.

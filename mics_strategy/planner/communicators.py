@@ -8,7 +8,9 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mics_strategy.comm.route import ALL_GATHER, REDUCE_SCATTER
@@ -23,65 +25,77 @@ if TYPE_CHECKING:
     from mics_strategy.scopes import Scopes
     from mics_strategy.topology import Span
 
-# 0.5 to 0.7 GB on four A100 (NVIDIA/nccl#964). Not measured by this project.
-COMMUNICATOR_BYTES = 600_000_000
-
 _STREAMS = {  # roles by stream
     "gather": ("param_all_gather", "secondary_all_gather", "param_sync"),
     "reduce": ("grad_reduce_scatter",),
     "second_hop": ("second_hop_reduce_scatter", "second_hop_all_reduce"),
 }
+_STREAM_OF = {role: stream for stream, roles in _STREAMS.items() for role in roles}
 
 
-def num_communicators(scopes: Scopes) -> int:
-    """NCCL's communicators of one rank: one for each process group, and the default one."""
-    groups = {("control", scopes.span(1, scopes.world_size))}
-    groups |= {
-        ("control", span) for span in (scopes.span(1, scopes.optimizer), scopes.span_of("second_hop_all_reduce"))
-    }
-    for variant in _variants(scopes):
-        for stream, roles in _STREAMS.items():
-            for role in roles:
-                groups |= {
-                    (stream, span) for route in _routes(variant.routes(role)) for span in _spans(route, role, scopes)
-                }
-    return 1 + len([span for _, span in groups if span.size > 1])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommLayout:
+    """Routes of a job's collectives, and what follows from them alone.
+
+    Attributes:
+        routes: Routes of each role; those without codecs of gradients as well, where there are such codecs.
+        num_communicators: NCCL's communicators of one rank: one for each process group, and the default one.
+        encoded_streams: Streams on which a collective is encoded while the one before it is sent.
+        block_numels: Elements of a codec block, of frozen and of trained parameters.
+        is_first_hop_quantized: Whether gradients are encoded in every backward.
+    """
+
+    routes: Mapping[str, tuple[SizedRoutes, ...]]
+    num_communicators: int
+    encoded_streams: frozenset[str]
+    block_numels: tuple[int, int]
+    is_first_hop_quantized: bool
 
 
-def _variants(scopes: Scopes) -> list[Scopes]:
-    """The scopes, and with codecs of gradients also those without: `grad_codec_until` switches between them."""
+@functools.lru_cache(maxsize=4096)
+def comm_layout(scopes: Scopes) -> CommLayout:
+    """The routes of a job. Cached: a planner asks for the same scopes often."""
     has_codec = scopes.codecs.first_hop is not None or scopes.codecs.second_hop is not None
-    return [scopes, scopes.without_grad_codecs()] if has_codec else [scopes]
+    variants = [scopes, scopes.without_grad_codecs()] if has_codec else [scopes]
+    routes = {role: tuple(s for variant in variants if (s := variant.routes(role)) is not None) for role in COLLECTIVES}
+    groups = {("control", scopes.span(1, scopes.world_size)), ("control", scopes.span(1, scopes.optimizer))}
+    groups.add(("control", scopes.span_of("second_hop_all_reduce")))
+    encoded = set()
+    for role, stream in _STREAM_OF.items():
+        for route in (route for sized in routes[role] for route in _both(sized)):
+            groups |= {(stream, span) for span in _spans(route, role, scopes)}
+            encoded |= {stream} if route.is_quantized else set()
+    return CommLayout(
+        routes=routes,
+        num_communicators=1 + len([span for _, span in groups if span.size > 1]),
+        encoded_streams=frozenset(encoded),
+        block_numels=(scopes.block_numel(is_trainable=False), scopes.block_numel(is_trainable=True)),
+        is_first_hop_quantized=scopes.is_quantized("grad_reduce_scatter"),
+    )
 
 
-def _routes(sized: SizedRoutes | None) -> list[Route]:
-    if sized is None:
-        return []
-    return [sized.hierarchical, *([] if sized.flat is None else [sized.flat])]
+def _both(sized: SizedRoutes) -> tuple[Route, ...]:
+    return (sized.hierarchical,) if sized.flat is None else (sized.hierarchical, sized.flat)
 
 
 def _spans(route: Route, role: str, scopes: Scopes) -> tuple[Span, ...]:
     """Ranks of each stage of a role's collectives."""
     span = scopes.span_of(role)
-    return span.split_by_link() if route.intra is not None else (span,)
+    return span.split_by_link() if len(route.hops) > 1 else (span,)
 
 
 class Workspaces:
-    """Scratch memory by stream: that of the largest collective, twice where one is encoded ahead.
+    """Scratch memory by stream: that of the largest collective.
+
+    It is doubled where one collective is encoded while another is sent.
 
     Args:
-        scopes: Degrees and codecs.
+        comms: Routes of the job.
     """
 
-    def __init__(self, scopes: Scopes) -> None:
-        self._largest = dict.fromkeys(_STREAMS, 0)
-        self._stream_of = {role: stream for stream, roles in _STREAMS.items() for role in roles}
-        self._variants = _variants(scopes)
-        self._sized = {role: [variant.routes(role) for variant in self._variants] for role in COLLECTIVES}
-        self._encodes = {
-            stream: any(route.is_quantized for role in roles for sized in self._sized[role] for route in _routes(sized))
-            for stream, roles in _STREAMS.items()
-        }
+    def __init__(self, comms: CommLayout) -> None:
+        self._comms = comms
+        self._largest = dict.fromkeys(_STREAM_OF.values(), 0)
 
     def reserve(self, role: str, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Announce a collective.
@@ -92,34 +106,33 @@ class Workspaces:
             wire: Dtype of unquantized payloads.
             dtype: Dtype of the sum.
         """
-        for sized in self._sized[role]:
-            if sized is not None:
-                route = sized.for_bytes(numel * wire.itemsize)
-                self._keep(role, _scratch_bytes(role, route, numel, wire, dtype))
+        for sized in self._comms.routes[role]:
+            route = sized.for_bytes(numel * wire.itemsize)
+            self._keep(role, _scratch_bytes(role, route, numel, wire, dtype))
 
     def reserve_coalesced(self, role: str, numel: int, wire: torch.dtype) -> None:
         """Announce a collective of several tensors in one launch; see `reserve`."""
-        for route in self.coalescing_routes(role, numel * wire.itemsize):
+        for route in coalescing_routes(self._comms, role, numel * wire.itemsize):
             shard_numel = numel // route.size
-            sizes = [(shard_numel, wire)]
-            if COLLECTIVES[role] == REDUCE_SCATTER and route.intra is not None:
-                sizes.append((shard_numel * route.inter.size, wire))
-            self._keep(role, aligned_bytes(*sizes))
-
-    def coalescing_routes(self, role: str, full_bytes: int) -> Iterator[Route]:
-        """The routes of a tensor that can take several tensors in one launch: those that are not quantized."""
-        for sized in self._sized[role]:
-            if sized is not None and not (route := sized.for_bytes(full_bytes)).is_quantized:
-                yield route
+            rows = route.strides[:-1] if COLLECTIVES[role] == REDUCE_SCATTER else (1,)
+            self._keep(role, aligned_bytes(*((shard_numel * count, wire) for count in rows)))
 
     def _keep(self, role: str, num_bytes: int) -> None:
-        stream = self._stream_of[role]
+        stream = _STREAM_OF[role]
         self._largest[stream] = max(self._largest[stream], num_bytes)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all streams together."""
-        return sum((2 if self._encodes[stream] else 1) * largest for stream, largest in self._largest.items())
+        return sum(
+            (2 if stream in self._comms.encoded_streams else 1) * largest for stream, largest in self._largest.items()
+        )
+
+
+def coalescing_routes(comms: CommLayout, role: str, full_bytes: int) -> list[Route]:
+    """The routes of a full tensor that take several tensors in one launch."""
+    routes = [sized.for_bytes(full_bytes) for sized in comms.routes[role]]
+    return [route for route in routes if not route.is_quantized]
 
 
 def _scratch_bytes(role: str, route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:

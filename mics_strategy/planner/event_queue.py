@@ -87,7 +87,9 @@ class Times:
 
 
 def run(tasks: Sequence[Task], device_slowdown: float = 1.0, links: Mapping[str, Slowdown] | None = None) -> Times:
-    """Simulate tasks; each starts as soon as its stream is free and the tasks in front of it have ended.
+    """Simulate tasks.
+
+    Each starts as soon as its stream is free and the tasks in front of it have ended.
 
     Args:
         tasks: Tasks. Those of a stream run in this order; `after` names only earlier tasks.

@@ -1,4 +1,4 @@
-"""Memory of one rank, by purpose: the engine's buffers, optimizer states, activations, communicators.
+"""Memory of one rank, by purpose, from a description of its model.
 
 The engine allocates all its memory before training, by rules of layout and schedule. Here the same rules are applied to
 a description of the model, without modules, tensors or groups, so that a planner can ask thousands of times. A test
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.comm.scratch import COMMUNICATOR_BYTES
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.buffers import EngineBuffers
-from mics_strategy.planner.communicators import COMMUNICATOR_BYTES, num_communicators
+from mics_strategy.planner.communicators import comm_layout
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
@@ -102,13 +103,16 @@ def rank_memories(
     batches: Iterable[MicroBatch],
     states: StateFormat | None = None,
 ) -> list[RankMemory]:
-    """As `rank_memory` for several micro-batches; what does not depend on them is computed once."""
+    """As `rank_memory`, for several micro-batches.
+
+    What does not depend on them is computed once.
+    """
     states = states or StateFormat()
     buffers = EngineBuffers(model, config, scopes, states.parameter_dtype)
     fixed = buffers.bytes_by_purpose()
     fixed["gradients of autograd"] = buffers.pending_grad_bytes
     fixed["optimizer states"] = buffers.num_trained * states.optimizer_bytes
-    fixed["communicators"] = num_communicators(scopes) * COMMUNICATOR_BYTES
+    fixed["communicators"] = comm_layout(scopes).num_communicators * COMMUNICATOR_BYTES
     fixed["context"] = CONTEXT_BYTES
     memories = []
     for batch in batches:
@@ -122,27 +126,24 @@ def rank_memories(
 def activation_bytes(units: Iterable[UnitModel], batch: MicroBatch) -> dict[str, int]:
     """Bytes of activations where a backward needs most of them.
 
-    That is in the head, while everything is kept, or in the layer that needs most, when the head's are freed. The
-    root's count as kept until the end, though parts of them are freed earlier.
+    That is in the loss and the head, while everything is kept, or in the layer that needs most, when those of loss and
+    head are freed. Others count as kept until the end.
 
     Args:
         units: Units of the model, the root first.
         batch: Micro-batch.
     """
-    kept = layers_kept = outside = head = head_working = layer_peak = 0
-    is_behind = False
+    layers_kept = outside = freed = outside_working = layer_peak = 0
     for unit in units:
         if unit.is_layer:
-            is_behind = True
-            kept = unit.input_bytes if batch.recomputes else unit.saved_bytes
-            layers_kept += kept
+            layers_kept += unit.input_bytes if batch.recomputes else unit.saved_bytes
             recomputed = unit.saved_bytes if batch.recomputes else 0
             layer_peak = max(layer_peak, recomputed + unit.working_bytes)
         else:
             outside += unit.saved_bytes
-            head += unit.saved_bytes if is_behind else 0
-            head_working = max(head_working, unit.working_bytes)
-    temporary = max(head_working, layer_peak - head)
+            freed += unit.freed_bytes
+            outside_working = max(outside_working, unit.working_bytes)
+    temporary = max(outside_working, layer_peak - freed)
     sizes = {"layers": layers_kept, "outside": outside, "temporary": temporary}
     sizes = {name: batch.samples * num_bytes for name, num_bytes in sizes.items()}
     return {

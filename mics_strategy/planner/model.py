@@ -8,15 +8,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterShape:
-    """One parameter: its name in the unit, its shape, and whether it is trained."""
+    """One parameter.
+
+    Attributes:
+        name: Name in the model.
+        shape: Shape of the whole parameter.
+        is_trained: Whether it has a gradient.
+        dtype: Dtype in which the optimizer updates it; ``"auto"`` where the reader of the description states one for
+            all parameters.
+    """
 
     name: str
     shape: tuple[int, ...]
     is_trained: bool = True
+    dtype: torch.dtype | str = "auto"
 
     @property
     def numel(self) -> int:
@@ -38,6 +51,8 @@ class UnitModel:
             and of the model's output belong to the unit that computes the output.
         input_bytes: Bytes of the unit's input for one sample, which is all that recomputation keeps.
         working_bytes: Most bytes of temporary tensors of one sample during its backward, beyond those kept.
+        freed_bytes: Bytes of `saved_bytes` that are freed before the backward reaches the layers: those of the loss,
+            the head and the last norm. 0 for layers.
         depth: Units around it; the root has 0.
         is_layer: Whether recomputation applies: to the layers that a model repeats, not to embeddings, head and root.
     """
@@ -49,6 +64,7 @@ class UnitModel:
     saved_bytes: int
     input_bytes: int
     working_bytes: int
+    freed_bytes: int = 0
     depth: int = 1
     is_layer: bool = True
 

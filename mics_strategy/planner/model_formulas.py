@@ -169,6 +169,7 @@ def _unit(
         saved_bytes=cost.saved_bytes,
         input_bytes=cost.input_bytes,
         working_bytes=cost.working_bytes,
+        freed_bytes=cost.freed_bytes,
         depth=1 if name else 0,
         is_layer=is_layer,
     )
@@ -301,6 +302,7 @@ class _Cost:
     saved_bytes: int = 0
     input_bytes: int = 0
     working_bytes: int = 0
+    freed_bytes: int = 0
 
 
 def _layer_cost(shape: TransformerShape, s: int, b: int) -> _Cost:
@@ -346,6 +348,7 @@ def _logits_cost(shape: TransformerShape, s: int, b: int) -> _Cost:
         saved_bytes=s * ((b + _FP32) * vocab + _INDEX + b * h),
         input_bytes=s * b * h,
         working_bytes=s * (2 * _FP32 * vocab - _INDEX),
+        freed_bytes=s * (_FP32 * vocab + _INDEX + b * h),
     )
 
 
@@ -358,7 +361,11 @@ def _role_cost(role: str, shape: TransformerShape, s: int, b: int) -> _Cost:
         return _logits_cost(shape, s, b)
     if role == "dense":
         return _Cost(
-            forward_flop=2.0 * s * h * h, saved_bytes=s * b * h, input_bytes=s * b * h, working_bytes=2 * s * b * h
+            forward_flop=2.0 * s * h * h,
+            saved_bytes=s * b * h,
+            input_bytes=s * b * h,
+            working_bytes=2 * s * b * h,
+            freed_bytes=s * b * h,
         )
     return _Cost(working_bytes=s * b * h)  # of positions: all samples read the same rows
 
@@ -368,17 +375,18 @@ def _root_cost(shape: TransformerShape, s: int, b: int, unit_roles: Sequence[str
     h = shape.hidden_size
     roles = ("embedding", "head") if shape.is_causal else ("embedding", "head", "dense")
     parts = [_role_cost(role, shape, s, b) for role in roles if role not in unit_roles]
-    mask = h if shape.drops else 0
-    norm = b * h + _STATISTICS
+    mask, norm = h if shape.drops else 0, b * h + _STATISTICS
+    before = freed = 0  # kept in front of the layers and behind them
     if shape.family == "llama":
-        saved, working = _FP32 * h + _FP32 + b * h, 4 * _FP32 * h + (b * h if b < _FP32 else 0) - _FP32
+        freed, working = _FP32 * h + _FP32 + b * h, 4 * _FP32 * h + (b * h if b < _FP32 else 0) - _FP32
     elif shape.family == "gpt2":
-        saved, working = norm + mask, 2 * b * h
+        before, freed, working = mask, norm, 2 * b * h
     else:  # LayerNorms of the embeddings and of the head; the activation
-        saved, working = 2 * norm + mask + b * h + (norm if shape.is_pre_norm else 0), b * h
+        before, freed, working = norm + mask, norm + b * h + (norm if shape.is_pre_norm else 0), b * h
     return _Cost(
         forward_flop=sum(part.forward_flop for part in parts),
-        saved_bytes=s * saved + sum(part.saved_bytes for part in parts),
+        saved_bytes=s * (before + freed) + sum(part.saved_bytes for part in parts),
         input_bytes=s * _INDEX,
         working_bytes=max(s * working, *(part.working_bytes for part in parts), 0),
+        freed_bytes=s * freed + sum(part.freed_bytes for part in parts),
     )

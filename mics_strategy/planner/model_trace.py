@@ -107,7 +107,7 @@ def trace_model(model: nn.Module, traced: TraceInput) -> ModelDescription:
     specs = find_units(model, traced.units)
     small, large = (_trace(model, specs, traced, num_samples) for num_samples in _BATCHES)
     costs = [after.minus(before) for before, after in zip(small, large, strict=True)]
-    names, classes = _kinds(specs, costs), [type(spec.module) for spec in specs]
+    names, layers = _kinds(specs, costs), _layers(specs)
     dtypes = [p.dtype for p in model.parameters() if p.dtype.is_floating_point]
     units = tuple(
         UnitModel(
@@ -121,10 +121,11 @@ def trace_model(model: nn.Module, traced: TraceInput) -> ModelDescription:
             saved_bytes=cost.saved_bytes,
             input_bytes=cost.input_bytes,
             working_bytes=max(0, cost.working_bytes),
+            freed_bytes=cost.freed_bytes,
             depth=spec.depth,
-            is_layer=spec is not specs[0] and classes.count(type(spec.module)) > 1,
+            is_layer=index in layers,
         )
-        for spec, cost, kind in zip(specs, costs, names, strict=True)
+        for index, (spec, cost, kind) in enumerate(zip(specs, costs, names, strict=True))
     )
     return ModelDescription(
         name=traced.name,
@@ -143,10 +144,17 @@ class _Cost:
     saved_bytes: int = 0
     input_bytes: int = 0
     working_bytes: int = 0
+    freed_bytes: int = 0
 
     def minus(self, other: _Cost) -> _Cost:
         names = [entry.name for entry in dataclasses.fields(self)]
         return _Cost(**{name: getattr(self, name) - getattr(other, name) for name in names})
+
+
+def _layers(specs: list[UnitSpec]) -> set[int]:
+    """Indices of the units whose class occurs several times."""
+    classes = [type(spec.module) for spec in specs]
+    return {index for index, cls in enumerate(classes) if index and classes.count(cls) > 1}
 
 
 def _kinds(specs: list[UnitSpec], costs: list[_Cost]) -> list[str]:
@@ -173,7 +181,7 @@ def _kinds(specs: list[UnitSpec], costs: list[_Cost]) -> list[str]:
 def _trace(model: nn.Module, specs: list[UnitSpec], traced: TraceInput, num_samples: int) -> list[_Cost]:
     """Costs of every unit for a batch of `num_samples`."""
     batch = tree_map(lambda value: _batched(value, num_samples), dict(traced.example))
-    recorder = _Recorder([_Cost() for _ in specs], _storages(model))
+    recorder = _Recorder([_Cost() for _ in specs], _storages(model), _layers(specs))
     with recorder.units(specs), _FusedKernels(recorder), recorder:
         with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
             try:
@@ -261,10 +269,12 @@ class _Recorder(TorchDispatchMode):
     In the backward the unit is the one whose saved tensor was read last.
     """
 
-    def __init__(self, costs: list[_Cost], states: set[int]) -> None:
+    def __init__(self, costs: list[_Cost], states: set[int], layers: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.costs = costs
         self.is_backward = False
+        self._layers = layers  # indices of units
+        self._is_behind_layers = False
         self._states = states  # storages of parameters and buffers
         self._memory = _Memory()
         self._running = [_OUTSIDE]
@@ -294,6 +304,7 @@ class _Recorder(TorchDispatchMode):
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._running.pop()
+            self._is_behind_layers |= index in self._layers
             for tensor in tree_leaves(output):
                 if isinstance(tensor, torch.Tensor):
                     self._makers.setdefault(tensor.untyped_storage(), index)  # the innermost unit
@@ -318,7 +329,9 @@ class _Recorder(TorchDispatchMode):
         """Count a tensor that autograd saves."""
         unit = self._running[-1]
         if tensor.untyped_storage()._cdata not in self._states:
-            self.costs[unit].saved_bytes += self._memory.save(tensor)
+            num_bytes = self._memory.save(tensor)
+            self.costs[unit].saved_bytes += num_bytes
+            self.costs[unit].freed_bytes += num_bytes if self._is_behind_layers and unit not in self._layers else 0
         return tensor, unit
 
     def unpack(self, packed: tuple[torch.Tensor, int]) -> torch.Tensor:

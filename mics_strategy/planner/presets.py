@@ -13,16 +13,21 @@ Source:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from mics_strategy.config import ShardConfig
-from mics_strategy.planner.cost import ParameterKind, StepTraffic, state_bytes, step_traffic
+from mics_strategy.planner.buffers import EngineBuffers
+from mics_strategy.planner.cost import ParameterKind, StepTraffic, step_traffic
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.text_table import text_table
 
 if TYPE_CHECKING:
+    from mics_strategy.planner.model import ModelDescription, ParameterShape
     from mics_strategy.topology import Topology
 
 NUM_MICRO_STEPS = 2  # so that the traffic of every micro-step counts more than that of a step
@@ -33,6 +38,7 @@ INSIDE_SPEED = 6  # of a rank's link inside its node over all links that leave t
 
 _TRIPLES = tuple(name.removeprefix("paro-") for name in ShardConfig.PRESETS if name.startswith("paro-"))
 _ORDER = "nig"
+_DEFAULT_DTYPE = torch.float32  # of parameters without one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,20 +46,23 @@ class Workload:
     """The model, and the memory for it.
 
     Attributes:
-        kinds: All parameters.
-        slots_bytes: Bytes of the units that are gathered at the same time, where parameters are sharded.
+        model: Units with their parameters; what they compute is not used.
         memory_bytes: Bytes of memory of one rank.
     """
 
-    kinds: tuple[ParameterKind, ...]
-    slots_bytes: int
+    model: ModelDescription
     memory_bytes: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        return self.model.numel
 
     @property
     def trained_share(self) -> float:
         """Share of trained parameters among all parameters, 0 to 1."""
-        trained = sum(kind.numel for kind in self.kinds if kind.is_trained)
-        return trained / max(1, sum(kind.numel for kind in self.kinds))
+        trained = sum(p.numel for unit in self.model.units for p in unit.parameters if p.is_trained)
+        return trained / max(1, self.model.numel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +73,7 @@ class Candidate:
         preset: Name of the preset.
         scopes: Scopes of the preset in this job.
         traffic: Traffic of one optimizer step.
-        states_bytes: Bytes of model states on one rank, with slots.
+        states_bytes: Bytes of one rank's model states and of the engine's buffers.
     """
 
     preset: str
@@ -127,9 +136,39 @@ def _price(preset: str, config: ShardConfig, workload: Workload, topology: Topol
     return Candidate(
         preset=preset,
         scopes=scopes,
-        traffic=step_traffic(workload.kinds, scopes, NUM_MICRO_STEPS),
-        states_bytes=state_bytes(workload.kinds, scopes) + (workload.slots_bytes if scopes.params > 1 else 0),
+        traffic=step_traffic(parameter_kinds(workload.model, config), scopes, NUM_MICRO_STEPS),
+        states_bytes=states_bytes(workload.model, config, scopes),
     )
+
+
+def parameter_kinds(model: ModelDescription, config: ShardConfig) -> tuple[ParameterKind, ...]:
+    """Parameters by dtype and whether they are trained."""
+    numels: Counter[tuple[torch.dtype, bool]] = Counter()
+    for parameter in (parameter for unit in model.units for parameter in unit.parameters):
+        numels[_dtype_of(parameter), parameter.is_trained] += parameter.numel
+    return tuple(
+        ParameterKind(
+            numel=numel,
+            master_bytes=dtype.itemsize,
+            param_bytes=config.param_dtype_of(dtype).itemsize,
+            wire_bytes=config.wire_dtype_of(dtype).itemsize,
+            is_trained=is_trained,
+        )
+        for (dtype, is_trained), numel in numels.items()
+    )
+
+
+def states_bytes(model: ModelDescription, config: ShardConfig, scopes: Scopes) -> int:
+    """Bytes of one rank's model states with Adam, and of the engine's buffers.
+
+    All that is not counted are activations and communicators.
+    """
+    buffers = EngineBuffers(model, config, scopes, _DEFAULT_DTYPE)
+    return sum(buffers.bytes_by_purpose().values()) + buffers.pending_grad_bytes + buffers.moments_bytes
+
+
+def _dtype_of(parameter: ParameterShape) -> torch.dtype:
+    return parameter.dtype if isinstance(parameter.dtype, torch.dtype) else _DEFAULT_DTYPE
 
 
 def with_scopes_of(preset: str, config: ShardConfig) -> ShardConfig:
@@ -148,13 +187,12 @@ def _explain(
     chosen: Candidate, candidates: Sequence[Candidate], workload: Workload, topology: Topology, reason: str
 ) -> str:
     limit = STATES_SHARE * workload.memory_bytes
-    total = sum(kind.numel for kind in workload.kinds)
     world_size = chosen.scopes.world_size
     lines = [
         f"mics_strategy chose the scopes of `{chosen.preset}`: {workload.trained_share:.2%} of "
-        f"{total:,} parameters are trained, on {world_size // topology.ranks_per_node} nodes of "
+        f"{workload.num_parameters:,} parameters are trained, on {world_size // topology.ranks_per_node} nodes of "
         f"{topology.ranks_per_node} ranks.",
-        f"{reason[0].upper()}{reason[1:]}. Of the presets whose states take at most {limit / 1e9:.3g} GB "
+        f"{reason[0].upper()}{reason[1:]}. Of the presets whose states and buffers take at most {limit / 1e9:.3g} GB "
         f"({STATES_SHARE:.0%} of a rank's {workload.memory_bytes / 1e9:.3g} GB), it has the shortest communication "
         f"time per step of {NUM_MICRO_STEPS} micro-steps, if a rank's link inside its node is {INSIDE_SPEED} times as "
         "fast as all links that leave the node.",

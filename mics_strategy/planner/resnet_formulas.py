@@ -144,8 +144,23 @@ def _block_unit(block: _Block, b: int, *, is_first: bool) -> UnitModel:
         forward_flop=flop,
         saved_bytes=b * kept,
         input_bytes=b * c * before,
-        working_bytes=b * (out * after + max(inner * before, inner * after)),
+        working_bytes=b * _working_numel(block),
     )
+
+
+def _working_numel(block: _Block) -> int:
+    """Most elements of temporary gradients in the backward of a block.
+
+    Elements of kept tensors that it has freed are subtracted.
+
+    The candidates are the backwards of three activation functions, each with the gradients of its output and input: the
+    last one, the one behind the 3x3 convolution, and the one before it.
+    """
+    out, after = block.out * block.pixels_out, block.inner * block.pixels_out
+    if not block.has_projection:
+        return max(2 * out, 2 * after - out)
+    before, residual = block.inner * block.pixels_in, block.channels * block.pixels_in
+    return max(2 * out, 2 * after + residual - 3 * out, 2 * before + residual - 3 * out - 2 * after)
 
 
 def _root_unit(shape: ResnetShape, image_size: int, b: int) -> UnitModel:
@@ -154,17 +169,21 @@ def _root_unit(shape: ResnetShape, image_size: int, b: int) -> UnitModel:
     stem, pooled = (image_size // 2) ** 2, (image_size // 4) ** 2
     shapes = _conv("stem", 3, width, 7)
     shapes |= {"classifier.weight": (shape.num_classes, features), "classifier.bias": (shape.num_classes,)}
-    logits_bytes = (b + _FP32) * shape.num_classes + _INDEX
+    freed_bytes = _FP32 * shape.num_classes + _INDEX
     return UnitModel(
         name="",
         kind="root",
         parameters=_parameters("", shapes),
         forward_flop=2.0 * (3 * 49 * width * stem + features * shape.num_classes),
-        saved_bytes=b * (3 * image_size**2 + 2 * width * stem + features) + _INDEX * width * pooled + logits_bytes,
+        saved_bytes=b * (3 * image_size**2 + 2 * width * stem + features)
+        + _INDEX * width * pooled
+        + b * shape.num_classes
+        + freed_bytes,
         input_bytes=b * 3 * image_size**2,
         working_bytes=max(
             2 * _FP32 * shape.num_classes, b * features * (image_size // 32) ** 2 - _FP32 * shape.num_classes - _INDEX
         ),
+        freed_bytes=freed_bytes + b * features,
         depth=0,
         is_layer=False,
     )

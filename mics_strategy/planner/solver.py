@@ -129,24 +129,27 @@ def solve(workload: Workload, cluster: Cluster, space: Space) -> Solution:
 
 
 def _promise(point: Point) -> tuple[float, int, float, int]:
-    """Order of simulation: by bound, roughly; then the fewest mesh axes, the least traffic, the least memory."""
+    """Order of simulation.
+
+    Points are ordered by bound, roughly, then by mesh axes, traffic and memory.
+    """
     bound = round(math.log(point.bound_s) / _EQUAL)
     return bound, _complexity(point), point.links_s, point.memory.total_bytes
 
 
 def _complexity(point: Point) -> int:
-    """Mesh axes, and the secondary copy, which a user would rather do without."""
+    """Mesh axes, and a secondary copy, which users would rather do without."""
     return len(point.job.scopes.axes) + point.job.scopes.has_secondary
 
 
 @dataclass(slots=True)
 class _Search:
-    """Points in the order of their promise, and those of them that have been simulated."""
+    """Points in the order of their promise; some have been simulated."""
 
     points: list[Point]
 
     def simulate_presets(self) -> None:
-        """Simulate the most promising point of each published system, so that a user can compare with it."""
+        """Simulate the most promising point of each published system."""
         seen: set[object] = set()
         for index, point in enumerate(self.points):
             key = (preset_of(point.job), point.job.config.weight_codec, point.job.config.grad_codec)
@@ -160,7 +163,10 @@ class _Search:
         return self.points[index]
 
     def fastest(self, limit_bytes: float, max_simulated: int) -> tuple[Point, float] | None:
-        """The fastest point in so much memory, and the share by which another could be faster; None if none fits."""
+        """The fastest point in so much memory; None if none fits.
+
+        With it comes the share of its time by which another could be faster.
+        """
         best: Point | None = None
         missed_s = math.inf  # least bound of a point that was not simulated
         num_simulated = 0
@@ -182,7 +188,7 @@ class _Search:
         return self._simplest(best, limit_bytes), max(0.0, 1 - missed_s / _seconds(best))
 
     def _simplest(self, best: Point, limit_bytes: float) -> Point:
-        """The simulated point with the fewest axes, then the least memory, of those as fast as the fastest."""
+        """The least complex of the points that are as fast as the fastest."""
         equal = [
             point
             for point in self.points
@@ -194,7 +200,7 @@ class _Search:
 
 
 def preset_of(job: Job) -> str | None:
-    """The preset whose scopes a job has, with a node as partition; None if there is none."""
+    """The preset whose scopes a job has, or None; a partition is a node."""
     scopes = job.scopes
     letters = {scopes.world_size: "g", scopes.ranks_per_node: "i", 1: "n"}
     name = "paro-" + "".join(letters.get(degree, "?") for degree in (scopes.params, scopes.grads, scopes.optimizer))
@@ -285,7 +291,10 @@ class _Bounds:
 
 
 def _counts(scopes: Scopes, num_micro_steps: int) -> dict[str, float]:
-    """Collectives of each role in a step, at least; a unit that stays in its slot is not gathered for the backward."""
+    """Collectives of each role in a step, at least.
+
+    Units that stay in their slots are not gathered for the backward.
+    """
     gathers = num_micro_steps
     counts: dict[str, float] = {"param_sync": 1, "second_hop_reduce_scatter": 1, "second_hop_all_reduce": 1}
     counts["grad_reduce_scatter"] = num_micro_steps

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
-from mics_strategy.scopes import Scopes, resolve_scopes
+from mics_strategy.scopes import Scopes, allowed_degrees, resolve_scopes
 from mics_strategy.topology import Topology
 
 if TYPE_CHECKING:
@@ -50,20 +50,15 @@ class ScopedConfig:
     scopes: Scopes
 
 
-def allowed_degrees(topology: Topology, world_size: int) -> list[int]:
-    """Numbers of ranks that a scope may have: divisors of a node, or whole nodes, that divide the job."""
-    per_node = topology.ranks_per_node
-    divisors = [degree for degree in range(1, world_size + 1) if world_size % degree == 0]
-    return [degree for degree in divisors if per_node % degree == 0 or degree % per_node == 0]
-
-
 def topology_of(cluster: Cluster) -> Topology:
     """The placement of the cluster's ranks."""
-    return Topology(ranks_per_node=cluster.ranks_per_node)
+    return Topology(ranks_per_node=cluster.ranks_per_node, nodes_per_switch=cluster.nodes_per_switch)
 
 
 def scopes_of(config: ShardConfig, cluster: Cluster) -> Scopes:
-    """Ranks and axes of a configuration on a cluster, with collectives as its backend runs them.
+    """Ranks and axes of a configuration on a cluster.
+
+    Collectives are chunked as its backend chunks them.
 
     Raises:
         ConfigError: The engine refuses the configuration in this job.
@@ -74,7 +69,7 @@ def scopes_of(config: ShardConfig, cluster: Cluster) -> Scopes:
 
 
 def scoped_configs(space: Space, workload: Workload, cluster: Cluster) -> Iterator[ScopedConfig]:
-    """Every configuration of scopes, secondary copies and codecs that the engine accepts in this job."""
+    """Every configuration of the space that the engine accepts in this job."""
     topology, world_size = topology_of(cluster), cluster.world_size
     base = space.base.replace(topology=topology, param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype)
     degrees = allowed_degrees(topology, world_size)
@@ -102,7 +97,7 @@ def scoped_configs(space: Space, workload: Workload, cluster: Cluster) -> Iterat
 
 
 def _secondaries(params: int, ranks_per_node: int, space: Space) -> tuple[str | int, ...]:
-    """Scopes of the secondary copy: none, or a node where parameters are sharded over more."""
+    """Scopes of the secondary copy: none, or a node within a larger scope."""
     if space.has_secondary and params > ranks_per_node > 1:
         return ("none", ranks_per_node)
     return ("none",)

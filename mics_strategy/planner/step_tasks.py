@@ -1,4 +1,4 @@
-"""One optimizer step as tasks: what the device computes, and every collective of the plan, with what each waits for.
+"""Tasks of one optimizer step: compute, collectives, and what each waits for.
 
 The collectives are those of `engine.plan.Plan`, in its order; nothing else is priced. What waits for what follows the
 engine's rules (`engine.step`, `engine.reducer`):
@@ -141,7 +141,10 @@ class _Builder:
             self._stages.setdefault(key, []).append(planned)
 
     def forward(self, micro_step: int) -> None:
-        """Gathers and forwards; the root, whose forward surrounds the others, computes last."""
+        """Gathers and forwards.
+
+        The root, whose forward surrounds the others, computes last.
+        """
         first = self._before()
         order = [self.units[index] for index in self.order.forward]
         if "update" not in self.rules.overlap and micro_step == 0:
@@ -159,7 +162,10 @@ class _Builder:
         self._compute(FORWARD, order[0], order[0].forward_s, (gathered[order[0].name],))
 
     def backward(self, micro_step: int, *, is_last: bool) -> None:
-        """Gathers, backwards and sums; the root is entered first, and its gradients are summed last."""
+        """Gathers, backwards and first hops.
+
+        The root is entered first, and its gradients are reduced last.
+        """
         begin = self._before()
         order = [self.units[index] for index in self.order.backward]
         computed: list[int | None] = []
@@ -230,7 +236,10 @@ class _Builder:
             )
 
     def _chain(self, stream: str, stages: list[PlannedCollective], *after: int | None) -> int | None:
-        """Add the stages of collectives, one collective after the other; return the last task."""
+        """Add the stages of collectives; return the last task.
+
+        One collective follows the other.
+        """
         last: int | None = None
         starts = [index for index, stage in enumerate(stages) if stage.stage == 0]
         for start, end in itertools.pairwise([*starts, len(stages)]):

@@ -1,4 +1,4 @@
-"""Training for the planner: a model, a batch, and the choices that are fixed or free.
+"""Training for the planner: a model, a batch, and what is left to choose.
 
 Pure data.
 """
@@ -76,7 +76,9 @@ class Workload:
         return _DTYPES[self.param_dtype]
 
     def micro_batches(self, world_size: int) -> tuple[int, ...]:
-        """Micro-batches to choose from, largest first: those that divide the samples of a rank.
+        """Micro-batches to choose from, largest first.
+
+        They divide the samples of a rank.
 
         Raises:
             ConfigError: The ranks do not divide the batch, or the micro-batch does not divide a rank's part.

@@ -4,8 +4,8 @@ Each size is timed several times with both algorithms in turn, flat and hierarch
 model will use. Ranks synchronize before each run, and the time of the slowest rank counts.
 
 A result is a number in a small JSON file in the user's cache folder, named by a digest of all that it depends on, the
-links among it. Sums in one and in two stages round differently, so results are kept: the same job on the same nodes is
-then bitwise reproducible. A cache that cannot be used costs a measurement and a warning, never the job.
+links among it. Sums in one and in several stages round differently, so results are kept: the same job on the same nodes
+is then bitwise reproducible. A cache that cannot be used costs a measurement and a warning, never the job.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def report(results: Iterable[TuningResult]) -> str:
     new_results = [result for result in results if result.was_measured]
     if not new_results:
         return ""
-    lines = ["mics_strategy chose for `hierarchical='auto'` which collectives over several nodes have two stages:"]
+    lines = ["mics_strategy chose for `hierarchical='auto'` which collectives over several nodes have several stages:"]
     for result in new_results:
         size = f"of {result.from_bytes:,} B or more" if result.from_bytes else "of any size"
         source = "measured now" if result.timings else "measured by an earlier job"
@@ -260,7 +260,7 @@ def report(results: Iterable[TuningResult]) -> str:
     pin = f"`hierarchical={max(thresholds) or True}`"
     lines.append(
         f"The choice is cached in {CACHE_DIR} for the next job on the same nodes. {pin} pins it, so that sums "
-        "round equally in every job; True means always two stages, False never."
+        "round equally in every job; True means always several stages, False never."
     )
     return "\n".join(lines)
 

@@ -62,7 +62,7 @@ class Candidate:
         role: Role of the collective.
         layout: Layout of the bucket.
         dtype: Dtype on the wire.
-        num_stages: Stages of the collective, 1 or 2; over the same ranks both are possible.
+        num_stages: Stages of the collective, 1 to 3; over the same ranks one and several are possible.
     """
 
     role: str

@@ -1,6 +1,6 @@
 """Choice of the size from which a collective is hierarchical, from timings.
 
-A hierarchical collective (two stages) sends the fewest bytes over inter-node links. In a flat one, no message waits for
+A hierarchical collective (several stages) sends the fewest bytes over slow links. In a flat one, no message waits for
 another.
 
 Pure.

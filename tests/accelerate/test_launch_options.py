@@ -53,6 +53,7 @@ OPTIONS = {
         f"{STRATEGY}{{topology: {{ranks_per_node: 2}}, grad_codec: {{bits: 4}}}}",
         ShardConfig(topology=Topology(ranks_per_node=2), grad_codec=Codec(bits=4)),
     ),
+    "switches": (f"{STRATEGY}{{topology: {{nodes_per_switch: 4}}}}", ShardConfig(topology={"nodes_per_switch": 4})),
 }
 
 

@@ -1,4 +1,4 @@
-"""How does a test get collectives over all ranks of a job, in one stage or two, or all-to-all?"""
+"""How does a test get collectives over all ranks of a job, in one stage or several, or all-to-all?"""
 
 import torch
 from torch import Tensor
@@ -13,15 +13,27 @@ from mics_strategy.scopes import Codecs, Scopes
 from mics_strategy.topology import Axis
 from tests.ranks import RankContext
 
-Stages = int | str  # 2, 1 (round a ring where links differ) or ALL_TO_ALL
+Stages = int | str  # 3 or 2, 1 (round a ring where links differ) or ALL_TO_ALL
 ALL_TO_ALL = "all_to_all"
+NODES_PER_SWITCH = 2  # where there are three stages
 NAN_BYTE = 255  # four of them are NaN in every floating dtype: what is read before it is written shows
 
 
-def scopes_of(ctx: RankContext, codec: Codec | None = None, links: str = "slow", stages: Stages = 2) -> Scopes:
+def scopes_of(
+    ctx: RankContext,
+    codec: Codec | None = None,
+    links: str = "slow",
+    stages: Stages = 2,
+    per_switch: int = NODES_PER_SWITCH,
+) -> Scopes:
     """Everything sharded over all ranks, in as many stages as there are kinds of links, or in one, or all-to-all."""
-    sizes = {"intra_node": ctx.ranks_per_node, "inter_node": ctx.num_nodes}
-    strides = {"intra_node": 1, "inter_node": ctx.ranks_per_node}
+    per_switch = per_switch if stages == 3 else ctx.num_nodes
+    sizes = {
+        "intra_node": ctx.ranks_per_node,
+        "inter_node": per_switch,
+        "inter_switch": ctx.num_nodes // per_switch,
+    }
+    strides = {"intra_node": 1, "inter_node": ctx.ranks_per_node, "inter_switch": ctx.ranks_per_node * per_switch}
     return Scopes(
         world_size=ctx.world_size,
         ranks_per_node=ctx.ranks_per_node,
@@ -44,8 +56,16 @@ class Network:
         other: That of the second.
     """
 
-    def __init__(self, ctx: RankContext, codec: Codec | None = None, links: str = "slow", stages: Stages = 2) -> None:
-        self.groups = ProcessGroups(scopes_of(ctx, codec, links, stages), CommResources(ctx.world_size, "cpu"), seed=0)
+    def __init__(
+        self,
+        ctx: RankContext,
+        codec: Codec | None = None,
+        links: str = "slow",
+        stages: Stages = 2,
+        per_switch: int = NODES_PER_SWITCH,
+    ) -> None:
+        scopes = scopes_of(ctx, codec, links, stages, per_switch)
+        self.groups = ProcessGroups(scopes, CommResources(ctx.world_size, "cpu"), seed=0)
         self.one = _only(self.groups.param_comm)
         self.other = _only(self.groups.grad_comm)
 

@@ -1,6 +1,6 @@
 """What must collectives give, bit by bit? Plain versions: every rank's numbers in one process, no message.
 
-Contributions come by the index of the rank: (place in the node, node), the node running fastest.
+Contributions come by the index of the rank: (place in the node, node of the switch, switch), the last running fastest.
 """
 
 import functools
@@ -94,103 +94,102 @@ class Plain:
     @classmethod
     def of(cls, collective: Communicator) -> "Plain":
         """What `collective` must give."""
-        inter, transport = collective.route.inter, collective.transports[0]
-        is_ring = inter.algorithm is Algorithm.RING and inter.codec is None and transport.blocks_host
+        slowest, transport = collective.route.hops[0], collective.transports[0]
+        is_ring = slowest.algorithm is Algorithm.RING and slowest.codec is None and transport.blocks_host
         ranks = transport.fingerprint.ranks
         ring = tuple(sorted(range(len(ranks)), key=lambda index: ranks[index])) if is_ring else ()
         return cls(collective.route, collective.index, ring)
 
-    @property
-    def _intra_index(self) -> int:
-        return self.index // self.route.inter.size
-
-    @property
-    def _inter_index(self) -> int:
-        return self.index % self.route.inter.size
-
     def gather(self, shards: Sequence[Tensor]) -> Tensor:
         """All shards, each as it arrives."""
-        full_codec, inter_codec = self.route.all_gather_codec, self.route.inter.codec
+        full_codec, slow_codec = self.route.all_gather_codec, self.route.hops[0].codec
         if full_codec is not None:
             return torch.cat([coded(each, full_codec, each.dtype) for each in shards])
-        if inter_codec is None:
+        if slow_codec is None:
             return torch.cat(list(shards))
         pieces = routes.chunks_of(self.route, shards[0].numel(), shards[0].itemsize)
-        return torch.cat([coded(each[a:b], inter_codec, each.dtype) for each in shards for a, b in pieces])
+        return torch.cat([coded(each[a:b], slow_codec, each.dtype) for each in shards for a, b in pieces])
 
     def reduce(self, fulls: Sequence[Tensor], dtype: torch.dtype, start: Tensor | None) -> Tensor:
         """The sum of this rank's slice, added to `start`; `fulls` are in the wire dtype."""
         route, wire, numel = self.route, fulls[0].dtype, fulls[0].numel() // self.route.size
-        pieces = routes.chunks_of(route, numel, fulls[0].itemsize)
-        inter, intra = route.inter, route.intra
-        if intra is None:
+        if self.ring:
             rows = [each.view(route.size, -1)[self.index] for each in fulls]
-            if self.ring:
-                return summed_on_ring(rows, self.index, self.ring, self._start(start, numel, dtype))
-            return torch.cat(
-                [
-                    summed([r[a:b] for r in rows], self.index, wire, inter.codec, _part(start, a, b), dtype)
-                    for a, b in pieces
-                ]
-            )
-        # What each node of this rank's inter-node stage has, of its slice and of all their rows.
-        nodes = [
-            self._node_sums(fulls, node, numel, pieces, dtype).view(inter.size, -1)[self._inter_index]
-            for node in range(inter.size)
-        ]
-        return torch.cat(
-            [
-                summed([n[a:b] for n in nodes], self._inter_index, wire, inter.codec, _part(start, a, b), dtype)
-                for a, b in pieces
-            ]
-        )
+            zeros = torch.zeros(numel, dtype=dtype) if start is None else start
+            return summed_on_ring(rows, self.index, self.ring, zeros)
+        pieces = routes.chunks_of(route, numel, fulls[0].itemsize)
+        held = {index: full for index, full in enumerate(fulls)}
+        held = self._on_slowest(held, numel, pieces, 1, (wire, dtype))
+        return self._summed_pieces(0, held, self.index, pieces, (wire, dtype), start)
 
-    @staticmethod
-    def _start(start: Tensor | None, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype) if start is None else start
+    def _on_slowest(
+        self,
+        held: dict[int, Tensor],
+        numel: int,
+        pieces: list[tuple[int, int]],
+        ranks_per_row: int,
+        dtypes: tuple[torch.dtype, torch.dtype],
+    ) -> dict[int, Tensor]:
+        """What each rank holds before the slowest stage, of rows of `numel` elements that all ranks held."""
+        for stage in reversed(range(1, len(self.route.hops))):
+            rows = self.route.strides[stage] // ranks_per_row
+            parts = [(row * numel + a, row * numel + b) for row in range(rows) for a, b in pieces]
+            parts = [(0, rows * numel)] if len(pieces) == 1 else parts
+            held = {index: self._summed_pieces(stage, held, index, parts, dtypes, None) for index in held}
+        return held
 
-    def _node_sums(
-        self, fulls: Sequence[Tensor], node: int, numel: int, pieces: list[tuple[int, int]], dtype: torch.dtype
+    def _summed_pieces(
+        self,
+        stage: int,
+        held: dict[int, Tensor],
+        index: int,
+        pieces: list[tuple[int, int]],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        start: Tensor | None,
     ) -> Tensor:
-        route = self.route
-        assert route.intra is not None
-        of_node = [fulls[local * route.inter.size + node] for local in range(route.intra.size)]
-        slices = [each.view(route.intra.size, -1)[self._intra_index] for each in of_node]
-        parts = [(row * numel + a, row * numel + b) for row in range(route.inter.size) for a, b in pieces]
-        parts = [(0, route.inter.size * numel)] if len(pieces) == 1 else parts
-        codec = route.intra.codec
+        """The sum of one rank in one stage, piece by piece; every rank of the stage holds one table."""
+        wire, dtype = dtypes
+        members, place = self._members(stage, index)
+        tables = [held[member].view(len(members), -1)[place] for member in members]
+        codec = self.route.hops[stage].codec
         return torch.cat(
-            [summed([s[a:b] for s in slices], self._intra_index, fulls[0].dtype, codec, None, dtype) for a, b in parts]
+            [summed([t[a:b] for t in tables], place, wire, codec, _part(start, a, b), dtype) for a, b in pieces]
         )
+
+    def _members(self, stage: int, index: int) -> tuple[list[int], int]:
+        """The indices of the ranks of one stage, and the place of one of them."""
+        size, stride = self.route.hops[stage].size, self.route.strides[stage]
+        place = index // stride % size
+        return [index + (other - place) * stride for other in range(size)], place
 
     def all_reduce(self, tensors: Sequence[Tensor], wire: torch.dtype) -> Tensor:
         """The sum at every rank; `tensors` are in the dtype of the sum."""
         route, dtype, numel = self.route, tensors[0].dtype, tensors[0].numel()
-        slice_numel = routes.all_reduce_slice(route, numel)
-        padding = torch.zeros(route.ranks_per_node * slice_numel - numel, dtype=dtype)
-        padded = [torch.cat([each, padding]).view(route.ranks_per_node, -1) for each in tensors]
+        ranks, slice_numel = route.hops[0].size, routes.all_reduce_slice(route, numel)
+        padding = torch.zeros(route.num_slices * slice_numel - numel, dtype=dtype)
+        held = {index: torch.cat([each, padding]) for index, each in enumerate(tensors)}
         pieces = routes.all_reduce_chunks(route, slice_numel, tensors[0].to(wire).itemsize)
+        held = self._on_slowest(held, slice_numel, pieces, ranks, (wire, dtype))
         slices = [
-            torch.cat([self._all_reduced_piece([p[local][a:b] for p in padded], local, wire) for a, b in pieces])
-            for local in range(route.ranks_per_node)
+            torch.cat(
+                [self._all_reduced_piece([held[first + at][a:b] for at in range(ranks)], wire) for a, b in pieces]
+            )
+            for first in range(0, route.size, ranks)
         ]
         return torch.cat(slices)[:numel]
 
-    def _all_reduced_piece(self, rank_pieces: list[Tensor], local: int, wire: torch.dtype) -> Tensor:
-        """One piece of the slice of which the ranks at `local` in their nodes take care."""
-        route, dtype, ranks = self.route, rank_pieces[0].dtype, self.route.inter.size
-        nodes = rank_pieces
-        if route.intra is not None:
-            by_node = [[rank_pieces[at * ranks + node] for at in range(route.intra.size)] for node in range(ranks)]
-            nodes = [summed(each, local, wire, route.intra.codec, None, dtype) for each in by_node]
-        rows = [each.view(ranks, -1) for each in nodes]
+    def _all_reduced_piece(self, held: list[Tensor], wire: torch.dtype) -> Tensor:
+        """One piece of a slice, of which every rank of the slowest stage holds a sum."""
+        route, dtype, ranks = self.route, held[0].dtype, len(held)
+        rows = [each.view(ranks, -1) for each in held]
+        codec = route.hops[0].codec
         if self.ring:
-            narrow, none = [r.to(wire) for r in rows], self._start(None, rows[0].shape[1], dtype)
+            narrow, none = [r.to(wire) for r in rows], torch.zeros(rows[0].shape[1], dtype=dtype)
             totals = [summed_on_ring([r[own] for r in narrow], own, self.ring, none) for own in range(ranks)]
         else:
-            totals = [summed([r[own] for r in rows], own, wire, route.inter.codec, None, dtype) for own in range(ranks)]
-        whole = torch.cat([received(total, wire, route.inter.codec) for total in totals])
-        return whole if route.intra is None else whole.to(wire).to(dtype)
+            totals = [summed([r[own] for r in rows], own, wire, codec, None, dtype) for own in range(ranks)]
+        whole = torch.cat([received(total, wire, codec) for total in totals])
+        return whole.to(wire).to(dtype) if len(route.hops) > max(1, route.num_quantized_sums) else whole
 
 
 @functools.cache  # it allocates tiles; the tests of one process run one after the other

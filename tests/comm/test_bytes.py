@@ -72,7 +72,10 @@ def different(ctx: RankContext, codec: Codec | None, links: str, num_stages: Sta
 @pytest.mark.parametrize("codec", [None, INT8, INT4], ids=["plain", "int8", "int4"])
 @pytest.mark.parametrize(
     ("nodes", "per_node", "stages", "links"),
-    [(2, 2, 1, "slow"), (2, 2, ALL_TO_ALL, "slow"), (4, 1, 1, "all"), (4, 2, 2, "slow"), (2, 4, 2, "all")],
+    [
+        *[(2, 2, 1, "slow"), (2, 2, ALL_TO_ALL, "slow"), (4, 1, 1, "all"), (4, 2, 2, "slow"), (2, 4, 2, "all")],
+        *[(3, 2, 2, "slow"), (4, 2, 3, "slow"), (4, 2, 3, "all"), (4, 1, 3, "slow")],
+    ],
 )
 def test_bytes_sent_are_those_written_and_those_planned(
     ranks: RankPool, nodes: int, per_node: int, stages: Stages, links: str, codec: Codec | None

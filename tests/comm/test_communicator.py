@@ -22,7 +22,10 @@ INT8, INT4 = Codec(bits=8, block_size=6), Codec(bits=4, block_size=64)
 STAGES: tuple[Stages, ...] = (1, 2, ALL_TO_ALL)
 networks = pytest.mark.parametrize(
     ("nodes", "per_node", "stages"),
-    [(1, 4, 1), (4, 1, 1), *((2, 2, n) for n in STAGES), *((2, 4, n) for n in STAGES), (4, 2, 2), (4, 2, ALL_TO_ALL)],
+    [
+        *[(1, 4, 1), (4, 1, 1), *((2, 2, n) for n in STAGES), *((2, 4, n) for n in STAGES), (4, 2, 2)],
+        *[(4, 2, ALL_TO_ALL), (3, 2, 2), (4, 1, 3), (4, 2, 3)],
+    ],
     ids=lambda number: str(number),
 )
 stages = pytest.mark.parametrize("stages", [2, 1, ALL_TO_ALL], ids=["two-stages", "one-stage", "all-to-all"])
@@ -32,8 +35,11 @@ kinds = pytest.mark.parametrize("kind", ["gather", "reduce", "all_reduce"])
 
 
 def sizes_of(ctx: RankContext, codec: Codec | None) -> tuple[int, ...]:
-    """Elements of a shard: few, and, on two nodes of two ranks, so many that a slice goes in eight pieces."""
-    largest = EIGHT_PIECES[codec is not None] if (ctx.num_nodes, ctx.world_size) == (2, 4) else 301
+    """Elements of a shard: few, and, on two nodes of two ranks, so many that a slice goes in eight pieces.
+
+    In three pieces on two switches of two nodes of two ranks.
+    """
+    largest = {(2, 4): EIGHT_PIECES[codec is not None], (4, 8): 50_000}.get((ctx.num_nodes, ctx.world_size), 301)
     return (*(SMALL if codec is None else SMALL[1::2]), largest)
 
 
@@ -79,7 +85,7 @@ def check_all_reduce(network: Network, numel: int) -> Iterator[str]:
         one.reserve_all_reduce(numel * one.size, wire, dtype)
         network.lend()
         given = [network.values(i, one.size * numel, dtype) for i in range(one.size)]
-        is_left_to_backend = one.route.inter.algorithm is Algorithm.ALL_TO_ALL and not one.transports[0].blocks_host
+        is_left_to_backend = one.route.hops[0].algorithm is Algorithm.ALL_TO_ALL and not one.transports[0].blocks_host
         if routes.is_plain_all_reduce(one.route, wire, dtype) or (is_left_to_backend and wire == dtype):
             given = [each.mul(8).round() for each in given]  # no sum rounds: its order is the transport's
         tensor = given[one.index].clone()
@@ -94,7 +100,8 @@ CHECKS = {"gather": check_gather, "reduce": check_reduce, "all_reduce": check_al
 def wrong(ctx: RankContext, kind: str, codec: Codec | None, links: str, num_stages: Stages) -> list[str]:
     """The cases in which this rank gets other bits than the plain version; each in no more memory than announced."""
     network = Network(ctx, codec, links, num_stages)
-    assert len(network.one.transports) == (2 if num_stages == 2 and ctx.num_nodes > 1 < ctx.ranks_per_node else 1)
+    num_links = (ctx.ranks_per_node > 1) + (ctx.num_nodes > 1) + (num_stages == 3)
+    assert len(network.one.transports) == (num_links if num_stages in (2, 3) else 1)
     return [case for numel in sizes_of(ctx, codec) for case in CHECKS[kind](network, numel)]
 
 
@@ -114,7 +121,17 @@ def test_results_are_those_of_the_plain_version(
 @pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
 @pytest.mark.parametrize(
     ("nodes", "per_node", "stages", "links"),
-    [(2, 2, 2, "slow"), (2, 2, 2, "all"), (2, 2, 1, "slow"), (1, 4, 1, "all"), (2, 4, 2, "slow"), (4, 2, 2, "all")],
+    [
+        *[
+            (2, 2, 2, "slow"),
+            (2, 2, 2, "all"),
+            (2, 2, 1, "slow"),
+            (1, 4, 1, "all"),
+            (2, 4, 2, "slow"),
+            (4, 2, 2, "all"),
+        ],
+        *[(3, 2, 2, "slow"), (4, 1, 3, "slow"), (4, 2, 3, "slow"), (4, 2, 3, "all")],
+    ],
 )
 def test_encoded_results_are_those_of_the_plain_version(
     ranks: RankPool, nodes: int, per_node: int, codec: Codec, links: str, stages: Stages, kind: str
@@ -129,6 +146,7 @@ def test_encoded_results_are_those_of_the_plain_version(
     [
         *[(2, 4, 1, INT8), (2, 4, 2, INT8), (2, 4, 1, None), (2, 4, ALL_TO_ALL, None)],
         *[(4, 4, 2, INT4), (4, 4, 1, None), (4, 4, 2, None), (4, 4, ALL_TO_ALL, None)],
+        *[(6, 2, 3, None), (6, 2, 3, INT8), (6, 1, 3, INT8), (3, 2, 2, INT8)],
     ],
     ids=str,
 )
@@ -138,7 +156,7 @@ def test_torch_s_own_collectives_give_the_same_bits(
     """On simulated ranks, where tasks run at once and nothing is sent point to point."""
 
     def job(ctx: RankContext) -> list[str]:
-        network = Network(ctx, codec, "slow", stages)
+        network = Network(ctx, codec, "slow", stages, per_switch=3)
         assert not any(transport.blocks_host for transport in network.one.transports)
         return [case for numel in (5, 301) for case in CHECKS[kind](network, numel)]
 
@@ -158,6 +176,7 @@ class WholeNumbers(Network):
     [
         *[(2, 4, 1, None, "slow"), (2, 4, 2, None, "slow"), (2, 4, ALL_TO_ALL, None, "slow")],
         *[(2, 2, 2, INT8, "slow"), (2, 4, 2, INT4, "all"), (3, 2, 2, INT8, "all"), (2, 2, 1, INT8, "slow")],
+        *[(6, 2, 3, None, "slow"), (6, 2, 3, INT8, "slow"), (6, 2, 3, INT4, "all"), (6, 1, 3, INT8, "slow")],
     ],
     ids=str,
 )
@@ -174,15 +193,17 @@ def test_sums_of_the_backend_are_those_of_the_plain_version(
     monkeypatch.setattr(native, "OrderedAlgorithm", native.NativeAlgorithm)
 
     def job(ctx: RankContext) -> list[str]:
-        network = WholeNumbers(ctx, codec, links, stages)
+        network = WholeNumbers(ctx, codec, links, stages, per_switch=3)
         return [case for numel in (5, 8, 301) for case in CHECKS[kind](network, numel)]
 
     assert simulate(nodes * per_node, job, ranks_per_node=per_node) == [[]] * (nodes * per_node)
 
 
-def same_bits(ctx: RankContext, codec: Codec | None, links: str, num_stages: Stages) -> list[list[float]]:
+def same_bits(
+    ctx: RankContext, codec: Codec | None, links: str, num_stages: Stages, per_switch: int = 1
+) -> list[list[float]]:
     """What this rank holds after a gather, and after all-reduces of random numbers."""
-    network = Network(ctx, codec, links, num_stages)
+    network = Network(ctx, codec, links, num_stages, per_switch)
     one, held = network.one, []
     one.reserve_all_gather(50, FP32)
     one.reserve_all_reduce(203, FP32, FP32)
@@ -206,6 +227,13 @@ def same_bits(ctx: RankContext, codec: Codec | None, links: str, num_stages: Sta
 def test_all_ranks_end_with_the_same_bits(ranks: RankPool, codec: Codec | None, links: str, stages: Stages) -> None:
     first, *others = ranks(4, same_bits, codec, links, stages, ranks_per_node=2)
     assert others == [first] * 3
+
+
+@links
+@pytest.mark.parametrize("codec", [None, INT8, Codec(bits=4, block_size=6, rounding="stochastic")], ids=str)
+def test_all_ranks_under_several_switches_end_with_the_same_bits(codec: Codec | None, links: str) -> None:
+    first, *others = simulate(12, same_bits, codec, links, 3, 3, ranks_per_node=2)
+    assert others == [first] * 11
 
 
 def asked_at_once(ctx: RankContext, order: list[int]) -> bool:

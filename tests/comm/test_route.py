@@ -32,8 +32,9 @@ NUMELS = (1, 2, 5, 24, 1000, 16_384, 32_767, 32_768, 65_537, 131_072, 150_001, 1
 
 
 def route(nodes: int, per_node: int = 1, codec: Codec | None = None, links: str = "slow") -> Route:
+    slow = Hop(axis="inter_node", size=nodes, codec=codec)
     fast = Hop(axis="intra_node", size=per_node, codec=codec if links == "all" else None)
-    return Route(inter=Hop(axis="inter_node", size=nodes, codec=codec), intra=fast if per_node > 1 else None)
+    return Route(hops=(slow, fast) if per_node > 1 else (slow,))
 
 
 def inter_hop(collective: str, ranks: int, dtype: torch.dtype, full_bytes: int) -> HopTraffic:
@@ -71,7 +72,7 @@ def test_nothing_has_no_pieces() -> None:
 @pytest.mark.parametrize("numel", NUMELS)
 def test_one_stage_goes_as_a_whole_unless_it_is_encoded(numel: int) -> None:
     assert chunks_of(route(4), numel, 4) == [(0, numel)]
-    assert chunks_of(route(4, codec=INT8), numel, 4) == pipeline_chunks(numel, 4, 16)
+    assert chunks_of(route(4, 2, INT8), numel, 4) == pipeline_chunks(numel, 4, 16)
 
 
 @pytest.mark.parametrize("numel", NUMELS)
@@ -82,6 +83,21 @@ def test_pieces_of_what_is_encoded_hold_whole_blocks_and_equal_shares(numel: int
         pieces = chunks_of(route(ranks, 2, Codec(bits=4, block_size=block)), padded, 4, ranks)
         assert all(start % block == 0 and (end - start) % ranks == 0 for start, end in pieces)
         assert pieces[-1][1] == padded
+
+
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("num_shares", [1, 2, 4])
+@pytest.mark.parametrize("codec", [INT8, Codec(bits=4, block_size=128)], ids=["int8", "int4"])
+def test_encoded_messages_of_one_stage_have_128_kib_or_are_the_only_ones(
+    codec: Codec, num_shares: int, numel: int
+) -> None:
+    numel = -(-numel // num_shares) * num_shares
+    chunks = chunks_of(route(2, codec=codec), numel, 4, num_shares, num_shares)
+    whole = [(end - start) // num_shares for start, end in chunks[:-1]]
+    assert all(codec.encoded_bytes(share) >= 128 * 1024 for share in whole)
+    assert len(chunks) <= 8
+    assert [start for start, _ in chunks[1:]] == [end for _, end in chunks[:-1]]
+    assert (chunks[0][0], chunks[-1][1]) == (0, numel)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +157,73 @@ def test_an_all_reduce_of_61_numbers_that_become_64_or_whole_blocks(
     assert all_reduce_traffic(given, 61, wire, FP32) == messages
 
 
+def three(codec: Codec | None = None, links: str = "slow") -> Route:
+    """Two switches of four nodes of two ranks."""
+    sizes = {"inter_switch": 2, "inter_node": 4, "intra_node": 2}
+    encoded = [name for name in sizes if links == "all" or name != "intra_node"]
+    return Route(hops=tuple(Hop(axis=n, size=s, codec=codec if n in encoded else None) for n, s in sizes.items()))
+
+
+def sent_over(messages: list[HopTraffic]) -> list[tuple[str, str, torch.dtype, int]]:
+    return [(m.collective, m.axis.partition("_")[2], m.dtype, m.full_bytes) for m in messages]
+
+
+@pytest.mark.parametrize(
+    ("codec", "links", "dtypes", "full_bytes"),
+    [
+        (None, "slow", (FP32, FP32, FP32), (64, 256, 512)),
+        (INT8, "slow", (U8, U8, FP32), (2 * 16, 8 * 16, 512)),
+        (INT8, "all", (U8, U8, U8), (2 * 16, 8 * 16, 16 * 16)),
+    ],
+)
+def test_a_gather_of_128_numbers_over_three_levels(
+    codec: Codec | None, links: str, dtypes: tuple[torch.dtype, ...], full_bytes: tuple[int, ...]
+) -> None:
+    found = sent_over(all_gather_traffic(three(codec, links), 128, FP32))
+    assert found == [
+        (GATHER, link, *each) for link, *each in zip(("switch", "node", "node"), dtypes, full_bytes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("codec", "links", "dtypes", "full_bytes"),
+    [
+        (None, "slow", (BF16, BF16, BF16), (256, 128, 32)),
+        (INT8, "slow", (BF16, U8, U8), (256, 4 * (16 + 4 + 12), 2 * 16)),
+        (INT8, "all", (U8, U8, U8), (2 * (64 + 16), 4 * (16 + 4 + 12), 2 * 16)),
+    ],
+)
+def test_a_reduction_of_128_numbers_over_three_levels(
+    codec: Codec | None, links: str, dtypes: tuple[torch.dtype, ...], full_bytes: tuple[int, ...]
+) -> None:
+    """A rank gets 8 numbers: 16 after the stage between nodes, 64 after the one inside."""
+    found = sent_over(reduce_scatter_traffic(three(codec, links), 128, BF16))
+    assert found == [
+        (REDUCE, link, *each) for link, *each in zip(("node", "node", "switch"), dtypes, full_bytes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("links", ["slow", "all"])
+def test_encoded_sums_of_an_all_reduce_go_back_encoded_between_nodes_only(links: str) -> None:
+    messages = all_reduce_traffic(three(INT8, links), 2000, FP32, FP32)
+    assert [(m.collective, m.axis, m.dtype is U8) for m in messages] == [
+        (REDUCE, "intra_node", links == "all"),
+        (REDUCE, "inter_node", True),
+        (ALL_REDUCE, "inter_switch", True),
+        (GATHER, "inter_node", True),
+        (GATHER, "intra_node", False),
+    ]
+    share = INT8.encoded_bytes(128)  # 2000 numbers in 8 slices of 2 shares of whole blocks
+    assert messages[2].full_bytes == 2 * share
+    assert messages[3].full_bytes == 4 * 2 * share
+    assert messages[4].full_bytes == 2 * 4 * 2 * 128 * 4
+
+
+def test_digits_of_an_index_have_the_strides_of_the_stages_before() -> None:
+    assert three().strides == (1, 2, 8, 16)
+    assert (three().num_slices, three().size) == (8, 16)
+
+
 @pytest.mark.parametrize("numel", NUMELS)
 def test_slices_of_an_all_reduce_are_as_small_as_equal_shares_allow(numel: int) -> None:
     for nodes, per_node in itertools.product((2, 3, 4), (1, 2, 4)):
@@ -158,7 +241,7 @@ def test_only_one_plain_stage_is_left_to_the_transport() -> None:
 
 
 def test_a_direct_all_reduce_is_made_of_equal_shares() -> None:
-    direct = Route(inter=Hop(axis="inter_node", size=4, algorithm=Algorithm.ALL_TO_ALL))
+    direct = Route(hops=(Hop(axis="inter_node", size=4, algorithm=Algorithm.ALL_TO_ALL),))
     assert not is_plain_all_reduce(direct, FP32, FP32)
     assert all_reduce_traffic(direct, 61, FP32, FP32) == [inter_hop(ALL_REDUCE, 4, FP32, 4 * 64)]
 

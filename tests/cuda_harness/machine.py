@@ -68,6 +68,7 @@ class Machine:
         self.launches: list[Launch] = []
         self.log: list[tuple[str, int, str]] = []
         self.step_number = 0
+        self.time_ms = 0  # of timing events
         self._is_in_step = False
         self._defaults: dict[int, Stream] = {}
         self._nccl: dict[str, int] = {}  # streams of communicators

@@ -43,6 +43,10 @@ def pretended_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.cuda, "Stream", Stream))
         stack.enter_context(mock.patch.object(torch.cuda, "Event", Event))
         stack.enter_context(mock.patch.object(torch.cuda, "device", _use_device))
+        for name, fake in (("range_start", lambda _: 1), ("range_end", lambda _: None)):
+            stack.enter_context(
+                mock.patch.object(torch.cuda.nvtx, name, _or_original(fake, getattr(torch.cuda.nvtx, name)))
+            )
         generators = tuple(torch.Generator() for _ in range(NUM_DEVICES))
         stack.enter_context(mock.patch.object(torch.cuda, "default_generators", generators))
         stack.enter_context(mock.patch.object(torch.autograd, "backward", _backward(torch.autograd.backward)))

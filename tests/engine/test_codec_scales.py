@@ -126,7 +126,7 @@ def test_every_element_is_padding_or_belongs_to_a_parameter(degree: int) -> None
 @pytest.mark.parametrize("numel", [1, 300, 70_000])
 def test_shares_of_an_all_reduce_begin_with_a_block(numel: int) -> None:
     codec = Codec(bits=8, block_size=256)
-    route = Route(inter=Hop(axis="slow", size=3, codec=codec), intra=Hop(axis="fast", size=2, codec=codec))
+    route = Route(hops=(Hop(axis="inter_node", size=3, codec=codec), Hop(axis="intra_node", size=2, codec=codec)))
     slice_numel = routes.all_reduce_slice(route, numel)
     assert 2 * slice_numel >= numel
     assert slice_numel - numel / 2 <= 3 * 256

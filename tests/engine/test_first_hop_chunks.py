@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, Topology
-from mics_strategy.engine import schedule
+from mics_strategy.engine import layout as layout_module
 from mics_strategy.engine.schedule import first_hop_chunks
 from tests.engine.training import Run, forget_meshes, start, whole
 from tests.models import Batch, Case
@@ -69,7 +69,7 @@ LOOPS = {
 
 @contextmanager
 def chunked(size_bytes: int) -> Iterator[None]:
-    with mock.patch.object(schedule, "MAX_BUCKET_BYTES", size_bytes):
+    with mock.patch.object(layout_module, "MAX_BUCKET_BYTES", size_bytes):
         yield
 
 

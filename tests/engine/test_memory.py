@@ -2,7 +2,9 @@
 
 import gc
 import math
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch._subclasses import FakeTensor
 
 from mics_strategy import ShardConfig, Sharded, shard
 from mics_strategy.engine.layout import make_layout
+from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.units import find_units
 from tests import models
 from tests.engine.training import Run, forget_meshes, start
@@ -168,3 +171,29 @@ def allocate_by_step(ctx: RankContext, run: Run) -> int:
 def test_steps_leave_no_objects_behind(ranks: RankPool, preset: str) -> None:
     run = Run(case=models.transformer, config=ShardConfig.preset(preset), accumulation=2)
     assert max(ranks(2, allocate_by_step, run)) <= 30
+
+
+def _flags_of_mapping(address: int) -> list[str]:
+    """The kernel's flags of the mapping that holds an address of this process."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first:
+            start, end = (int(bound, 16) for bound in first.split("-"))
+            is_inside = start <= address < end
+        elif is_inside and first == "VmFlags:":
+            return line.split()[1:]
+    raise AssertionError(f"{address:#x} is not mapped")
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="this kernel has no huge pages",
+)
+def test_large_buffers_are_zeros_in_huge_pages() -> None:
+    memory = MemoryTracker()
+    large = memory.zeros("arena", 4 << 20, torch.float32, torch.device("cpu"))
+    assert "hg" in _flags_of_mapping(large.data_ptr() + large.nbytes // 2)
+    assert not large.any()
+    assert not memory.zeros("arena", 3, torch.float32, torch.device("cpu")).any()
+    assert memory.bytes_by_purpose == {"arena": (16 << 20) + 12}

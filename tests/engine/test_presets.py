@@ -13,6 +13,7 @@ from mics_strategy.engine.layout import make_layout
 from mics_strategy.engine.plan import BucketPlan, StepOrder, UnitPlan, plan_step
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.cost import ParameterKind, StepTraffic, step_traffic
+from mics_strategy.planner.model import ModelDescription, ParameterShape, UnitModel
 from mics_strategy.planner.presets import Workload, candidate_presets, choose_preset
 from mics_strategy.scopes import Scopes, resolve_scopes
 from tests import models
@@ -20,6 +21,7 @@ from tests.engine.chains import REAL, SIMULATED, chains
 from tests.engine.training import Run, assert_same, plain, start, train_without_reading
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
+BF16 = ShardConfig.preset("auto", param_dtype="bfloat16")
 AUTO = ShardConfig.preset("auto")
 # PaRO, table 1, as printed: the triples that are ticked by the share of trained parameters.
 PRINTED = {
@@ -84,23 +86,42 @@ def test_plan_equals_the_closed_formulas_of_traffic(nodes: int, per_node: int) -
         assert step_traffic([kind], scopes, num_micro_steps) == _planned_traffic(scopes, num_micro_steps, numel)
 
 
-def _kinds(trained: float, frozen: float) -> tuple[ParameterKind, ...]:
-    return (
-        ParameterKind(numel=int(trained), master_bytes=4, param_bytes=2, wire_bytes=4, is_trained=True),
-        ParameterKind(numel=int(frozen), master_bytes=2, param_bytes=2, wire_bytes=4, is_trained=False),
+def _workload(trained: float, frozen: float, memory: float) -> Workload:
+    """A model of 32 equal layers, with frozen parameters in bf16."""
+    parameters = [
+        ParameterShape(name=name, shape=(int(numel / 32 / 1024), 1024), is_trained=is_trained, dtype=dtype)
+        for name, numel, is_trained, dtype in (
+            ("trained", trained, True, torch.float32),
+            ("frozen", frozen, False, torch.bfloat16),
+        )
+        if numel
+    ]
+    units = [_unit("", ()), *(_unit(str(index), tuple(parameters)) for index in range(32))]
+    model = ModelDescription(
+        name="x", units=tuple(units), tokens_per_sample=1, model_flop_per_sample=0.0, activation_dtype_bytes=2
+    )
+    return Workload(model=model, memory_bytes=int(memory))
+
+
+def _unit(name: str, parameters: tuple[ParameterShape, ...]) -> UnitModel:
+    return UnitModel(
+        name=name,
+        kind="layer" if name else "root",
+        parameters=parameters,
+        forward_flop=0.0,
+        saved_bytes=0,
+        input_bytes=0,
+        working_bytes=0,
     )
 
 
 def _chosen(trained: float, frozen: float, memory: float, nodes: int = 4) -> str:
-    workload = Workload(
-        kinds=_kinds(trained, frozen), slots_bytes=int((trained + frozen) / 8), memory_bytes=int(memory)
-    )
-    return choose_preset(AUTO, workload, Topology(ranks_per_node=8), 8 * nodes).preset
+    return choose_preset(BF16, _workload(trained, frozen, memory), Topology(ranks_per_node=8), 8 * nodes).preset
 
 
 @pytest.mark.parametrize(
     ("trained", "memory", "expected"),
-    [(1e8, 80e9, "nng"), (6.7e9, 40e9, "nig"), (6.7e9, 32e9, "iig"), (45e9, 80e9, "igg"), (60e9, 80e9, "ggg")],
+    [(1e8, 80e9, "nng"), (6.7e9, 40e9, "nig"), (6.7e9, 32e9, "iig"), (34e9, 80e9, "igg"), (60e9, 80e9, "ggg")],
 )
 def test_a_larger_model_is_sharded_over_more(trained: float, memory: float, expected: str) -> None:
     assert _chosen(trained, 0, memory) == f"paro-{expected}"
@@ -116,8 +137,8 @@ def test_one_node_has_nothing_to_save_between_nodes() -> None:
 
     Each pair of equal scopes stands in the table once.
     """
-    workload = Workload(kinds=_kinds(1e9, 0), slots_bytes=0, memory_bytes=80 * 10**9)
-    advice = choose_preset(AUTO, workload, Topology(ranks_per_node=8), 8)
+    workload = _workload(1e9, 0, 80e9)
+    advice = choose_preset(BF16, workload, Topology(ranks_per_node=8), 8)
     assert advice.preset == "paro-nni"
     assert [line.split()[0] for line in advice.reasons.splitlines()[3:]] == [
         *("paro-nnn", "paro-nni", "paro-nii", "paro-iii")
@@ -125,20 +146,20 @@ def test_one_node_has_nothing_to_save_between_nodes() -> None:
 
 
 def test_a_model_that_fits_nowhere_is_reported() -> None:
-    workload = Workload(kinds=_kinds(1e12, 0), slots_bytes=0, memory_bytes=10**9)
-    advice = choose_preset(AUTO, workload, Topology(ranks_per_node=8), 64)
+    workload = _workload(1e12, 0, 1e9)
+    advice = choose_preset(BF16, workload, Topology(ranks_per_node=8), 64)
     assert advice.preset == "paro-ggg"
     assert "too large" in advice.reasons
     assert advice.reasons.splitlines()[-1].endswith("chosen: the smallest, though too large")
 
 
 def test_reasons_name_the_share_the_rule_and_every_alternative() -> None:
-    workload = Workload(kinds=_kinds(2e7, 6.7e9), slots_bytes=0, memory_bytes=16 * 10**9)
-    reasons = choose_preset(AUTO, workload, Topology(ranks_per_node=8), 32).reasons
+    workload = _workload(2e7, 6.7e9, 16e9)
+    reasons = choose_preset(BF16, workload, Topology(ranks_per_node=8), 32).reasons
     for words in (
         "`paro-ing`",
         "0.30%",
-        "6,720,000,000 parameters",
+        f"{workload.num_parameters:,} parameters",
         "4 nodes of 8",
         "gradients are not sharded",
         "9.6 GB",
@@ -177,7 +198,7 @@ def chosen(ctx: RankContext) -> tuple[tuple[int, int, int], ShardConfig]:
 
 def test_every_rank_chooses_the_same_scopes_and_keeps_other_options(ranks: RankPool) -> None:
     found = ranks(4, chosen, ranks_per_node=2)
-    assert found == [((1, 1, 4), AUTO)] * 4
+    assert found == [((1, 1, 1), AUTO)] * 4
 
 
 def printed(ctx: RankContext) -> str:

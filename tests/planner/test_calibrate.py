@@ -81,7 +81,7 @@ def test_ranks_agree_and_the_planner_reads_it(ranks: RankPool, tmp_path: Path, r
     for stage in cluster.measured_stages:
         seconds = [row[1] for row in stage.seconds_by_bytes]
         assert seconds == sorted(seconds)
-        assert len(seconds) >= 2
+        assert len(seconds) >= 3
     links = {overlap.link for overlap in cluster.measured_overlaps}
     assert links == ({"intra_node", "inter_node"} if ranks_per_node > 1 else {"inter_node"})
     assert cluster.device.peak_flop_per_s > 1e8

@@ -10,6 +10,8 @@ import torch
 from mics_strategy import ConfigError
 from mics_strategy.planner.catalog import describe_model, model_names, model_shape
 from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.flops import published_flop
+from mics_strategy.planner.model_formulas import TransformerShape
 from mics_strategy.planner.quantities import Quantity, parse_quantity
 
 BILLIONS = {  # parameters, by the standard counts of the published shapes
@@ -50,6 +52,15 @@ def test_names_are_found_in_any_case_and_others_get_suggestions() -> None:
         model_shape("llama-7bb")
     with pytest.raises(ConfigError, match=r"Did you mean p4d.24xlarge"):
         Cluster.preset("p4d24xlarge")
+
+
+def test_flop_of_published_tables() -> None:
+    """AMSP's table V implies 45.88 and 86.55 GFLOP for each token of LLaMA 7B and 13B, and 180.5 of its 30B."""
+    for name, gflop in (("llama-7b", 45.88), ("llama-13b", 86.55), ("amsp-llama-30b", 182.4)):
+        shape = model_shape(name)
+        assert isinstance(shape, TransformerShape)
+        assert published_flop(shape, 4096, recomputes=False) / 4096 / 1e9 == pytest.approx(gflop, abs=0.05)
+        assert published_flop(shape, 4096, recomputes=True) / published_flop(shape, 4096, recomputes=False) > 1.3
 
 
 def test_measured_bandwidths_are_the_papers() -> None:

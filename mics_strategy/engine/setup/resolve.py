@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.errors import ConfigError
-from mics_strategy.planner.cost import ParameterKind
+from mics_strategy.planner.model import ModelDescription, ParameterShape, UnitModel
 from mics_strategy.planner.presets import Workload, choose_preset, with_scopes_of
 from mics_strategy.scopes import Scopes, resolve_scopes
-from mics_strategy.topology import RankLocation, Topology, topology_from_locations
+from mics_strategy.topology import RankLocation, Switches, Topology, topology_from_locations
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
@@ -70,7 +70,7 @@ def resolve_topology(config: ShardConfig, nodes: Iterable[str]) -> Topology:
     """The topology of `config`, or the one of the ranks' nodes.
 
     Args:
-        config: Configuration, whose topology may be ``"auto"``.
+        config: Configuration, whose topology may be ``"auto"`` or `Switches`.
         nodes: Name of each rank's node; see `node_name`.
 
     Raises:
@@ -78,7 +78,10 @@ def resolve_topology(config: ShardConfig, nodes: Iterable[str]) -> Topology:
     """
     if isinstance(config.topology, Topology):
         return config.topology
-    return topology_from_locations([RankLocation(node=node) for node in nodes])
+    topology = topology_from_locations([RankLocation(node=node) for node in nodes])
+    if isinstance(config.topology, Switches):
+        return dataclasses.replace(topology, nodes_per_switch=config.topology.nodes_per_switch)
+    return topology
 
 
 def node_name() -> str:
@@ -102,41 +105,42 @@ def choose_scopes(config: ShardConfig, modules: list[UnitSpec], topology: Topolo
         return resolve_scopes(config, topology, world_size)
     topology.check_world(world_size)
     memory_bytes = min(gather_objects(_device_memory_bytes(device, topology.ranks_per_node)))
-    choice = choose_preset(config, _workload_of(modules, config, memory_bytes), topology, world_size)
+    workload = Workload(model=_description_of(modules), memory_bytes=memory_bytes)
+    choice = choose_preset(config, workload, topology, world_size)
     if dist.get_rank() == 0:
         print(choice.reasons, flush=True)
     return resolve_scopes(with_scopes_of(choice.preset, config), topology, world_size)
 
 
-def _workload_of(modules: list[UnitSpec], config: ShardConfig, memory_bytes: int) -> Workload:
-    """The workload of one rank: parameters by kind, slots and memory.
-
-    Args:
-        modules: Units with their parameters, the root first.
-        config: Configuration with the dtypes and the number of prefetched units.
-        memory_bytes: Memory of one rank.
-    """
-    numels: Counter[tuple[torch.dtype, bool]] = Counter()
-    units_bytes = []
+def _description_of(modules: list[UnitSpec]) -> ModelDescription:
+    """The parameters of the units, the root first, without what they compute."""
+    kinds: dict[tuple[ParameterShape, ...], str] = {}
+    units = []
     for module in modules:
-        unit_params = [(e.parameter.numel(), e.parameter.dtype, e.parameter.requires_grad) for e in module.parameters]
-        for numel, dtype, is_trained in unit_params:
-            numels[dtype, is_trained] += numel
-        units_bytes.append(sum(numel * config.param_dtype_of(dtype).itemsize for numel, dtype, _ in unit_params))
-    root, *layers = units_bytes
-    return Workload(
-        kinds=tuple(
-            ParameterKind(
-                numel=numel,
-                master_bytes=dtype.itemsize,
-                param_bytes=config.param_dtype_of(dtype).itemsize,
-                wire_bytes=config.wire_dtype_of(dtype).itemsize,
-                is_trained=is_trained,
+        parameters = tuple(
+            ParameterShape(
+                name=entry.name,
+                shape=tuple(entry.parameter.shape),
+                is_trained=entry.parameter.requires_grad,
+                dtype=entry.parameter.dtype,
             )
-            for (dtype, is_trained), numel in numels.items()
-        ),
-        slots_bytes=root + min(config.prefetch + 1, len(layers)) * max(layers, default=0),
-        memory_bytes=memory_bytes,
+            for entry in module.parameters
+        )
+        shapes = tuple(dataclasses.replace(parameter, name="") for parameter in parameters)
+        units.append(
+            UnitModel(
+                name=module.name,
+                kind=kinds.setdefault(shapes, str(len(kinds))),
+                parameters=parameters,
+                forward_flop=0.0,
+                saved_bytes=0,
+                input_bytes=0,
+                working_bytes=0,
+                depth=module.depth,
+            )
+        )
+    return ModelDescription(
+        name="", units=tuple(units), tokens_per_sample=1, model_flop_per_sample=0.0, activation_dtype_bytes=4
     )
 
 

@@ -1,0 +1,235 @@
+"""Collectives over the stages of a route by a backend's own collectives.
+
+For backends that pipeline by themselves, as NCCL does. Tensors go whole. An all-gather of n stages is n native
+all-gathers, all but the first in place; a reduce-scatter is n, and an all-reduce 2 n - 1, however many nodes there are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mics_strategy.comm import route as routes
+from mics_strategy.comm.codecs.quantizer import Quantizer
+from mics_strategy.comm.native import QuantizedTableAlgorithm, make_table_algorithm, stored
+from mics_strategy.comm.route import Algorithm
+from mics_strategy.comm.workspace import Workspace, aligned_bytes
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.codecs.format import Summands
+    from mics_strategy.comm.route import Route
+    from mics_strategy.comm.transport import BackendTransport
+    from mics_strategy.comm.work import Steps
+
+
+class NativeStages:
+    """Runs collectives over the stages of such a backend.
+
+    See `stages.Stages`.
+
+    Args:
+        route: Stages, with their codecs.
+        transports: Transports of the stages, slowest links first.
+        workspace: Scratch memory.
+        device: Device of the tensors.
+
+    Attributes:
+        index: Index of this rank among those of the route.
+        quantizer: Quantizer of shards that are encoded once for all stages of an all-gather; None where they are not.
+    """
+
+    def __init__(
+        self, route: Route, transports: list[BackendTransport], workspace: Workspace, device: torch.device
+    ) -> None:
+        self._route = route
+        self._workspace = workspace
+        self._strides = route.strides
+        self._transports = transports
+        self.index = sum(transport.index * stride for transport, stride in zip(transports, self._strides, strict=False))
+        self._algorithms = [
+            make_table_algorithm(transport, hop, workspace, device)
+            for transport, hop in zip(transports, route.hops, strict=True)
+        ]
+        codec = route.all_gather_codec
+        self.quantizer = Quantizer(codec, device, workspace.generator_for(codec, self.index)) if codec else None
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
+        """Put every rank's `shard`, or payload, into `out`; see `Communicator.all_gather`.
+
+        1. All-gather over the slowest links, into this rank's rows of `out`. Where only the first stages are quantized,
+           the shard is encoded once for all of them, and what has arrived is decoded.
+        2. All-gather these rows over the next faster links, in place: they are contiguous.
+        """
+        table, slowest = out.view(self._route.size, -1), self._algorithms[0]
+        if self.quantizer is None and isinstance(slowest, QuantizedTableAlgorithm):
+            return self._gather_encoded(slowest.quantizer, table, shard)
+        return self._gather_rows(table, shard, range(len(self._transports)))
+
+    def _gather_encoded(self, quantizer: Quantizer, table: torch.Tensor, shard: torch.Tensor) -> Steps:
+        """All-gather over several stages of which the first ones are quantized."""
+        num_encoded = self._route.num_quantized
+        payloads = self._allocate_payloads(quantizer, num_encoded, shard.numel())
+        own, rows = self.index % len(payloads), len(payloads)
+        quantizer.encode(shard, payloads[own])
+        yield from self._gather_rows(payloads, payloads[own], range(num_encoded))
+        first = self.index - own
+        quantizer.decode(payloads, table[first : first + rows])
+        yield from self._gather_rows(table, None, range(num_encoded, len(self._transports)))
+
+    def _gather_rows(
+        self, table: torch.Tensor, shard: torch.Tensor | None, stages: range, ranks_per_row: int = 1
+    ) -> Steps:
+        """All-gather this rank's rows of a table over some stages.
+
+        Args:
+            table: [rows, n] of all ranks of these stages, and of all stages before.
+            shard: Rows of this rank, if they are not in the table.
+            stages: Indices of the stages.
+            ranks_per_row: Ranks that have a share of each row.
+        """
+        yield
+        own = self.index // ranks_per_row % len(table)
+        for stage in stages:
+            inner, outer = (self._strides[index] // ranks_per_row for index in (stage, stage + 1))
+            source = table[own - own % inner :][:inner].view(-1) if shard is None else shard
+            self._transports[stage].all_gather(table[own - own % outer :][:outer].view(-1), source).wait()
+            shard = None
+
+    def _allocate_payloads(self, quantizer: Quantizer, num_stages: int, numel: int) -> torch.Tensor:
+        """Payloads of `numel` elements of all ranks of the first stages: [ranks, bytes]."""
+        num_bytes, rows = quantizer.codec.encoded_bytes(numel), self._strides[num_stages]
+        return self._workspace.allocate(rows * num_bytes, torch.uint8).view(rows, num_bytes)
+
+    def all_gather_quantized(self, quantizer: Quantizer, out: torch.Tensor, shard: torch.Tensor, tag: int) -> Steps:
+        """Encode once, gather the payloads over all stages, and decode all of them.
+
+        This rank's own payload is decoded as well.
+        """
+        return self._gather_encoded(quantizer, out.view(self._route.size, -1), shard)
+
+    def reserve_all_gather(self, numel: int, dtype: torch.dtype) -> None:
+        """Reserve workspace for all-gathers of shards of `numel` elements."""
+        self._workspace.reserve(self._payload_bytes(self._route.num_quantized, numel))
+
+    def _payload_bytes(self, num_stages: int, numel: int) -> int:
+        codec = self._route.hops[0].codec
+        rows = self._strides[num_stages]
+        return 0 if codec is None else aligned_bytes((rows * codec.encoded_bytes(numel), torch.uint8))
+
+    def reduce_scatter(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool, tag: int) -> Steps:
+        """Sum every `full` and keep this rank's slice; see `Communicator.reduce_scatter`.
+
+        1. Reduce-scatter over the fastest links: this rank keeps one slice.
+        2. Reduce-scatter the slice over the next slower links. Where both stages are quantized, the sums of the first
+           one are encoded for the second one in the kernel that adds them.
+        """
+        wire = full.dtype
+        table: torch.Tensor | Summands = full
+        for algorithm in reversed(self._algorithms[1:]):
+            table = yield from algorithm.partial_sums(table, wire, out.dtype)
+        slowest = self._algorithms[0]
+        if isinstance(slowest, QuantizedTableAlgorithm):
+            yield from slowest.reduce_scatter(out, table, wire, accumulate)
+        else:
+            yield from slowest.reduce_scatter(out, stored(table), wire, accumulate)
+
+    def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+        """Reserve workspace for reduce-scatters of `full_numel` elements.
+
+        The sums have `dtype`.
+        """
+        numel = full_numel // self._route.size
+        num_bytes = self._algorithms[0].reduce_scatter_scratch_bytes(numel, wire)
+        self._workspace.reserve(num_bytes + self._partial_sums_bytes(numel, wire, dtype))
+
+    def _partial_sums_bytes(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> int:
+        num_bytes = 0
+        for algorithm, rows in [*zip(self._algorithms, self._strides, strict=False)][1:]:
+            num_bytes += algorithm.reduce_scatter_scratch_bytes(rows * numel, wire)
+            num_bytes += aligned_bytes((rows * numel, algorithm.sum_dtype(wire, dtype)))
+        return num_bytes
+
+    def all_reduce_plain(self, tensor: torch.Tensor, tag: int) -> Steps:
+        """Sum `tensor` over all ranks with the backend's all-reduce, in its dtype."""
+        yield
+        self._transports[0].all_reduce(tensor).wait()
+
+    def all_reduce(self, tensor: torch.Tensor, wire: torch.dtype, tag: int) -> Steps:
+        """Sum `tensor` over all ranks; see `Communicator.all_reduce`.
+
+        1. Reduce-scatter over all but the slowest links; this rank keeps a slice.
+        2. All-reduce the slice over the slowest links.
+        3. All-gather the slices over the faster links, never quantized again, so that all ranks have the same bits:
+           between nodes as the encoded sums, inside them decoded.
+        """
+        if self._route.hops[0].algorithm is Algorithm.ALL_TO_ALL and wire == tensor.dtype:
+            yield from self.all_reduce_plain(tensor, tag)
+            return
+        dtype = self._algorithms[-1].sum_dtype(wire, tensor.dtype)
+        full, size = self._padded(tensor, dtype), self._route.hops[0].size
+        table: torch.Tensor | Summands = full
+        for algorithm in reversed(self._algorithms[1:]):
+            table = yield from algorithm.partial_sums(table, wire, tensor.dtype)
+        num_encoded, slowest = self._route.num_quantized_sums, self._algorithms[0]
+        is_last = len(self._transports) == max(num_encoded, 1)
+        if not is_last and wire != dtype:
+            full = self._workspace.allocate(full.numel(), wire)
+        slices = full.view(self._route.num_slices, -1)
+        if isinstance(slowest, QuantizedTableAlgorithm):
+            yield from self._gather_sums(slowest, table, slices, tensor.dtype)
+        else:
+            local_slice = stored(table)
+            yield from slowest.all_reduce(local_slice, wire, tensor.dtype)
+            if wire != dtype and not is_last:
+                local_slice = slices[self.index // size].copy_(local_slice)
+            yield from self._gather_rows(slices, local_slice, range(1, len(self._transports)), size)
+        if full is not tensor:
+            tensor.copy_(full[: tensor.numel()])
+
+    def _gather_sums(
+        self, slowest: QuantizedTableAlgorithm, table: torch.Tensor | Summands, slices: torch.Tensor, dtype: torch.dtype
+    ) -> Steps:
+        """All-reduce a table over the slowest links, and all-gather the encoded sums.
+
+        Args:
+            slowest: Algorithm of the slowest links.
+            table: This rank's slice: [n], or the summands of it.
+            slices: [slices, n]; overwritten.
+            dtype: Dtype of the sum before it is sent.
+        """
+        summands = yield from slowest.exchange(table)
+        num_encoded, size = self._route.num_quantized_sums, self._route.hops[0].size
+        payloads = self._allocate_payloads(slowest.quantizer, num_encoded, summands.exact.numel())
+        own = self.index % len(payloads)
+        slowest.encode_total(summands, payloads[own], dtype)
+        yield from self._gather_rows(payloads, payloads[own], range(num_encoded))
+        first, num_slices = (self.index - own) // size, len(payloads) // size
+        slowest.quantizer.decode(payloads, slices[first : first + num_slices].view(len(payloads), -1))
+        yield from self._gather_rows(slices, None, range(num_encoded, len(self._transports)), size)
+
+    def _padded(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`tensor` in `dtype`, with zeros up to equal slices of all ranks.
+
+        It is `tensor` itself where nothing changes.
+        """
+        numel = self._route.num_slices * routes.all_reduce_slice(self._route, tensor.numel())
+        if numel == tensor.numel() and dtype == tensor.dtype:
+            return tensor
+        full = self._workspace.allocate(numel, dtype)
+        full[: tensor.numel()].copy_(tensor)
+        full[tensor.numel() :].zero_()
+        return full
+
+    def reserve_all_reduce(self, numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+        """Reserve workspace for all-reduces of `numel` elements of `dtype`."""
+        full_numel = self._route.num_slices * routes.all_reduce_slice(self._route, numel)
+        row_numel, sum_dtype = full_numel // self._route.size, self._algorithms[-1].sum_dtype(wire, dtype)
+        num_bytes = self._partial_sums_bytes(row_numel, wire, dtype)
+        num_bytes += self._algorithms[0].all_reduce_scratch_bytes(row_numel, wire, dtype)
+        num_bytes += self._payload_bytes(self._route.num_quantized_sums, row_numel)
+        if full_numel != numel or sum_dtype != dtype:
+            num_bytes += aligned_bytes((full_numel, sum_dtype))
+        if len(self._transports) > 1 and wire != sum_dtype:
+            num_bytes += aligned_bytes((full_numel, wire))
+        self._workspace.reserve(num_bytes)

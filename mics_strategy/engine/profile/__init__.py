@@ -1,0 +1,1 @@
+"""Recording of what ranks really do in a few steps."""

@@ -1,0 +1,170 @@
+"""The recording of a few steps of one model, from its start to its result."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mics_strategy.comm.consensus import check_equal, gather_objects, run_and_gather, run_on_all_ranks
+from mics_strategy.engine.profile.recorder import DeviceClock, HostClock, Ranges, Recorder
+from mics_strategy.engine.profile.result import ProfileResult, check_trace_path, make_trace_folder, rank_steps
+from mics_strategy.engine.profile.wrappers import CommWrappers, EngineWrappers, ProfiledModel, Replacements
+from mics_strategy.errors import ConfigError, LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.timeline import Row
+
+
+class Profile:
+    """A recording of the next optimizer steps of one model.
+
+    It ends by itself with the last of the steps, or with `stop`. Whenever `begin` was called, it records whole steps:
+    from the end of one optimizer step to the end of the next. The first one may begin at once if no forward of it has
+    run.
+
+    Args:
+        model: Model to record.
+        num_steps: Steps to record.
+        path: File that receives the trace after the last step; None for none.
+        origin_ns: Wall time that counts as 0, the same on all ranks, nanoseconds.
+
+    Attributes:
+        is_recording: Whether it waits for its first step or records.
+    """
+
+    def __init__(self, model: ProfiledModel, num_steps: int, path: Path | None, origin_ns: int) -> None:
+        self._model = model
+        self._num_steps = num_steps
+        self._path = path
+        is_cuda = model.groups.device.type == "cuda"
+        clock = DeviceClock(model.groups.device, origin_ns) if is_cuda else HostClock(origin_ns)
+        self._recorder = Recorder(clock, Ranges(is_cuda=is_cuda))
+        self._replacements = Replacements()
+        self._num_recorded = -1  # of a step that has begun before the recording
+        self._result: ProfileResult | None = None
+        self.is_recording = False
+
+    def begin(self) -> None:
+        """Begin to record. Not collective."""
+        comm = CommWrappers(self._model, self._recorder, self._replacements)
+        engine = EngineWrappers(self._model, self._recorder, on_root_forward=comm.install, on_step=self._end_step)
+        comm.install()
+        engine.install(self._model, self._replacements)
+        self.is_recording = True
+        if self._model.target.is_step_over:
+            self._begin_first_step()
+
+    @property
+    def steps_left(self) -> int:
+        """Steps that are still to be recorded; 0 after the recording has ended."""
+        return self._num_steps - max(0, self._num_recorded) if self.is_recording else 0
+
+    @property
+    def result(self) -> ProfileResult:
+        """The recorded steps of all ranks.
+
+        Raises:
+            LifecycleError: They have not all run, or the recording was cancelled.
+        """
+        if self._result is not None:
+            return self._result
+        if self.is_recording:
+            raise LifecycleError(
+                f"The profile has no result yet: {self.steps_left} of {self._num_steps} steps are left. Read it after "
+                "them, or call `stop()` on every rank for the steps so far."
+            )
+        raise LifecycleError("The profile was cancelled and has no result. Call `sharded.profile()` again.")
+
+    def stop(self) -> ProfileResult:
+        """End the recording after the last whole step so far. Collective.
+
+        A second call returns the same result.
+
+        Raises:
+            LifecycleError: No step was recorded. The recording has ended all the same.
+        """
+        if self.is_recording and self._num_recorded < 1:
+            self.cancel()
+            raise LifecycleError(
+                f"No step ended since `sharded.profile(steps={self._num_steps})`, so there is no result. Stop after "
+                "the first optimizer step."
+            )
+        if self.is_recording:
+            self._finish()
+        return self.result
+
+    def cancel(self) -> None:
+        """End the recording without a result, as after an error. Not collective."""
+        self._replacements.restore()
+        self._recorder.compute.discard()
+        self.is_recording = False
+
+    def _begin_first_step(self) -> None:
+        self._num_recorded = 0
+        self._recorder.restart()
+
+    def _end_step(self) -> None:
+        if self._num_recorded < 0:
+            self._begin_first_step()
+            return
+        self._num_recorded += 1
+        self._recorder.compute.end_step()
+        if self._num_recorded == self._num_steps:
+            self._finish()
+
+    def _finish(self) -> None:
+        """End the recording, and let all ranks know the result. Collective."""
+        self._replacements.restore()
+        self.is_recording = False
+        self._result = gather_result(self._recorder.close(self._model.groups.rank), self._num_recorded)
+        if self._model.groups.rank == 0:
+            print(self._result.summary(), flush=True)
+        path, result = self._path, self._result
+        if path is not None:
+            run_on_all_ranks(lambda: result.write_trace(path), ConfigError)
+
+
+def gather_result(rows: tuple[Row, ...], num_steps: int) -> ProfileResult:
+    """The result that all ranks share, of each rank's rows. Collective.
+
+    Cost:
+        One gather of all rows, at most `MAX_GATHERED` intervals in total.
+    """
+    num_intervals = sum(gather_objects(sum(len(row.intervals) for row in rows)))
+    own = rank_steps(rows, num_steps, num_intervals)
+    return ProfileResult(rank=own.rank, num_steps=num_steps, own_rows=rows, ranks=tuple(gather_objects(own)))
+
+
+def begin_profile(model: ProfiledModel, present: Profile | None, steps: int, path: str | Path | None) -> Profile:
+    """Begin to record the next steps of a model. Collective.
+
+    Args:
+        model: Model to record.
+        present: Last profile of the model.
+        steps: Steps to record.
+        path: File that receives the trace; None for none.
+
+    Raises:
+        ConfigError: `steps` is no positive number, differs between ranks, or the trace cannot be written.
+        LifecycleError: The model is being recorded.
+    """
+
+    def check() -> tuple[Path | None, tuple[dict[str, str], int]]:
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ConfigError(f"`profile(steps={steps!r})` records nothing. Use a whole number from 1 on.")
+        if present is not None and present.is_recording:
+            raise LifecycleError(
+                f"The model is being profiled: {present.steps_left} steps are left. Wait for them, or call `stop()` "
+                "on that profile first."
+            )
+        file = None if path is None else check_trace_path(path)
+        if file is not None and model.groups.rank == 0:  # which usually writes for all
+            make_trace_folder(file)
+        return file, ({"steps": str(steps)}, time.time_ns())
+
+    file, by_rank = run_and_gather(check)
+    check_equal([arguments for arguments, _ in by_rank])
+    profile = Profile(model, steps, file, by_rank[0][1])
+    profile.begin()
+    return profile

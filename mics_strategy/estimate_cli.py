@@ -1,0 +1,248 @@
+"""The command ``mics estimate``: memory of each rank of a job that does not run.
+
+A model is a name of the planner's catalog, a folder with transformers' ``config.json``, the name of a model of
+transformers, or ``module:function``, a function that returns a module. Modules are built on the meta device, and so is
+their engine (`engine.estimate`); for a name of the catalog the planner's arithmetic gives the same numbers.
+Activations are traced, or computed for the catalog.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import importlib.util
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mics_strategy.config import ShardConfig
+from mics_strategy.engine.estimate import estimate_memory
+from mics_strategy.errors import ConfigError
+from mics_strategy.planner.catalog import describe_model, model_names, nearest
+from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.memory import MicroBatch, StateFormat, activation_bytes, rank_memory
+from mics_strategy.planner.model_trace import TraceInput, trace_model
+from mics_strategy.planner.presets import Workload, choose_preset, with_scopes_of
+from mics_strategy.planner.quantities import Quantity, parse_quantity
+from mics_strategy.scopes import Scopes, resolve_scopes
+from mics_strategy.topology import Topology
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_DEFAULT_TOKENS = 512
+_FIELDS = {  # options of the command by field of `ShardConfig`
+    "partition_size": "partition_size",
+    "params": "params",
+    "grads": "grads",
+    "optimizer": "optimizer",
+    "secondary_params": "secondary",
+    "weight_codec": "weight_codec",
+    "grad_codec": "grad_codec",
+    "codec_links": "codec_links",
+    "prefetch": "prefetch",
+    "param_dtype": "param_dtype",
+    "reduce_dtype": "reduce_dtype",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "model", help="a catalog name, a folder with config.json, a transformers model, or module:function"
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes; default: 1")
+    parser.add_argument("--ranks-per-node", type=int, required=True, help="number of GPUs per node")
+    parser.add_argument("--preset", default="mics", help="mics, zero3, paro-iig, auto, ...; default: mics")
+    parser.add_argument("--partition-size", type=_scope, default=None, help="ranks per partition; default: a node")
+    for name in ("params", "grads", "optimizer", "secondary"):
+        parser.add_argument(f"--{name}", type=_scope, default=None, help=f"scope of {name}: ranks, or a word")
+    parser.add_argument("--weight-codec", default=None, help="int8 or int4, of parameters on the wire")
+    parser.add_argument("--grad-codec", default=None, help="int8 or int4, of gradients on the wire")
+    parser.add_argument("--codec-links", default=None, help="slow or all; default: slow")
+    parser.add_argument("--prefetch", type=int, default=None, help="units gathered ahead; default: 1")
+    parser.add_argument("--param-dtype", choices=_DTYPES, default=None, help="dtype of the computation")
+    parser.add_argument("--reduce-dtype", choices=_DTYPES, default=None, help="dtype of gradients on the wire")
+    parser.add_argument("--units", default=None, help="layer classes, comma-separated; default: detected")
+    parser.add_argument("--state-bytes", type=int, default=8, help="bytes of optimizer state per element; default: 8")
+    parser.add_argument("--micro-batch", type=int, default=None, help="samples of a micro-batch; adds activations")
+    parser.add_argument("--seq-len", type=int, default=None, help=f"tokens of a sample; default: {_DEFAULT_TOKENS}")
+    parser.add_argument("--recompute", action="store_true", help="recompute the activations of layers")
+    parser.add_argument("--memory", default=None, help="memory of a GPU, such as '80 GB', to compare with")
+    parser.add_argument("--cluster", default=None, help="a cluster of the catalog, whose GPU's memory is compared")
+
+
+def _scope(text: str) -> str | int:
+    return int(text) if text.isdigit() else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Estimate:
+    """What the command prints.
+
+    Attributes:
+        title: Name of the model.
+        numel: Elements of its parameters.
+        num_units: Units of the model.
+        scopes: Degrees of the model states.
+        rows: Bytes by purpose.
+    """
+
+    title: str
+    numel: int
+    num_units: int
+    scopes: Scopes
+    rows: Mapping[str, int]
+
+
+def report(options: Namespace) -> Iterator[str]:
+    """Yield the lines to print.
+
+    Args:
+        options: Parsed options of the command.
+
+    Raises:
+        ConfigError: Options are invalid, or the model does not exist.
+    """
+    _check(options)
+    memory_bytes = _memory_bytes(options)
+    fields = {field: getattr(options, name) for field, name in _FIELDS.items()}
+    config = ShardConfig.of(options.preset, **fields)
+    is_named = options.model.lower().replace("_", "-") in {name.replace("_", "-") for name in model_names()}
+    estimate = (_of_catalog if is_named else _of_module)(options, config, memory_bytes)
+    scopes, rows = estimate.scopes, dict(sorted(estimate.rows.items(), key=lambda row: -row[1]))
+    yield (
+        f"{estimate.title}, {estimate.numel / 1e9:.3f} B parameters in {estimate.num_units} units, on "
+        f"{scopes.world_size} ranks"
+    )
+    over = f"parameters over {scopes.params}, gradients over {scopes.grads}, optimizer states over {scopes.optimizer}"
+    yield f"{over} ranks"
+    for purpose, num_bytes in rows.items():
+        if num_bytes >= 5e5:  # omit rows that would be printed as 0.000
+            yield f"  {purpose:<28}{num_bytes / 1e9:>9.3f} GB"
+    total = sum(rows.values())
+    yield f"  {'total per rank':<28}{total / 1e9:>9.3f} GB" + ("" if options.micro_batch else ", plus activations")
+    if memory_bytes is not None:
+        rest = memory_bytes - total
+        verdict = "left" if rest >= 0 else "missing: shard over more ranks, or recompute"
+        yield f"  {'of a GPU':<28}{memory_bytes / 1e9:>9.3f} GB, {abs(rest) / 1e9:.3f} GB {verdict}"
+
+
+def _check(options: Namespace) -> None:
+    for name in ("nodes", "ranks_per_node", "state_bytes", "micro_batch", "seq_len"):
+        value = getattr(options, name)
+        if value is not None and value < (0 if name == "state_bytes" else 1):
+            raise ConfigError(f"`--{name.replace('_', '-')} {value}` is not a number. Use 1 or more.")
+    if options.micro_batch is None and (options.recompute or options.seq_len is not None):
+        raise ConfigError(
+            "`--recompute` and `--seq-len` change activations, which are counted for a micro-batch only. Add "
+            "`--micro-batch 1`."
+        )
+    if options.memory is not None and options.cluster is not None:
+        raise ConfigError("`--memory` and `--cluster` both state the memory of a GPU. Give one of them.")
+
+
+def _memory_bytes(options: Namespace) -> int | None:
+    if options.cluster is not None:
+        return Cluster.preset(options.cluster).device.memory_bytes
+    return None if options.memory is None else round(parse_quantity(options.memory, Quantity.BYTES, "`--memory`"))
+
+
+def _chosen(config: ShardConfig, options: Namespace, workload: Workload | None) -> tuple[ShardConfig, Scopes]:
+    """The configuration with explicit scopes."""
+    topology = Topology(ranks_per_node=options.ranks_per_node)
+    config, world_size = config.replace(topology=topology), options.nodes * options.ranks_per_node
+    if config.is_auto:
+        if workload is None:
+            raise ConfigError(
+                "The scopes are 'auto', which depends on the memory of a GPU. Give `--memory '80 GB'` or `--cluster`, "
+                "or a preset, or name the scopes."
+            )
+        config = with_scopes_of(choose_preset(config, workload, topology, world_size).preset, config)
+    return config, resolve_scopes(config, topology, world_size)
+
+
+def _of_catalog(options: Namespace, config: ShardConfig, memory_bytes: int | None) -> _Estimate:
+    if options.units is not None:
+        raise ConfigError(f"`--units` names classes, but {options.model} of the catalog is not a module. Remove it.")
+    activation_dtype = config.param_dtype_of(torch.float32)
+    model = describe_model(options.model, options.seq_len or _DEFAULT_TOKENS, activation_dtype.itemsize)
+    workload = None if memory_bytes is None else Workload(model=model, memory_bytes=memory_bytes)
+    config, scopes = _chosen(config, options, workload)
+    batch = MicroBatch(samples=options.micro_batch or 1, recomputes=options.recompute)
+    rows = dict(rank_memory(model, config, scopes, batch, StateFormat(optimizer_bytes=options.state_bytes)).by_kind)
+    if options.micro_batch is None:
+        rows = {kind: num_bytes for kind, num_bytes in rows.items() if kind not in _ONLY_WITH_ACTIVATIONS}
+    return _Estimate(title=model.name, numel=model.numel, num_units=len(model.units), scopes=scopes, rows=rows)
+
+
+_ONLY_WITH_ACTIVATIONS = (
+    *("activations of layers", "activations outside layers", "temporary activations"),
+    *("fragmentation", "context"),
+)
+
+
+def _of_module(options: Namespace, config: ShardConfig, memory_bytes: int | None) -> _Estimate:
+    model = _build_model(options.model)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    units = "auto" if options.units is None else tuple(options.units.split(","))
+    rows: dict[str, int] = {}
+    workload = None
+    if options.micro_batch is not None or config.is_auto:
+        dtype = config.param_dtype_of(torch.float32)
+        tokens = options.seq_len or _DEFAULT_TOKENS
+        example = {"input_ids": torch.zeros(1, tokens, dtype=torch.int64)}
+        traced = TraceInput(name=options.model, example=example, tokens_per_sample=tokens, units=units)
+        description = trace_model(copy.deepcopy(model).to(dtype).train(), traced)
+        batch = MicroBatch(samples=options.micro_batch or 1, recomputes=options.recompute)
+        rows = activation_bytes(description.units, batch) if options.micro_batch is not None else {}
+        workload = None if memory_bytes is None else Workload(model=description, memory_bytes=memory_bytes)
+    config, _ = _chosen(config, options, workload)
+    estimate = estimate_memory(
+        model, config, num_nodes=options.nodes, ranks_per_node=options.ranks_per_node, units=units
+    )
+    rows |= estimate.bytes_by_purpose
+    rows["gradients of autograd"] = estimate.pending_grad_bytes
+    rows[f"communicators ({estimate.num_communicators})"] = estimate.communicator_bytes
+    rows["optimizer states"] = estimate.num_trained * options.state_bytes
+    return _Estimate(
+        title=type(model).__name__, numel=numel, num_units=estimate.num_units, scopes=estimate.scopes, rows=rows
+    )
+
+
+def _build_model(source: str) -> nn.Module:
+    """Build a model on the meta device."""
+    if ":" in source and not Path(source).exists():
+        return _call_factory(source)
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("Models are built by transformers, which is not installed. Run `pip install transformers`.")
+    transformers: Any = importlib.import_module("transformers")
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        hint = nearest(source, model_names())
+        raise ConfigError(f"`{source}` is not a model of transformers, nor of the catalog: {error}{hint}") from error
+    with torch.device("meta"):
+        try:
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+        except ValueError:  # not a causal language model
+            model = transformers.AutoModel.from_config(config)
+    return model
+
+
+def _call_factory(source: str) -> nn.Module:
+    """Call the function that ``module:function`` names."""
+    module_name, _, name = source.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"`{source}` names no function: {error}. Write module:function.") from error
+    with torch.device("meta"):
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"`{source}` returned {type(model).__name__}. Name a function that returns a module.")
+    return model

@@ -1,0 +1,477 @@
+"""Does a profile record what ranks do, name the slowest one, and leave the training as it was?"""
+
+import contextlib
+import itertools
+import json
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.utils.checkpoint import checkpoint
+
+from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, Topology, shard
+from mics_strategy.timeline import Category, Interval, Timeline
+from tests import models
+from tests.engine.events import recorded
+from tests.engine.test_frames import stacks_to_the_wire
+from tests.ranks import RankContext, RankPool, assert_refused, refusal
+
+NODES = Topology(ranks_per_node=2)
+SLOW_S = 0.15
+WIDTH = 8
+CONTROL = ("used parameters", "buffers")  # payloads that are no units
+
+
+@dataclass(slots=True)
+class Training:
+    """A small sharded transformer."""
+
+    rank: int
+    case: models.Case = field(default_factory=models.transformer)
+    preset: str = "mics"
+    model: nn.Module = field(init=False)
+    sharded: Sharded = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    num_batches: int = 0
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = self.case.build()
+        config = ShardConfig.preset(self.preset, topology=NODES, hierarchical=True)
+        self.sharded = shard(self.model, config, units=self.case.units)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def loss(self) -> Tensor:
+        self.num_batches += 1
+        return self.case.loss(self.model, self.case.batch(self.num_batches, 0, self.rank))
+
+    def step(self, micro_steps: int = 1) -> None:
+        for _ in range(micro_steps):
+            self.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def names(intervals: list[Interval], *categories: Category) -> list[str]:
+    """The work of some categories in its order, without repetition."""
+    named = [str(interval.key) for interval in intervals if interval.key.category in categories]
+    return [name for name, _ in itertools.groupby(named)]
+
+
+# -- what is recorded ----------------------------------------------------------------------------------------
+
+
+def events_and_rows(ctx: RankContext, preset: str) -> tuple[list[str], Timeline]:
+    training = Training(ctx.rank, preset=preset)
+    layers = tuple({type(unit.module) for unit in training.sharded.units[1:]})
+    training.step()
+    training.step()
+    profile = training.sharded.profile(steps=1)
+    with recorded(training.model, layers) as events:
+        training.step()
+    return list(events), profile.result.timeline
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero1", "ddp"])
+def test_collectives_and_waits_are_those_that_spies_see(ranks: RankPool, preset: str) -> None:
+    for rank, (events, timeline) in enumerate(ranks(4, events_and_rows, preset, ranks_per_node=2)):
+        compute, *others = timeline.rows_of(rank)
+        collectives = [interval for row in others if row.resource != "control" for interval in row.intervals]
+        submitted = sorted(collectives, key=lambda interval: interval.submitted_s)
+        started = [event.removeprefix("start ") for event in events if event.startswith("start")]
+        assert [f"{interval.key.name} {interval.key.unit}" for interval in submitted] == started
+        waited = [event.removeprefix("wait ") for event in events if event.startswith("wait")]
+        waits = [interval.key for interval in compute.intervals if interval.key.category is Category.WAIT]
+        assert [f"{key.name} {key.unit}" for key in waits if key.unit not in CONTROL] == waited
+        assert all(interval.sent_bytes > 0 for interval in collectives)
+        assert {interval.key.axis for interval in collectives} <= {"intra_node", "inter_node", "intra_node+inter_node"}
+
+
+def test_units_run_forward_and_backward_in_the_order_that_spies_see(ranks: RankPool) -> None:
+    events, timeline = ranks(4, events_and_rows, "mics", ranks_per_node=2)[0]
+    intervals = list(timeline.rows_of(0)[0].intervals)
+    layers = {event.split()[1] for event in events if event.startswith("forward")}
+    for name in ("forward", "backward"):
+        ran = names([i for i in intervals if i.key.name == name and i.key.unit in layers], Category.COMPUTE)
+        assert ran == [event for event in events if event.startswith(name)]
+    order = [name for name, _ in itertools.groupby(interval.key.category for interval in intervals)]
+    assert order[0] is Category.DATA
+    assert Category.OPTIMIZER in order
+
+
+def step_times(ctx: RankContext) -> tuple[float, float, float]:
+    """Wall time of two steps, as measured; the sum of the parts; the length of the row."""
+    training = Training(ctx.rank)
+    ends: list[float] = []
+    training.optimizer.register_step_post_hook(lambda *_: ends.append(time.perf_counter()))
+    training.step()
+    profile = training.sharded.profile(steps=2)
+    start = time.perf_counter()
+    for _ in range(2):
+        time.sleep(0.1)
+        training.step(micro_steps=2)
+    result = profile.result
+    parts = sum(part.seconds for part in result.timeline.parts(ctx.rank))
+    return ends[-1] - start, 2 * parts, 2 * result.step_s
+
+
+def test_parts_add_up_to_the_measured_step(ranks: RankPool) -> None:
+    for measured, parts, row in ranks(4, step_times, ranks_per_node=2):
+        assert parts == pytest.approx(row, rel=1e-6)
+        assert parts == pytest.approx(measured, rel=0.02)
+
+
+class Recomputed(nn.Module):
+    """Two layers; the first is recomputed in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(checkpoint(self.first, x.requires_grad_(), use_reentrant=False))
+
+
+def every_loop(ctx: RankContext) -> dict[str, list[str]]:
+    """What the compute row holds, loop by loop."""
+    found: dict[str, list[str]] = {}
+
+    def run(name: str, sharded: Sharded, loop: Callable[[], object], steps: int = 1) -> None:
+        profile = sharded.profile(steps=steps)
+        loop()
+        row = profile.result.timeline.rows_of(ctx.rank)[0]
+        shown = (Category.COMPUTE, Category.DATA, Category.OPTIMIZER, Category.IDLE)
+        found[name] = [item for item in names(list(row.intervals), *shown) if item != "engine"]
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    sharded = shard(model, ShardConfig.preset("mics", topology=NODES), units=[nn.Linear])
+    halves = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    x = torch.ones(2, WIDTH)
+
+    def backward() -> None:
+        model(x).sum().backward()
+
+    def step() -> None:
+        for optimizer in halves:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def two_optimizers() -> None:
+        for _ in range(2):
+            backward()
+            step()
+
+    def accumulation() -> None:
+        backward()
+        backward()
+        step()
+
+    def evaluation() -> None:
+        with torch.no_grad():
+            model(x)
+        accumulation()
+
+    def closure() -> None:
+        both = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def evaluate() -> Tensor:
+            loss = model(x).sum()
+            loss.backward()
+            return loss
+
+        both.step(evaluate)
+        both.zero_grad()
+
+    def failing() -> None:
+        with contextlib.suppress(ZeroDivisionError):
+            handle = model[0].register_forward_hook(lambda *_: 1 / 0)
+            try:
+                model(x)
+            finally:
+                handle.remove()
+        backward()
+        step()
+
+    backward()
+    step()
+    run("accumulation", sharded, accumulation)
+    run("evaluation", sharded, evaluation)
+    run("closure", sharded, closure)
+    run("failing", sharded, failing)
+    run("two optimizers", sharded, two_optimizers, steps=2)
+    other = Recomputed()
+    other_sharded = shard(other, ShardConfig.preset("mics", topology=NODES), units=[nn.Linear])
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def recomputing() -> None:
+        other(x).sum().backward()
+        optimizer.step()
+
+    recomputing()
+    run("recomputing", other_sharded, recomputing)
+    return found
+
+
+MICRO_STEP = ["forward 0", "forward 1", "loss", "backward 1", "backward 0"]
+STEP_END = ["between backward and step", "step"]
+LOOPS = {
+    "accumulation": ["data", *MICRO_STEP, "data", *MICRO_STEP, *STEP_END],
+    "evaluation": ["data", "forward 0", "forward 1", "data", *MICRO_STEP, "data", *MICRO_STEP, *STEP_END],
+    "closure": ["data", *MICRO_STEP, "step"],
+    "failing": ["data", "forward 0", "data", *MICRO_STEP, *STEP_END],
+    "two optimizers": ["data", *MICRO_STEP, *STEP_END, *STEP_END, "data", *MICRO_STEP, *STEP_END],
+    "recomputing": [
+        *("data", "forward first", "forward second", "loss", "backward second"),
+        *("backward first", "recompute first", "backward first", *STEP_END),
+    ],
+}
+
+
+def test_every_loop_is_cut_into_its_parts(ranks: RankPool) -> None:
+    for found in ranks(4, every_loop, ranks_per_node=2):
+        assert {name: without_root(row) for name, row in found.items()} == LOOPS
+
+
+def without_root(row: list[str]) -> list[str]:
+    """A row without the intervals of the root, which has no parameters in these models."""
+    return [name for name, _ in itertools.groupby(name for name in row if "(root)" not in name)]
+
+
+def skipped_step(ctx: RankContext) -> tuple[int, list[str]]:
+    training = Training(ctx.rank)
+    training.step()
+    profile, scaler = training.sharded.profile(steps=1), GradScaler("cpu", init_scale=8.0)
+    for factor in (math.inf, 1.0):
+        scaler.scale(training.loss() * factor).backward()
+        scaler.step(training.optimizer)
+        left = profile.steps_left
+        scaler.update()
+        training.optimizer.zero_grad()
+        if factor != 1.0:
+            assert left == 1
+    row = profile.result.timeline.rows_of(ctx.rank)[0]
+    return profile.steps_left, names(list(row.intervals), Category.OPTIMIZER, Category.DATA)
+
+
+def test_a_step_that_a_scaler_skips_is_part_of_the_next(ranks: RankPool) -> None:
+    assert ranks(4, skipped_step, ranks_per_node=2) == [(0, ["data", "step"])] * 4
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # preset, options
+    "mics": ("mics", {"grad_codec": "int8"}),
+    "int8": ("zero3", {"weight_codec": "int8", "grad_codec": "int4", "codec_links": "all"}),
+    "hpz": ("zeropp-hpz", {"prefetch": 2}),
+    "owners": ("zero1", {"optimizer_layout": "tensors"}),
+    "second hop": ("mics", {"second_hop": "micro_step"}),
+    "no overlap": ("paro-iig", {"overlap": "none"}),
+    "codec ends": (
+        "zero3",
+        {"grad_codec": "int8", "codec_links": "all", "grad_codec_until": 0.5, "training_steps": 4},
+    ),
+}
+
+
+def with_options(ctx: RankContext, preset: str, options: dict[str, Any]) -> tuple[int, int, float]:
+    """Bytes of the traffic log in the last step; of the profile in that step; seconds that its parts lack."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    sharded = shard(model, ShardConfig.preset(preset, topology=NODES, **options), units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        profile = sharded.profile(steps=1)
+        for _ in range(2):
+            model(torch.ones(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    timeline = profile.result.timeline
+    recorded_bytes = sum(i.sent_bytes for row in timeline.rows_of(ctx.rank) for i in row.intervals)
+    lacking = timeline.step_s(ctx.rank) - sum(part.seconds for part in timeline.parts(ctx.rank))
+    return sum(row.sent_bytes for row in sharded.traffic()), recorded_bytes, lacking
+
+
+@pytest.mark.one_job
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_byte_of_the_traffic_log_is_recorded(ranks: RankPool, variant: str) -> None:
+    for issued_bytes, recorded_bytes, lacking in ranks(4, with_options, *VARIANTS[variant], ranks_per_node=2):
+        assert recorded_bytes == issued_bytes > 0
+        assert lacking == pytest.approx(0.0, abs=1e-6)
+
+
+# -- the slowest rank ----------------------------------------------------------------------------------------
+
+
+def with_slow_rank(ctx: RankContext, where: str, slow: int) -> tuple[str, str, int]:
+    training = Training(ctx.rank)
+    training.step()
+    profile = training.sharded.profile(steps=3)
+
+    def pause(*_: object) -> None:
+        time.sleep(SLOW_S if ctx.rank == slow else 0.0)
+
+    last = training.sharded.units[-1].module
+    if where == "forward":
+        next(iter(last.children())).register_forward_pre_hook(pause)
+    if where == "backward":
+        next(iter(last.children())).register_full_backward_hook(pause)
+    if where == "step":
+        training.optimizer.step = _paused(training.optimizer.step, pause)  # type: ignore[method-assign]
+    for _ in range(3):
+        if where == "data":
+            pause()
+        training.step()
+    slowest = profile.result.slowest
+    assert slowest is not None
+    return slowest.reason.name, slowest.reason.category.value, slowest.rank
+
+
+def _paused(step: Callable[..., Any], pause: Callable[[], None]) -> Callable[..., Any]:
+    def paused(*args: Any, **kwargs: Any) -> Any:
+        pause()
+        return step(*args, **kwargs)
+
+    return paused
+
+
+@pytest.mark.one_job
+@pytest.mark.parametrize(
+    ("where", "slow", "part"),
+    [
+        ("data", 2, ("data", "data")),
+        ("forward", 1, ("forward", "compute")),
+        ("backward", 3, ("backward", "compute")),
+        ("step", 0, ("between backward and step", "idle")),
+    ],
+)
+def test_the_slowed_rank_is_named_with_its_reason(
+    ranks: RankPool, where: str, slow: int, part: tuple[str, str]
+) -> None:
+    assert ranks(4, with_slow_rank, where, slow, ranks_per_node=2) == [(*part, slow)] * 4
+
+
+# -- results and errors --------------------------------------------------------------------------------------
+
+
+def traced(ctx: RankContext, folder: Path) -> tuple[str, str]:
+    training = Training(ctx.rank)
+    profile = training.sharded.profile(steps=2, path=folder / "trace.json")
+    training.step()
+    training.step()
+    result = profile.result
+    assert sum(result.metrics().values()) == pytest.approx(2 * result.step_s)
+    return result.table(planned=result.timeline), result.summary()
+
+
+def test_the_trace_holds_every_rank_beside_each_other(ranks: RankPool, tmp_path: Path) -> None:
+    tables = ranks(4, traced, tmp_path, ranks_per_node=2)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert processes == [f"rank {rank} recorded" for rank in range(4)]
+    for event in events:
+        assert {"ph", "pid", "tid", "name", "args"} <= event.keys()
+        assert event["ph"] == "M" or (event["ph"] == "X" and event["ts"] >= 0 and event["dur"] >= 0)
+    compute = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
+    begins = {rank: min(e["ts"] for e in compute if e["pid"] == rank) for rank in range(4)}
+    ends = {rank: max(e["ts"] + e["dur"] for e in compute if e["pid"] == rank) for rank in range(4)}
+    assert max(begins.values()) < min(ends.values()), "the clocks of ranks agree"
+    for table, summary in tables:
+        assert "differs" not in table
+        assert re.fullmatch(r"Profiled 2 steps of [\d.]+ ms. Rank \d is the slowest: .*", summary)
+
+
+def mistakes(ctx: RankContext, path: str) -> list[object]:
+    training = Training(ctx.rank)
+    profile = training.sharded.profile
+    refused = [
+        refusal(ctx, lambda _, value=value: profile(steps=value))  # type: ignore[misc]
+        for value in (0, True, 1.5, 1 + ctx.rank // 3)
+    ]
+    refused += [refusal(ctx, lambda _: profile(path="trace.txt")), refusal(ctx, lambda _: profile(path=path))]
+    running = profile(steps=3)
+    refused.append(refusal(ctx, lambda _: profile()))
+    refused.append(refusal(ctx, lambda _: running.stop()))
+    again = profile(steps=3)
+    training.step()
+    refused.append(refusal(ctx, lambda _: again.result))
+    stopped = again.stop()
+    assert stopped is again.stop() is again.result
+    assert (stopped.num_steps, again.steps_left) == (1, 0)
+    return refused
+
+
+EXPECTED = [
+    (ConfigError, r"steps=0"),
+    (ConfigError, r"steps=True"),
+    (ConfigError, r"steps=1.5"),
+    (ConfigError, r"`steps` differs between ranks: 1 on rank 0, 2 on rank 3"),
+    (ConfigError, r"does not end in .json"),
+    (ConfigError, r"folder cannot be made .* \(found on rank 0\)"),
+    (LifecycleError, r"being profiled: 3 steps are left"),
+    (LifecycleError, r"No step ended"),
+    (LifecycleError, r"2 of 3 steps are left"),
+]
+
+
+def test_mistakes_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    by_rank = ranks(4, mistakes, str(tmp_path / "file" / "trace.json"), ranks_per_node=2)
+    for errors, (error_type, match) in zip(zip(*by_rank, strict=True), EXPECTED, strict=True):
+        assert_refused(errors, error_type, match)
+
+
+# -- the training is unchanged -------------------------------------------------------------------------------
+
+
+def with_and_without(ctx: RankContext) -> tuple[bool, bool, list[str]]:
+    """Whether parameters and stacks are equal with and without a profile; methods that are left replaced."""
+
+    def train(is_profiled: bool) -> tuple[Training, list[list[str]]]:
+        training = Training(ctx.rank)
+        training.step()
+        if is_profiled:
+            profile = training.sharded.profile(steps=2)
+        for _ in range(2):
+            training.step(micro_steps=2)
+        if is_profiled:
+            assert profile.result.num_steps == 2
+        with stacks_to_the_wire() as stacks:
+            training.step()
+        return training, [stack for stack in stacks if stack[-1] != "queue.py:_run_queue"]
+
+    plain, stacks = train(False)
+    profiled, stacks_after = train(True)
+    values = zip(plain.sharded.parameters, profiled.sharded.parameters, strict=True)
+    equal = all(torch.equal(one.to_local(), other.to_local()) for one, other in values)
+    engine, target = profiled.sharded._engine, profiled.sharded._target
+    owners = [engine, target, profiled.sharded, *profiled.sharded._groups.resources.queues]
+    left = [name for owner in owners for name in vars(owner) if callable(getattr(type(owner), name, None))]
+    return equal, stacks == stacks_after, left
+
+
+def test_a_profile_leaves_values_stacks_and_methods_as_they_were(ranks: RankPool) -> None:
+    assert ranks(4, with_and_without, ranks_per_node=2) == [(True, True, [])] * 4
+
+
+def in_torch_profiler(ctx: RankContext) -> set[str]:
+    training = Training(ctx.rank)
+    training.step()
+    training.sharded.profile(steps=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        training.step()
+    return {event.key for event in profiler.key_averages() if event.key.startswith("mics::")}
+
+
+def test_torch_profiler_shows_units_and_collectives(ranks: RankPool) -> None:
+    unit = models.transformer().build()
+    layer = next(name for name, module in unit.named_modules() if isinstance(module, models.transformer().units))
+    for ranges in ranks(4, in_torch_profiler, ranks_per_node=2):
+        assert {f"mics::forward {layer}", f"mics::backward {layer}", "mics::step", "mics::data"} <= ranges
+        assert f"mics::wait all_gather {layer} [intra_node]" in ranges
