@@ -64,7 +64,8 @@ class CalibrationOptions:
     Attributes:
         name: Name of the cluster in the file.
         max_bytes: Bytes of the largest full tensor.
-        stage_s: Seconds for the runs of one size of one collective, at most; larger sizes are left out, but not the first three.
+        stage_s: Seconds for the runs of one size of one collective, at most; larger sizes are left out, but not the
+            first three.
         overlap_s: Seconds of the collectives beside which the device computes.
         dtype: Dtype of the matrix products whose rate is the device's: "bfloat16" or "float32"; ``"auto"`` is 16 bits
             on a GPU and 32 on a CPU.
