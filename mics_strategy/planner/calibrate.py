@@ -33,7 +33,6 @@ from mics_strategy.errors import ConfigError
 from mics_strategy.planner.device_rates import (
     RUNS,
     device_name,
-    finish,
     matmul_rate,
     matrix_product,
     memory_bytes,
@@ -41,7 +40,7 @@ from mics_strategy.planner.device_rates import (
     repeat,
     synchronize,
 )
-from mics_strategy.planner.measured import FORMAT, monotone
+from mics_strategy.planner.measured import FORMAT, monotone, slowdowns
 from mics_strategy.scopes import COLLECTIVES, Scopes, resolve_scopes
 from mics_strategy.tuning.autotune import collective_starter, run_collective, time_slowest_rank
 from mics_strategy.version import package_version
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
 _GROWTH = 4  # of the sizes from one to the next
 _SMALLEST_BYTES = 4096
 _LEAST_SIZES = 3  # however long they take: a line needs two, and the smallest shows the latency
+_COMPUTED_SHARE = 0.5  # of the collectives' time that the computation beside them takes alone
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -294,35 +294,37 @@ class _Calibration:
     def _overlap(
         self, probe: Probe, comm: AnyCommunicator, workspace: Workspace, table: list[tuple[int, float]]
     ) -> dict[str, float]:
-        """Slow-downs of collectives and of matrix products by each other.
+        """Slow-downs of a collective and of matrix products by each other.
 
-        The device computes until all collectives have ended. Each alone, and both together, are measured in turn, so
-        that what else the machine does falls on all.
+        The products take alone about half of the collective's time, so that it goes on alone when they have ended:
+        they are slower by ``busy / alone``, and the collective did ``collective - rest`` of its work in ``busy``. All
+        three are measured in turn, so that what else the machine does falls on all.
         """
         full_bytes, collective_s = min(table, key=lambda row: abs(math.log(2 * row[1] / self._options.overlap_s)))
         start, _ = self._starter(probe.collective, comm, workspace, full_bytes)
+        product = matrix_product(_DTYPES["float32"], self._device, small=True)
         count = max(1, round(self._options.overlap_s / collective_s))
-        product = partial(finish, matrix_product(_DTYPES["float32"], self._device, small=True), self._device)
         one_s = min(self._time(partial(repeat, product, RUNS)) for _ in range(RUNS)) / RUNS
-        num_products = max(1, round(self._options.overlap_s / one_s))
-        computed, alone, together, products = [], [], [], []
-        for _ in range(RUNS):
-            computed.append(self._time(partial(repeat, product, num_products)) / num_products)
-            alone.append(self._time(lambda: _OverlappedWork(start, count, self._device).wait()))
+        products = partial(repeat, product, max(1, round(_COMPUTED_SHARE * count * collective_s / one_s)))
+        side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        computed, alone, busy, rest = [], [], [], []
+        for _ in range(2 * RUNS):
+            computed.append(self._time(products))
+            alone.append(self._time(partial(_run_beside, start, count, side)))
             self._start_together()
             begin_s = time.perf_counter()
-            beside, num = _OverlappedWork(start, count, self._device), 0
-            while not beside.has_completed:
-                product()
-                num += 1
-            elapsed_s = time.perf_counter() - begin_s
-            beside.wait()
-            together.append(self._maximum(elapsed_s))
-            products.append(self._maximum(elapsed_s / max(1, num)))
-        ratios = {"compute": (products, computed), "collective": (together, alone)}
-        return {
-            name: max(1.0, statistics.median(both) / statistics.median(one)) for name, (both, one) in ratios.items()
-        }
+            works = _start_beside(start, count, side)
+            products()
+            if side is not None:
+                torch.cuda.current_stream(self._device).synchronize()
+            busy_s = time.perf_counter() - begin_s
+            for work in works:
+                work.wait()
+            synchronize(self._device)
+            rest_s = time.perf_counter() - begin_s - busy_s
+            busy.append(self._maximum(busy_s))
+            rest.append(self._maximum(rest_s))
+        return slowdowns(*map(statistics.median, (computed, alone, busy, rest)))
 
     def _time(self, run: Callable[[], object]) -> float:
         """Time of a run on the slowest rank, seconds."""
@@ -345,37 +347,24 @@ class _Calibration:
         self._maximum(0.0)
 
 
-class _OverlappedWork:
-    """Collectives that run beside what follows.
+def _start_beside(start: Callable[[], Work], count: int, side: torch.cuda.Stream | None) -> list[Work]:
+    """Start collectives that run beside what follows.
 
     They run in a thread on the CPU, and on a side stream on a GPU.
     """
+    if side is None:
+        return [start() for _ in range(count)]
+    side.wait_stream(torch.cuda.current_stream(side.device))
+    with torch.cuda.stream(side):
+        for _ in range(count):
+            start().wait()  # the side stream waits, not the host
+    return []
 
-    def __init__(self, start: Callable[[], Work], count: int, device: torch.device) -> None:
-        self._works: list[Work] = []
-        self._done: torch.cuda.Event | None = None
-        if device.type != "cuda":
-            self._works = [start() for _ in range(count)]
-            return
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(count):
-                start().wait()  # the side stream waits, not the host
-            self._done = torch.cuda.Event()
-            self._done.record(side)
 
-    @property
-    def has_completed(self) -> bool:
-        """Whether all have ended."""
-        return self._done.query() if self._done is not None else all(work.has_completed for work in self._works)
-
-    def wait(self) -> None:
-        """Block until all have ended."""
-        for work in self._works:
-            work.wait()
-        if self._done is not None:
-            self._done.synchronize()
+def _run_beside(start: Callable[[], Work], count: int, side: torch.cuda.Stream | None) -> None:
+    """Start collectives, and wait for them."""
+    for work in _start_beside(start, count, side):
+        work.wait()
 
 
 def _links(stages: list[dict[str, Any]]) -> dict[str, Any]:

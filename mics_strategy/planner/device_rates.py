@@ -51,13 +51,6 @@ def matrix_product(dtype: torch.dtype, device: torch.device, *, small: bool = Fa
     return lambda: torch.mm(left, right, out=out)
 
 
-def finish(run: Callable[[], object], device: torch.device) -> None:
-    """Run something, and wait for the current stream."""
-    run()
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 def repeat(run: Callable[[], object], count: int) -> None:
     """Run something `count` times."""
     for _ in range(count):

@@ -19,6 +19,7 @@ from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.errors import ConfigError
 
 FORMAT = 1  # of the file; raised when its fields change their meaning
+_LARGEST_SLOWDOWN = 10.0
 LINKS = ("intra_node", "inter_node", "inter_switch")
 _COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 _ORIGIN_FIELDS = ("format", "date", "hosts", "world_size", "torch_version", "package_version", "dtype", "flop_per_s")
@@ -108,6 +109,23 @@ class MeasuredCompute:
     micro_batch: int
     units: tuple[MeasuredUnit, ...]
     optimizer_s_per_numel: float
+
+
+def slowdowns(computed_s: float, collective_s: float, busy_s: float, rest_s: float) -> dict[str, float]:
+    """Slow-downs of computation and a collective by each other, at least 1 each.
+
+    Args:
+        computed_s: Seconds of the computation alone.
+        collective_s: Seconds of the collective alone.
+        busy_s: Seconds of the computation while the collective runs.
+        rest_s: Seconds for which the collective goes on afterwards, alone.
+    """
+    overlapped_s = min(busy_s, busy_s + rest_s)
+    done_s = max(collective_s - rest_s, overlapped_s / _LARGEST_SLOWDOWN)
+    return {
+        "compute": min(_LARGEST_SLOWDOWN, max(1.0, busy_s / computed_s)),
+        "collective": min(_LARGEST_SLOWDOWN, max(1.0, overlapped_s / done_s)),
+    }
 
 
 def monotone(table: list[tuple[int, float]]) -> list[tuple[int, float]]:

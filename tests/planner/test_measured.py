@@ -21,6 +21,7 @@ from mics_strategy.planner.measured import (
     MeasuredCompute,
     MeasuredUnit,
     monotone,
+    slowdowns,
 )
 from mics_strategy.planner.workload import Workload
 from mics_strategy.scopes import resolve_scopes
@@ -148,6 +149,21 @@ def test_old_calibrations_and_other_sizes_and_versions_are_said(tmp_path: Path) 
     (other,) = calibration_warnings(cluster, day, "2.12.0")
     assert "torch 2.13.0, and 2.12.0" in other
     assert calibration_warnings(Cluster.preset("p4d.24xlarge"), day, "1.0") == []
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ((1.0, 4.0, 1.0, 3.0), (1.0, 1.0)),  # neither slows the other
+        ((1.0, 4.0, 2.0, 3.0), (2.0, 2.0)),  # in 2 s of computation, the collective did 1 s of its work
+        ((1.0, 4.0, 1.5, 4.0), (1.5, 10.0)),  # no work at all: the largest slow-down
+        ((1.0, 4.0, 0.9, 2.0), (1.0, 1.0)),  # noise is no speed-up
+    ],
+)
+def test_slow_downs_are_those_of_the_fluid_model(
+    times: tuple[float, float, float, float], expected: tuple[float, float]
+) -> None:
+    assert tuple(slowdowns(*times).values()) == pytest.approx(expected)
 
 
 def test_no_size_takes_longer_than_a_larger_one() -> None:
