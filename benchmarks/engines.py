@@ -133,7 +133,8 @@ class _Ours(_Plain):
 
     The fact ``planned_bytes`` is what the plan of the step says that this rank sends out of its node, and
     ``planned_last_bytes`` what it sends after the backwards. Both are missing where flat collectives over both kinds of
-    links send more than a hundredth of that: the plan does not say how much of those leaves.
+    links send more than a hundredth of that: the plan does not say how much of those leaves. ``planned AXIS`` and
+    ``issued AXIS`` are the bytes that this rank sends over one axis, by the plan and as submitted.
     """
 
     def __init__(self, workload: Workload, preset: str, overrides: dict[str, Any]) -> None:
@@ -155,9 +156,13 @@ class _Ours(_Plain):
         leaving = sum(item.sent_bytes for item in plan.collectives if _INSIDE not in item.axis)
         last = sum(p.sent_bytes for p in plan.collectives if _INSIDE not in p.axis and p.phase in _LAST_PHASES)
         mixed = sum(item.sent_bytes for item in plan.collectives if _INSIDE in item.axis and _BETWEEN in item.axis)
+        axes: dict[str, float] = {}
+        for row in self._sharded.traffic():
+            for name, num_bytes in (("planned", row.planned_bytes), ("issued", row.sent_bytes)):
+                axes[f"{name} {row.axis}"] = axes.get(f"{name} {row.axis}", 0.0) + num_bytes
         if mixed > _SMALL * leaving:
-            return self._timed
-        return {**self._timed, "planned_bytes": float(leaving), "planned_last_bytes": float(last)}
+            return {**self._timed, **axes}
+        return {**self._timed, **axes, "planned_bytes": float(leaving), "planned_last_bytes": float(last)}
 
     def _micro_step(self, index: int, of: int) -> AbstractContextManager[object]:
         return self._sharded.micro_step(index, of=of) if self._declares else nullcontext()

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,7 +105,19 @@ def _start(bed: Testbed, node: Node, local_rank: int, job: Launch, folder: Path)
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that its own children can be ended with it
         )
+    _inherit_nice(process.pid)
     return _Rank(rank=int(variables["RANK"]), process=process, output=path)
+
+
+def _inherit_nice(pid: int) -> None:
+    """Give a rank's session the niceness of this process.
+
+    Linux divides the CPU between sessions first (autogroups), each with a niceness of its own, and ranks are sessions.
+    """
+    path = Path(f"/proc/{pid}/autogroup")
+    if path.exists():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            path.write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def _wait(ranks: list[_Rank], timeout_s: float) -> None:

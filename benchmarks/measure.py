@@ -34,6 +34,7 @@ class Round:
         sent_bytes: Of each measured step, the most that left one node.
         planned_bytes: The same as the engine planned it; empty where it does not plan.
         planned_last_bytes: Those of them that are sent after the backwards.
+        facts: What rank 0's engine said of the last step.
         losses: Of every step from the first, means over all ranks.
         peak_bytes: Of the rank that needed most, with its libraries.
         training_bytes: The same without what was resident before the model was made.
@@ -44,6 +45,7 @@ class Round:
     sent_bytes: list[int]
     planned_bytes: list[float]
     planned_last_bytes: list[float]
+    facts: dict[str, float]
     losses: list[float]
     peak_bytes: int
     training_bytes: int
@@ -134,6 +136,7 @@ def combine(records: list[RankRecord]) -> Round:
         sent_bytes=[max(ranks[0].sent_bytes[step] for ranks in by_node) for step in num_steps],
         planned_bytes=by_step("planned_bytes", lambda nodes: max(map(sum, nodes))),
         planned_last_bytes=by_step("planned_last_bytes", lambda nodes: max(map(sum, nodes))),
+        facts=records[0].facts[-1],
         losses=[sum(losses) / len(records) for losses in zip(*(record.losses for record in records), strict=True)],
         peak_bytes=max(record.peak_bytes for record in records),
         training_bytes=max(record.peak_bytes - record.before_bytes for record in records),

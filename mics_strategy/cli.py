@@ -2,7 +2,8 @@
 
 ``mics inspect PATH`` shows the contents of a checkpoint and verifies it. ``mics export PATH FOLDER`` converts its model
 to safetensors files. ``mics config`` writes the configuration of ``accelerate launch``. ``mics estimate MODEL`` shows
-the memory that each rank of a job would need. ``mics data prepare RECIPE`` tokenizes the text of one of the project's
+the memory that each rank of a job would need. ``mics calibrate`` measures a cluster for the planner; a launcher starts
+it on all ranks. ``mics data prepare RECIPE`` tokenizes the text of one of the project's
 recipes. These need neither ranks nor a GPU. ``mics pretrain RECIPE`` trains a recipe. ``mics fidelity`` compares
 training under each strategy with DDP. ``mics launch KIND RECIPE`` prints the file that starts a recipe on a cluster.
 ``mics report RUN_FOLDER`` writes the page of a run, ``mics export-hf RUN_FOLDER FOLDER`` its model for transformers.
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mics_strategy import estimate_cli
+from mics_strategy import calibrate_cli, estimate_cli
 from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.export import Export, export_safetensors
 from mics_strategy.checkpoint.safe_reader import SafeReader
@@ -79,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     config.add_argument("--force", action="store_true", help="overwrite an existing file")
     estimate = commands.add_parser("estimate", help="show the memory that each rank of a job would need")
     estimate_cli.add_options(estimate)
+    calibrate_cli.add_options(commands.add_parser("calibrate", help="measure a cluster for the planner, on all ranks"))
     commands.add_parser("pretrain", help="train a recipe: RECIPE [options], or --list [--json]", add_help=False)
     commands.add_parser("fidelity", help="compare training under each strategy with DDP: [options]", add_help=False)
     commands.add_parser("launch", help="print the file that starts a recipe on a cluster: KIND RECIPE", add_help=False)
@@ -111,6 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "estimate":
             print("\n".join(estimate_cli.report(options)))
             return 0
+        if options.command == "calibrate":
+            return calibrate_cli.run(options)
         dtype = None if options.dtype is None else _DTYPES[options.dtype]
         file_bytes = int(options.file_gb * 1e9)
         names = {"folder": options.folder, "prefix": options.prefix, "config": options.config}

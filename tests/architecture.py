@@ -34,14 +34,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("",),
     ("mixed_precision",),
-    ("lightning", "accelerate", "cli", "estimate_cli", "run", "launch_file"),
+    ("lightning", "accelerate", "cli", "calibrate_cli", "estimate_cli", "run", "launch_file"),
     ("autoload",),
 )
 PURE_LAYER = 1
 # Beside the engine: what the planner may import, and who may import the planner.
 PLANNER_IMPORTS_UP_TO = PURE_LAYER
 CALIBRATE_IMPORTS_UP_TO = 2
-PLANNER_IMPORTED_BY = ("planner", "cli", "estimate_cli", "run", "engine.setup.resolve")  # the engine, for "auto" only
+PLANNER_IMPORTED_BY = (  # the engine, for "auto" only
+    *("planner", "cli", "calibrate_cli", "estimate_cli", "run", "engine.setup.resolve"),
+)
 # These folders may import the package's public names (mics_strategy itself) and their framework.
 # One way to raise on all ranks together, and one meaning of mixed precision.
 ADAPTERS_MAY_IMPORT = ("comm.consensus", "mixed_precision")

@@ -25,17 +25,15 @@ OPTIONS = {
         *("--param-dtype", "--reduce-dtype", "--units", "--state-bytes", "--micro-batch", "--seq-len"),
         *("--recompute", "--memory", "--cluster"),
     ],
+    "calibrate": ["--output", "--name", "--device", "--max-mib", "--stage-s", "--dtype", "--peak-tflops"],
     "pretrain": [],  # the recipes' program parses its own
     "fidelity": [],  # the recipes' program parses its own
     "launch": [],  # the recipes' program parses its own
     "report": [],  # the recipes' program parses its own
     "export-hf": [],  # the recipes' program parses its own
-<<<<<<< HEAD
     "plan": [],  # the planner's program parses its own
     "simulate": [],  # the planner's program parses its own
-=======
     "validate": [],  # the planner's program parses its own
->>>>>>> validate
     "data": [],  # the recipes' program parses its own
 }
 

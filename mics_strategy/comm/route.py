@@ -323,6 +323,14 @@ def all_gather_traffic(route: Route, full_numel: int, dtype: torch.dtype) -> lis
     return hops
 
 
+def num_all_gather_chunks(route: Route, full_numel: int, dtype: torch.dtype) -> int:
+    """Chunks that an all-gather of `full_numel` elements pipelines."""
+    shard, codec = full_numel // route.size, route.all_gather_codec
+    if codec is not None:
+        return len(chunks_of(route, codec.encoded_bytes(shard), 1))
+    return len(chunks_of(route, shard, dtype.itemsize))
+
+
 def reduce_scatter_traffic(route: Route, full_numel: int, wire: torch.dtype) -> list[HopTraffic]:
     """The traffic of a reduce-scatter of `full_numel` elements, stage by stage."""
     shard = full_numel // route.size
@@ -344,6 +352,11 @@ def piece_numels(chunks: list[tuple[int, int]], rows: int) -> list[int]:
     if len(chunks) == 1:
         return [rows * (end - start) for start, end in chunks]
     return [end - start for start, end in chunks] * rows
+
+
+def num_reduce_scatter_chunks(route: Route, full_numel: int, wire: torch.dtype) -> int:
+    """Chunks that a reduce-scatter of `full_numel` elements pipelines."""
+    return len(chunks_of(route, full_numel // route.size, wire.itemsize))
 
 
 def _reduce_scatter_hop(hop: Hop, unquantized_bytes: int, numels: list[int], wire: torch.dtype) -> HopTraffic:
@@ -416,3 +429,8 @@ def all_reduce_traffic(route: Route, numel: int, wire: torch.dtype, dtype: torch
     full_bytes, sum_wire = (encoded_bytes, torch.uint8) if is_encoded else (slice_bytes, wire)
     slowest_hop = HopTraffic(ALL_REDUCE, slowest.axis, slowest.size, sum_wire, full_bytes)
     return [*reduce_hops[::-1], slowest_hop, *gather_hops]
+
+
+def num_all_reduce_chunks(route: Route, numel: int, wire: torch.dtype) -> int:
+    """Chunks that an all-reduce of `numel` elements pipelines."""
+    return len(all_reduce_chunks(route, all_reduce_slice(route, numel), wire.itemsize))

@@ -24,6 +24,9 @@ from mics_strategy.comm.route import (
     Route,
     all_gather_traffic,
     all_reduce_traffic,
+    num_all_gather_chunks,
+    num_all_reduce_chunks,
+    num_reduce_scatter_chunks,
     reduce_scatter_traffic,
 )
 from mics_strategy.engine.schedule import (
@@ -124,12 +127,16 @@ class PlannedCollective(CollectiveTraffic):
         phase: Phase of the step: "forward", "backward", "early_second_hop", "second_hop" or "update".
         micro_step: Index of the micro-step.
         role: Purpose: one of `scopes.ROLES`, `USAGE` or `OWNERS`.
+        stage: Position among the stages of its collective; 0 begins the next collective.
+        num_chunks: Chunks that are pipelined through the stages of its collective.
     """
 
     unit: str
     phase: str
     micro_step: int
     role: str
+    stage: int = 0
+    num_chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +226,7 @@ class _Planner:
     micro_step: int = 0
     _residents: dict[int, int] = field(default_factory=dict)
     _routes: dict[tuple[str, int], Route | None] = field(default_factory=dict)
-    _messages: dict[tuple[str, int, torch.dtype], list[HopTraffic]] = field(default_factory=dict)
+    _messages: dict[tuple[str, int, torch.dtype], StagedTraffic] = field(default_factory=dict)
 
     def begin_step(self) -> None:
         """The optimizer has changed every bucket that has gradients."""
@@ -236,8 +243,8 @@ class _Planner:
             forward_order = range(len(self.units))
         for index in reduction_order(forward_order):
             for bucket in self._reduced(index):
-                for messages in self._first_hops(bucket):
-                    self._add("grad_reduce_scatter", messages, self.units[index].plan.name, "backward")
+                for collective in self._first_hops(bucket):
+                    self._add("grad_reduce_scatter", collective, self.units[index].plan.name, "backward")
 
     def _unshard(self, index: int, phase: str) -> None:
         unit, slot = self.units[index], self.units[index].plan.slot
@@ -255,29 +262,42 @@ class _Planner:
             for role in roles:
                 self._add(role, self._all_gather(role, bucket.plan), unit.plan.name, phase)
 
-    def _all_gather(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
+    def _all_gather(self, role: str, bucket: BucketPlan) -> StagedTraffic:
         numel, dtype = full_numel(role, bucket.layout, self.scopes), bucket.param_dtype
         if (role, numel, dtype) not in self._messages:
             route = self._route(role, numel * dtype.itemsize)
-            self._messages[role, numel, dtype] = [] if route is None else all_gather_traffic(route, numel, dtype)
+            self._messages[role, numel, dtype] = (
+                StagedTraffic()
+                if route is None
+                else StagedTraffic(all_gather_traffic(route, numel, dtype), num_all_gather_chunks(route, numel, dtype))
+            )
         return self._messages[role, numel, dtype]
 
-    def _first_hops(self, bucket: BucketPlan) -> Iterator[list[HopTraffic]]:
+    def _first_hops(self, bucket: BucketPlan) -> Iterator[StagedTraffic]:
         degree = self.scopes.grads
         for start, end in first_hop_chunks(bucket.layout.numel_at(degree), bucket.num_first_hop_chunks):
             yield self._reduce_scatter("grad_reduce_scatter", bucket, (end - start) * degree)
 
-    def _reduce_scatter(self, role: str, bucket: BucketPlan, numel: int) -> list[HopTraffic]:
-        dtype = bucket.wire_dtype
-        if (role, numel, dtype) not in self._messages:
-            route = self._route(role, numel * dtype.itemsize)
-            self._messages[role, numel, dtype] = [] if route is None else reduce_scatter_traffic(route, numel, dtype)
-        return self._messages[role, numel, dtype]
+    def _reduce_scatter(self, role: str, bucket: BucketPlan, numel: int) -> StagedTraffic:
+        wire = bucket.wire_dtype
+        if (role, numel, wire) not in self._messages:
+            route = self._route(role, numel * wire.itemsize)
+            self._messages[role, numel, wire] = (
+                StagedTraffic()
+                if route is None
+                else StagedTraffic(
+                    reduce_scatter_traffic(route, numel, wire), num_reduce_scatter_chunks(route, numel, wire)
+                )
+            )
+        return self._messages[role, numel, wire]
 
-    def _all_reduce(self, role: str, bucket: BucketPlan) -> list[HopTraffic]:
-        numel = full_numel(role, bucket.layout, self.scopes)
-        route = self._route(role, numel * bucket.wire_dtype.itemsize)
-        return [] if route is None else all_reduce_traffic(route, numel, bucket.wire_dtype, bucket.sum_dtype)
+    def _all_reduce(self, role: str, bucket: BucketPlan) -> StagedTraffic:
+        numel, wire = full_numel(role, bucket.layout, self.scopes), bucket.wire_dtype
+        route = self._route(role, numel * wire.itemsize)
+        if route is None:
+            return StagedTraffic()
+        stages = all_reduce_traffic(route, numel, wire, bucket.sum_dtype)
+        return StagedTraffic(stages, num_all_reduce_chunks(route, numel, wire))
 
     def second_hop(self, backward: tuple[int, ...]) -> None:
         world = self.scopes.span(1, self.scopes.world_size)
@@ -285,7 +305,7 @@ class _Planner:
         if num_parameters and world.size > 1:
             num_bytes = usage_numel(num_parameters) * USAGE_DTYPE.itemsize
             usage = HopTraffic(ALL_REDUCE, world.name, world.size, USAGE_DTYPE, num_bytes)
-            self._add(USAGE, [usage], "(usage)", "second_hop")
+            self._add(USAGE, StagedTraffic([usage]), "(usage)", "second_hop")
         self.second_hops_of_units(backward, "second_hop")
 
     def second_hops_of_units(self, backward: tuple[int, ...], phase: str) -> None:
@@ -332,8 +352,8 @@ class _Planner:
         are_together = self.scopes.grads > 1 and any(bucket.has_gradients for bucket in buckets)
         return [bucket for bucket in buckets if are_together or bucket.has_gradients]
 
-    def _add(self, role: str, messages: list[HopTraffic], unit: str, phase: str) -> None:
-        for message in messages:
+    def _add(self, role: str, collective: StagedTraffic, unit: str, phase: str) -> None:
+        for stage, message in enumerate(collective.stages):
             self.planned.append(
                 PlannedCollective(
                     collective=message.collective,
@@ -346,8 +366,21 @@ class _Planner:
                     phase=phase,
                     micro_step=self.micro_step,
                     role=role,
+                    stage=stage,
+                    num_chunks=collective.num_chunks,
                 )
             )
+
+
+@dataclass(frozen=True, slots=True)
+class StagedTraffic:
+    """The stages of one collective, and the chunks that they pipeline.
+
+    There are no stages where nothing is sent.
+    """
+
+    stages: list[HopTraffic] = field(default_factory=list)
+    num_chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,7 @@ from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memory
 from mics_strategy.planner.report import Section, report_text
 from mics_strategy.planner.simulator import Job, PlayedStep, compute_seconds, planned_timeline, play
 from mics_strategy.planner.solver import Point, Solution, preset_of, solve
-from mics_strategy.planner.space import Space, topology_of
-from mics_strategy.scopes import resolve_scopes
+from mics_strategy.planner.space import Space, scopes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -120,14 +119,12 @@ def simulate(
         config = config.replace(param_dtype=workload.param_dtype)
     if config.reduce_dtype == "auto":
         config = config.replace(reduce_dtype=workload.reduce_dtype)
-    topology = topology_of(cluster)
-    scopes = resolve_scopes(config.replace(topology=topology), topology, cluster.world_size)
     return _simulated(
         Job(
             workload=workload,
             cluster=cluster,
             config=config,
-            scopes=scopes,
+            scopes=scopes_of(config, cluster),
             micro_batch=samples,
             recompute=recomputes,
         )

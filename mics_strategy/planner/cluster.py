@@ -29,14 +29,24 @@ from typing import Any
 
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.catalog import look_up, nearest, read_table
+from mics_strategy.planner.measured import (
+    CalibrationOrigin,
+    MeasuredOverlap,
+    MeasuredStage,
+    parse_origin,
+    parse_overlaps,
+    parse_stages,
+)
 from mics_strategy.planner.quantities import Quantity, parse_quantity
 
 _DEVICE_FIELDS = ("name", "memory", "memory_bandwidth", "peak", "matmul_efficiency")
 _LINK_FIELDS = ("bandwidth", "node_bandwidth", "efficiency", "latency", "source")
 _CLUSTER_FIELDS = (
     *("name", "nodes", "device", "ranks_per_node", "intra_node", "inter_node"),
-    *("nodes_per_switch", "inter_switch", "slowest_node_factor"),
+    *("nodes_per_switch", "inter_switch", "slowest_node_factor", "overlap_slowdown", "backend"),
+    *("measured_stages", "measured_overlaps", "calibration"),
 )
+_BACKENDS = ("nccl", "gloo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,23 +93,6 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredStage:
-    """Measured times of one stage of a collective.
-
-    Attributes:
-        collective: Name of the collective, as in `comm.route`.
-        link: Slowest link that it crosses: "intra_node", "inter_node" or "inter_switch".
-        size: Ranks that take part.
-        seconds_by_bytes: Bytes of the full tensor, and seconds, ascending.
-    """
-
-    collective: str
-    link: str
-    size: int
-    seconds_by_bytes: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Nodes with equal numbers of equal devices.
 
@@ -115,7 +108,10 @@ class Cluster:
         slowest_node_factor: Time of the same arithmetic on the slowest node over that on the others, at least 1. All
             ranks wait for it.
         overlap_slowdown: Time of compute while a collective runs, in times of that otherwise; measured or stated.
+        backend: Backend of collectives: "nccl" or "gloo", on which collectives of two stages are pipelined in chunks.
         measured_stages: Measured stages of collectives, which count instead of the links' figures.
+        measured_overlaps: Measured slow-downs by link, which count instead of `overlap_slowdown`.
+        origin: Origin of the measurements; None where the cluster was not calibrated.
     """
 
     name: str
@@ -128,7 +124,10 @@ class Cluster:
     inter_switch: Link | None = None
     slowest_node_factor: float = 1.0
     overlap_slowdown: float = 1.0
+    backend: str = "nccl"
     measured_stages: tuple[MeasuredStage, ...] = ()
+    measured_overlaps: tuple[MeasuredOverlap, ...] = ()
+    origin: CalibrationOrigin | None = None
 
     def __post_init__(self) -> None:
         for name in ("ranks_per_node", "num_nodes"):
@@ -137,6 +136,18 @@ class Cluster:
             raise ConfigError(
                 f"`slowest_node_factor={self.slowest_node_factor}` of cluster {self.name} makes its slowest node "
                 "faster than the others. Use 1 or more."
+            )
+        if not self.overlap_slowdown >= 1:
+            raise ConfigError(
+                f"`overlap_slowdown={self.overlap_slowdown}` of cluster {self.name} makes compute faster while a "
+                "collective runs. Use 1 or more."
+            )
+        if self.backend not in _BACKENDS:
+            raise ConfigError(f"`backend={self.backend!r}` of cluster {self.name}. Use {' or '.join(_BACKENDS)}.")
+        if self.origin is not None and len(self.origin.hosts) == 1 < self.num_nodes:
+            raise ConfigError(
+                f"{self.num_nodes} nodes were asked for, and cluster {self.name} was calibrated on one, "
+                f"{self.origin.hosts[0]}: the links between nodes were not measured. Calibrate on 2 nodes or more."
             )
         if (self.nodes_per_switch > 0) != (self.inter_switch is not None):
             raise ConfigError(
@@ -207,16 +218,24 @@ class Cluster:
             inter_switch=links.get("inter_switch"),
             nodes_per_switch=fields.get("nodes_per_switch", 0),
             slowest_node_factor=fields.get("slowest_node_factor", 1.0),
+            overlap_slowdown=fields.get("overlap_slowdown", 1.0),
+            backend=fields.get("backend", "nccl"),
+            measured_stages=parse_stages(fields.get("measured_stages", ()), where),
+            measured_overlaps=parse_overlaps(fields.get("measured_overlaps", ()), where),
+            origin=parse_origin(fields["calibration"], where) if "calibration" in fields else None,
         )
 
     def with_nodes(self, num_nodes: int) -> Cluster:
         """The same cluster with another number of nodes."""
         return dataclasses.replace(self, num_nodes=num_nodes)
 
-    def measured(self, collective: str, link: str, size: int) -> tuple[tuple[int, float], ...]:
+    def measured(self, collective: str, link: str, size: int, ranks_of_node: int) -> tuple[tuple[int, float], ...]:
         """Measured bytes and seconds of a stage; empty where nothing was measured."""
         for stage in self.measured_stages:
-            if (stage.collective, stage.link, stage.size) == (collective, link, size):
+            if (stage.collective, stage.link, stage.size, stage.ranks_of_node) == (
+                *(collective, link),
+                *(size, ranks_of_node),
+            ):
                 return stage.seconds_by_bytes
         return ()
 

@@ -80,10 +80,10 @@ class CommTime:
         codec_seconds = 0.0
         if stage.dtype == torch.uint8:
             codec_seconds = stage.full_bytes * _CODEC_BYTES / self.cluster.device.memory_bytes_per_s
-        table = self.cluster.measured(stage.collective, name, stage.size)
+        ranks_of_node = math.prod(axis.size for axis in self.axes if axis.name in names and axis.is_inside_node)
+        table = self.cluster.measured(stage.collective, name, stage.size, ranks_of_node)
         if table:
             return StageTime(name, interpolate(table, stage.full_bytes), codec_seconds)
-        ranks_of_node = math.prod(axis.size for axis in self.axes if axis.name in names and axis.is_inside_node)
         link = self._link(name)
         bytes_per_s = link.bytes_per_s * (ranks_of_node if name != INTRA_NODE else 1)
         if len(links) > 1:

@@ -3,8 +3,9 @@
 A *stream* runs its tasks one after the other, in the order in which they were added. A *resource* is shared: n tasks
 that use it at the same time each get an n-th of it. A task without a resource has its stream alone.
 
-One resource is the device: its tasks are slower while any other resource is in use, because collectives take part of
-its processors and of its memory's bandwidth.
+One resource is the device, all others are links. The device is slower while a link is in use, because collectives take
+part of its processors and of its memory's bandwidth; a link is slower while the device computes, where collectives need
+its processors. Slow-downs of several links add up.
 
 The simulation is deterministic: equal tasks give equal times.
 
@@ -18,7 +19,7 @@ Source:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 ALONE, DEVICE = "", "device"
@@ -39,6 +40,21 @@ class Task:
     resource: str
     seconds: float
     after: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slowdown:
+    """Slow-downs of the device and one link by each other.
+
+    They are in times of what each takes alone, and at least 1.
+
+    Attributes:
+        device: Time of the device while the link is in use.
+        link: Time of the link while the device computes.
+    """
+
+    device: float = 1.0
+    link: float = 1.0
 
 
 @dataclass(slots=True)
@@ -70,19 +86,23 @@ class Times:
     end_s: list[float]
 
 
-def run(tasks: Sequence[Task], device_slowdown: float = 1.0) -> Times:
+def run(tasks: Sequence[Task], device_slowdown: float = 1.0, links: Mapping[str, Slowdown] | None = None) -> Times:
     """Simulate tasks.
 
     Each starts as soon as its stream is free and the tasks in front of it have ended.
 
     Args:
         tasks: Tasks. Those of a stream run in this order; `after` names only earlier tasks.
-        device_slowdown: Time of a task on the device while another resource is in use, in times of that otherwise.
+        device_slowdown: Time of a task on the device while a link is in use that `links` does not name, in times of
+            that otherwise.
+        links: Slow-downs by the name of the link.
 
     Cost:
         Time: O(tasks x streams).
     """
-    simulation = _Simulation(tasks, device_slowdown)
+    names = {task.resource for task in tasks if task.resource not in (ALONE, DEVICE)}
+    slowdowns = {name: Slowdown(device=device_slowdown) for name in names} | dict(links or {})
+    simulation = _Simulation(tasks, slowdowns)
     simulation.run()
     return Times(simulation.start_s, simulation.end_s)
 
@@ -90,11 +110,12 @@ def run(tasks: Sequence[Task], device_slowdown: float = 1.0) -> Times:
 class _Simulation:
     """State of one simulation."""
 
-    def __init__(self, tasks: Sequence[Task], device_slowdown: float) -> None:
+    def __init__(self, tasks: Sequence[Task], slowdowns: Mapping[str, Slowdown]) -> None:
         self.tasks = tasks
         self.start_s = [0.0] * len(tasks)
         self.end_s = [0.0] * len(tasks)
-        self._device_slowdown = device_slowdown
+        self._slowdowns = slowdowns
+        self._slows = any(slowdown != Slowdown() for slowdown in slowdowns.values())
         self._num_waiting = [len(task.after) for task in tasks]
         self._followers: list[list[int]] = [[] for _ in tasks]
         self._queues: dict[str, list[int]] = {}
@@ -106,7 +127,6 @@ class _Simulation:
         self._busy: dict[str, bool] = dict.fromkeys(self._queues, False)
         self._resources = {task.resource: _Resource() for task in tasks if task.resource != ALONE}
         self._alone: list[tuple[float, int]] = []
-        self._num_on_links = 0
 
     def run(self) -> None:
         for stream in self._queues:
@@ -129,7 +149,7 @@ class _Simulation:
             resource = self._resources[task.resource]
             resource.advance(now_s)
             del resource.rest[index]
-            self._count_on_links(task, -1, now_s)
+            self._update_slowdowns(task, now_s)
         self.end_s[index] = now_s
         self._busy[task.stream] = False
         for follower in self._followers[index]:
@@ -154,17 +174,20 @@ class _Simulation:
         resource = self._resources[task.resource]
         resource.advance(now_s)
         resource.rest[index] = task.seconds
-        self._count_on_links(task, 1, now_s)
+        self._update_slowdowns(task, now_s)
 
-    def _count_on_links(self, task: Task, change: int, now_s: float) -> None:
-        """Note that a task begins or ends on a link.
+    def _update_slowdowns(self, task: Task, now_s: float) -> None:
+        """Slow the device by the links in use, and the links by the device.
 
-        The device is slower while there is one.
+        A task has just started or ended.
         """
-        if task.resource == DEVICE:
-            return
-        self._num_on_links += change
         device = self._resources.get(DEVICE)
-        if device is not None:
-            device.advance(now_s)
-            device.slowdown = self._device_slowdown if self._num_on_links else 1.0
+        if device is None or not self._slows:
+            return
+        used = self._slowdowns.keys() & {name for name, resource in self._resources.items() if resource.rest}
+        device.advance(now_s)
+        device.slowdown = 1.0 + sum(self._slowdowns[name].device - 1.0 for name in used)
+        for name in used if task.resource == DEVICE else used & {task.resource}:
+            resource = self._resources[name]
+            resource.advance(now_s)
+            resource.slowdown = self._slowdowns[name].link if device.rest else 1.0

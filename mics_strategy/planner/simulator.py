@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mics_strategy.engine.plan import ROOT_NAME, USAGE, Plan, PlannedCollective, StepOrder, plan_step
+from mics_strategy.errors import ConfigError
 from mics_strategy.planner.comm_time import CommTime
-from mics_strategy.planner.event_queue import ALONE, Times, run
+from mics_strategy.planner.event_queue import ALONE, Slowdown, Times, run
 from mics_strategy.planner.step_tasks import COMPUTE, OPTIMIZER, StepRules, StepTasks, UnitTime, step_tasks
 from mics_strategy.planner.unit_plans import unit_plans
 from mics_strategy.scopes import COLLECTIVES
@@ -27,6 +28,7 @@ from mics_strategy.timeline import COMPUTE_ROW, Category, Interval, PartKey, Row
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
     from mics_strategy.planner.cluster import Cluster
+    from mics_strategy.planner.measured import MeasuredCompute
     from mics_strategy.planner.workload import Workload
     from mics_strategy.scopes import Scopes
 
@@ -101,7 +103,11 @@ def play(job: Job, num_micro_steps: int) -> PlayedStep:
     tasks = step_tasks(
         job.plan(num_micro_steps), job.order(num_micro_steps), unit_times(job), optimizer_seconds(job), rules
     )
-    return PlayedStep(tasks=tasks, times=run(tasks.tasks, job.cluster.overlap_slowdown))
+    links = {
+        overlap.link: Slowdown(device=overlap.compute, link=overlap.collective)
+        for overlap in job.cluster.measured_overlaps
+    }
+    return PlayedStep(tasks=tasks, times=run(tasks.tasks, job.cluster.overlap_slowdown, links))
 
 
 def step_seconds(job: Job) -> float:
@@ -118,6 +124,8 @@ def step_seconds(job: Job) -> float:
 
 def unit_times(job: Job) -> tuple[UnitTime, ...]:
     """Seconds of each unit on the slowest device of the job, for one micro-step."""
+    if job.workload.measured is not None:
+        return _measured_times(job, job.workload.measured)
     device, samples = job.cluster.device, job.micro_batch
     flop_per_s = device.peak_flop_per_s * device.matmul_efficiency / job.cluster.slowest_node_factor
     bytes_per_s = device.memory_bytes_per_s / job.cluster.slowest_node_factor
@@ -137,11 +145,38 @@ def unit_times(job: Job) -> tuple[UnitTime, ...]:
     return tuple(times)
 
 
+def _measured_times(job: Job, measured: MeasuredCompute) -> tuple[UnitTime, ...]:
+    """Measured seconds of each unit.
+
+    Raises:
+        ConfigError: Other units, or another micro-batch, were measured.
+    """
+    units = job.workload.model.units
+    measured_names, names = [unit.name for unit in measured.units], [unit.name for unit in units]
+    if measured_names != names:
+        raise ConfigError(f"Units {measured_names} were measured, and the model has {names}. Measure its own units.")
+    if measured.micro_batch != job.micro_batch:
+        raise ConfigError(
+            f"`micro_batch={job.micro_batch}` was asked for, and {measured.micro_batch} was measured. Measure it, too."
+        )
+    return tuple(
+        UnitTime(
+            name=unit.name,
+            forward_s=times.forward_s,
+            recompute_s=times.forward_s if job.recompute and unit.is_layer else 0.0,
+            backward_s=times.backward_s,
+        )
+        for unit, times in zip(units, measured.units, strict=True)
+    )
+
+
 def optimizer_seconds(job: Job) -> float:
     """Seconds of Adam's update of one rank's shards."""
     numel = sum(
         parameter.numel for unit in job.workload.model.units for parameter in unit.parameters if parameter.is_trained
     )
+    if job.workload.measured is not None:
+        return numel / job.scopes.optimizer * job.workload.measured.optimizer_s_per_numel
     bytes_per_element = _ADAM_BYTES + job.workload.param.itemsize
     return numel / job.scopes.optimizer * bytes_per_element / job.cluster.device.memory_bytes_per_s
 

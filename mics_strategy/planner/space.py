@@ -12,6 +12,7 @@ Source:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -57,6 +58,19 @@ def topology_of(cluster: Cluster) -> Topology:
     return Topology(ranks_per_node=cluster.ranks_per_node, nodes_per_switch=cluster.nodes_per_switch)
 
 
+def scopes_of(config: ShardConfig, cluster: Cluster) -> Scopes:
+    """Ranks and axes of a configuration on a cluster.
+
+    Collectives are chunked as its backend chunks them.
+
+    Raises:
+        ConfigError: The engine refuses the configuration in this job.
+    """
+    topology = topology_of(cluster)
+    scopes = resolve_scopes(config.replace(topology=topology), topology, cluster.world_size)
+    return dataclasses.replace(scopes, is_chunked=cluster.backend == "gloo")
+
+
 def scoped_configs(space: Space, workload: Workload, cluster: Cluster) -> Iterator[ScopedConfig]:
     """Every configuration of the space that the engine accepts in this job."""
     topology, world_size = topology_of(cluster), cluster.world_size
@@ -86,7 +100,7 @@ def scoped_configs(space: Space, workload: Workload, cluster: Cluster) -> Iterat
                             grad_codec=grad_codec,
                         )
                         try:
-                            scopes = resolve_scopes(config, topology, world_size)
+                            scopes = scopes_of(config, cluster)
                         except ConfigError:  # the space is what the engine accepts: here, a codec without payload
                             continue
                         yield ScopedConfig(config=config, scopes=scopes)

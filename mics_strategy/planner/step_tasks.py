@@ -10,13 +10,15 @@ engine's rules (`engine.step`, `engine.reducer`):
 - The optimizer waits for everything. Stepped parameters are synchronized by the next step's forward, unit by unit;
   without the overlap, all before it.
 
-Collectives of one kind run on one stream, one after the other; streams share the links.
+Collectives of one kind run on one stream, one after the other; streams share the links. Where a collective goes through
+its stages in chunks, each later stage has a stream of its own: it takes a chunk while the stage before takes the next.
 
 Pure.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -235,18 +237,34 @@ class _Builder:
             )
 
     def _chain(self, stream: str, stages: list[PlannedCollective], *after: int | None) -> int | None:
-        """Add the stages of collectives, one after the other; return the last task."""
+        """Add the stages of collectives; return the last task.
+
+        One collective follows the other.
+        """
         last: int | None = None
-        waits = self._after(*after)
-        for stage in stages:
-            time = self.rules.comm_time.of(stage)
-            label = Label(stage.collective, stage.unit, stage)
-            if time.codec_seconds:
-                last = self._add(label, Task(stream, ALONE, time.codec_seconds, waits))
-                waits = (last,)
-            last = self._add(label, Task(stream, time.link, time.seconds, waits))
-            waits = (last,)
+        starts = [index for index, stage in enumerate(stages) if stage.stage == 0]
+        for start, end in itertools.pairwise([*starts, len(stages)]):
+            last = self._collective(stream, stages[start:end], self._after(*after) if last is None else (last,))
         return last
+
+    def _collective(self, stream: str, stages: list[PlannedCollective], after: tuple[int, ...]) -> int:
+        """Add the stages of one collective, chunk by chunk; return the last task."""
+        num_chunks = max(1, stages[0].num_chunks) if len(stages) > 1 else 1
+        last = -1
+        for _ in range(num_chunks):
+            waits = after
+            for position, stage in enumerate(stages):
+                name = stream if position == 0 or num_chunks == 1 else f"{stream}, stage {position + 1}"
+                last = self._stage(name, stage, num_chunks, waits)
+                waits = (last,)
+        return last
+
+    def _stage(self, stream: str, stage: PlannedCollective, num_chunks: int, after: tuple[int, ...]) -> int:
+        """Add one chunk of one stage, behind its encoding."""
+        time, label = self.rules.comm_time.of(stage), Label(stage.collective, stage.unit, stage)
+        if time.codec_seconds:
+            after = (self._add(label, Task(stream, ALONE, time.codec_seconds / num_chunks, after)),)
+        return self._add(label, Task(stream, time.link, time.seconds / num_chunks, after))
 
     def _compute(self, name: str, unit: UnitTime, seconds: float, after: tuple[int | None, ...]) -> None:
         self._last_compute = self._add(

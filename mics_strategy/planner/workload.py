@@ -14,6 +14,7 @@ from mics_strategy.errors import ConfigError
 from mics_strategy.planner.memory import StateFormat
 
 if TYPE_CHECKING:
+    from mics_strategy.planner.measured import MeasuredCompute
     from mics_strategy.planner.model import ModelDescription
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,6 +34,7 @@ class Workload:
         param_dtype: Dtype in which parameters are gathered and used.
         reduce_dtype: Dtype of gradients on the wire.
         optimizer_state_bytes: Bytes of optimizer states for each trained element; 8 for Adam in fp32.
+        measured: Measured seconds of the model's units, which count instead of those computed from FLOP and bytes.
     """
 
     model: ModelDescription
@@ -43,6 +45,7 @@ class Workload:
     param_dtype: str = "bfloat16"
     reduce_dtype: str = "float32"
     optimizer_state_bytes: int = 8
+    measured: MeasuredCompute | None = None
 
     def __post_init__(self) -> None:
         """Check every value by itself."""

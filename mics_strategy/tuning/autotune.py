@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +42,10 @@ from mics_strategy.tuning.threshold import (
 from mics_strategy.version import package_version
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.communicator import Communicator, SizeDispatch
+    from mics_strategy.comm.communicator import AnyCommunicator, SizeDispatch
     from mics_strategy.comm.control import ControlGroup
     from mics_strategy.comm.resources import CommResources
+    from mics_strategy.comm.work import Work
     from mics_strategy.scopes import Scopes
     from mics_strategy.topology import Span
 
@@ -180,12 +182,12 @@ def benchmark(
         if timings and full_bytes <= timings[-1].full_bytes:  # with many ranks, each has only one element
             continue
         comms = comm.flat, comm.hierarchical
-        runs = [_make_runner(collective, sized_comm, numel, device) for sized_comm in comms]
+        starters = [collective_starter(collective, sized_comm, numel, device) for sized_comm in comms]
         workspace.bind(torch.empty(workspace.needed_bytes, dtype=torch.uint8, device=device))
         times_s: tuple[list[float], list[float]] = [], []
         for _ in range(RUNS):
-            for run, run_times_s in zip(runs, times_s, strict=True):
-                run_times_s.append(time_slowest_rank(run, control, device))
+            for start, run_times_s in zip(starters, times_s, strict=True):
+                run_times_s.append(time_slowest_rank(partial(run_collective, start), control, device))
         timings.append(_timing(full_bytes, *(run_times_s[1:] for run_times_s in times_s)))  # the first run warms up
     return tuple(timings)
 
@@ -195,24 +197,35 @@ def _timing(full_bytes: int, flat_s: list[float], hierarchical_s: list[float]) -
     return SizeTiming(full_bytes, statistics.median(flat_s), statistics.median(hierarchical_s), is_flat_faster)
 
 
-def _make_runner(collective: str, comm: Communicator, numel: int, device: torch.device) -> Callable[[], None]:
-    """A function that runs a collective once, and waits for it.
+def collective_starter(collective: str, comm: AnyCommunicator, numel: int, device: torch.device) -> Callable[[], Work]:
+    """A function that starts a collective on zeros.
 
-    Each rank has `numel` elements.
+    Scratch memory is reserved, and must be bound before the first call.
+
+    Args:
+        collective: "all_gather", "reduce_scatter" or "all_reduce".
+        comm: Communicator.
+        numel: Elements of each rank.
+        device: Device of the tensors.
     """
     shard = torch.zeros(numel, dtype=_DTYPE, device=device)
     full = torch.zeros(numel * comm.size, dtype=_DTYPE, device=device)
     if collective == ALL_GATHER:
         comm.reserve_all_gather(numel, _DTYPE)
-        return lambda: comm.all_gather(full, shard, _LABEL).wait()
+        return lambda: comm.all_gather(full, shard, _LABEL)
     if collective == REDUCE_SCATTER:
         comm.reserve_reduce_scatter(full.numel(), _DTYPE, _DTYPE)
-        return lambda: comm.reduce_scatter(shard, full, False, _LABEL).wait()
+        return lambda: comm.reduce_scatter(shard, full, False, _LABEL)
     comm.reserve_all_reduce(full.numel(), _DTYPE, _DTYPE)
-    return lambda: comm.all_reduce(full, _DTYPE, _LABEL).wait()
+    return lambda: comm.all_reduce(full, _DTYPE, _LABEL)
 
 
-def time_slowest_rank(run: Callable[[], None], control: ControlGroup, device: torch.device) -> float:
+def run_collective(start: Callable[[], Work]) -> None:
+    """Start a collective and wait for it."""
+    start().wait()
+
+
+def time_slowest_rank(run: Callable[[], object], control: ControlGroup, device: torch.device) -> float:
     """Time of a run on the slowest rank, seconds.
 
     The maximum synchronizes ranks, so the next run starts on all.

@@ -23,6 +23,7 @@ def round_of(step_s: list[float], losses: list[float] = LOSSES, planned_bytes: f
         sent_bytes=[3_000_000] * len(step_s),
         planned_bytes=[] if planned_bytes is None else [planned_bytes] * len(step_s),
         planned_last_bytes=[] if planned_bytes is None else [planned_bytes / 2] * len(step_s),
+        facts={},
         losses=losses,
         peak_bytes=300_000_000,
         training_bytes=20_000_000,

@@ -1,0 +1,75 @@
+"""Rates of one device: matrix products, and copies in its memory."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+RUNS = 7  # of each measurement; the median counts
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device, start_together: Callable[[], None]) -> float:
+    """FLOP per second of large matrix products, while every rank computes."""
+    return 2 * _edge(device) ** 3 / _seconds(matrix_product(dtype, device), device, start_together)
+
+
+def memory_rate(device: torch.device, start_together: Callable[[], None]) -> float:
+    """Bytes per second that a large copy reads and writes, while every rank copies."""
+    numel = (256 if device.type == "cuda" else 16) * 2**20
+    source, target = (torch.zeros(numel, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * numel / _seconds(lambda: target.copy_(source), device, start_together)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, start_together: Callable[[], None]) -> float:
+    """Median seconds of one of several runs in a row."""
+    run()
+    times = []
+    for _ in range(RUNS):
+        start_together()
+        begin_s = time.perf_counter()
+        repeat(run, RUNS)
+        synchronize(device)
+        times.append((time.perf_counter() - begin_s) / RUNS)
+    return statistics.median(times)
+
+
+def _edge(device: torch.device, *, small: bool = False) -> int:
+    """Rows and columns of the matrices."""
+    if device.type == "cuda":
+        return 1024 if small else 8192
+    return 128 if small else 512
+
+
+def matrix_product(dtype: torch.dtype, device: torch.device, *, small: bool = False) -> Callable[[], object]:
+    """A function that multiplies matrices; small ones take under a millisecond."""
+    edge = _edge(device, small=small)
+    left, right, out = (torch.zeros(edge, edge, dtype=dtype, device=device) for _ in range(3))
+    return lambda: torch.mm(left, right, out=out)
+
+
+def repeat(run: Callable[[], object], count: int) -> None:
+    """Run something `count` times."""
+    for _ in range(count):
+        run()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    """Name of the device in a calibration."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores a node"
+
+
+def memory_bytes(device: torch.device, ranks_per_node: int) -> int:
+    """Memory of one rank: its GPU's, or its share of the machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_per_node

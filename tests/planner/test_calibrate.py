@@ -1,0 +1,143 @@
+"""Does a calibration measure what the engine will use, equally on all ranks?"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mics_strategy import ConfigError, ShardConfig, Topology
+from mics_strategy.cli import main
+from mics_strategy.planner.calibrate import CalibrationOptions, calibrate, probes
+from mics_strategy.planner.catalog import describe_model
+from mics_strategy.planner.choice import simulate
+from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.workload import Workload
+from tests.ranks import RankContext, RankPool
+
+ROOT = Path(__file__).parents[2]
+PRESETS = [
+    *[(name, {}) for name in ("mics", "zero1", "zero2", "zero3", "zeropp-hpz", "paro-iig", "paro-nig", "ddp")],
+    ("mics", {"partition_size": "world"}),
+    ("zero3", {"hierarchical": False}),
+    ("ddp", {"hierarchical": False}),
+]
+
+
+@pytest.mark.parametrize(("ranks_per_node", "num_nodes"), [(2, 2), (4, 1), (1, 4), (2, 3), (8, 4)])
+def test_every_stage_of_every_preset_is_measured(ranks_per_node: int, num_nodes: int) -> None:
+    topology, world_size = Topology(ranks_per_node=ranks_per_node), ranks_per_node * num_nodes
+    measured = [(p.collective, p.scopes.span_of(p.role).size, p.ranks_of_node) for p in probes(topology, world_size)]
+    assert len(measured) == len(set(measured))
+    for name, overrides in PRESETS:
+        needed = _planned(name, overrides, (ranks_per_node, num_nodes))
+        assert needed <= set(measured), name
+
+
+def _planned(name: str, overrides: dict[str, Any], shape: tuple[int, int]) -> set[tuple[str, int, int]]:
+    ranks_per_node, num_nodes = shape
+    cluster = Cluster.from_fields({**_FIELDS, "ranks_per_node": ranks_per_node, "nodes": num_nodes})
+    workload = Workload(
+        model=describe_model("bert-1.5b", 128), global_batch=2 * cluster.world_size, micro_batch=1, recompute=False
+    )
+    job = simulate(workload, cluster, ShardConfig.preset(name, **overrides)).job
+    inside = {axis.name: axis.size for axis in job.scopes.axes if axis.is_inside_node}
+    stages = set()
+    for planned in job.plan(2).collectives:
+        ranks = 1
+        for axis in planned.axis.split("+"):
+            ranks *= inside.get(axis, 1)
+        if planned.unit != "(usage)":
+            stages.add((planned.collective, planned.size, ranks))
+    return stages
+
+
+_LINK = {"bandwidth": 1e9, "latency": 1e-5, "source": "stated"}
+_FIELDS: dict[str, Any] = {"name": "stated", "device": "a100-40gb", "intra_node": _LINK, "inter_node": _LINK}
+
+
+def run_calibration(ctx: RankContext) -> dict[str, Any]:
+    hosts = [f"node{rank // ctx.ranks_per_node}" for rank in range(ctx.world_size)]
+    options = CalibrationOptions(max_bytes=65536, stage_s=0.02, overlap_s=0.005)
+    return calibrate(hosts, Topology(ranks_per_node=ctx.ranks_per_node), torch.device("cpu"), options)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_ranks_agree_and_the_planner_reads_it(ranks: RankPool, tmp_path: Path, ranks_per_node: int) -> None:
+    results = ranks(2 * ranks_per_node, run_calibration, ranks_per_node=ranks_per_node)
+    assert all(result == results[0] for result in results)
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(results[0]))
+    cluster = Cluster.load(path)
+    assert (cluster.num_nodes, cluster.ranks_per_node, cluster.backend) == (2, ranks_per_node, "gloo")
+    assert cluster.origin is not None
+    assert cluster.origin.hosts == ("node0", "node1")
+    expected = probes(Topology(ranks_per_node=ranks_per_node), 2 * ranks_per_node)
+    assert len(cluster.measured_stages) == len(expected)
+    for stage in cluster.measured_stages:
+        seconds = [row[1] for row in stage.seconds_by_bytes]
+        assert seconds == sorted(seconds)
+        assert len(seconds) >= 3
+    links = {overlap.link for overlap in cluster.measured_overlaps}
+    assert links == ({"intra_node", "inter_node"} if ranks_per_node > 1 else {"inter_node"})
+    assert cluster.device.peak_flop_per_s > 1e8
+    workload = Workload(
+        model=describe_model("bert-1.5b", 128), global_batch=cluster.world_size, micro_batch=1, recompute=False
+    )
+    assert simulate(workload, cluster, ShardConfig.preset("mics")).step_s > 0
+
+
+def refuse_a_peak(ctx: RankContext) -> str:
+    options = CalibrationOptions(max_bytes=65536, stage_s=0.02, overlap_s=0.005, peak_flop_per_s=1e6)
+    with pytest.raises(ConfigError) as refused:
+        calibrate(["one"] * ctx.world_size, Topology(ranks_per_node=2), torch.device("cpu"), options)
+    return str(refused.value)
+
+
+def test_a_peak_below_what_is_measured_is_refused_on_all_ranks(ranks: RankPool) -> None:
+    messages = ranks(2, refuse_a_peak, ranks_per_node=2)
+    assert len(set(messages)) == 1
+    assert "Give the peak of this device" in messages[0]
+
+
+@pytest.mark.parametrize("wrong", [{"max_bytes": 10}, {"stage_s": 0.0}, {"overlap_s": 0.0}, {"dtype": "int8"}])
+def test_options_that_measure_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        CalibrationOptions(**wrong)
+
+
+def test_without_a_launcher_the_command_says_how_to_start_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["calibrate", "--output", "cluster.json"]) == 1
+    assert "torchrun --nproc-per-node GPUS --no-python mics calibrate" in capsys.readouterr().err
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mics_strategy.cli"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_command_under_torchrun_writes_a_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    done = torchrun("calibrate", "--output", str(path), "--stage-s", "0.05", "--max-mib", "1", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert f"mics plan --cluster {path}" in done.stdout
+    assert Cluster.load(path).world_size == 2
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_missing_folder_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    done = torchrun("calibrate", "--output", str(tmp_path / "no" / "cluster.json"), "--device", "cpu")
+    assert done.returncode != 0
+    assert "There is no folder" in done.stderr
