@@ -17,7 +17,7 @@ from mics_strategy.text_table import text_table
 DOCS = Path(__file__).parent
 PAGE = DOCS / "papers.md"
 PLOTS = DOCS / "papers"
-ROWS = DOCS.parent / "papers" / "results.csv"
+ROWS = PLOTS / "results.csv"
 MISSED = 0.25  # error from which the page names a row
 
 Series = Mapping[str, Sequence[float]]
@@ -213,12 +213,12 @@ def page() -> tuple[str, dict[str, str]]:
     text = f"""# The planner beside published results
 
 Written by `python docs/papers.py`; the numbers in tables and plots are from the code as it is. The
-rows are in `papers/results.csv`: a value of a paper, with the configuration as far as the paper
+rows are in `docs/papers/results.csv`: a value of a paper, with the configuration as far as the paper
 states it.
 
 ```bash
-mics validate --rows papers/results.csv           # prediction, error, assumptions or reason, by row
-mics validate --rows papers/results.csv --json
+mics validate --rows docs/papers/results.csv           # prediction, error, assumptions or reason, by row
+mics validate --rows docs/papers/results.csv --json
 ```
 
 {wrapped(counts)}

@@ -88,7 +88,7 @@ PUBLIC_NAMES = {
 TOP_LEVEL = {
     *("README.md", "LICENSE", "Makefile", "pyproject.toml", "constraints.txt", "CITATION.cff"),
     *(".ci", ".github", ".gitignore", ".gitattributes"),
-    *("mics_strategy", "recipes", "tests", "docs", "benchmarks", "papers"),
+    *("mics_strategy", "recipes", "tests", "docs", "benchmarks"),
 }
 
 

@@ -43,7 +43,7 @@ def recorded(model: nn.Module, units: type[nn.Module]) -> Iterator[list[str]]:
 
     def spy(original, kind: str):
         def started(self, *args, **kwargs):
-            label = f"{kind} {args[-1]}"
+            label = f"{kind} {next(arg for arg in args if isinstance(arg, str))}"
             events.append(f"start {label}")
             handle = original(self, *args, **kwargs)
             labels[id(handle)] = label

@@ -21,7 +21,7 @@ from mics_strategy.planner.validate import ValidatedRow, median_errors, report_j
 from mics_strategy.planner.workload import Workload
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "papers" / "results.csv"
+TABLE = ROOT / "docs" / "papers" / "results.csv"
 AMSP: Mapping[str, str] = {
     "paper": "AMSP",
     "system": "AMSP, no overlap",
