@@ -6,6 +6,8 @@ all-gathers, all but the first in place; a reduce-scatter is n, and an all-reduc
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -137,29 +139,41 @@ class NativeStages:
            sums of the first one are encoded for the second one in the kernel that adds them.
         """
         wire, residuals = full.dtype, residuals_by_stage(self._route, self.index, residual)
-        table = yield from self._partial_sums(full, wire, out.dtype, residuals)
+        table: torch.Tensor | Summands = full
+        for reduce in self._reductions(wire, out.dtype, residuals):
+            table = yield from reduce(table)
         slowest = self._algorithms[0]
         if isinstance(slowest, QuantizedTableAlgorithm):
             yield from slowest.reduce_scatter(out, table, wire, accumulate, residuals[0])
         else:
             yield from slowest.reduce_scatter(out, stored(table), wire, accumulate)
 
-    def _partial_sums(
-        self, full: torch.Tensor, wire: torch.dtype, dtype: torch.dtype, residuals: list[torch.Tensor | None]
-    ) -> SumSteps:
-        """Reduce-scatter over all but the slowest links.
+    def _reductions(
+        self, wire: torch.dtype, dtype: torch.dtype, residuals: list[torch.Tensor | None]
+    ) -> Iterator[Callable[[torch.Tensor | Summands], SumSteps]]:
+        """The reduce-scatters over all but the slowest links, fastest first.
+
+        Each is a function of its table.
 
         With feedback the sums are stored.
         """
-        table: torch.Tensor | Summands = full
         for algorithm, residual in reversed([*zip(self._algorithms, residuals, strict=True)][1:]):
             if residual is not None and isinstance(algorithm, QuantizedTableAlgorithm):
-                source = stored(table)
-                total = self._workspace.allocate(source.numel() // algorithm.transport.size, dtype)
-                table = yield from algorithm.reduce_scatter(total, source, wire, False, residual)
+                yield partial(self._stored_sums, algorithm, residual, dtype, wire)
             else:
-                table = yield from algorithm.partial_sums(table, wire, dtype)
-        return table
+                yield partial(algorithm.partial_sums, wire=wire, dtype=dtype)
+
+    def _stored_sums(
+        self,
+        algorithm: QuantizedTableAlgorithm,
+        residual: torch.Tensor,
+        dtype: torch.dtype,
+        wire: torch.dtype,
+        table: torch.Tensor | Summands,
+    ) -> SumSteps:
+        source = stored(table)
+        total = self._workspace.allocate(source.numel() // algorithm.transport.size, dtype)
+        return algorithm.reduce_scatter(total, source, wire, False, residual)
 
     def reserve_reduce_scatter(self, full_numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
         """Reserve workspace for reduce-scatters of `full_numel` elements.
@@ -196,7 +210,9 @@ class NativeStages:
         dtype = self._algorithms[-1].sum_dtype(wire, tensor.dtype)
         full, size = self._padded(tensor, dtype), self._route.hops[0].size
         residuals = residuals_by_stage(self._route, self.index, residual)
-        table = yield from self._partial_sums(full, wire, tensor.dtype, residuals)
+        table: torch.Tensor | Summands = full
+        for reduce in self._reductions(wire, tensor.dtype, residuals):
+            table = yield from reduce(table)
         num_encoded, slowest = self._route.num_quantized_sums, self._algorithms[0]
         is_last = len(self._transports) == max(num_encoded, 1)
         if not is_last and wire != dtype:
