@@ -213,11 +213,11 @@ def page() -> tuple[str, dict[str, str]]:
     text = f"""# The planner beside published results
 
 Written by `python docs/papers.py`; the numbers in tables and plots are from the code as it is. The
-rows are in `docs/papers/results.csv`: a value of a paper, with the configuration as far as the paper
-states it.
+rows are in `docs/papers/results.csv`: a value of a paper, with the configuration as far as the
+paper states it.
 
 ```bash
-mics validate --rows docs/papers/results.csv           # prediction, error, assumptions or reason, by row
+mics validate --rows docs/papers/results.csv      # prediction, error, assumptions or reason, by row
 mics validate --rows docs/papers/results.csv --json
 ```
 
