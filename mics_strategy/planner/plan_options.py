@@ -5,14 +5,19 @@ Values are parsed here, so that every wrong one ends with one sentence: what was
 
 from __future__ import annotations
 
+import datetime
 import re
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.errors import ConfigError
+from mics_strategy.planner.calibration import calibration_warnings
 from mics_strategy.planner.catalog import nearest
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.model_sources import ModelSource
@@ -52,6 +57,8 @@ def add_workload_options(parser: ArgumentParser) -> None:
 def cluster_of(options: Namespace) -> Cluster:
     """The cluster of the options.
 
+    Reasons to trust a calibration less go to stderr.
+
     Raises:
         ConfigError: It does not exist, is stated wrongly, or its number of nodes is missing.
     """
@@ -59,7 +66,10 @@ def cluster_of(options: Namespace) -> Cluster:
     path = Path(options.cluster)
     if path.suffix in (".toml", ".json", ".yaml", ".yml") or path.is_file():
         cluster = Cluster.load(path)
-        return cluster if nodes is None else cluster.with_nodes(nodes)
+        cluster = cluster if nodes is None else cluster.with_nodes(nodes)
+        for warning in calibration_warnings(cluster, datetime.date.today(), torch.__version__):
+            print(f"mics: {warning}", file=sys.stderr)
+        return cluster
     if nodes is None:
         Cluster.preset(options.cluster)  # an unknown name is the first thing to say
         raise ConfigError(

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mics_strategy.planner.measured import (
     monotone,
     slowdowns,
 )
+from mics_strategy.planner.plan_options import cluster_of
 from mics_strategy.planner.workload import Workload
 from mics_strategy.scopes import resolve_scopes
 
@@ -188,3 +190,19 @@ def test_measured_computation_counts() -> None:
     other = dataclasses.replace(measured, units=units[1:])
     with pytest.raises(ConfigError, match="Measure its own units"):
         simulate(workload(measured=other), cluster, config)
+
+
+def test_the_commands_say_why_a_calibration_is_trusted_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load(tmp_path, calibration={**fields()["calibration"], "date": "2020-01-01", "torch_version": "2.1.0"})
+    options = Namespace(cluster=str(tmp_path / "cluster.json"), nodes="4")
+    assert cluster_of(options).num_nodes == 4
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert [word in output.err for word in ("days old", "4 ranks, and 8", "torch 2.1.0")] == [True] * 3
+
+
+def test_a_calibration_of_one_node_does_not_plan_for_two(tmp_path: Path) -> None:
+    calibration = {**fields()["calibration"], "hosts": ["a"], "world_size": 2}
+    load(tmp_path, calibration=calibration, nodes=1)
+    with pytest.raises(ConfigError, match="links between nodes were not measured.*2 nodes"):
+        cluster_of(Namespace(cluster=str(tmp_path / "cluster.json"), nodes="2"))
