@@ -204,5 +204,5 @@ def test_the_commands_say_why_a_calibration_is_trusted_less(tmp_path: Path, caps
 def test_a_calibration_of_one_node_does_not_plan_for_two(tmp_path: Path) -> None:
     calibration = {**fields()["calibration"], "hosts": ["a"], "world_size": 2}
     load(tmp_path, calibration=calibration, nodes=1)
-    with pytest.raises(ConfigError, match="links between nodes were not measured.*2 nodes"):
+    with pytest.raises(ConfigError, match=r"links between nodes were not measured.*2 nodes"):
         cluster_of(Namespace(cluster=str(tmp_path / "cluster.json"), nodes="2"))
