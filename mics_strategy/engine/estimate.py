@@ -144,7 +144,7 @@ def estimate_memory(
         pending_grad_bytes=_pending_grad_bytes(built_units),
         num_communicators=num_communicators,
         num_trained=num_trained,
-        scopes=scopes,
+        scopes=groups.scopes,
         num_units=len(modules),
         unit_plans=tuple(unit_plans),
     )
