@@ -35,7 +35,9 @@ def cluster(backend: str = "gloo") -> Cluster:
 
 def gather(axis: str, stage: int, num_chunks: int) -> PlannedCollective:
     return PlannedCollective(
-        "all_gather", axis, 2, torch.float32, 8 * MIB, 4 * MIB, "", "forward", 0, stage=stage, num_chunks=num_chunks
+        *("all_gather", axis, 2, torch.float32, 8 * MIB, 4 * MIB, "", "forward", 0, "param_all_gather"),
+        stage=stage,
+        num_chunks=num_chunks,
     )
 
 

@@ -187,5 +187,6 @@ def test_the_commands_of_the_pages_are_right(page: Path, monkeypatch: pytest.Mon
     found = commands(page)
     assert len(found) >= 2
     for name, *options in (command for command in found if command[0] != "--list"):
+        options = options[: options.index("--plan")] if "--plan" in options else options
         read = [option for option in options if option != "--dry-run"]  # of the program, not of the recipe
         load_recipe([f"--config={find_recipe(name)}", *read], has_cuda=False)
