@@ -293,8 +293,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="codecs",
         claim="codes of four bits are in the order of the values",
-        old="low_GRC, high_GRC = tile_GRHC.unbind(2)",
-        new="high_GRC, low_GRC = tile_GRHC.unbind(2)",
+        old="byte_GRC, *others_GRC = tile_GRHC.unbind(2)",
+        new="*others_GRC, byte_GRC = tile_GRHC.unbind(2)",
         tests=(
             "tests/comm/test_codecs.py",
             "tests/engine/test_codec_scales.py",
@@ -313,7 +313,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="codecs",
         claim="no block of a codec holds two parameters",
-        old="return math.lcm(*(codec.bound_numel for codec in codecs if codec is not None))",
+        old="return math.lcm(*numels)",
         new="return 1",
         tests=(
             "tests/engine/test_codec_scales.py",
@@ -394,8 +394,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="plan",
         claim="the exchange of used parameters is planned",
-        old="usage_numel(num_parameters) * USAGE_DTYPE.itemsize",
-        new="num_parameters * USAGE_DTYPE.itemsize",
+        old="num_bytes = usage_numel(num_parameters) * USAGE_DTYPE.itemsize",
+        new="num_bytes = num_parameters * USAGE_DTYPE.itemsize",
         tests=(
             "tests/engine/test_plan.py",
             "tests/engine/test_plan_arithmetic.py",

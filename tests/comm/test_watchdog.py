@@ -199,7 +199,8 @@ def lose_a_rank(ctx: RankContext, kind: str, codec: Codec | None, num_stages: St
     """Rank 2 dies when it hands its second piece, or all of it, to the transport."""
     network = Network(ctx, codec, "slow", num_stages)
     assert codec is not None or network.gather(8)
-    one, numel = network.one, EIGHT_PIECES
+    one, is_one_encoded = network.one, codec is not None and len(network.one.transports) == 1
+    numel = 1 << 20 if is_one_encoded else EIGHT_PIECES  # encoded messages of one stage have 128 KiB
     one.reserve_all_gather(numel, FP32)
     one.reserve_reduce_scatter(4 * numel, FP32, FP32)
     one.reserve_all_reduce(numel, FP32, FP32)

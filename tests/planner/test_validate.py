@@ -115,7 +115,7 @@ def test_each_overlap_of_amsp_makes_the_step_shorter() -> None:
     ("changes", "least", "most"),
     [
         ({"interconnect_inter": "8 IB (800 Gbps)"}, 1.05, 1.8),
-        ({"interconnect_inter": "2 IB (200 Gbps)"}, 1.3, 2.4),
+        ({"interconnect_inter": "2 IB (200 Gbps)"}, 1.3, 2.5),
         ({"model": "GPT 49B", "params": "49B", "nodes": "24", "total_gpus": "384"}, 1.5, 3.5),
         ({"system": "hpZ"}, 1.1, 1.6),
         ({"system": "qwZ or hpZ or qgZ alone", "metric": "throughput ratio min"}, 1.1, 1.4),
