@@ -171,7 +171,7 @@ def play_sharded(ctx: RankContext, config: ShardConfig, seeds: list[int]) -> lis
     return results
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide(every=5)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_generated_loops_train_as_a_plain_process_does(ranks: RankPool, preset: str) -> None:
     seeds = [*range(7)]
