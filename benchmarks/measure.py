@@ -34,7 +34,7 @@ class Round:
         sent_bytes: Of each measured step, the most that left one node.
         planned_bytes: The same as the engine planned it; empty where it does not plan.
         planned_last_bytes: Those of them that are sent after the backwards.
-        facts: What rank 0's engine said of the last step.
+        facts: Facts that rank 0's engine stated about the last step.
         losses: Of every step from the first, means over all ranks.
         peak_bytes: Of the rank that needed most, with its libraries.
         training_bytes: The same without what was resident before the model was made.

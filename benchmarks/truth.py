@@ -45,9 +45,9 @@ class Row:
 
     Attributes:
         label: The entry.
-        rate_mbit: Of a node's link.
+        rate_mbit: Rate of a node's link, Mbit/s.
         accumulation: Micro-steps of a step.
-        predicted_s: Of a step.
+        predicted_s: Predicted seconds of a step.
         measured_s: Median over the measured steps of the slowest rank.
         planned_bytes: That one rank sends in a step, by axis, as the planner says.
         issued_bytes: The same as the engine has submitted.

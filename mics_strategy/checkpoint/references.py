@@ -55,7 +55,7 @@ def restore_references(sharded: Sharded, loaded: Mapping[str, Any]) -> None:
 
     Args:
         sharded: Model.
-        loaded: What `request_references` returned, filled.
+        loaded: References that `request_references` returned, filled.
     """
     if not sharded.scopes.codecs.has_differences:
         return

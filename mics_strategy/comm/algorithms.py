@@ -49,7 +49,7 @@ class SumAlgorithm(Protocol):
             pieces: [n] for each rank, contiguous; unchanged until finished.
             wire: Dtype of unquantized payloads.
             tag: Tag of the collective, the same on all ranks.
-            residuals: What earlier encodings of the pieces have lost, updated; None without feedback.
+            residuals: Residuals of earlier encodings of the pieces, updated; None without feedback.
 
         Returns:
             The completion. It takes the output, [n], fp32 or wider, and whether to add to it.

@@ -310,7 +310,7 @@ class Sharded:
         an optimizer: the next sync is then exact.
 
         Args:
-            values: What ranks have received of this rank's part of each parameter, by name; the part itself by default.
+            values: Values that ranks received of this rank's part of each parameter, by name; default: that part.
 
         Cost:
             An unencoded param sync of every bucket, outside of the plan; memory for the largest shard.

@@ -340,17 +340,7 @@ def _point_row(point: Point) -> tuple[str, ...]:
 
 def point_json(point: Point) -> dict[str, Any]:
     """A point as an object of JSON."""
-    job, scopes = point.job, point.job.scopes
-    return {
-        "params": scopes.params,
-        "grads": scopes.grads,
-        "optimizer": scopes.optimizer,
-        "secondary": scopes.secondary if scopes.has_secondary else None,
-        "weight_codec": str(job.config.weight_codec),
-        "grad_codec": str(job.config.grad_codec),
-        "micro_batch": job.micro_batch,
-        "micro_steps": job.num_micro_steps,
-        "recompute": job.recompute,
+    return _choices_json(point.job) | {
         "memory_bytes": point.memory.total_bytes,
         "bound_s": point.bound_s,
         "bound_by": point.bound_by,
@@ -360,20 +350,13 @@ def point_json(point: Point) -> dict[str, Any]:
 
 def step_json(step: SimulatedStep) -> dict[str, Any]:
     """A simulated step as an object of JSON."""
-    job, scopes = step.job, step.job.scopes
-    return {
+    job = step.job
+    where = {
         "model": job.workload.model.name,
         "cluster": job.cluster.name,
         "world_size": job.cluster.world_size,
-        "params": scopes.params,
-        "grads": scopes.grads,
-        "optimizer": scopes.optimizer,
-        "secondary": scopes.secondary if scopes.has_secondary else None,
-        "weight_codec": str(job.config.weight_codec),
-        "grad_codec": str(job.config.grad_codec),
-        "micro_batch": job.micro_batch,
-        "micro_steps": job.num_micro_steps,
-        "recompute": job.recompute,
+    }
+    price = {
         "step_s": step.step_s,
         "compute_s": step.compute_s,
         "tokens_per_s": step.tokens_per_s,
@@ -383,4 +366,21 @@ def step_json(step: SimulatedStep) -> dict[str, Any]:
         "memory_bytes": step.memory.total_bytes,
         "memory_bytes_by_kind": dict(step.memory.by_kind),
         "sent_bytes_by_axis": dict(step.sent_bytes),
+    }
+    return where | _choices_json(job) | price
+
+
+def _choices_json(job: Job) -> dict[str, Any]:
+    """The choices of a point: scopes, codecs, micro-batch, recomputation."""
+    scopes = job.scopes
+    return {
+        "params": scopes.params,
+        "grads": scopes.grads,
+        "optimizer": scopes.optimizer,
+        "secondary": scopes.secondary if scopes.has_secondary else None,
+        "weight_codec": str(job.config.weight_codec),
+        "grad_codec": str(job.config.grad_codec),
+        "micro_batch": job.micro_batch,
+        "micro_steps": job.num_micro_steps,
+        "recompute": job.recompute,
     }
