@@ -181,7 +181,7 @@ class _Module:
 
     Attributes:
         name: Name in the model.
-        role: What it costs: "embedding", "positions", "head", "dense", or "" for nothing of its own.
+        role: Kind of cost: "embedding", "positions", "head", "dense", or "" for nothing of its own.
         parameters: Parameters that belong to it.
         follows_layers: Whether it stands behind the layers in the model.
     """

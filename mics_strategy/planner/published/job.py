@@ -41,7 +41,7 @@ class PublishedModel:
         description: Its units, at the row's length.
         flop: FLOP of a sample as papers count them, without and with recomputation.
         named_numel: Parameters by its name.
-        assumptions: What the row does not state.
+        assumptions: Assumptions for what the row does not state.
     """
 
     description: ModelDescription
@@ -59,7 +59,7 @@ class PublishedJob:
         system: System.
         model: Model as published; that of the job may be cut into other units.
         peak_flop_per_s: Peak of the device.
-        assumptions: What the row does not state, and what is assumed about the system.
+        assumptions: Assumptions for what the row does not state, and about the system.
     """
 
     job: Job

@@ -43,7 +43,7 @@ class Predicted:
     Attributes:
         value: Value.
         kind: Kind of the result.
-        assumptions: What the row does not state, and what is assumed about the system.
+        assumptions: Assumptions for what the row does not state, and about the system.
         compared: Predicted over published, where that is not the ratio of the values; 0 where it is.
         is_calibration: Whether a constant of the test-bed is this very value, so that it proves nothing.
     """

@@ -66,7 +66,7 @@ class System:
         weight_codec: As in `ShardConfig`.
         grad_codec: As in `ShardConfig`.
         buffer_bytes: Bytes of buffers of constant size.
-        assumptions: What is assumed about its implementation.
+        assumptions: Assumptions about its implementation.
     """
 
     name: str

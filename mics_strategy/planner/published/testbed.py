@@ -38,7 +38,7 @@ class Testbed:
         micro_batch: Samples of a forward on a rank where a row states none.
         num_micro_steps: Micro-steps where a row states none.
         world_sizes: Numbers of ranks of the paper's figures.
-        assumptions: What the row does not state.
+        assumptions: Assumptions for what the row does not state.
     """
 
     cluster: Cluster
