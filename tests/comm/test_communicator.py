@@ -105,6 +105,7 @@ def wrong(ctx: RankContext, kind: str, codec: Codec | None, links: str, num_stag
     return [case for numel in sizes_of(ctx, codec) for case in CHECKS[kind](network, numel)]
 
 
+@pytest.mark.wide
 @pytest.mark.one_job
 @kinds
 @networks
@@ -140,6 +141,7 @@ def test_encoded_results_are_those_of_the_plain_version(
     assert ranks(world, wrong, kind, codec, links, stages, ranks_per_node=per_node) == [[]] * world
 
 
+@pytest.mark.wide
 @kinds
 @pytest.mark.parametrize(
     ("nodes", "per_node", "stages", "codec"),
@@ -170,6 +172,7 @@ class WholeNumbers(Network):
         return super().values(index, numel, FP32, salt).mul(2).round().to(dtype)
 
 
+@pytest.mark.wide
 @kinds
 @pytest.mark.parametrize(
     ("nodes", "per_node", "stages", "codec", "links"),

@@ -125,6 +125,7 @@ def test_coalesced_training_equals_plain_with_one_launch_for_a_unit(preset: str)
     assert bool(counts["reduce_scatter_coalesced"]) is (run.config.grads != "none")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("preset", ["mics", "zero2", "zero3", "paro-iig"])
 @pytest.mark.parametrize("per_node", [2, 4], ids=["2x4", "4x2"])
 def test_unevenly_divisible_units_use_the_flat_buffer(preset: str, per_node: int) -> None:

@@ -107,13 +107,8 @@ def test_sigterm_saves_and_the_printed_command_continues(
     assert sorted(losses(tmp_path)) == [*range(1, last + 3)]
 
 
-@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
-def test_a_signal_to_a_run_without_checkpoints_is_answered(
-    framework: str, repository: Path, cache_dir: Path, tmp_path: Path
-):
-    process = start(
-        repository, (cache_dir, tmp_path), f"--trainer.framework={framework}", f"--trainer.max_steps={STEPS}"
-    )
+def test_a_signal_to_a_run_without_checkpoints_is_answered(repository: Path, cache_dir: Path, tmp_path: Path):
+    process = start(repository, (cache_dir, tmp_path), "--trainer.framework=lightning", f"--trainer.max_steps={STEPS}")
     wait_for_step(tmp_path, 2, process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=200)
