@@ -5,7 +5,7 @@ that use it at the same time each get an n-th of it. A task without a resource h
 
 One resource is the device, all others are links. The device is slower while a link is in use, because collectives take
 part of its processors and of its memory's bandwidth; a link is slower while the device computes, where collectives need
-its processors. Slow-downs of several links add up.
+its processors. Slow-downs of links that were measured one by one add up; the stated one of all others counts once.
 
 The simulation is deterministic: equal tasks give equal times.
 
@@ -100,9 +100,7 @@ def run(tasks: Sequence[Task], device_slowdown: float = 1.0, links: Mapping[str,
     Cost:
         Time: O(tasks x streams).
     """
-    names = {task.resource for task in tasks if task.resource not in (ALONE, DEVICE)}
-    slowdowns = {name: Slowdown(device=device_slowdown) for name in names} | dict(links or {})
-    simulation = _Simulation(tasks, slowdowns)
+    simulation = _Simulation(tasks, device_slowdown, links or {})
     simulation.run()
     return Times(simulation.start_s, simulation.end_s)
 
@@ -110,12 +108,13 @@ def run(tasks: Sequence[Task], device_slowdown: float = 1.0, links: Mapping[str,
 class _Simulation:
     """State of one simulation."""
 
-    def __init__(self, tasks: Sequence[Task], slowdowns: Mapping[str, Slowdown]) -> None:
+    def __init__(self, tasks: Sequence[Task], device_slowdown: float, links: Mapping[str, Slowdown]) -> None:
         self.tasks = tasks
         self.start_s = [0.0] * len(tasks)
         self.end_s = [0.0] * len(tasks)
-        self._slowdowns = slowdowns
-        self._slows = any(slowdown != Slowdown() for slowdown in slowdowns.values())
+        self._device_slowdown = device_slowdown
+        self._links = links
+        self._slows = device_slowdown != 1.0 or any(slowdown != Slowdown() for slowdown in links.values())
         self._num_waiting = [len(task.after) for task in tasks]
         self._followers: list[list[int]] = [[] for _ in tasks]
         self._queues: dict[str, list[int]] = {}
@@ -184,10 +183,13 @@ class _Simulation:
         device = self._resources.get(DEVICE)
         if device is None or not self._slows:
             return
-        used = self._slowdowns.keys() & {name for name, resource in self._resources.items() if resource.rest}
+        used = {name for name, resource in self._resources.items() if resource.rest and name != DEVICE}
+        measured = [name for name in self._links if name in used]
         device.advance(now_s)
-        device.slowdown = 1.0 + sum(self._slowdowns[name].device - 1.0 for name in used)
-        for name in used if task.resource == DEVICE else used & {task.resource}:
-            resource = self._resources[name]
-            resource.advance(now_s)
-            resource.slowdown = self._slowdowns[name].link if device.rest else 1.0
+        device.slowdown = self._device_slowdown if len(measured) < len(used) else 1.0
+        device.slowdown += sum(self._links[name].device - 1.0 for name in measured)
+        for name in measured:
+            if task.resource in (DEVICE, name):
+                resource = self._resources[name]
+                resource.advance(now_s)
+                resource.slowdown = self._links[name].link if device.rest else 1.0
