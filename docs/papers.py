@@ -244,7 +244,8 @@ adjusted to one.
   software. The factors are from benchmarks of other groups on at most 8 GPUs.
 - **Overlap**: 18.9 % more time for arithmetic while a collective runs (arXiv:2507.03114).
 - **Systems**: each is a configuration of this engine, with assumptions about its implementation.
-  Collectives are NCCL's: a tensor passes each stage in one piece. DeepSpeed's engines are taken to overlap nothing, and to gather matrix by matrix.
+  Collectives are NCCL's: a tensor passes each stage in one piece. DeepSpeed's engines are taken to
+  overlap nothing, and to gather matrix by matrix.
 
 ## What is missed, and why
 
