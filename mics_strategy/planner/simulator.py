@@ -181,10 +181,14 @@ def optimizer_seconds(job: Job) -> float:
     return numel / job.scopes.optimizer * bytes_per_element / job.cluster.device.memory_bytes_per_s
 
 
+def micro_step_seconds(job: Job) -> float:
+    """Seconds of a micro-step in which the device computes."""
+    return sum(time.forward_s + time.recompute_s + time.backward_s for time in unit_times(job))
+
+
 def compute_seconds(job: Job) -> float:
     """Seconds of a step in which the device computes, the optimizer included."""
-    per_micro_step = sum(time.forward_s + time.recompute_s + time.backward_s for time in unit_times(job))
-    return job.num_micro_steps * per_micro_step + optimizer_seconds(job)
+    return job.num_micro_steps * micro_step_seconds(job) + optimizer_seconds(job)
 
 
 def planned_timeline(played: PlayedStep, scopes: Scopes) -> Timeline:
