@@ -264,15 +264,26 @@ micro-steps on 64 GPUs, and the least memory where costs are equal within 1 %:
 - LLaMA-7B: 1x1, 1x1, 8x1, as published. Optimizer states over 4 ranks cost the same and need more
   memory.
 - LLaMA-13B: 2x1, 2x1, 8x8, not as published. The published 4x1, 4x1, 8x1 is the cheapest whose
-  optimizer states stay in a node, at 11 % more communication. AMSP has measured its broadcasts, and
-  does not print them; slower ones between nodes give the published choice.
+  optimizer states stay in a node, at 11 % more communication.
 - LLaMA-30B: 2x1, 2x1, 8x8, not as published. The published 8x1, 8x1, 8x4 fits and costs 37 % more
   communication. The formulas prefer parameters over fewer ranks, and nothing in them prefers
-  optimizer states over 4 nodes to 1 or 2. What AMSP reserves for activations and buffers is not
-  published, and would decide.
+  optimizer states over 4 nodes to 1 or 2.
 
-In simulated steps (all overlaps), the three published choices are 0.3, 1.3 and 1.3 % slower than
-the fastest factors that fit by AMSP's formula of memory.
+Slow broadcasts between nodes would explain the choice for 13B, but the paper's own table V excludes
+them. Overlapping the broadcasts of LLaMA-30B shortens a step of one micro-step by 0.43 s (759 and
+825 tokens/s of a rank), and one of four by 0.55 s (847 and 872). Three quarters of 55 GB enter each
+node, which takes 0.41 s at the 100 GB/s of its adapters: the broadcasts are about at line rate.
+
+No rule of what the paper states was found that gives all three choices. One choice for each model
+was sought for 64 ranks with 1, 4 or 1 to 8 micro-steps, for 128, 512 or 1,024 ranks, and for 32 or
+8 to 1,024 ranks with 4M tokens a step; by the sum or the worst of the costs; with the least memory
+where costs are equal within 0 to 20 %; and with 20 to 84 GB for states and activations, for twice
+the activations, for none, or with gradients in fp32 in addition. Of these 10,560 rules none gives
+three published choices, and 48 give two. What AMSP reserves for activations and buffers is not
+published, and would decide.
+
+In simulated steps (all overlaps), the three published choices are 0.4, 0.4 and less than 0.1 %
+slower than the fastest factors that fit by AMSP's formula of memory.
 
 ## MiCS: weak scaling from 128 to 512 GPUs
 

@@ -80,7 +80,7 @@ class CommTime:
         name = links[-1]
         codec_seconds = 0.0
         if stage.dtype == torch.uint8:
-            codec_seconds = stage.full_bytes * _CODEC_BYTES / self.cluster.device.memory_bytes_per_s
+            codec_seconds = stage.full_bytes * _CODEC_BYTES / self.cluster.device.sustained_bytes_per_s
         ranks_of_node = math.prod(axis.size for axis in self.axes if axis.name in names and axis.is_inside_node)
         table = self.cluster.measured(stage.collective, name, stage.size, ranks_of_node)
         if table:
