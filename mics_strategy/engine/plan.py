@@ -271,7 +271,7 @@ class _Planner:
                     self._add(role, collective, unit.plan.name, phase)
 
     def _of_bucket(self, role: str, bucket: BucketPlan) -> list[StagedTraffic]:
-        """The collectives of a bucket in a role: its all-gather, or the chunks of its first hop."""
+        """Collectives of a bucket in a role: its all-gather, or its first hop's chunks."""
         key = (role, id(bucket))  # buckets live as long as the units
         if key not in self._of_buckets:
             is_first_hop = role == "grad_reduce_scatter"
