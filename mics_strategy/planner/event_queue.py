@@ -77,7 +77,10 @@ class _Resource:
     def next_end(self) -> tuple[float, int]:
         """Time at which the next task ends, if nothing else starts or ends, and the task."""
         if self._next_end is None:
-            seconds, index = min(zip(self.rest.values(), self.rest.keys(), strict=True))
+            if len(self.rest) == 1:
+                ((index, seconds),) = self.rest.items()
+            else:
+                seconds, index = min((seconds, index) for index, seconds in self.rest.items())
             end_s = max(self.updated_s, self.updated_s + seconds * len(self.rest) * self.slowdown)
             self._next_end = end_s, index
         return self._next_end
