@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 TEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
 ENGINE = tests/engine tests/cuda_harness tests/recipes --ignore=tests/engine/optimizer
 REST = tests --ignore-glob=tests/engine/test_*.py --ignore=tests/cuda_harness --ignore=tests/recipes
-SLOW_ENGINE = tests/engine tests/checkpoint tests/lightning tests/benchmarks
+SLOW_ENGINE = tests/engine tests/checkpoint tests/lightning tests/benchmarks tests/cuda_harness tests/planner
 SLOW_REST = tests $(SLOW_ENGINE:%=--ignore=%)
 
 test: venv

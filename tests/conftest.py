@@ -44,10 +44,14 @@ sys.addaudithook(_note_interpreters)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as slow what a `wide` product of parameters leaves out of the fast tier."""
-    for item in outside_fast_tier(items):
+    tiers = outside_fast_tier(items)
+    for item in tiers.slow:
         item.add_marker(pytest.mark.slow)
+    left_out = {*tiers.left_out}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=tiers.left_out)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of a module or a session start interpreters

@@ -1,4 +1,4 @@
-"""Does every allowed combination of scopes (of 16 ranks, a third of them) train as plain, and send what was planned?
+"""Does every allowed combination of scopes (of 16 ranks, a sixth of them) train as plain, and send what was planned?
 
 One training takes steps of 1, 2 and 1 micro-steps, so both ways of accumulating, and the change between them, are seen.
 """
@@ -116,12 +116,12 @@ def _simulate(ctx: RankContext, nodes: int, per_node: int, configs: list[ShardCo
 
 
 def _portions() -> list[tuple[int, int, list[ShardConfig]]]:
-    """All chains of 8 ranks; of 16, which take long, a third: another one of each topology."""
+    """All chains of 8 ranks; of 16, which take long, a sixth: another one of each topology."""
     portions = []
     for first, topology in enumerate(SIMULATED):
         configs = list(chains(*topology))
         if topology[0] * topology[1] > 8:
-            configs = configs[first::3]
+            configs = configs[first::6]
         portions += [(*topology, configs[start : start + 35]) for start in range(0, len(configs), 35)]
     return portions
 

@@ -69,7 +69,7 @@ def test_every_access_is_ordered(preset: str, option: str, loop: Loop, recompute
     assert run(config_of(preset, **OPTIONS[option]), loop, recomputes=recomputes).races == []
 
 
-@pytest.mark.wide(every=5)
+@pytest.mark.wide
 @pytest.mark.parametrize("loop", [declared, raising, unused, two_forwards])
 @pytest.mark.parametrize("codecs", [False, True], ids=["plain", "codecs"])
 @pytest.mark.parametrize("preset", ["mics", "zero3", "paro-iig", "zeropp-hpz"])

@@ -114,10 +114,15 @@ def train_quantized(ctx: RankContext, run: Run) -> Found:
     return losses, first, training.parameters(), sent[1:]
 
 
-ACCEPTED = [(preset, case) for preset in PRESETS for case in CASES if config_of(preset, case) is not None]
+ACCEPTED = [  # every second field of the table, as on a checkerboard
+    (preset, case)
+    for row, preset in enumerate(PRESETS)
+    for column, case in enumerate(CASES)
+    if (row + column) % 2 and config_of(preset, case) is not None
+]
 
 
-@pytest.mark.wide(every=5)
+@pytest.mark.wide(every=3)
 @pytest.mark.parametrize(("preset", "case"), ACCEPTED)
 def test_replicas_stay_equal_and_near_plain_training_and_send_what_was_planned(
     ranks: RankPool, preset: str, case: str
