@@ -6,6 +6,7 @@ Pure.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -150,14 +151,20 @@ class Scopes:
 
     def degrees_of(self, role: str) -> tuple[int, int]:
         """The smaller and the larger degree of the collectives of one of `ROLES`."""
-        return {
-            "param_all_gather": (1, self.params),
-            "secondary_all_gather": (1, self.secondary if self.has_secondary else 1),
-            "param_sync": (self.params, self.optimizer),
-            "grad_reduce_scatter": (1, self.grads),
-            "second_hop_reduce_scatter": (self.grads, self.optimizer),
-            "second_hop_all_reduce": (self.optimizer, self.world_size),
-        }[role]
+        match role:
+            case "param_all_gather":
+                return 1, self.params
+            case "secondary_all_gather":
+                return 1, self.secondary if self.has_secondary else 1
+            case "param_sync":
+                return self.params, self.optimizer
+            case "grad_reduce_scatter":
+                return 1, self.grads
+            case "second_hop_reduce_scatter":
+                return self.grads, self.optimizer
+            case "second_hop_all_reduce":
+                return self.optimizer, self.world_size
+        raise KeyError(role)
 
     def span_of(self, role: str) -> Span:
         """The span of the collectives of one of `ROLES`."""
@@ -394,9 +401,13 @@ def allowed_degrees(topology: Topology, world_size: int) -> list[int]:
     They divide the job, and fill its nodes and switches evenly.
     """
     per_node, per_switch = topology.ranks_per_node, topology.ranks_per_switch(world_size)
-    return [
-        d for d in range(1, world_size + 1) if world_size % d == 0 and _nests(d, per_node) and _nests(d, per_switch)
-    ]
+    return [d for d in _divisors(world_size) if _nests(d, per_node) and _nests(d, per_switch)]
+
+
+@functools.lru_cache(maxsize=64)
+def _divisors(number: int) -> tuple[int, ...]:
+    """Divisors of a number, in ascending order."""
+    return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 def _check_degree(name: str, degree: int, topology: Topology, world_size: int) -> None:

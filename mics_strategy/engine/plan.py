@@ -175,19 +175,21 @@ def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepOrder, own
         owned: Buckets with tensors that their owners update.
     """
     planner = _Planner(scopes, [_UnitState(unit, [_BucketState(b, scopes) for b in unit.buckets]) for unit in units])
-    for num_micro_steps in (1, shape.num_micro_steps):  # the first pass leaves slots and versions as a step leaves them
-        planner.planned.clear()
-        planner.begin_step()
-        for micro_step in range(num_micro_steps):
-            planner.micro_step = micro_step
-            planner.forward_and_backward(shape)
-            if shape.second_hop_every_backward:
-                planner.second_hop(shape.backward)
-            elif micro_step + 1 in shape.early_hops:
-                planner.second_hops_of_units(shape.backward, "early_second_hop")
-        if not shape.second_hop_every_backward:
+    planner.begin_step()
+    planner.unshard_all(shape)  # leaves slots and versions as a step leaves them
+    planner.planned.clear()
+    planner.begin_step()
+    for micro_step in range(shape.num_micro_steps):
+        planner.micro_step = micro_step
+        planner.unshard_all(shape)
+        planner.first_hops(shape)
+        if shape.second_hop_every_backward:
             planner.second_hop(shape.backward)
-        planner.update(owned)
+        elif micro_step + 1 in shape.early_hops:
+            planner.second_hops_of_units(shape.backward, "early_second_hop")
+    if not shape.second_hop_every_backward:
+        planner.second_hop(shape.backward)
+    planner.update(owned)
     return Plan(collectives=tuple(planner.planned), num_micro_steps=shape.num_micro_steps)
 
 
@@ -227,23 +229,28 @@ class _Planner:
     _residents: dict[int, int] = field(default_factory=dict)
     _routes: dict[tuple[str, int], Route | None] = field(default_factory=dict)
     _messages: dict[tuple[str, int, torch.dtype], StagedTraffic] = field(default_factory=dict)
+    _of_buckets: dict[tuple[str, int], list[StagedTraffic]] = field(default_factory=dict)
 
     def begin_step(self) -> None:
         """The optimizer has changed every bucket that has gradients."""
         for bucket in (bucket for unit in self.units for bucket in unit.buckets):
             bucket.version += bucket.plan.trainable and bucket.plan.has_gradients
 
-    def forward_and_backward(self, shape: StepOrder) -> None:
+    def unshard_all(self, shape: StepOrder) -> None:
+        """The all-gathers of one micro-step."""
         for index in shape.forward:
             self._unshard(index, "forward")
         for index in shape.backward:
             self._unshard(index, "backward")
+
+    def first_hops(self, shape: StepOrder) -> None:
+        """The first hops of one micro-step's gradients."""
         forward_order: Iterable[int] = (index for index in shape.forward if index in shape.backward)
         if reduces_every_unit(self.scopes):
             forward_order = range(len(self.units))
         for index in reduction_order(forward_order):
             for bucket in self._reduced(index):
-                for collective in self._first_hops(bucket):
+                for collective in self._of_bucket("grad_reduce_scatter", bucket):
                     self._add("grad_reduce_scatter", collective, self.units[index].plan.name, "backward")
 
     def _unshard(self, index: int, phase: str) -> None:
@@ -260,7 +267,16 @@ class _Planner:
             if roles[-1] == "param_all_gather":
                 versions.keep_secondary()
             for role in roles:
-                self._add(role, self._all_gather(role, bucket.plan), unit.plan.name, phase)
+                for collective in self._of_bucket(role, bucket.plan):
+                    self._add(role, collective, unit.plan.name, phase)
+
+    def _of_bucket(self, role: str, bucket: BucketPlan) -> list[StagedTraffic]:
+        """Collectives of a bucket in a role: its all-gather, or its first hop's chunks."""
+        key = (role, id(bucket))  # buckets live as long as the units
+        if key not in self._of_buckets:
+            is_first_hop = role == "grad_reduce_scatter"
+            self._of_buckets[key] = [*self._first_hops(bucket)] if is_first_hop else [self._all_gather(role, bucket)]
+        return self._of_buckets[key]
 
     def _all_gather(self, role: str, bucket: BucketPlan) -> StagedTraffic:
         numel, dtype = full_numel(role, bucket.layout, self.scopes), bucket.param_dtype

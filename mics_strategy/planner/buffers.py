@@ -122,6 +122,11 @@ class EngineBuffers:
         return self._kinds
 
     @property
+    def num_communicators(self) -> int:
+        """Communicators of a rank."""
+        return self._comms.num_communicators
+
+    @property
     def num_trained(self) -> int:
         """Elements that this rank's optimizer updates."""
         return self._sum_over_trained(lambda bucket: bucket.layout.shard_numel)

@@ -315,6 +315,9 @@ def step_lines(step: SimulatedStep) -> Iterator[str]:
         f"{step.tokens_per_s:,.0f} {'tokens' if tokens > 1 else 'samples'}/s, {step.tokens_per_s_per_rank:,.0f} per "
         f"rank, {step.model_flop_per_s_per_rank / 1e12:.1f} TFLOPS, MFU {step.mfu:.1%}"
     )
+    device = job.cluster.device
+    if device.sustained_efficiency < 1:
+        yield f"kernels at {device.sustained_efficiency:.0%} of their best speed: {device.sustained_source}"
     sent = ", ".join(f"{axis} {num_bytes / 1e9:.3g} GB" for axis, num_bytes in step.sent_bytes.items())
     yield f"sent by one rank: {sent or 'nothing'}"
     kinds = sorted(memory.by_kind.items(), key=lambda item: -item[1])
@@ -363,6 +366,7 @@ def step_json(step: SimulatedStep) -> dict[str, Any]:
         "tokens_per_s_per_rank": step.tokens_per_s_per_rank,
         "tflop_per_s_per_rank": step.model_flop_per_s_per_rank / 1e12,
         "mfu": step.mfu,
+        "sustained_efficiency": job.cluster.device.sustained_efficiency,
         "memory_bytes": step.memory.total_bytes,
         "memory_bytes_by_kind": dict(step.memory.by_kind),
         "sent_bytes_by_axis": dict(step.sent_bytes),

@@ -40,6 +40,7 @@ from mics_strategy.planner.measured import (
 from mics_strategy.planner.quantities import Quantity, parse_quantity
 
 _DEVICE_FIELDS = ("name", "memory", "memory_bandwidth", "peak", "matmul_efficiency")
+_SUSTAINED_FIELDS = ("sustained_efficiency", "sustained_source")  # optional
 _LINK_FIELDS = ("bandwidth", "node_bandwidth", "efficiency", "latency", "source")
 _CLUSTER_FIELDS = (
     *("name", "nodes", "device", "ranks_per_node", "intra_node", "inter_node"),
@@ -59,6 +60,9 @@ class Device:
         memory_bytes_per_s: Bytes per second between its memory and its processor.
         peak_flop_per_s: Dense 16-bit FLOP per second by the datasheet.
         matmul_efficiency: Share of that peak that large matrix products reach, 0 to 1; measured or stated.
+        sustained_efficiency: Share of its best speed, in matrix products and in memory, that the kernels of a training
+            sustain, 0 to 1; 1 where the figures above are those of a training.
+        sustained_source: Origin of that share.
     """
 
     name: str
@@ -66,6 +70,22 @@ class Device:
     memory_bytes_per_s: float
     peak_flop_per_s: float
     matmul_efficiency: float
+    sustained_efficiency: float = 1.0
+    sustained_source: str = ""
+
+    @property
+    def sustained_flop_per_s(self) -> float:
+        """FLOP per second of a training's matrix products."""
+        return self.peak_flop_per_s * self.matmul_efficiency * self.sustained_efficiency
+
+    @property
+    def sustained_bytes_per_s(self) -> float:
+        """Bytes per second between memory and processor in a training's other kernels."""
+        return self.memory_bytes_per_s * self.sustained_efficiency
+
+    def with_best_kernels(self) -> Device:
+        """The same device, whose trainings sustain its best speed."""
+        return dataclasses.replace(self, sustained_efficiency=1.0, sustained_source="")
 
     @classmethod
     def named(cls, name: str) -> Device:
@@ -229,6 +249,10 @@ class Cluster:
         """The same cluster with another number of nodes."""
         return dataclasses.replace(self, num_nodes=num_nodes)
 
+    def with_best_kernels(self) -> Cluster:
+        """The same cluster with devices whose trainings sustain their best speed."""
+        return dataclasses.replace(self, device=self.device.with_best_kernels())
+
     def measured(self, collective: str, link: str, size: int, ranks_of_node: int) -> tuple[tuple[int, float], ...]:
         """Measured bytes and seconds of a stage; empty where nothing was measured."""
         for stage in self.measured_stages:
@@ -289,7 +313,8 @@ def _device(value: Any, where: str) -> Device:
     where = f"the device of {where}"
     if not isinstance(value, Mapping):
         raise ConfigError(f"{value!r} is not {where}. Use the name of a device, or its fields.")
-    _check_fields(value, _DEVICE_FIELDS, _DEVICE_FIELDS, where)
+    _check_fields(value, (*_DEVICE_FIELDS, *_SUSTAINED_FIELDS), _DEVICE_FIELDS, where)
+    sustained = _share(value.get("sustained_efficiency", 1.0), f"`sustained_efficiency` of {where}")
     return Device(
         name=str(value["name"]),
         memory_bytes=round(parse_quantity(value["memory"], Quantity.BYTES, f"`memory` of {where}")),
@@ -298,6 +323,8 @@ def _device(value: Any, where: str) -> Device:
         ),
         peak_flop_per_s=parse_quantity(value["peak"], Quantity.FLOP_PER_S, f"`peak` of {where}"),
         matmul_efficiency=_share(value["matmul_efficiency"], f"`matmul_efficiency` of {where}"),
+        sustained_efficiency=sustained,
+        sustained_source=str(value.get("sustained_source", "stated" if sustained < 1 else "")),
     )
 
 

@@ -64,14 +64,15 @@ class CommTime:
 
     cluster: Cluster
     axes: tuple[Axis, ...]
-    _cache: dict[HopTraffic, StageTime] = field(default_factory=dict)
+    _cache: dict[tuple[str, str, int, torch.dtype, int], StageTime] = field(default_factory=dict)
 
     def of(self, stage: HopTraffic) -> StageTime:
         """The time of one stage."""
-        key = HopTraffic(stage.collective, stage.axis, stage.size, stage.dtype, stage.full_bytes)
-        if key not in self._cache:
-            self._cache[key] = self._of(key)
-        return self._cache[key]
+        key = (stage.collective, stage.axis, stage.size, stage.dtype, stage.full_bytes)
+        time = self._cache.get(key)
+        if time is None:
+            time = self._cache[key] = self._of(stage)
+        return time
 
     def _of(self, stage: HopTraffic) -> StageTime:
         names = stage.axis.split("+")
@@ -79,7 +80,7 @@ class CommTime:
         name = links[-1]
         codec_seconds = 0.0
         if stage.dtype == torch.uint8:
-            codec_seconds = stage.full_bytes * _CODEC_BYTES / self.cluster.device.memory_bytes_per_s
+            codec_seconds = stage.full_bytes * _CODEC_BYTES / self.cluster.device.sustained_bytes_per_s
         ranks_of_node = math.prod(axis.size for axis in self.axes if axis.name in names and axis.is_inside_node)
         table = self.cluster.measured(stage.collective, name, stage.size, ranks_of_node)
         if table:

@@ -5,7 +5,7 @@ that use it at the same time each get an n-th of it. A task without a resource h
 
 One resource is the device, all others are links. The device is slower while a link is in use, because collectives take
 part of its processors and of its memory's bandwidth; a link is slower while the device computes, where collectives need
-its processors. Slow-downs of several links add up.
+its processors. Slow-downs of links that were measured one by one add up; the stated one of all others counts once.
 
 The simulation is deterministic: equal tasks give equal times.
 
@@ -21,12 +21,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 ALONE, DEVICE = "", "device"
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """One piece of work.
 
     Attributes:
@@ -64,8 +64,10 @@ class _Resource:
     rest: dict[int, float] = field(default_factory=dict)
     updated_s: float = 0.0
     slowdown: float = 1.0
+    _next_end: tuple[float, int] | None = None  # until something changes
 
     def advance(self, now_s: float) -> None:
+        self._next_end = None
         if self.rest:
             done = (now_s - self.updated_s) / (len(self.rest) * self.slowdown)
             for index in self.rest:
@@ -74,8 +76,14 @@ class _Resource:
 
     def next_end(self) -> tuple[float, int]:
         """Time at which the next task ends, if nothing else starts or ends, and the task."""
-        index = min(self.rest, key=lambda index: (self.rest[index], index))
-        return max(self.updated_s, self.updated_s + self.rest[index] * len(self.rest) * self.slowdown), index
+        if self._next_end is None:
+            if len(self.rest) == 1:
+                ((index, seconds),) = self.rest.items()
+            else:
+                seconds, index = min((seconds, index) for index, seconds in self.rest.items())
+            end_s = max(self.updated_s, self.updated_s + seconds * len(self.rest) * self.slowdown)
+            self._next_end = end_s, index
+        return self._next_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,73 +108,86 @@ def run(tasks: Sequence[Task], device_slowdown: float = 1.0, links: Mapping[str,
     Cost:
         Time: O(tasks x streams).
     """
-    names = {task.resource for task in tasks if task.resource not in (ALONE, DEVICE)}
-    slowdowns = {name: Slowdown(device=device_slowdown) for name in names} | dict(links or {})
-    simulation = _Simulation(tasks, slowdowns)
+    simulation = _Simulation(tasks, device_slowdown, links or {})
     simulation.run()
     return Times(simulation.start_s, simulation.end_s)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Tasks of one stream by index, in order."""
+
+    queue: list[int] = field(default_factory=list)
+    head: int = 0
+    is_busy: bool = False
 
 
 class _Simulation:
     """State of one simulation."""
 
-    def __init__(self, tasks: Sequence[Task], slowdowns: Mapping[str, Slowdown]) -> None:
+    def __init__(self, tasks: Sequence[Task], device_slowdown: float, links: Mapping[str, Slowdown]) -> None:
         self.tasks = tasks
         self.start_s = [0.0] * len(tasks)
         self.end_s = [0.0] * len(tasks)
-        self._slowdowns = slowdowns
-        self._slows = any(slowdown != Slowdown() for slowdown in slowdowns.values())
+        self._device_slowdown = device_slowdown
+        self._links = links
+        self._slows = device_slowdown != 1.0 or any(slowdown != Slowdown() for slowdown in links.values())
         self._num_waiting = [len(task.after) for task in tasks]
-        self._followers: list[list[int]] = [[] for _ in tasks]
-        self._queues: dict[str, list[int]] = {}
+        self._followers: list[tuple[int, ...]] = [()] * len(tasks)
+        self._streams = {task.stream: _Stream() for task in tasks}
+        self._stream_of = [self._streams[task.stream] for task in tasks]
         for index, task in enumerate(tasks):
-            self._queues.setdefault(task.stream, []).append(index)
+            self._stream_of[index].queue.append(index)
             for before in task.after:
-                self._followers[before].append(index)
-        self._heads = dict.fromkeys(self._queues, 0)
-        self._busy: dict[str, bool] = dict.fromkeys(self._queues, False)
+                self._followers[before] += (index,)
         self._resources = {task.resource: _Resource() for task in tasks if task.resource != ALONE}
         self._alone: list[tuple[float, int]] = []
 
     def run(self) -> None:
-        for stream in self._queues:
+        for stream in self._streams.values():
             self._start_head(stream, 0.0)
         while (event := self._next_event()) is not None:
             now_s, index = event
             self._end(index, now_s)
 
     def _next_event(self) -> tuple[float, int] | None:
-        events = [resource.next_end() for resource in self._resources.values() if resource.rest]
-        if self._alone:
-            events.append(self._alone[0])
-        return min(events, default=None)
+        first = self._alone[0] if self._alone else None
+        for resource in self._resources.values():
+            if resource.rest:
+                event = resource.next_end()
+                if first is None or event < first:
+                    first = event
+        return first
 
     def _end(self, index: int, now_s: float) -> None:
-        task = self.tasks[index]
+        task, stream = self.tasks[index], self._stream_of[index]
         if task.resource == ALONE:
             heapq.heappop(self._alone)
         else:
             resource = self._resources[task.resource]
             resource.advance(now_s)
             del resource.rest[index]
-            self._update_slowdowns(task, now_s)
+            if self._slows:
+                self._update_slowdowns(task, now_s)
         self.end_s[index] = now_s
-        self._busy[task.stream] = False
-        for follower in self._followers[index]:
+        stream.is_busy = False
+        followers = self._followers[index]
+        for follower in followers:
             self._num_waiting[follower] -= 1
-        self._start_head(task.stream, now_s)
-        for follower in self._followers[index]:
+        self._start_head(stream, now_s)
+        for follower in followers:
             if not self._num_waiting[follower]:
-                self._start_head(self.tasks[follower].stream, now_s)
+                self._start_head(self._stream_of[follower], now_s)
 
-    def _start_head(self, stream: str, now_s: float) -> None:
-        queue, head = self._queues[stream], self._heads[stream]
-        if self._busy[stream] or head == len(queue) or self._num_waiting[queue[head]]:
+    def _start_head(self, stream: _Stream, now_s: float) -> None:
+        if stream.is_busy or stream.head == len(stream.queue):
             return
-        index = queue[head]
+        index = stream.queue[stream.head]
+        if self._num_waiting[index]:
+            return
         task = self.tasks[index]
-        self._heads[stream] = head + 1
-        self._busy[stream] = True
+        stream.head += 1
+        stream.is_busy = True
         self.start_s[index] = now_s
         if task.resource == ALONE:
             heapq.heappush(self._alone, (now_s + task.seconds, index))
@@ -174,7 +195,8 @@ class _Simulation:
         resource = self._resources[task.resource]
         resource.advance(now_s)
         resource.rest[index] = task.seconds
-        self._update_slowdowns(task, now_s)
+        if self._slows:
+            self._update_slowdowns(task, now_s)
 
     def _update_slowdowns(self, task: Task, now_s: float) -> None:
         """Slow the device by the links in use, and the links by the device.
@@ -182,12 +204,15 @@ class _Simulation:
         A task has just started or ended.
         """
         device = self._resources.get(DEVICE)
-        if device is None or not self._slows:
+        if device is None:
             return
-        used = self._slowdowns.keys() & {name for name, resource in self._resources.items() if resource.rest}
+        used = {name for name, resource in self._resources.items() if resource.rest and name != DEVICE}
+        measured = [name for name in self._links if name in used]
         device.advance(now_s)
-        device.slowdown = 1.0 + sum(self._slowdowns[name].device - 1.0 for name in used)
-        for name in used if task.resource == DEVICE else used & {task.resource}:
-            resource = self._resources[name]
-            resource.advance(now_s)
-            resource.slowdown = self._slowdowns[name].link if device.rest else 1.0
+        device.slowdown = self._device_slowdown if len(measured) < len(used) else 1.0
+        device.slowdown += sum(self._links[name].device - 1.0 for name in measured)
+        for name in measured:
+            if task.resource in (DEVICE, name):
+                resource = self._resources[name]
+                resource.advance(now_s)
+                resource.slowdown = self._links[name].link if device.rest else 1.0

@@ -22,7 +22,6 @@ import torch
 from mics_strategy.comm.scratch import COMMUNICATOR_BYTES
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.buffers import EngineBuffers
-from mics_strategy.planner.communicators import comm_layout
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
@@ -93,30 +92,30 @@ def rank_memory(
         batch: Micro-batch.
         states: Dtypes of model states; by default fp32 with Adam.
     """
-    return rank_memories(model, config, scopes, [batch], states)[0]
+    states = states or StateFormat()
+    buffers = EngineBuffers(model, config, scopes, states.parameter_dtype)
+    return rank_memories(buffers, [activation_bytes(model.units, batch)], states)[0]
 
 
 def rank_memories(
-    model: ModelDescription,
-    config: ShardConfig,
-    scopes: Scopes,
-    batches: Iterable[MicroBatch],
-    states: StateFormat | None = None,
+    buffers: EngineBuffers, activations_by_batch: Iterable[dict[str, int]], states: StateFormat
 ) -> list[RankMemory]:
     """As `rank_memory`, for several micro-batches.
 
     What does not depend on them is computed once.
+
+    Args:
+        buffers: Buffers of the engine in one configuration.
+        activations_by_batch: Results of `activation_bytes`, one for each micro-batch.
+        states: Dtypes of model states, with which the buffers were made.
     """
-    states = states or StateFormat()
-    buffers = EngineBuffers(model, config, scopes, states.parameter_dtype)
     fixed = buffers.bytes_by_purpose()
     fixed["gradients of autograd"] = buffers.pending_grad_bytes
     fixed["optimizer states"] = buffers.num_trained * states.optimizer_bytes
-    fixed["communicators"] = comm_layout(scopes).num_communicators * COMMUNICATOR_BYTES
+    fixed["communicators"] = buffers.num_communicators * COMMUNICATOR_BYTES
     fixed["context"] = CONTEXT_BYTES
     memories = []
-    for batch in batches:
-        activations = activation_bytes(model.units, batch)
+    for activations in activations_by_batch:
         dynamic = fixed["gradients of autograd"] + sum(activations.values())
         by_kind = fixed | activations | {"fragmentation": round(FRAGMENTATION_SHARE * dynamic)}
         memories.append(RankMemory(by_kind=MappingProxyType(by_kind)))

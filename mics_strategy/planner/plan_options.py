@@ -51,6 +51,11 @@ def add_workload_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--state-bytes", default="8", help="bytes of optimizer state per element; default: 8, Adam in fp32"
     )
+    parser.add_argument(
+        "--best-kernels",
+        action="store_true",
+        help="time compute by the device's best kernels; default: as fast as published trainings on it",
+    )
     parser.add_argument("--json", action="store_true", help="print an object of JSON instead of text")
 
 
@@ -62,6 +67,11 @@ def cluster_of(options: Namespace) -> Cluster:
     Raises:
         ConfigError: It does not exist, is stated wrongly, or its number of nodes is missing.
     """
+    cluster = _named_cluster(options)
+    return cluster.with_best_kernels() if options.best_kernels else cluster
+
+
+def _named_cluster(options: Namespace) -> Cluster:
     nodes = None if options.nodes is None else count("--nodes", options.nodes)
     path = Path(options.cluster)
     if path.suffix in (".toml", ".json", ".yaml", ".yml") or path.is_file():

@@ -127,8 +127,8 @@ def unit_times(job: Job) -> tuple[UnitTime, ...]:
     if job.workload.measured is not None:
         return _measured_times(job, job.workload.measured)
     device, samples = job.cluster.device, job.micro_batch
-    flop_per_s = device.peak_flop_per_s * device.matmul_efficiency / job.cluster.slowest_node_factor
-    bytes_per_s = device.memory_bytes_per_s / job.cluster.slowest_node_factor
+    flop_per_s = device.sustained_flop_per_s / job.cluster.slowest_node_factor
+    bytes_per_s = device.sustained_bytes_per_s / job.cluster.slowest_node_factor
     times = []
     for unit in job.workload.model.units:
         matmul_s = unit.forward_flop * samples / flop_per_s
@@ -178,13 +178,17 @@ def optimizer_seconds(job: Job) -> float:
     if job.workload.measured is not None:
         return numel / job.scopes.optimizer * job.workload.measured.optimizer_s_per_numel
     bytes_per_element = _ADAM_BYTES + job.workload.param.itemsize
-    return numel / job.scopes.optimizer * bytes_per_element / job.cluster.device.memory_bytes_per_s
+    return numel / job.scopes.optimizer * bytes_per_element / job.cluster.device.sustained_bytes_per_s
+
+
+def micro_step_seconds(job: Job) -> float:
+    """Seconds of a micro-step in which the device computes."""
+    return sum(time.forward_s + time.recompute_s + time.backward_s for time in unit_times(job))
 
 
 def compute_seconds(job: Job) -> float:
     """Seconds of a step in which the device computes, the optimizer included."""
-    per_micro_step = sum(time.forward_s + time.recompute_s + time.backward_s for time in unit_times(job))
-    return job.num_micro_steps * per_micro_step + optimizer_seconds(job)
+    return job.num_micro_steps * micro_step_seconds(job) + optimizer_seconds(job)
 
 
 def planned_timeline(played: PlayedStep, scopes: Scopes) -> Timeline:

@@ -19,9 +19,10 @@ Source:
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import gc
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,19 +32,23 @@ from mics_strategy.comm.route import HopTraffic, all_gather_traffic, all_reduce_
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.schedule import full_numel
 from mics_strategy.errors import NoFeasiblePlan
+from mics_strategy.planner.buffers import EngineBuffers
 from mics_strategy.planner.comm_time import CommTime
-from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memories, rank_memory
-from mics_strategy.planner.simulator import Job, compute_seconds, step_seconds
+from mics_strategy.planner.memory import MicroBatch, RankMemory, activation_bytes, rank_memories, rank_memory
+from mics_strategy.planner.simulator import Job, micro_step_seconds, optimizer_seconds, step_seconds
 from mics_strategy.planner.space import Space, scoped_configs, topology_of
-from mics_strategy.planner.unit_plans import unit_plans
+from mics_strategy.planner.unit_plans import bucket_plans
 from mics_strategy.scopes import ROLES, resolve_scopes
 
 if TYPE_CHECKING:
-    from mics_strategy.engine.plan import BucketPlan, UnitPlan
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from mics_strategy.engine.plan import BucketPlan
     from mics_strategy.planner.cluster import Cluster
     from mics_strategy.planner.workload import Workload
     from mics_strategy.scopes import Scopes
 
+    Buckets = tuple[BucketPlan, ...]  # of one unit
 
 _MAX_DOUBLINGS = 12  # of nodes, when nothing fits
 _EQUAL = 0.01  # share of a step by which times count as equal; the models are far less exact
@@ -102,6 +107,26 @@ def solve(workload: Workload, cluster: Cluster, space: Space) -> Solution:
     Cost:
         Time: below 1 ms for each point of the space, and 10 ms for each simulated one, about a hundred at most.
     """
+    with _paused_collector():
+        return _solve(workload, cluster, space)
+
+
+@contextlib.contextmanager
+def _paused_collector() -> Iterator[None]:
+    """Pause the collector of reference cycles.
+
+    Simulations make many objects and no cycles. Looking for some would take a third of the solver's time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _solve(workload: Workload, cluster: Cluster, space: Space) -> Solution:
     limit_bytes = cluster.device.memory_bytes
     points = _priced(workload, cluster, space)
     too_large = sorted((p for p in points if p.memory.total_bytes > limit_bytes), key=lambda p: p.memory.total_bytes)
@@ -227,11 +252,12 @@ def _priced(workload: Workload, cluster: Cluster, space: Space) -> list[Point]:
         for recompute in recomputes
     ]
     bounds = _Bounds(workload, cluster)
+    activations = {batch: activation_bytes(workload.model.units, batch) for batch in batches}
     points = []
     for scoped in scoped_configs(space, workload, cluster):
-        memories = rank_memories(workload.model, scoped.config, scoped.scopes, batches, workload.states)
-        units = unit_plans(workload.model, scoped.config, scoped.scopes, workload.master)
-        links = bounds.of_links(scoped.scopes, units)
+        buffers = EngineBuffers(workload.model, scoped.config, scoped.scopes, workload.master)
+        memories = rank_memories(buffers, activations.values(), workload.states)
+        links = bounds.of_links(scoped.scopes, bucket_plans(buffers, scoped.config, scoped.scopes))
         for batch, memory in zip(batches, memories, strict=True):
             job = Job(
                 workload=workload,
@@ -264,16 +290,21 @@ class _Bounds:
 
     workload: Workload
     cluster: Cluster
-    _compute: dict[tuple[int, bool, int], float] = field(default_factory=dict)
+    _micro_steps: dict[tuple[int, bool], float] = field(default_factory=dict)
+    _optimizers: dict[int, float] = field(default_factory=dict)
     _links: dict[object, dict[str, float]] = field(default_factory=dict)
 
-    def of_links(self, scopes: Scopes, units: Sequence[UnitPlan]) -> _LinkTimes:
+    def of_links(self, scopes: Scopes, buckets_by_kind: Mapping[str, Buckets]) -> _LinkTimes:
         """What the collectives of one configuration take, whatever the micro-batch."""
-        ends = units[1:2]
+        kinds = [unit.kind for unit in self.workload.model.units]
+        counts: collections.Counter[Buckets] = collections.Counter()
+        for kind, count in collections.Counter(kinds).items():
+            counts[buckets_by_kind[kind]] += count
+        ends = dict.fromkeys((buckets_by_kind[kind] for kind in kinds[1:2]), 1)
         end_roles = (role for role in ROLES if role != "secondary_all_gather")
         return _LinkTimes(
             exposed_s=sum(sum(self._of_role(role, scopes, ends, "end").values()) for role in end_roles),
-            by_role={role: self._of_role(role, scopes, units, "all") for role in ROLES},
+            by_role={role: self._of_role(role, scopes, counts, "all") for role in ROLES},
         )
 
     def point(self, job: Job, memory: RankMemory, links: _LinkTimes) -> Point:
@@ -282,20 +313,34 @@ class _Bounds:
         Nothing computes before the first unit has been gathered, and the optimizer waits for the gradients of the last
         one.
         """
-        key = (job.micro_batch, job.recompute, job.scopes.optimizer)
-        if key not in self._compute:
-            self._compute[key] = compute_seconds(job)
+        compute_s = self._compute_seconds(job) + links.exposed_s
         seconds: dict[str, float] = {}
         for role, count in _counts(job.scopes, job.num_micro_steps).items():
             for link, link_s in links.by_role[role].items():
                 seconds[link] = seconds.get(link, 0.0) + count * link_s
         links_s = sum(seconds.values())
-        seconds["compute"] = self._compute[key] + links.exposed_s
+        seconds["compute"] = compute_s
         bound_by = max(seconds, key=lambda name: seconds[name])
         return Point(job=job, memory=memory, bound_s=seconds[bound_by], bound_by=bound_by, links_s=links_s)
 
-    def _of_role(self, role: str, scopes: Scopes, units: Sequence[UnitPlan], which: str) -> dict[str, float]:
-        """Seconds that each link carries the collectives of a role once."""
+    def _compute_seconds(self, job: Job) -> float:
+        """As `simulator.compute_seconds`; its parts depend on few of the job's fields."""
+        key, optimizer = (job.micro_batch, job.recompute), job.scopes.optimizer
+        if key not in self._micro_steps:
+            self._micro_steps[key] = micro_step_seconds(job)
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = optimizer_seconds(job)
+        return job.num_micro_steps * self._micro_steps[key] + self._optimizers[optimizer]
+
+    def _of_role(self, role: str, scopes: Scopes, counts: Mapping[Buckets, int], which: str) -> dict[str, float]:
+        """Seconds that each link carries the collectives of a role once.
+
+        Args:
+            role: One of `ROLES`.
+            scopes: Ranks and axes of every model state.
+            counts: Units by their buckets.
+            which: Name of these units: those of the whole model, or one.
+        """
         axes = tuple((axis.size, axis.stride) for axis in scopes.span_of(role).axes)
         if not axes:
             return {}
@@ -303,7 +348,7 @@ class _Bounds:
         if key not in self._links:
             found: dict[str, float] = {}
             comm_time = CommTime(self.cluster, scopes.axes)
-            for buckets, count in collections.Counter(unit.buckets for unit in units).items():
+            for buckets, count in counts.items():
                 for stage in _stages(role, buckets, scopes):
                     time = comm_time.of(stage)
                     found[time.link] = found.get(time.link, 0.0) + count * time.seconds

@@ -18,9 +18,8 @@ Pure.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mics_strategy.comm.route import ALL_GATHER
 from mics_strategy.planner.event_queue import ALONE, DEVICE, Task
@@ -52,8 +51,7 @@ class UnitTime:
     backward_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
+class Label(NamedTuple):
     """Meaning of a task: its name, unit, and the collective that it is a stage of."""
 
     name: str
@@ -130,7 +128,7 @@ class _Builder:
     tasks: list[Task] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)
     micro_step_ends: list[int] = field(default_factory=list)
-    _stages: dict[tuple[int, str, str, bool], list[PlannedCollective]] = field(default_factory=dict)
+    _collectives: dict[tuple[int, str, str, bool], list[list[PlannedCollective]]] = field(default_factory=dict)
     _last_compute: int | None = None
     _last_of_unit: dict[str, int] = field(default_factory=dict)  # first hop, or backward where there is none
     _ends: list[int] = field(default_factory=list)  # what the optimizer waits for
@@ -139,7 +137,11 @@ class _Builder:
         for planned in self.plan.collectives:
             is_gather = planned.collective == ALL_GATHER and planned.phase in (FORWARD, BACKWARD)
             key = (planned.micro_step, planned.phase, planned.unit, is_gather)
-            self._stages.setdefault(key, []).append(planned)
+            collectives = self._collectives.setdefault(key, [])
+            if planned.stage:
+                collectives[-1].append(planned)
+            else:
+                collectives.append([planned])
 
     def forward(self, micro_step: int) -> None:
         """Gathers and forwards.
@@ -196,22 +198,22 @@ class _Builder:
         return computed[position - ahead - 1] if position > ahead else begin
 
     def _gather(self, micro_step: int, phase: str, unit: str, trigger: int | None) -> int | None:
-        stages = self._stages.pop((micro_step, phase, unit, True), [])
-        return self._chain(GATHER, stages, trigger)
+        return self._chain(GATHER, self._collectives.pop((micro_step, phase, unit, True), []), trigger)
 
     def _sync_all(self, order: list[UnitTime]) -> int | None:
         """All synchronizations of stepped parameters, in front of the first forward."""
         last = None
         for unit in order:
-            stages = self._stages.get((0, FORWARD, unit.name, True), [])
-            syncs = [stage for stage in stages if stage.axis in self.rules.sync_axes]
-            self._stages[0, FORWARD, unit.name, True] = [stage for stage in stages if stage not in syncs]
-            last = self._chain(GATHER, syncs, last)
+            by_is_sync: tuple[list[list[PlannedCollective]], ...] = ([], [])
+            for stages in self._collectives.get((0, FORWARD, unit.name, True), []):
+                by_is_sync[stages[0].axis in self.rules.sync_axes].append(stages)
+            self._collectives[0, FORWARD, unit.name, True] = by_is_sync[False]
+            last = self._chain(GATHER, by_is_sync[True], last)
         return last
 
     def _first_hop(self, micro_step: int, unit: str) -> int | None:
-        stages = self._stages.pop((micro_step, BACKWARD, unit, False), [])
-        last = self._chain(FIRST_HOP, stages, self._last_compute)
+        collectives = self._collectives.pop((micro_step, BACKWARD, unit, False), [])
+        last = self._chain(FIRST_HOP, collectives, self._last_compute)
         end = last if last is not None else self._last_compute
         if end is not None:
             self._last_of_unit[unit] = end
@@ -221,13 +223,13 @@ class _Builder:
     def _second_hops(self, micro_step: int, names: list[str]) -> None:
         behind_all = [*self._last_of_unit.values()] if "second_hop" not in self.rules.overlap else []
         for unit in names:
-            stages = self._stages.pop((micro_step, "second_hop", unit, False), [])
+            collectives = self._collectives.pop((micro_step, "second_hop", unit, False), [])
             waits = (*behind_all, self._last_of_unit.get(unit), self._last_compute if behind_all else None)
-            last = self._chain(SECOND_HOP, stages, *waits)
+            last = self._chain(SECOND_HOP, collectives, *waits)
             if last is not None:
                 self._ends.append(last)
         usage = self._chain(
-            CONTROL, self._stages.pop((micro_step, "second_hop", "(usage)", False), []), self._last_compute
+            CONTROL, self._collectives.pop((micro_step, "second_hop", "(usage)", False), []), self._last_compute
         )
         if usage is not None:
             self._ends.append(usage)
@@ -236,25 +238,29 @@ class _Builder:
                 Label("second_hop", ""), Task(COMPUTE, DEVICE, 0.0, self._after(*self._ends, self._last_compute))
             )
 
-    def _chain(self, stream: str, stages: list[PlannedCollective], *after: int | None) -> int | None:
-        """Add the stages of collectives; return the last task.
+    def _chain(self, stream: str, collectives: list[list[PlannedCollective]], *after: int | None) -> int | None:
+        """Add collectives, each of which is its stages; return the last task.
 
         One collective follows the other.
         """
         last: int | None = None
-        starts = [index for index, stage in enumerate(stages) if stage.stage == 0]
-        for start, end in itertools.pairwise([*starts, len(stages)]):
-            last = self._collective(stream, stages[start:end], self._after(*after) if last is None else (last,))
+        for stages in collectives:
+            last = self._collective(stream, stages, self._after(*after) if last is None else (last,))
         return last
 
     def _collective(self, stream: str, stages: list[PlannedCollective], after: tuple[int, ...]) -> int:
         """Add the stages of one collective, chunk by chunk; return the last task."""
         num_chunks = max(1, stages[0].num_chunks) if len(stages) > 1 else 1
         last = -1
+        if num_chunks == 1:
+            for stage in stages:
+                last = self._stage(stream, stage, 1, after)
+                after = (last,)
+            return last
         for _ in range(num_chunks):
             waits = after
             for position, stage in enumerate(stages):
-                name = stream if position == 0 or num_chunks == 1 else f"{stream}, stage {position + 1}"
+                name = f"{stream}, stage {position + 1}" if position else stream
                 last = self._stage(name, stage, num_chunks, waits)
                 waits = (last,)
         return last

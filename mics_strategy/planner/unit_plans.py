@@ -32,14 +32,19 @@ def unit_plans(
         scopes: Ranks and axes of every model state.
         master_dtype: Dtype of the parameters before they are sharded.
     """
-    by_kind = {
-        kind: tuple(_bucket_plan(bucket, config, scopes) for bucket in buckets)
-        for kind, buckets in EngineBuffers(model, config, scopes, master_dtype).buckets_by_kind.items()
-    }
+    by_kind = bucket_plans(EngineBuffers(model, config, scopes, master_dtype), config, scopes)
     return tuple(
         UnitPlan(name=unit.name or ROOT_NAME, slot=_slot(index, config, scopes), buckets=by_kind[unit.kind])
         for index, unit in enumerate(model.units)
     )
+
+
+def bucket_plans(buffers: EngineBuffers, config: ShardConfig, scopes: Scopes) -> dict[str, tuple[BucketPlan, ...]]:
+    """The buckets of each kind of units."""
+    return {
+        kind: tuple(_bucket_plan(bucket, config, scopes) for bucket in buckets)
+        for kind, buckets in buffers.buckets_by_kind.items()
+    }
 
 
 def _slot(index: int, config: ShardConfig, scopes: Scopes) -> int:

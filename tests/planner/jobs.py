@@ -8,9 +8,8 @@ from mics_strategy.planner.cluster import Cluster, Device, Link
 from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_formulas import TransformerShape, describe
 from mics_strategy.planner.simulator import Job
-from mics_strategy.planner.space import topology_of
+from mics_strategy.planner.space import scopes_of, topology_of
 from mics_strategy.planner.workload import Workload
-from mics_strategy.scopes import resolve_scopes
 
 TOKENS = 32
 
@@ -43,13 +42,13 @@ def workload(**changes: Any) -> Workload:
 
 def job(config: ShardConfig, cluster: Cluster | None = None, **changes: Any) -> Job:
     cluster, training = cluster or tiny_cluster(), workload(**changes)
-    topology = topology_of(cluster)
-    config = config.replace(topology=topology, param_dtype=training.param_dtype, reduce_dtype=training.reduce_dtype)
+    dtypes = {"param_dtype": training.param_dtype, "reduce_dtype": training.reduce_dtype}
+    config = config.replace(topology=topology_of(cluster), **dtypes)
     return Job(
         workload=training,
         cluster=cluster,
         config=config,
-        scopes=resolve_scopes(config, topology, cluster.world_size),
+        scopes=scopes_of(config, cluster),
         micro_batch=int(training.micro_batch),
         recompute=bool(training.recompute),
     )

@@ -77,6 +77,8 @@ def test_every_cluster_is_complete_and_has_its_sources(name: str) -> None:
     assert cluster.intra_node.bytes_per_s > cluster.inter_node.bytes_per_s
     assert all(link.source and link.latency_s > 0 for link in (cluster.intra_node, cluster.inter_node))
     assert 20e9 < cluster.device.memory_bytes < 200e9
+    assert 0.5 < cluster.device.sustained_efficiency < 1
+    assert cluster.device.sustained_source
 
 
 def test_adapters_of_the_dgx2_test_bed_add_up() -> None:
@@ -112,6 +114,11 @@ def test_a_file_states_units(tmp_path: Path) -> None:
     assert (cluster.name, cluster.world_size, cluster.slowest_node_factor) == ("lab", 12, 1.25)
     assert (cluster.device.memory_bytes, cluster.device.memory_bytes_per_s) == (10 * 2**30, 1e12)
     assert (cluster.inter_node.bytes_per_s, cluster.inter_node.latency_s) == (pytest.approx(2.5e9), 2e-5)
+    assert cluster.device.sustained_flop_per_s == 50e12
+    path.write_text(json.dumps({**FIELDS, "device": {**FIELDS["device"], "sustained_efficiency": 0.8}}))
+    device = Cluster.load(path).device
+    assert device.sustained_flop_per_s == pytest.approx(40e12)
+    assert device.sustained_bytes_per_s == pytest.approx(0.8e12)
 
 
 def test_a_file_changes_a_preset(tmp_path: Path) -> None:
@@ -127,6 +134,7 @@ def test_a_file_changes_a_preset(tmp_path: Path) -> None:
     [
         ({"intra_nodes": {}}, "`intra_nodes` is no field.*Did you mean intra_node"),
         ({"device": "a100-40"}, "no device.*Did you mean a100-40gb"),
+        ({"device": {**FIELDS["device"], "sustained_efficiency": 80}}, "`sustained_efficiency`.*not a share"),
         ({"ranks_per_node": 0}, "`ranks_per_node=0`"),
         ({"nodes": "two"}, "`num_nodes='two'`"),
         ({"intra_node": {"latency": "2 us", "source": "x"}}, "`bandwidth` and `node_bandwidth`"),

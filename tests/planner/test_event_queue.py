@@ -2,7 +2,7 @@
 
 import pytest
 
-from mics_strategy.planner.event_queue import ALONE, DEVICE, Task, run
+from mics_strategy.planner.event_queue import ALONE, DEVICE, Slowdown, Task, run
 
 
 def times(*tasks: Task, slowdown: float = 1.0) -> list[tuple[float, float]]:
@@ -40,6 +40,14 @@ def test_the_device_is_slower_while_a_link_is_busy() -> None:
     """For 2 seconds half as fast, so that 1 of 3 seconds is done; then 2 more."""
     tasks = [Task("compute", DEVICE, 3.0, ()), Task("a", "link", 2.0, ())]
     assert times(*tasks, slowdown=2.0) == [(0, 4), (0, 2)]
+
+
+def test_the_stated_slowdown_counts_once_and_measured_ones_add_up() -> None:
+    """Both links are busy for 3 seconds: the device takes 2 times as long, 1 + 1 + 2 times, or 1 + 1 + 1 times."""
+    tasks = [Task("compute", DEVICE, 2.0, ()), *(Task(name, name, 3.0, ()) for name in ("fast", "slow"))]
+    measured = {"fast": Slowdown(device=2.0), "slow": Slowdown(device=3.0)}
+    ends = [run(tasks, 2.0, links).end_s[0] for links in ({}, measured, {"fast": measured["fast"]})]
+    assert ends == pytest.approx([3 + 2 - 3 / 2, 3 + 2 - 3 / 4, 3 + 2 - 3 / 3])
 
 
 def test_a_task_waits_for_all_before_it() -> None:

@@ -220,6 +220,20 @@ def test_wrong_options_of_simulate_end_with_one_sentence(
     refused(capsys, ["simulate", *arguments], message)
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_kernels_are_those_of_trainings_unless_the_best_are_asked_for(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*USUAL, "--micro-batch", "1", "--recompute", "yes"]
+    steps = [run(capsys, command, *options, *flags) for flags in ((), ("--best-kernels",))]
+    sustained, best = (step["chosen"] if command == "plan" else step for step in steps)
+    assert (sustained["sustained_efficiency"], best["sustained_efficiency"]) == (0.8, 1.0)
+    assert best["compute_s"] == pytest.approx(0.8 * sustained["compute_s"])
+    for flags, lines in (([], 1), (["--best-kernels"], 0)):
+        assert main([command, *options, *flags]) == 0
+        assert capsys.readouterr().out.count("kernels at 80% of their best speed: llm-foundry") == lines
+
+
 def test_a_step_is_written_as_a_trace_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--trace", str(tmp_path / "step.json"), "--picture", str(tmp_path / "step.png")]
     answer = run(capsys, "simulate", *STATED, "--recompute", "yes", *files)

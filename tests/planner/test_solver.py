@@ -1,7 +1,10 @@
 """Does the solver find what brute force finds, and say why every other point lost?"""
 
+import contextlib
 import dataclasses
+import gc
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +95,42 @@ def test_few_points_are_simulated(nodes: int, monkeypatch: pytest.MonkeyPatch) -
     solution = solve(Workload(model=describe_model("bert-1.5b", 512), global_batch=4096), p4d(nodes), Space())
     assert len(simulated) <= 100
     assert len(solution.fitting) + len(solution.too_large) > 1000
+
+
+def test_what_does_not_depend_on_the_scopes_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counter[str]()
+
+    def counted(name: str) -> None:
+        function = getattr(solver, name)
+
+        def counting(*args: Any) -> Any:
+            counts[name] += 1
+            return function(*args)
+
+        monkeypatch.setattr(solver, name, counting)
+
+    for name in ("activation_bytes", "micro_step_seconds", "optimizer_seconds"):
+        counted(name)
+    solution = solve(workload(**FREE), tiny_cluster(), Space())
+    points = (*solution.fitting, *solution.too_large)
+    batches = {(point.job.micro_batch, point.job.recompute) for point in points}
+    assert len(points) > 10 * len(batches)
+    assert counts["activation_bytes"] == counts["micro_step_seconds"] == len(batches)
+    assert counts["optimizer_seconds"] == len({point.job.scopes.optimizer for point in points})
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_collector_is_left_as_it_was(was_enabled: bool, fits: bool) -> None:
+    cluster = limited(1e10 if fits else 1e6)
+    try:
+        if not was_enabled:
+            gc.disable()
+        with contextlib.nullcontext() if fits else pytest.raises(NoFeasiblePlan):
+            solve(workload(), cluster, Space())
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()
 
 
 def test_nothing_fits_says_by_how_much_and_what_would_fit() -> None:

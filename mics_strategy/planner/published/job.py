@@ -19,9 +19,8 @@ from mics_strategy.planner.model_formulas import TransformerShape, describe
 from mics_strategy.planner.published.row import PublishedRow
 from mics_strategy.planner.published.testbed import NotPredictable, Testbed, megatron_flop
 from mics_strategy.planner.simulator import Job, step_seconds
-from mics_strategy.planner.space import topology_of
+from mics_strategy.planner.space import scopes_of
 from mics_strategy.planner.workload import Workload
-from mics_strategy.scopes import resolve_scopes
 
 if TYPE_CHECKING:
     from mics_strategy.planner.model import ModelDescription, UnitModel
@@ -233,8 +232,7 @@ def make_job(row: PublishedRow, system: System, testbed: Testbed, world_size: in
     )
     try:
         config = system.config(per_node, world_size, dtype)
-        topology = topology_of(cluster)
-        scopes = resolve_scopes(config.replace(topology=topology), topology, world_size)
+        scopes = scopes_of(config, cluster)
     except ConfigError as error:
         raise NotPredictable(str(error)) from error
     job = Job(

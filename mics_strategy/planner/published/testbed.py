@@ -81,7 +81,7 @@ def find_testbed(row: PublishedRow) -> Testbed:
     factor = slowdown(fields["software"])
     assumptions += [f"arithmetic {factor:.2f} times slower than at the device's best: {fields['software']}", *linked]
     device = dataclasses.replace(
-        cluster.device,
+        cluster.device.with_best_kernels(),
         matmul_efficiency=cluster.device.matmul_efficiency / factor,
         memory_bytes_per_s=cluster.device.memory_bytes_per_s / factor,
     )
@@ -159,8 +159,8 @@ def _simulated(benchmark: Mapping[str, Any]) -> float:
     )
     ranks, num_micro_steps = int(benchmark.get("ranks", 1)), int(benchmark.get("num_micro_steps", 1))
     cluster = dataclasses.replace(
-        Cluster.preset("dgx-a100", nodes=1),
-        device=Device.named(benchmark["device"]),
+        Cluster.preset(benchmark.get("cluster", "dgx-a100"), nodes=1),
+        device=Device.named(benchmark["device"]).with_best_kernels(),
         ranks_per_node=ranks,
         overlap_slowdown=published_table()["overlap_slowdown"],
     )
