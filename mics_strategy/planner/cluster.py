@@ -47,6 +47,7 @@ _CLUSTER_FIELDS = (
     *("measured_stages", "measured_overlaps", "calibration"),
 )
 _BACKENDS = ("nccl", "gloo")
+_SUFFIXES = (".toml", ".json", ".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +226,20 @@ class Cluster:
             origin=parse_origin(fields["calibration"], where) if "calibration" in fields else None,
         )
 
+    @classmethod
+    def of(cls, source: str) -> Cluster:
+        """A cluster from a file, or else by name; see `with_nodes`.
+
+        Args:
+            source: Path of a file, as for `load`, or a name, as for `preset`.
+
+        Raises:
+            ConfigError: There is no such file or cluster, or the file states a field wrongly.
+        """
+        path = Path(source)
+        is_file = path.suffix in _SUFFIXES or path.is_file()
+        return cls.load(path) if is_file else cls.preset(source)
+
     def with_nodes(self, num_nodes: int) -> Cluster:
         """The same cluster with another number of nodes."""
         return dataclasses.replace(self, num_nodes=num_nodes)
@@ -254,7 +269,7 @@ def _read_file(path: Path) -> Any:
             return tomllib.loads(text)
         if path.suffix == ".json":
             return json.loads(text)
-        if path.suffix not in (".yaml", ".yml"):
+        if path.suffix not in _SUFFIXES:
             raise ConfigError(f"`{path}` is not .toml, .json, .yaml or .yml. Rename it after its format.")
         if importlib.util.find_spec("yaml") is None:
             raise ConfigError(f"`{path}` needs PyYAML, which is not installed. Install it, or write JSON or TOML.")

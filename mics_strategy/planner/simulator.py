@@ -27,7 +27,7 @@ from mics_strategy.timeline import COMPUTE_ROW, Category, Interval, PartKey, Row
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
-    from mics_strategy.planner.cluster import Cluster
+    from mics_strategy.planner.cluster import Cluster, Device
     from mics_strategy.planner.measured import MeasuredCompute
     from mics_strategy.planner.workload import Workload
     from mics_strategy.scopes import Scopes
@@ -177,8 +177,12 @@ def optimizer_seconds(job: Job) -> float:
     )
     if job.workload.measured is not None:
         return numel / job.scopes.optimizer * job.workload.measured.optimizer_s_per_numel
-    bytes_per_element = _ADAM_BYTES + job.workload.param.itemsize
-    return numel / job.scopes.optimizer * bytes_per_element / job.cluster.device.memory_bytes_per_s
+    return adam_seconds(numel / job.scopes.optimizer, job.workload.param.itemsize, job.cluster.device)
+
+
+def adam_seconds(numel: float, param_bytes: int, device: Device) -> float:
+    """Seconds of Adam's update of so many elements, each of `param_bytes` in use."""
+    return numel * (_ADAM_BYTES + param_bytes) / device.memory_bytes_per_s
 
 
 def compute_seconds(job: Job) -> float:
