@@ -273,7 +273,7 @@ class ShardConfig:
 
     @property
     def has_auto_partition(self) -> bool:
-        """Whether `shard()` chooses the size of a partition over which something is sharded."""
+        """Whether `shard()` chooses the size of a partition that a scope names."""
         scopes = (self.params, self.grads, self.optimizer, self.secondary_params)
         return self.partition_size == "auto" and "partition" in scopes
 

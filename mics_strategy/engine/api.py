@@ -29,10 +29,10 @@ from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.setup import guards, materialize
 from mics_strategy.engine.setup.generation import prepare_generation
 from mics_strategy.engine.setup.resolve import (
-    LocalHardware,
+    RankDevice,
     choose_scopes,
-    local_hardware,
     node_name,
+    rank_device,
     resolve_topology,
     target_device,
 )
@@ -93,7 +93,7 @@ def shard(
     if target.type == "cuda":
         torch.cuda.set_device(target)  # streams, contexts and new tensors of the process belong there
     topology = resolve_topology(resolved, [setup.node for setup in by_rank])
-    memory_bytes = min(setup.hardware.memory_bytes for setup in by_rank)
+    memory_bytes = min(setup.device.memory_bytes for setup in by_rank)
     scopes = choose_scopes(resolved, modules, topology, target, memory_bytes)
     _log_codecs(resolved, scopes)
     groups = _make_groups(scopes, target, by_rank[0].seed)
@@ -109,13 +109,13 @@ class _RankSetup:
     Attributes:
         arguments: Arguments of `shard` as text, by name. They must be equal on all ranks.
         node: Name of the rank's node.
-        hardware: Memory, which may differ between ranks.
+        device: Memory, which may differ between ranks.
         seed: Seed of the rank's random numbers.
     """
 
     arguments: dict[str, str]
     node: str
-    hardware: LocalHardware
+    device: RankDevice
     seed: int
 
 
@@ -136,15 +136,15 @@ def _checked(
     target = target_device(device)
     guards.check_model(model, target)
     modules = find_units(model, units)
-    hardware = local_hardware(resolved, target, model)
+    device_of_rank = rank_device(resolved, target, model)
     arguments = {
         **resolved.describe(),
         "model": guards.model_fingerprint(model),
         "meta tensors": guards.count_meta_tensors(model),
         "units": ", ".join(module.name for module in modules),
-        "cluster": hardware.cluster,
+        "cluster": device_of_rank.cluster,
     }
-    setup = _RankSetup(arguments=arguments, node=node_name(), hardware=hardware, seed=torch.initial_seed())
+    setup = _RankSetup(arguments=arguments, node=node_name(), device=device_of_rank, seed=torch.initial_seed())
     return (resolved, target, modules), setup
 
 

@@ -161,7 +161,7 @@ def without_codec_schedule(config: ShardConfig) -> ShardConfig:
 
 
 def with_micro_steps(config: ShardConfig, trainer: Trainer, module: nn.Module) -> ShardConfig:
-    """Return a configuration that states micro-steps where ``"auto"`` scopes lack them.
+    """Return a configuration that states micro-steps for ``"auto"`` scopes.
 
     Under manual optimization they are unknown.
     """
@@ -170,7 +170,7 @@ def with_micro_steps(config: ShardConfig, trainer: Trainer, module: nn.Module) -
 
 
 def without_micro_steps(config: ShardConfig) -> ShardConfig:
-    """Return the configuration as another Trainer may state it, which accumulates more or less."""
+    """Return the configuration without micro-steps, which Trainers may differ in."""
     return config.replace(micro_steps="unknown")
 
 

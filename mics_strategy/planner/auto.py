@@ -1,4 +1,4 @@
-"""Resolution of ``"auto"`` in a job that starts: its scopes, or the size of its partition.
+"""Resolution of ``"auto"`` when a job starts: its scopes, or its partition.
 
 Scopes are chosen from the solver's space (`space`) by its memory model (`memory`) and its times of collectives
 (`role_times`). What a model computes is unknown when it is sharded. So nothing counts as hidden by computation: of the
@@ -365,7 +365,7 @@ def _explain(
 
 
 def _printed(chosen: Candidate, candidates: Sequence[Candidate], limit_bytes: int) -> list[Candidate]:
-    """The chosen scopes, the fastest that fit, and the published systems; fastest first."""
+    """The chosen scopes, the fastest that fit, and published systems, fastest first."""
     ordered = sorted(candidates, key=lambda candidate: (candidate.seconds, candidate.memory.total_bytes))
     fastest = [candidate for candidate in ordered if candidate.memory.total_bytes <= limit_bytes][:_NUM_FASTEST]
     printed = {id(candidate) for candidate in (chosen, *fastest)}

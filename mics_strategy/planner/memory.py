@@ -82,7 +82,7 @@ class RankMemory:
 
     @property
     def states_bytes(self) -> int:
-        """Bytes of model states and of the engine's buffers, which do not rest on assumptions."""
+        """Bytes of model states and of the engine's buffers, without assumed ones."""
         return sum(num_bytes for kind, num_bytes in self.by_kind.items() if kind not in NOT_STATES)
 
     @property

@@ -98,7 +98,7 @@ def node_name() -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalHardware:
+class RankDevice:
     """What ``"auto"`` depends on and one rank alone knows.
 
     Attributes:
@@ -111,16 +111,16 @@ class LocalHardware:
     cluster: str = ""
 
 
-def local_hardware(config: ShardConfig, device: torch.device, model: nn.Module) -> LocalHardware:
+def rank_device(config: ShardConfig, device: torch.device, model: nn.Module) -> RankDevice:
     """Read the memory and the cluster of one rank, where ``"auto"`` depends on them.
 
     Raises:
         ConfigError: `config.cluster` does not exist.
     """
     if not (config.is_auto or config.has_auto_partition):
-        return LocalHardware()
+        return RankDevice()
     memory_bytes = _free_bytes(device, model) if device.type == "cuda" else _machine_bytes()
-    return LocalHardware(memory_bytes=memory_bytes, cluster=repr(stated_cluster(config)) if config.is_auto else "")
+    return RankDevice(memory_bytes=memory_bytes, cluster=repr(stated_cluster(config)) if config.is_auto else "")
 
 
 def choose_scopes(
@@ -135,7 +135,7 @@ def choose_scopes(
         modules: Units with their parameters.
         topology: Ranks of a node, and nodes of a switch.
         device: Device of this rank.
-        memory_bytes: Smallest `LocalHardware.memory_bytes` of all ranks.
+        memory_bytes: Smallest `RankDevice.memory_bytes` of all ranks.
     """
     world_size = dist.get_world_size()
     if config.is_auto or config.has_auto_partition:
