@@ -23,7 +23,6 @@ from mics_strategy.planner.calibration import check_calibration
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memory
 from mics_strategy.planner.role_times import RoleTimes
-from mics_strategy.planner.simulator import adam_seconds
 from mics_strategy.planner.space import (
     EQUAL,
     SYSTEM_PRESETS,
@@ -171,7 +170,7 @@ def price(config: ShardConfig, job: AutoJob, links: Cluster) -> list[Candidate]:
     codecs = ((config.codec_of("weight_codec") or "none", config.codec_of("grad_codec") or "none"),)
     space = Space(codecs=codecs, has_secondary=config.secondary_params == "auto", base=base)
     times, candidates = RoleTimes(links), []
-    update_s = adam_seconds(job.trained_numel, config.param_dtype_of(_MASTER_DTYPE).itemsize, links.device)
+    update_s = links.device.adam_seconds(job.trained_numel, config.param_dtype_of(_MASTER_DTYPE).itemsize)
     for scoped in scoped_configs(space, links):
         memory = rank_memory(job.model, scoped.config, scoped.scopes, MicroBatch(), backend=job.backend)
         comm_s = comm_seconds(scoped, job, num_micro_steps=_micro_steps(config), times=times)

@@ -46,6 +46,9 @@ _CLUSTER_FIELDS = (
     *("nodes_per_switch", "inter_switch", "slowest_node_factor", "overlap_slowdown", "backend"),
     *("measured_stages", "measured_overlaps", "calibration"),
 )
+# Bytes of memory traffic of Adam for each element, in fp32: master and two moments are read and written, the gradient
+# is read; in addition, the parameter is written in the dtype in which it is used.
+_ADAM_BYTES = 28
 _BACKENDS = ("nccl", "gloo")
 _SUFFIXES = (".toml", ".json", ".yaml", ".yml")
 
@@ -76,6 +79,15 @@ class Device:
             ConfigError: No device has this name.
         """
         return _device(name, "the catalog")
+
+    def adam_seconds(self, numel: float, param_bytes: int) -> float:
+        """Seconds of Adam's update of so many elements.
+
+        Args:
+            numel: Elements of the shards that one rank updates.
+            param_bytes: Bytes of an element in the dtype in which parameters are used.
+        """
+        return numel * (_ADAM_BYTES + param_bytes) / self.memory_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from mics_strategy.timeline import COMPUTE_ROW, Category, Interval, PartKey, Row
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
-    from mics_strategy.planner.cluster import Cluster, Device
+    from mics_strategy.planner.cluster import Cluster
     from mics_strategy.planner.measured import MeasuredCompute
     from mics_strategy.planner.workload import Workload
     from mics_strategy.scopes import Scopes
@@ -36,9 +36,6 @@ _PLAYED = 3  # micro-steps that differ: the first synchronizes parameters, the l
 # Passes over the saved activations, for the operations that are no matrix products: each is read and written in the
 # forward; in the backward, both it and its gradient are.
 _FORWARD_PASSES, _BACKWARD_PASSES = 2, 4
-# Bytes of memory traffic of Adam for each element, in fp32: master and two moments are read and written, the gradient
-# is read; in addition, the parameter is written in the dtype in which it is used.
-_ADAM_BYTES = 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,12 +174,7 @@ def optimizer_seconds(job: Job) -> float:
     )
     if job.workload.measured is not None:
         return numel / job.scopes.optimizer * job.workload.measured.optimizer_s_per_numel
-    return adam_seconds(numel / job.scopes.optimizer, job.workload.param.itemsize, job.cluster.device)
-
-
-def adam_seconds(numel: float, param_bytes: int, device: Device) -> float:
-    """Seconds of Adam's update of so many elements, each of `param_bytes` in use."""
-    return numel * (_ADAM_BYTES + param_bytes) / device.memory_bytes_per_s
+    return job.cluster.device.adam_seconds(numel / job.scopes.optimizer, job.workload.param.itemsize)
 
 
 def compute_seconds(job: Job) -> float:

@@ -119,7 +119,7 @@ def rank_device(config: ShardConfig, device: torch.device, model: nn.Module) -> 
     """
     if not (config.is_auto or config.has_auto_partition):
         return RankDevice()
-    memory_bytes = _free_bytes(device, model) if device.type == "cuda" else _machine_bytes()
+    memory_bytes = free_gpu_bytes(device, model) if device.type == "cuda" else _machine_bytes()
     return RankDevice(memory_bytes=memory_bytes, cluster=repr(stated_cluster(config)) if config.is_auto else "")
 
 
@@ -191,7 +191,7 @@ def _machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _free_bytes(device: torch.device, model: nn.Module) -> int:
+def free_gpu_bytes(device: torch.device, model: nn.Module) -> int:
     """Bytes of a GPU that this process can use once the model is sharded.
 
     Its present parameters are freed then. Other tensors of the process, and other processes, keep theirs.
