@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
 from mics_strategy.planner.calibration import check_calibration
 from mics_strategy.planner.cluster import Cluster
@@ -33,7 +35,6 @@ from mics_strategy.planner.space import (
     scoped_configs,
 )
 from mics_strategy.planner.unit_plans import unit_plans
-from mics_strategy.planner.workload import DTYPES
 from mics_strategy.scopes import allowed_degrees, resolve_scopes
 from mics_strategy.text_table import text_table
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 DEFAULT_CLUSTER = "p4d.24xlarge"  # whose links count where none are stated
 ACTIVATIONS_SHARE = 0.25  # of a rank's memory, where `activation_bytes` does not state them. Assumed.
 ASSUMED_MICRO_STEPS = 2  # of an optimizer step, where none are stated
-_MASTER_DTYPE = DTYPES["float32"]  # of parameters without a dtype of their own
+_MASTER_DTYPE = torch.float32  # of parameters without a dtype of their own
 _NUM_FASTEST = 4  # candidates that are printed, beside the published systems
 
 
