@@ -245,7 +245,8 @@ def _shard(
 ) -> tuple[Trained, int]:
     """A sharded model that was never whole, and the bytes that its engine says it allocated."""
     topology = Topology(ranks_per_node=min(_PER_NODE, world_size))
-    config = ShardConfig.preset(preset, param_dtype="bfloat16", overlap=overlap, topology=topology)
+    fields: dict[str, Any] = {"param_dtype": "bfloat16", "overlap": overlap, "topology": topology}
+    config = ShardConfig.preset(preset, partition_size="node", **fields)
     model = shape.model("meta")
     sharded = shard(model, config, units=[Block], device=device)
     return Trained(model), sharded.memory.total_bytes

@@ -61,7 +61,7 @@ def _fsdp2(shape: Shape, device: torch.device, *, is_hybrid: bool) -> Trained:
 def _ours(shape: Shape, device: torch.device, *, preset: str) -> Trained:
     """A preset in one stage, without groups of tensors: gloo has no coalesced all-gather that is sound on CUDA."""
     topology = Topology(ranks_per_node=PARTITION)
-    config = ShardConfig.preset(preset, topology=topology, hierarchical=False, coalesce=False)
+    config = ShardConfig.preset(preset, topology=topology, partition_size="node", hierarchical=False, coalesce=False)
     model = shape.model(device)
     with ExitStack() as stack:
         if device.type == "cuda":  # `shard` refuses gloo there, which is right for training

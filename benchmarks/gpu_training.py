@@ -231,7 +231,9 @@ def _megatron(shape: Shape, device: torch.device, *, strategy: str) -> Trained:
 
 def _ours(shape: Shape, device: torch.device, *, preset: str) -> Trained:
     model = shape.model(device)
-    shard(model, ShardConfig.preset(preset, param_dtype="bfloat16"), units=[Block], device=device)
+    shard(
+        model, ShardConfig.preset(preset, partition_size="node", param_dtype="bfloat16"), units=[Block], device=device
+    )
     return Trained(model)
 
 

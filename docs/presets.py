@@ -16,10 +16,10 @@ import torch
 from mics_strategy import ShardConfig, Topology
 from mics_strategy.engine.layout import make_layout
 from mics_strategy.engine.plan import BucketPlan, Plan, StepOrder, UnitPlan, plan_step
+from mics_strategy.planner.auto import AutoJob, choose
 from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.cost import ParameterKind, state_bytes
 from mics_strategy.planner.model import ParameterShape
-from mics_strategy.planner.presets import FEW_TRAINED, MANY_TRAINED, Workload, candidate_presets, choose_preset
 from mics_strategy.scopes import Scopes, resolve_scopes
 
 PAGE = Path(__file__).with_name("presets.md")
@@ -85,19 +85,8 @@ def sent_by_link(preset: str) -> dict[str, float]:
 
 def bytes_of_states(scopes: Scopes) -> float:
     """Bytes for each parameter on one rank: bf16 parameters, fp32 gradients, master copy and Adam's two moments."""
-    kind = ParameterKind(numel=UNIT_NUMEL, master_bytes=4, param_bytes=2, wire_bytes=4, is_trained=True)
+    kind = ParameterKind(numel=UNIT_NUMEL, master_bytes=4, param_bytes=2, is_trained=True)
     return state_bytes([kind], scopes) / UNIT_NUMEL
-
-
-def choices() -> str:
-    """The triples that are considered, by the share of parameters that are trained."""
-    triples = [name for name in ShardConfig.PRESETS if name.startswith("paro-")]
-    columns = [candidate_presets(share)[0] for share in (1.0, (MANY_TRAINED + FEW_TRAINED) / 2, 0.0)]
-    rows = [
-        f"| `{triple}` | " + " | ".join("yes" if triple[5:] in column else "" for column in columns) + " |"
-        for triple in triples
-    ]
-    return "\n".join(rows)
 
 
 def example() -> str:
@@ -108,9 +97,14 @@ def example() -> str:
     for unit in model.units:
         frozen = tuple(replace(p, is_trained=False, dtype=torch.bfloat16) for p in unit.parameters)
         units.append(replace(unit, parameters=(*frozen, adapters) if unit.is_layer else frozen))
-    workload = Workload(model=replace(model, units=tuple(units)), memory_bytes=16 * 10**9)
-    config, topology = ShardConfig.preset("auto", param_dtype="bfloat16"), Topology(ranks_per_node=PER_NODE)
-    return choose_preset(config, workload, topology, NODES * PER_NODE).reasons
+    job = AutoJob(
+        model=replace(model, units=tuple(units)),
+        topology=Topology(ranks_per_node=PER_NODE),
+        world_size=NODES * PER_NODE,
+        memory_bytes=16 * 10**9,
+    )
+    config = ShardConfig.preset("auto", param_dtype="bfloat16", cluster="p4d.24xlarge", micro_steps=NUM_MICRO_STEPS)
+    return choose(config, job).reasons
 
 
 def wrapped(item: str) -> str:
@@ -161,17 +155,22 @@ Written by `python docs/presets.py`; a test keeps it as the code is.
 
 ## Let it choose
 
-`ShardConfig.preset("auto")`, `Trainer(strategy="mics_auto")`. The candidates depend on the share of
-parameters that are trained: the marks of PaRO (arXiv:2310.06003), Table 1, where they follow from
-the principles of its section 3.1.3:
+`ShardConfig.preset("auto")`, `Trainer(strategy="mics_auto")`. The candidates are those of the
+[planner](planner.md): every scope that the job allows, with and without a secondary copy in the
+node. Codecs and all other fields are those of the configuration. What the model computes is unknown
+when it is sharded, so its collectives are not hidden by anything: of the scopes that fit, those
+with the shortest collectives and update are chosen, and rank 0 prints why. What is known can be
+stated:
 
-| preset | {MANY_TRAINED:.0%} or more | in between | {FEW_TRAINED:.0%} or less |
-|---|---|---|---|
-{choices()}
+- `cluster`: a name of the planner's catalog, or a file that `mics calibrate` wrote. By default, the
+  links of p4d.24xlarge count.
+- `micro_steps`: micro-steps of an optimizer step. Lightning's Trainer and Accelerate set it; else 2
+  count.
+- `activation_bytes`: memory to leave to activations. By default, a quarter.
 
-Of the candidates whose states fit, the one with the shortest communication time is chosen, and rank
-0 prints why. For a LLaMA of 6.7 B frozen parameters and adapters of 20 M, on {NODES} nodes of {PER_NODE} GPUs
-with 16 GB:
+`mics plan` knows the arithmetic and the activations of a model as well, and simulates the step; its
+answer can be handed to `shard`. For a LLaMA of 6.7 B frozen parameters and adapters of 20 M, on
+{NODES} nodes of {PER_NODE} GPUs with 16 GB:
 
 ```text
 {example()}

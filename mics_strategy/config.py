@@ -39,6 +39,7 @@ _PRESET_LETTERS = {
 _PRESET_FIELDS: dict[str, dict[str, Any]] = {  # beside the scopes
     "zeropp": {"secondary_params": "partition", "weight_codec": "int8", "grad_codec": "int4", "codec_links": "all"},
     "zeropp-hpz": {"secondary_params": "partition"},
+    "auto": {"secondary_params": "auto"},
 }
 _COARSENESS = {"n": 0, "i": 1, "g": 2}
 _PARO_LETTERS = tuple(
@@ -52,17 +53,24 @@ class ShardConfig:
 
     Args:
         partition_size: Ranks of the scope ``"partition"``: ``"node"``, ``"world"``, a number of ranks,
-            or ``"auto"`` (the ranks of one node).
+            or ``"auto"``: the fewest whose states and buffers fit into the memory of each GPU; on CPUs, whose memory
+            the ranks of a node share, a node or the fewest beyond it. Without a device: a node.
         params: Scope of the parameters between uses: ``"none"`` (every rank keeps all of them),
             ``"partition"``, ``"world"`` or a number of ranks. ``"auto"``, for this and the next two fields together,
-            chooses scopes by the share of trained parameters, memory and traffic, and prints the choice and the
-            reasons.
+            chooses the scopes whose communication takes the shortest time of those that fit into memory, and prints the
+            choice and the reasons.
         grads: Scope to which gradients are reduced in every micro-step.
         optimizer: Scope of the optimizer states and of the parameters that the optimizer updates. Never coarser than
             `params` or `grads`.
         secondary_params: Scope of a second copy of the parameters, which the first forward after an optimizer step
             leaves for its backward and for later micro-steps. They gather over these ranks only (hpZ). ``"none"`` keeps
-            no copy. Smaller than `params`.
+            no copy. Smaller than `params`. ``"auto"``, only where the scopes are: chosen with them.
+        cluster: Links for ``"auto"`` scopes: a name of the planner's catalog, or the path of a cluster's file, such as
+            `mics calibrate` writes. ``"auto"``: those of p4d.24xlarge.
+        micro_steps: Micro-steps of an optimizer step for ``"auto"`` scopes, or ``"unknown"``, which counts as 2.
+            Lightning's Trainer and Accelerate set it.
+        activation_bytes: Bytes of a rank's memory that ``"auto"`` scopes and partitions leave to activations;
+            ``"auto"``: a quarter of the memory.
         hierarchical: Whether collectives over several kinds of links have a stage for each of them: inside the nodes,
             between the nodes of a switch, between switches. Stages send the fewest bytes over slow links, but their
             messages wait for one another. True: always. False: never; one ring of all ranks. A number: tensors of at
@@ -129,6 +137,9 @@ class ShardConfig:
     grads: Scope = "partition"
     optimizer: Scope = "partition"
     secondary_params: Scope = "none"
+    cluster: str = "auto"
+    micro_steps: int | str = "unknown"
+    activation_bytes: int | str = "auto"
     hierarchical: str | bool | int = "auto"
     coalesce: str | bool = "auto"
     topology: str | Topology | Switches | Mapping[str, int] = "auto"
@@ -154,8 +165,9 @@ class ShardConfig:
         _check_scope("partition_size", self.partition_size, words=("auto", "node", "world"))
         for name in _CHOSEN_TOGETHER:
             _check_scope(name, getattr(self, name), words=("none", "partition", "world", "auto"))
-        _check_scope("secondary_params", self.secondary_params, words=("none", "partition", "world"))
+        _check_scope("secondary_params", self.secondary_params, words=("none", "partition", "world", "auto"))
         _check_auto({name: getattr(self, name) for name in _CHOSEN_TOGETHER}, self.secondary_params)
+        self._check_hints()
         _check_hierarchical(self.hierarchical)
         if not (isinstance(self.coalesce, bool) or self.coalesce == "auto"):
             raise ConfigError(f"`coalesce={self.coalesce!r}` is none of 'auto', True and False. Use one of them.")
@@ -193,6 +205,24 @@ class ShardConfig:
             raise ConfigError(
                 f"`grad_codec_until={self.grad_codec_until!r}` is not a share of the training. Use 0.0 to 1.0."
             )
+
+    def _check_hints(self) -> None:
+        """Check what ``"auto"`` scopes and partitions depend on."""
+        if not isinstance(self.cluster, str) or not self.cluster:
+            raise ConfigError(
+                f"`cluster={self.cluster!r}` is no name of a cluster and no path. Use for example 'p4d.24xlarge'."
+            )
+        for name, least, word in (("micro_steps", 1, "unknown"), ("activation_bytes", 0, "auto")):
+            value = getattr(self, name)
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if not is_count and value != word:
+                raise ConfigError(f"`{name}={value!r}` is not a number. Use {least} or more, or {word!r}.")
+        for name, default in (("cluster", "auto"), ("micro_steps", "unknown")):
+            if not self.is_auto and getattr(self, name) != default:
+                raise ConfigError(
+                    f"`{name}={getattr(self, name)!r}` counts for scopes that are chosen, and `params={self.params!r}` "
+                    f"is not. Use the preset 'auto', or remove `{name}`."
+                )
 
     def param_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which a parameter of `dtype` is gathered and used."""
@@ -241,6 +271,12 @@ class ShardConfig:
         """Whether `shard()` chooses the scopes."""
         return self.params == "auto"
 
+    @property
+    def has_auto_partition(self) -> bool:
+        """Whether `shard()` chooses the size of a partition that a scope names."""
+        scopes = (self.params, self.grads, self.optimizer, self.secondary_params)
+        return self.partition_size == "auto" and "partition" in scopes
+
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> ShardConfig:
         """The configuration of a published system, by name, with any field overridden.
@@ -248,7 +284,7 @@ class ShardConfig:
         Args:
             name: One of `ShardConfig.PRESETS`: ``ddp zero1 zero2 zero3 zeropp zeropp-hpz mics hsdp`` or
                 ``paro-XYZ`` with the letters n (none), i (partition), g (world) for parameters, gradients and optimizer
-                states; or ``auto``, which chooses among the latter. ``zeropp`` is all of ZeRO++: secondary copy, INT8
+                states; or ``auto``, which chooses any scopes. ``zeropp`` is all of ZeRO++: secondary copy, INT8
                 parameters and INT4 gradients on all links; ``zeropp-hpz`` is the copy alone, which rounds nothing.
             **overrides: Fields of `ShardConfig`.
 
@@ -326,10 +362,15 @@ def _check_auto(scopes: dict[str, Scope], secondary_params: Scope) -> None:
             f"`{chosen[0]}={scopes[chosen[0]]!r}` is set, but other scopes are 'auto', and these are chosen together. "
             f"Set {', '.join(scopes)} all to 'auto', or none of them."
         )
-    if not chosen and secondary_params != "none":
+    if not chosen and secondary_params not in ("none", "auto"):
         raise ConfigError(
             f"`secondary_params={secondary_params!r}` copies shards whose scope is still to be chosen ('auto'). Name "
-            "the scopes `params`, `grads` and `optimizer`, or set `secondary_params='none'`."
+            "the scopes `params`, `grads` and `optimizer`, or set `secondary_params` to 'none' or 'auto'."
+        )
+    if chosen and secondary_params == "auto":
+        raise ConfigError(
+            f"`secondary_params='auto'` is chosen with the scopes, and `{chosen[0]}={scopes[chosen[0]]!r}` is set. Use "
+            "a scope or 'none', or set all of them to 'auto'."
         )
 
 

@@ -16,22 +16,27 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.estimate import estimate_memory
+from mics_strategy.engine.setup.resolve import description_of
+from mics_strategy.engine.units import find_units
 from mics_strategy.errors import ConfigError
+from mics_strategy.planner.auto import AutoJob, choose
 from mics_strategy.planner.catalog import describe_model, model_names, nearest
 from mics_strategy.planner.cluster import Cluster
-from mics_strategy.planner.memory import MicroBatch, StateFormat, activation_bytes, rank_memory
+from mics_strategy.planner.memory import NOT_STATES, MicroBatch, StateFormat, activation_bytes, rank_memory
 from mics_strategy.planner.model_trace import TraceInput, trace_model
-from mics_strategy.planner.presets import Workload, choose_preset, with_scopes_of
 from mics_strategy.planner.quantities import Quantity, parse_quantity
 from mics_strategy.scopes import Scopes, resolve_scopes
 from mics_strategy.topology import Topology
+
+if TYPE_CHECKING:
+    from mics_strategy.planner.model import ModelDescription
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _DEFAULT_TOKENS = 512
@@ -57,8 +62,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=int, default=1, help="number of nodes; default: 1")
     parser.add_argument("--ranks-per-node", type=int, required=True, help="number of GPUs per node")
+    parser.add_argument("--nodes-per-switch", type=int, default=0, help="nodes under one leaf switch; default: all")
     parser.add_argument("--preset", default="mics", help="mics, zero3, paro-iig, auto, ...; default: mics")
-    parser.add_argument("--partition-size", type=_scope, default=None, help="ranks per partition; default: a node")
+    parser.add_argument(
+        "--partition-size", type=_scope, default=None, help="ranks per partition, or auto; default: auto"
+    )
     for name in ("params", "grads", "optimizer", "secondary"):
         parser.add_argument(f"--{name}", type=_scope, default=None, help=f"scope of {name}: ranks, or a word")
     parser.add_argument("--weight-codec", default=None, help="int8 or int4, of parameters on the wire")
@@ -73,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, default=None, help=f"tokens of a sample; default: {_DEFAULT_TOKENS}")
     parser.add_argument("--recompute", action="store_true", help="recompute the activations of layers")
     parser.add_argument("--memory", default=None, help="memory of a GPU, such as '80 GB', to compare with")
-    parser.add_argument("--cluster", default=None, help="a cluster of the catalog, whose GPU's memory is compared")
+    parser.add_argument("--cluster", default=None, help="a cluster, by name or file, whose GPU's memory is compared")
 
 
 def _scope(text: str) -> str | int:
@@ -111,7 +119,9 @@ def report(options: Namespace) -> Iterator[str]:
     _check(options)
     memory_bytes = _memory_bytes(options)
     fields = {field: getattr(options, name) for field, name in _FIELDS.items()}
-    config = ShardConfig.of(options.preset, **fields)
+    config = ShardConfig.of(options.preset, topology=_topology(options), **fields)
+    if config.is_auto and options.cluster is not None:
+        config = config.replace(cluster=options.cluster)
     is_named = options.model.lower().replace("_", "-") in {name.replace("_", "-") for name in model_names()}
     estimate = (_of_catalog if is_named else _of_module)(options, config, memory_bytes)
     scopes, rows = estimate.scopes, dict(sorted(estimate.rows.items(), key=lambda row: -row[1]))
@@ -146,24 +156,44 @@ def _check(options: Namespace) -> None:
         raise ConfigError("`--memory` and `--cluster` both state the memory of a GPU. Give one of them.")
 
 
+def _topology(options: Namespace) -> Topology:
+    return Topology(ranks_per_node=options.ranks_per_node, nodes_per_switch=options.nodes_per_switch)
+
+
 def _memory_bytes(options: Namespace) -> int | None:
     if options.cluster is not None:
-        return Cluster.preset(options.cluster).device.memory_bytes
+        return Cluster.of(options.cluster).device.memory_bytes
     return None if options.memory is None else round(parse_quantity(options.memory, Quantity.BYTES, "`--memory`"))
 
 
-def _chosen(config: ShardConfig, options: Namespace, workload: Workload | None) -> tuple[ShardConfig, Scopes]:
-    """The configuration with explicit scopes."""
-    topology = Topology(ranks_per_node=options.ranks_per_node)
-    config, world_size = config.replace(topology=topology), options.nodes * options.ranks_per_node
-    if config.is_auto:
-        if workload is None:
+def _chosen(
+    config: ShardConfig, options: Namespace, model: ModelDescription, memory_bytes: int | None, activations: int | None
+) -> ShardConfig:
+    """The configuration as `shard` would resolve it with GPUs of so much memory.
+
+    Without one, a partition is a node.
+
+    Args:
+        config: Configuration.
+        options: Parsed options.
+        model: Parameters of the units.
+        memory_bytes: Bytes of a GPU's memory, where it is known.
+        activations: Bytes of activations, where a micro-batch is stated.
+    """
+    if memory_bytes is None:
+        if config.is_auto:
             raise ConfigError(
                 "The scopes are 'auto', which depends on the memory of a GPU. Give `--memory '80 GB'` or `--cluster`, "
                 "or a preset, or name the scopes."
             )
-        config = with_scopes_of(choose_preset(config, workload, topology, world_size).preset, config)
-    return config, resolve_scopes(config, topology, world_size)
+        return config
+    job = AutoJob(
+        model=model,
+        topology=_topology(options),
+        world_size=options.nodes * options.ranks_per_node,
+        memory_bytes=memory_bytes,
+    )
+    return choose(config if activations is None else config.replace(activation_bytes=activations), job).config
 
 
 def _of_catalog(options: Namespace, config: ShardConfig, memory_bytes: int | None) -> _Estimate:
@@ -171,19 +201,17 @@ def _of_catalog(options: Namespace, config: ShardConfig, memory_bytes: int | Non
         raise ConfigError(f"`--units` names classes, but {options.model} of the catalog is not a module. Remove it.")
     activation_dtype = config.param_dtype_of(torch.float32)
     model = describe_model(options.model, options.seq_len or _DEFAULT_TOKENS, activation_dtype.itemsize)
-    workload = None if memory_bytes is None else Workload(model=model, memory_bytes=memory_bytes)
-    config, scopes = _chosen(config, options, workload)
     batch = MicroBatch(samples=options.micro_batch or 1, recomputes=options.recompute)
+    activations = None if options.micro_batch is None else sum(activation_bytes(model.units, batch).values())
+    config = _chosen(config, options, model, memory_bytes, activations)
+    scopes = resolve_scopes(config, _topology(options), options.nodes * options.ranks_per_node)
     rows = dict(rank_memory(model, config, scopes, batch, StateFormat(optimizer_bytes=options.state_bytes)).by_kind)
     if options.micro_batch is None:
         rows = {kind: num_bytes for kind, num_bytes in rows.items() if kind not in _ONLY_WITH_ACTIVATIONS}
     return _Estimate(title=model.name, numel=model.numel, num_units=len(model.units), scopes=scopes, rows=rows)
 
 
-_ONLY_WITH_ACTIVATIONS = (
-    *("activations of layers", "activations outside layers", "temporary activations"),
-    *("fragmentation", "context"),
-)
+_ONLY_WITH_ACTIVATIONS = tuple(kind for kind in NOT_STATES if kind != "communicators")
 
 
 def _of_module(options: Namespace, config: ShardConfig, memory_bytes: int | None) -> _Estimate:
@@ -191,17 +219,16 @@ def _of_module(options: Namespace, config: ShardConfig, memory_bytes: int | None
     numel = sum(parameter.numel() for parameter in model.parameters())
     units = "auto" if options.units is None else tuple(options.units.split(","))
     rows: dict[str, int] = {}
-    workload = None
-    if options.micro_batch is not None or config.is_auto:
-        dtype = config.param_dtype_of(torch.float32)
+    activations = None
+    if options.micro_batch is not None:
         tokens = options.seq_len or _DEFAULT_TOKENS
         example = {"input_ids": torch.zeros(1, tokens, dtype=torch.int64)}
         traced = TraceInput(name=options.model, example=example, tokens_per_sample=tokens, units=units)
-        description = trace_model(copy.deepcopy(model).to(dtype).train(), traced)
-        batch = MicroBatch(samples=options.micro_batch or 1, recomputes=options.recompute)
-        rows = activation_bytes(description.units, batch) if options.micro_batch is not None else {}
-        workload = None if memory_bytes is None else Workload(model=description, memory_bytes=memory_bytes)
-    config, _ = _chosen(config, options, workload)
+        copied = copy.deepcopy(model).to(config.param_dtype_of(torch.float32)).train()
+        batch = MicroBatch(samples=options.micro_batch, recomputes=options.recompute)
+        rows = activation_bytes(trace_model(copied, traced).units, batch)
+        activations = sum(rows.values())
+    config = _chosen(config, options, description_of(find_units(model, units)), memory_bytes, activations)
     estimate = estimate_memory(
         model, config, num_nodes=options.nodes, ranks_per_node=options.ranks_per_node, units=units
     )

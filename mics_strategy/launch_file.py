@@ -224,7 +224,7 @@ def launch_text(answers: LaunchAnswers) -> str:
         "  fsdp_activation_checkpointing: false  # true: recompute the layers' activations in the backward",
         "  fsdp_sharding_strategy:  # any option of mics_strategy.ShardConfig",
         f"    preset: {answers.preset}",
-        f"    partition_size: {answers.partition_size}  # ranks that share one copy; auto: the ranks of a node",
+        f"    partition_size: {answers.partition_size}  # ranks that share one copy; auto: the fewest that fit",
         "    # topology: {nodes_per_switch: 4}  # leaf switches; default: all nodes are equally near",
         "    # reduce_dtype: bfloat16  # default: gradients are reduced in float32",
         "    # param_dtype: float32  # default: bf16 and fp16 gather 16 bits; this is autocast over float32 instead",

@@ -4,7 +4,6 @@ Nothing is started, and the recipe keeps its own strategy: the advice ends with 
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -37,9 +36,7 @@ def plan_advice(recipe: Recipe, cluster_name: str) -> str:
         RecipeError: The cluster has other nodes than the recipe.
     """
     machines = planned_machines(recipe)
-    is_file = Path(cluster_name).is_file()
-    cluster = Cluster.load(cluster_name) if is_file else Cluster.preset(cluster_name, nodes=machines.num_nodes)
-    cluster = cluster.with_nodes(machines.num_nodes)
+    cluster = Cluster.of(cluster_name).with_nodes(machines.num_nodes)
     if cluster.ranks_per_node != machines.ranks_per_node:
         raise RecipeError(
             f"`--plan {cluster_name}` has {cluster.ranks_per_node} ranks on a node, and the recipe {recipe.name} "

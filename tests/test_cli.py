@@ -20,8 +20,8 @@ OPTIONS = {
     "export": ["path", "folder", "--prefix", "--dtype", "--config", "--file-gb"],
     "config": ["--output", "--defaults", "--force"],
     "estimate": [
-        *("model", "--nodes", "--ranks-per-node", "--preset", "--partition-size", "--params", "--grads"),
-        *("--optimizer", "--secondary", "--weight-codec", "--grad-codec", "--codec-links", "--prefetch"),
+        *("model", "--nodes", "--ranks-per-node", "--nodes-per-switch", "--preset", "--partition-size", "--params"),
+        *("--grads", "--optimizer", "--secondary", "--weight-codec", "--grad-codec", "--codec-links", "--prefetch"),
         *("--param-dtype", "--reduce-dtype", "--units", "--state-bytes", "--micro-batch", "--seq-len"),
         *("--recompute", "--memory", "--cluster"),
     ],
@@ -129,6 +129,35 @@ def test_estimate_of_a_catalog_name_chooses_scopes_for_a_memory(capsys: pytest.C
     assert not capsys.readouterr().out.splitlines()[1].startswith("parameters over 1,")
 
 
+@pytest.mark.parametrize(("memory", "ranks"), [("80 GB", 4), ("40 GB", 8), ("20 GB", 32)])
+def test_estimate_of_an_auto_partition_fits_the_memory(
+    capsys: pytest.CaptureFixture[str], memory: str, ranks: int
+) -> None:
+    command = ["estimate", "llama-7b", "--nodes", "4", "--ranks-per-node", "8", "--param-dtype", "bfloat16"]
+    assert main([*command, "--memory", memory]) == 0
+    scopes = f"parameters over {ranks}, gradients over {ranks}, optimizer states over {ranks} ranks"
+    text = capsys.readouterr().out
+    assert scopes == text.splitlines()[1]
+    assert text.splitlines()[-1].endswith("GB left")
+    sizes = {"--partition-size": "auto", "--nodes-per-switch": "2"}
+    assert main([*command, "--memory", memory, *(word for option in sizes.items() for word in option)]) == 0
+    assert scopes in capsys.readouterr().out
+
+
+def test_estimate_chooses_what_shard_would_for_a_module_and_its_description(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With activations of a stated micro-batch in place of the assumed ones, and links of a file or a product."""
+    command = ["estimate", "tests.test_cli:make_tiny", "--nodes", "2", "--ranks-per-node", "2", "--preset", "auto"]
+    assert main([*command, "--cluster", "p4d.24xlarge", "--nodes-per-switch", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("parameters over 1,")
+    catalog = ["estimate", "llama-7b", "--ranks-per-node", "8", "--memory", "24 GB", "--param-dtype", "bfloat16"]
+    assert main(catalog) == 0
+    assert "parameters over 8," in capsys.readouterr().out
+    assert main([*catalog, "--nodes", "2", "--micro-batch", "2", "--seq-len", "1024"]) == 0
+    assert "parameters over 16," in capsys.readouterr().out
+
+
 def make_tiny() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
 
@@ -144,6 +173,11 @@ def test_estimate_of_a_function_of_a_module(capsys: pytest.CaptureFixture[str]) 
     ("options", "words"),
     [
         (["llama-7b", "--ranks-per-node", "8", "--preset", "auto"], "Give `--memory"),
+        (["llama-7b", "--ranks-per-node", "8", "--memory", "10 GB"], "does not fit into the 10 GB of a rank"),
+        (
+            ["llama-7b", "--ranks-per-node", "2", "--nodes", "4", "--nodes-per-switch", "3"],
+            "does not divide the 4 nodes",
+        ),
         (["llama-7b", "--ranks-per-node", "8", "--params", "16"], "does not divide the 8 ranks"),
         (["llama-7b", "--ranks-per-node", "8", "--optimizer", "4"], "coarser than `params`"),
         (["llama-7b", "--ranks-per-node", "8", "--recompute"], "Add `--micro-batch 1`"),

@@ -67,12 +67,11 @@ def test_memory_is_what_the_page_calculates(ranks: RankPool) -> None:
 def test_frozen_parameters_have_neither_gradients_nor_optimizer_states(
     ranks: RankPool, num_trained: int, frozen_dtype: torch.dtype
 ) -> None:
-    trained = ParameterKind(numel=num_trained * 64 * 64, master_bytes=4, param_bytes=2, wire_bytes=4, is_trained=True)
+    trained = ParameterKind(numel=num_trained * 64 * 64, master_bytes=4, param_bytes=2, is_trained=True)
     frozen = ParameterKind(
         numel=(4 - num_trained) * 64 * 64,
         master_bytes=frozen_dtype.itemsize,
         param_bytes=2,
-        wire_bytes=4,
         is_trained=False,
     )
     for preset, (measured, scopes) in ranks(4, measured_bytes, num_trained, frozen_dtype, ranks_per_node=2)[2].items():

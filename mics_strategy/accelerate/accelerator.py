@@ -167,7 +167,7 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             device = self.device if self.device.type == "cuda" else torch.device(self.device.type)
             if self.mixed_precision != "no":
                 use_fp32_masters(model)
-            sharded = shard_for_plugin(model, plugin, config, device)
+            sharded = shard_for_plugin(model, plugin, config, device, self.gradient_accumulation_steps)
             apply_mixed_precision(sharded, dtype, flag)
         check_output_layer(sharded)
         patch_save_pretrained(sharded, self.rendezvous)
@@ -404,4 +404,4 @@ def _is_partitioned(size: int, config: ShardConfig) -> bool:
     scopes = {config.params, config.grads, config.optimizer, config.secondary_params}
     if size in (1, launch.num_processes()) and scopes <= {"none", "world" if size > 1 else "none"}:
         return True
-    return config.is_auto or "partition" in scopes
+    return "partition" in scopes

@@ -43,7 +43,9 @@ class PreparedModel:
     recomputes: bool
 
 
-def shard_for_plugin(model: nn.Module, plugin: MiCSPlugin, config: ShardConfig, device: torch.device) -> Sharded:
+def shard_for_plugin(
+    model: nn.Module, plugin: MiCSPlugin, config: ShardConfig, device: torch.device, micro_steps: int
+) -> Sharded:
     """Shard an unsharded model in place, for training and evaluation. Collective.
 
     Args:
@@ -51,10 +53,13 @@ def shard_for_plugin(model: nn.Module, plugin: MiCSPlugin, config: ShardConfig, 
         plugin: Sharding options.
         config: Configuration of the plugin under the Accelerator's mixed precision.
         device: Device of the training.
+        micro_steps: Micro-steps of an optimizer step, on which ``"auto"`` scopes depend.
     """
+    is_asked = config.is_auto and config.micro_steps == "unknown"
+    known = config.replace(micro_steps=micro_steps) if is_asked else config
     had_missing = materialize_missing(model)
     units, initializer = plugin.units_for(model), plugin.initializer
-    sharded = shard(model, config, units=units, device=device, initializer=initializer)
+    sharded = shard(model, known, units=units, device=device, initializer=initializer)
     if had_missing:
         sharded.synchronize_buffers()
     if plugin.activation_checkpointing:

@@ -28,7 +28,14 @@ from mics_strategy.engine.hooks import install
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.setup import guards, materialize
 from mics_strategy.engine.setup.generation import prepare_generation
-from mics_strategy.engine.setup.resolve import choose_scopes, node_name, resolve_topology, target_device
+from mics_strategy.engine.setup.resolve import (
+    RankDevice,
+    choose_scopes,
+    node_name,
+    rank_device,
+    resolve_topology,
+    target_device,
+)
 from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, unused_codecs
@@ -86,7 +93,8 @@ def shard(
     if target.type == "cuda":
         torch.cuda.set_device(target)  # streams, contexts and new tensors of the process belong there
     topology = resolve_topology(resolved, [setup.node for setup in by_rank])
-    scopes = choose_scopes(resolved, modules, topology, target)
+    memory_bytes = min(setup.device.memory_bytes for setup in by_rank)
+    scopes = choose_scopes(resolved, modules, topology, target, memory_bytes)
     _log_codecs(resolved, scopes)
     groups = _make_groups(scopes, target, by_rank[0].seed)
     context = BuildContext(config=resolved, groups=groups, device=target, memory=MemoryTracker())
@@ -101,11 +109,13 @@ class _RankSetup:
     Attributes:
         arguments: Arguments of `shard` as text, by name. They must be equal on all ranks.
         node: Name of the rank's node.
+        device: Memory, which may differ between ranks.
         seed: Seed of the rank's random numbers.
     """
 
     arguments: dict[str, str]
     node: str
+    device: RankDevice
     seed: int
 
 
@@ -126,13 +136,16 @@ def _checked(
     target = target_device(device)
     guards.check_model(model, target)
     modules = find_units(model, units)
+    device_of_rank = rank_device(resolved, target, model)
     arguments = {
         **resolved.describe(),
         "model": guards.model_fingerprint(model),
         "meta tensors": guards.count_meta_tensors(model),
         "units": ", ".join(module.name for module in modules),
+        "cluster": device_of_rank.cluster,
     }
-    return (resolved, target, modules), _RankSetup(arguments=arguments, node=node_name(), seed=torch.initial_seed())
+    setup = _RankSetup(arguments=arguments, node=node_name(), device=device_of_rank, seed=torch.initial_seed())
+    return (resolved, target, modules), setup
 
 
 def _log_codecs(config: ShardConfig, scopes: Scopes) -> None:

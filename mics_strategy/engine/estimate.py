@@ -6,6 +6,7 @@ first rank of the job on the meta device. It needs no weights, ranks or GPUs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,7 +157,7 @@ def _pending_grad_bytes(units: list[Unit]) -> int:
         sum(view.numel() * view.itemsize for bucket in unit.trainable_buckets for view in bucket.unsharded.views)
         for unit in units
     ]
-    return root + max(map(sum, zip(others, [*others[1:], 0], strict=True)), default=0)
+    return root + max(map(sum, itertools.pairwise([*others, 0])), default=0)
 
 
 @contextmanager

@@ -160,6 +160,20 @@ def without_codec_schedule(config: ShardConfig) -> ShardConfig:
     return config.replace(grad_codec_until=1.0, training_steps="unknown")
 
 
+def with_micro_steps(config: ShardConfig, trainer: Trainer, module: nn.Module) -> ShardConfig:
+    """Return a configuration that states micro-steps for ``"auto"`` scopes.
+
+    Under manual optimization they are unknown.
+    """
+    is_asked = config.is_auto and config.micro_steps == "unknown" and bool(module.automatic_optimization)
+    return config.replace(micro_steps=trainer.accumulate_grad_batches) if is_asked else config
+
+
+def without_micro_steps(config: ShardConfig) -> ShardConfig:
+    """Return the configuration without micro-steps, which Trainers may differ in."""
+    return config.replace(micro_steps="unknown")
+
+
 def grad_codec_steps(config: ShardConfig, trainer: Trainer) -> int | None:
     """Return the number of optimizer steps with quantized gradients; None for all.
 

@@ -36,8 +36,10 @@ from mics_strategy.lightning.modules import (
     run_as_forward,
     unit_rule_for,
     with_frozen_as_trainable,
+    with_micro_steps,
     with_precision,
     without_codec_schedule,
+    without_micro_steps,
 )
 from mics_strategy.lightning.process_group import ProcessGroupMixin, full_weights_launcher, skip_group_teardown
 from mics_strategy.lightning.registration import make_strategy_class
@@ -194,7 +196,7 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
             throttle_sigterm_check(trainer, self._sigterm_every)
         self.shard_model()
         requested = self._resolved_config(self._module)
-        if self.sharded.config != requested:
+        if without_micro_steps(self.sharded.config) != without_micro_steps(requested):
             raise ConfigError(
                 f"The model is already sharded with {self.sharded.config}, but this strategy requests {requested}. "
                 "Build a new model, or use the same strategy and `precision`."
@@ -218,7 +220,8 @@ class TrainerStrategyMixin(TrainerCheckpointMixin, ProcessGroupMixin, Base):
         units = unit_rule_for(module, self._units, every_child=not module.automatic_optimization)
         with with_frozen_as_trainable(self.framework, self._trainer, module):
             options: dict[str, Any] = {"units": units, "initializer": self._initializer, "device": self.root_device}
-            vars(module)[_HANDLE] = shard(module, self._resolved_config(module), **options)
+            config = with_micro_steps(self._resolved_config(module), self._trainer, module)
+            vars(module)[_HANDLE] = shard(module, config, **options)
         self._lightning_module = self.model = module
         plugin = self.precision_plugin
         apply_mixed_precision(self.sharded, autocast_dtype(self.framework, plugin), precision_flag(plugin))

@@ -77,7 +77,7 @@ def amsp_points(workload: Workload, cluster: Cluster) -> list[AmspPoint]:
     activations = sum(activation_bytes(workload.model.units, batch).values())
     modules = [p.numel for u in workload.model.units for p in u.parameters if p.numel >= _MIN_MODULE_NUMEL]
     points = []
-    for scoped in scoped_configs(Space(is_amsp=True), workload, cluster):
+    for scoped in scoped_configs(Space(is_amsp=True), cluster):
         scopes = scoped.scopes
         factors = (scopes.params, scopes.grads, scopes.optimizer)
         states = workload.model.numel * (2 / factors[0] + 2 / factors[1] + 12 / factors[2])

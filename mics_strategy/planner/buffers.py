@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -144,7 +145,7 @@ class EngineBuffers:
             for kind, buckets in self._kinds.items()
         }
         root, *others = [by_kind[unit.kind] for unit in self._model.units]
-        return root + max(map(sum, zip(others, [*others[1:], 0], strict=True)), default=0)
+        return root + max(map(sum, itertools.pairwise([*others, 0])), default=0)
 
     def bytes_by_purpose(self) -> dict[str, int]:
         """Bytes by purpose, with the names in `Sharded.memory`."""

@@ -16,8 +16,8 @@ from mics_strategy.errors import ConfigError
 from mics_strategy.planner.memory import MicroBatch, RankMemory, rank_memory
 from mics_strategy.planner.report import Section, report_text
 from mics_strategy.planner.simulator import Job, PlayedStep, compute_seconds, planned_timeline, play
-from mics_strategy.planner.solver import Point, Solution, preset_of, solve
-from mics_strategy.planner.space import Space, scopes_of
+from mics_strategy.planner.solver import Point, Solution, solve
+from mics_strategy.planner.space import Space, preset_of, scopes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -141,7 +141,7 @@ def _simulated(job: Job) -> SimulatedStep:
         job=job,
         step_s=played.seconds,
         compute_s=compute_seconds(job),
-        memory=rank_memory(job.workload.model, job.config, job.scopes, batch, job.workload.states),
+        memory=rank_memory(job.workload.model, job.config, job.scopes, batch, job.workload.states, job.cluster.backend),
         sent_bytes=sent_bytes,
         played=played,
     )
@@ -283,7 +283,7 @@ def _presets(choice: Choice) -> list[tuple[str, Point]]:
     """
     points: dict[str, Point] = {}
     for point in (*choice.solution.fitting, *choice.solution.too_large):
-        name = preset_of(point.job)
+        name = preset_of(point.job.scopes)
         if name is None:
             continue
         before = points.setdefault(name, point)

@@ -47,7 +47,11 @@ _CLUSTER_FIELDS = (
     *("nodes_per_switch", "inter_switch", "slowest_node_factor", "overlap_slowdown", "backend"),
     *("measured_stages", "measured_overlaps", "calibration"),
 )
+# Bytes of memory traffic of Adam for each element, in fp32: master and two moments are read and written, the gradient
+# is read; in addition, the parameter is written in the dtype in which it is used.
+_ADAM_BYTES = 28
 _BACKENDS = ("nccl", "gloo")
+_SUFFIXES = (".toml", ".json", ".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +99,15 @@ class Device:
             ConfigError: No device has this name.
         """
         return _device(name, "the catalog")
+
+    def adam_seconds(self, numel: float, param_bytes: int) -> float:
+        """Seconds of Adam's update of so many elements.
+
+        Args:
+            numel: Elements of the shards that one rank updates.
+            param_bytes: Bytes of an element in the dtype in which parameters are used.
+        """
+        return numel * (_ADAM_BYTES + param_bytes) / self.sustained_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +258,20 @@ class Cluster:
             origin=parse_origin(fields["calibration"], where) if "calibration" in fields else None,
         )
 
+    @classmethod
+    def of(cls, source: str) -> Cluster:
+        """A cluster from a file, or else by name; see `with_nodes`.
+
+        Args:
+            source: Path of a file, as for `load`, or a name, as for `preset`.
+
+        Raises:
+            ConfigError: There is no such file or cluster, or the file states a field wrongly.
+        """
+        path = Path(source)
+        is_file = path.suffix in _SUFFIXES or path.is_file()
+        return cls.load(path) if is_file else cls.preset(source)
+
     def with_nodes(self, num_nodes: int) -> Cluster:
         """The same cluster with another number of nodes."""
         return dataclasses.replace(self, num_nodes=num_nodes)
@@ -278,7 +305,7 @@ def _read_file(path: Path) -> Any:
             return tomllib.loads(text)
         if path.suffix == ".json":
             return json.loads(text)
-        if path.suffix not in (".yaml", ".yml"):
+        if path.suffix not in _SUFFIXES:
             raise ConfigError(f"`{path}` is not .toml, .json, .yaml or .yml. Rename it after its format.")
         if importlib.util.find_spec("yaml") is None:
             raise ConfigError(f"`{path}` needs PyYAML, which is not installed. Install it, or write JSON or TOML.")

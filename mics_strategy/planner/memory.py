@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 CONTEXT_BYTES = 600_000_000
 # Of what torch's allocator allocates in a step: activations and gradients of autograd. Assumed.
 FRAGMENTATION_SHARE = 0.05
+NOT_STATES = (  # purposes that depend on a batch, or are assumed
+    *("activations of layers", "activations outside layers", "temporary activations"),
+    *("communicators", "context", "fragmentation"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +61,12 @@ class StateFormat:
 
     Attributes:
         parameter_dtype: Dtype of the parameters that the optimizer updates.
-        optimizer_bytes: Bytes of optimizer states for each element; 8 for Adam in fp32.
+        optimizer_bytes: Bytes of optimizer states for each element; ``"adam"`` is two moments in the dtype of each
+            parameter, 8 bytes in fp32.
     """
 
     parameter_dtype: torch.dtype = torch.float32
-    optimizer_bytes: int = 8
+    optimizer_bytes: int | str = "adam"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +80,25 @@ class RankMemory:
     by_kind: Mapping[str, int]
 
     @property
+    def states_bytes(self) -> int:
+        """Bytes of model states and of the engine's buffers, without assumed ones."""
+        return sum(num_bytes for kind, num_bytes in self.by_kind.items() if kind not in NOT_STATES)
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of everything."""
         return sum(self.by_kind.values())
 
 
 def rank_memory(
-    model: ModelDescription, config: ShardConfig, scopes: Scopes, batch: MicroBatch, states: StateFormat | None = None
+    model: ModelDescription,
+    config: ShardConfig,
+    scopes: Scopes,
+    batch: MicroBatch,
+    states: StateFormat | None = None,
+    backend: str = "nccl",
 ) -> RankMemory:
-    """Memory of every rank of a job on GPUs, from the first step on.
+    """Memory of every rank of a job, from the first step on.
 
     Args:
         model: Description of the model.
@@ -91,14 +106,15 @@ def rank_memory(
         scopes: Degrees and codecs.
         batch: Micro-batch.
         states: Dtypes of model states; by default fp32 with Adam.
+        backend: Backend of collectives: "nccl", or "gloo", without a CUDA context and communicators in device memory.
     """
     states = states or StateFormat()
     buffers = EngineBuffers(model, config, scopes, states.parameter_dtype)
-    return rank_memories(buffers, [activation_bytes(model.units, batch)], states)[0]
+    return rank_memories(buffers, [activation_bytes(model.units, batch)], states, backend)[0]
 
 
 def rank_memories(
-    buffers: EngineBuffers, activations_by_batch: Iterable[dict[str, int]], states: StateFormat
+    buffers: EngineBuffers, activations_by_batch: Iterable[dict[str, int]], states: StateFormat, backend: str = "nccl"
 ) -> list[RankMemory]:
     """As `rank_memory`, for several micro-batches.
 
@@ -108,12 +124,17 @@ def rank_memories(
         buffers: Buffers of the engine in one configuration.
         activations_by_batch: Results of `activation_bytes`, one for each micro-batch.
         states: Dtypes of model states, with which the buffers were made.
+        backend: See `rank_memory`.
     """
     fixed = buffers.bytes_by_purpose()
     fixed["gradients of autograd"] = buffers.pending_grad_bytes
-    fixed["optimizer states"] = buffers.num_trained * states.optimizer_bytes
-    fixed["communicators"] = buffers.num_communicators * COMMUNICATOR_BYTES
-    fixed["context"] = CONTEXT_BYTES
+    element_bytes = states.optimizer_bytes
+    fixed["optimizer states"] = (
+        buffers.num_trained * element_bytes if isinstance(element_bytes, int) else buffers.moments_bytes
+    )
+    is_gpu = backend == "nccl"
+    fixed["communicators"] = buffers.num_communicators * COMMUNICATOR_BYTES if is_gpu else 0
+    fixed["context"] = CONTEXT_BYTES if is_gpu else 0
     memories = []
     for activations in activations_by_batch:
         dynamic = fixed["gradients of autograd"] + sum(activations.values())

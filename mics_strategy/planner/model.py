@@ -6,6 +6,7 @@ and whoever reads it (memory, simulator, solver) meet here.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -97,3 +98,11 @@ class ModelDescription:
     def numel(self) -> int:
         """Elements of all parameters."""
         return sum(unit.numel for unit in self.units)
+
+    def without_activations(self) -> ModelDescription:
+        """The same parameters in units whose activations take no memory."""
+        units = (
+            dataclasses.replace(unit, saved_bytes=0, input_bytes=0, working_bytes=0, freed_bytes=0)
+            for unit in self.units
+        )
+        return dataclasses.replace(self, units=tuple(units))

@@ -36,9 +36,6 @@ _PLAYED = 3  # micro-steps that differ: the first synchronizes parameters, the l
 # Passes over the saved activations, for the operations that are no matrix products: each is read and written in the
 # forward; in the backward, both it and its gradient are.
 _FORWARD_PASSES, _BACKWARD_PASSES = 2, 4
-# Bytes of memory traffic of Adam for each element, in fp32: master and two moments are read and written, the gradient
-# is read; in addition, the parameter is written in the dtype in which it is used.
-_ADAM_BYTES = 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +174,7 @@ def optimizer_seconds(job: Job) -> float:
     )
     if job.workload.measured is not None:
         return numel / job.scopes.optimizer * job.workload.measured.optimizer_s_per_numel
-    bytes_per_element = _ADAM_BYTES + job.workload.param.itemsize
-    return numel / job.scopes.optimizer * bytes_per_element / job.cluster.device.sustained_bytes_per_s
+    return job.cluster.device.adam_seconds(numel / job.scopes.optimizer, job.workload.param.itemsize)
 
 
 def micro_step_seconds(job: Job) -> float:

@@ -5,7 +5,7 @@ point has a lower bound of its time: the device must compute, and each link must
 the order of their bounds, points are simulated until the next bound is no faster than the fastest step so far, or until
 enough have been. The answer states by how much a point that was left out could still be faster.
 
-Times that differ by less than `_EQUAL` count as equal. Of equal points, that with the fewest mesh axes is chosen.
+Times that differ by less than `EQUAL` count as equal. Of equal points, that with the fewest mesh axes is chosen.
 
 Deterministic: equal points are taken in the order of the space.
 
@@ -18,7 +18,6 @@ Source:
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import gc
@@ -26,22 +25,17 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
-from mics_strategy.comm.route import HopTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
-from mics_strategy.config import ShardConfig
-from mics_strategy.engine.schedule import full_numel
 from mics_strategy.errors import NoFeasiblePlan
 from mics_strategy.planner.buffers import EngineBuffers
-from mics_strategy.planner.comm_time import CommTime
 from mics_strategy.planner.memory import MicroBatch, RankMemory, activation_bytes, rank_memories, rank_memory
+from mics_strategy.planner.role_times import RoleTimes, bucket_counts
 from mics_strategy.planner.simulator import Job, micro_step_seconds, optimizer_seconds, step_seconds
-from mics_strategy.planner.space import Space, scoped_configs, topology_of
+from mics_strategy.planner.space import EQUAL, Space, complexity, preset_of, scoped_configs, topology_of
 from mics_strategy.planner.unit_plans import bucket_plans
 from mics_strategy.scopes import ROLES, resolve_scopes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from mics_strategy.engine.plan import BucketPlan
     from mics_strategy.planner.cluster import Cluster
@@ -51,10 +45,8 @@ if TYPE_CHECKING:
     Buckets = tuple[BucketPlan, ...]  # of one unit
 
 _MAX_DOUBLINGS = 12  # of nodes, when nothing fits
-_EQUAL = 0.01  # share of a step by which times count as equal; the models are far less exact
 # Shares of the memory for which the fastest point is sought, and points that are simulated for each at most.
 _LEVELS = ((1.0, 40), (0.75, 8), (0.5, 8), (0.35, 8), (0.25, 8), (0.15, 8))
-_SYSTEMS = {"paro-nnn": "ddp", "paro-nng": "zero1", "paro-ngg": "zero2", "paro-ggg": "zero3", "paro-iii": "mics"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +151,8 @@ def _promise(point: Point) -> tuple[float, int, float, int]:
 
     Points are ordered by bound, roughly, then by mesh axes, traffic and memory.
     """
-    bound = round(math.log(point.bound_s) / _EQUAL)
-    return bound, _complexity(point), point.links_s, point.memory.total_bytes
-
-
-def _complexity(point: Point) -> int:
-    """Mesh axes, and a secondary copy, which users would rather do without."""
-    return len(point.job.scopes.axes) + point.job.scopes.has_secondary
+    bound = round(math.log(point.bound_s) / EQUAL)
+    return bound, complexity(point.job.scopes), point.links_s, point.memory.total_bytes
 
 
 @dataclass(slots=True)
@@ -178,7 +165,7 @@ class _Search:
         """Simulate the most promising point of each published system."""
         seen: set[object] = set()
         for index, point in enumerate(self.points):
-            key = (preset_of(point.job), point.job.config.weight_codec, point.job.config.grad_codec)
+            key = (preset_of(point.job.scopes), point.job.config.weight_codec, point.job.config.grad_codec)
             if key[0] is not None and key not in seen:
                 seen.add(key)
                 self._simulate(index)
@@ -220,20 +207,9 @@ class _Search:
             for point in self.points
             if point.step_s is not None
             and point.memory.total_bytes <= limit_bytes
-            and point.step_s <= _seconds(best) * (1 + _EQUAL)
+            and point.step_s <= _seconds(best) * (1 + EQUAL)
         ]
-        return min(equal, key=lambda p: (_complexity(p), p.memory.total_bytes))
-
-
-def preset_of(job: Job) -> str | None:
-    """The preset whose scopes a job has, or None; a partition is a node."""
-    scopes = job.scopes
-    letters = {scopes.world_size: "g", scopes.ranks_per_node: "i", 1: "n"}
-    name = "paro-" + "".join(letters.get(degree, "?") for degree in (scopes.params, scopes.grads, scopes.optimizer))
-    name = _SYSTEMS.get(name, name)
-    if scopes.has_secondary:
-        return "zeropp-hpz" if name == "zero3" else None
-    return name if name in ShardConfig.PRESETS else None
+        return min(equal, key=lambda p: (complexity(p.job.scopes), p.memory.total_bytes))
 
 
 def _seconds(point: Point) -> float:
@@ -251,12 +227,13 @@ def _priced(workload: Workload, cluster: Cluster, space: Space) -> list[Point]:
         for samples in workload.micro_batches(cluster.world_size)
         for recompute in recomputes
     ]
-    bounds = _Bounds(workload, cluster)
+    bounds = _Bounds(workload, RoleTimes(cluster))
     activations = {batch: activation_bytes(workload.model.units, batch) for batch in batches}
+    base = space.base.replace(param_dtype=workload.param_dtype, reduce_dtype=workload.reduce_dtype)
     points = []
-    for scoped in scoped_configs(space, workload, cluster):
+    for scoped in scoped_configs(dataclasses.replace(space, base=base), cluster):
         buffers = EngineBuffers(workload.model, scoped.config, scoped.scopes, workload.master)
-        memories = rank_memories(buffers, activations.values(), workload.states)
+        memories = rank_memories(buffers, activations.values(), workload.states, cluster.backend)
         links = bounds.of_links(scoped.scopes, bucket_plans(buffers, scoped.config, scoped.scopes))
         for batch, memory in zip(batches, memories, strict=True):
             job = Job(
@@ -289,22 +266,19 @@ class _Bounds:
     """Least times of the points of one space."""
 
     workload: Workload
-    cluster: Cluster
+    times: RoleTimes
     _micro_steps: dict[tuple[int, bool], float] = field(default_factory=dict)
     _optimizers: dict[int, float] = field(default_factory=dict)
-    _links: dict[object, dict[str, float]] = field(default_factory=dict)
 
     def of_links(self, scopes: Scopes, buckets_by_kind: Mapping[str, Buckets]) -> _LinkTimes:
         """What the collectives of one configuration take, whatever the micro-batch."""
         kinds = [unit.kind for unit in self.workload.model.units]
-        counts: collections.Counter[Buckets] = collections.Counter()
-        for kind, count in collections.Counter(kinds).items():
-            counts[buckets_by_kind[kind]] += count
-        ends = dict.fromkeys((buckets_by_kind[kind] for kind in kinds[1:2]), 1)
+        counts = bucket_counts(kinds, buckets_by_kind)
+        end = bucket_counts(kinds[1:2], buckets_by_kind)
         end_roles = (role for role in ROLES if role != "secondary_all_gather")
         return _LinkTimes(
-            exposed_s=sum(sum(self._of_role(role, scopes, ends, "end").values()) for role in end_roles),
-            by_role={role: self._of_role(role, scopes, counts, "all") for role in ROLES},
+            exposed_s=sum(sum(self.times.of_one(role, scopes, end).values()) for role in end_roles),
+            by_role={role: self.times.of_all(role, scopes, counts) for role in ROLES},
         )
 
     def point(self, job: Job, memory: RankMemory, links: _LinkTimes) -> Point:
@@ -332,29 +306,6 @@ class _Bounds:
             self._optimizers[optimizer] = optimizer_seconds(job)
         return job.num_micro_steps * self._micro_steps[key] + self._optimizers[optimizer]
 
-    def _of_role(self, role: str, scopes: Scopes, counts: Mapping[Buckets, int], which: str) -> dict[str, float]:
-        """Seconds that each link carries the collectives of a role once.
-
-        Args:
-            role: One of `ROLES`.
-            scopes: Ranks and axes of every model state.
-            counts: Units by their buckets.
-            which: Name of these units: those of the whole model, or one.
-        """
-        axes = tuple((axis.size, axis.stride) for axis in scopes.span_of(role).axes)
-        if not axes:
-            return {}
-        key = (which, role, axes, scopes.optimizer, scopes.grads > 1, scopes.codecs)
-        if key not in self._links:
-            found: dict[str, float] = {}
-            comm_time = CommTime(self.cluster, scopes.axes)
-            for buckets, count in counts.items():
-                for stage in _stages(role, buckets, scopes):
-                    time = comm_time.of(stage)
-                    found[time.link] = found.get(time.link, 0.0) + count * time.seconds
-            self._links[key] = found
-        return self._links[key]
-
 
 def _counts(scopes: Scopes, num_micro_steps: int) -> dict[str, float]:
     """Collectives of each role in a step, at least.
@@ -367,26 +318,6 @@ def _counts(scopes: Scopes, num_micro_steps: int) -> dict[str, float]:
     if scopes.has_secondary:
         return counts | {"param_all_gather": 1, "secondary_all_gather": gathers - 1}
     return counts | {"param_all_gather": gathers}
-
-
-def _stages(role: str, buckets: Sequence[BucketPlan], scopes: Scopes) -> list[HopTraffic]:
-    stages: list[HopTraffic] = []
-    for bucket in buckets:
-        is_gather = role in ("param_all_gather", "secondary_all_gather", "param_sync")
-        if not is_gather and not bucket.trainable:
-            continue
-        dtype: torch.dtype = bucket.param_dtype if is_gather else bucket.wire_dtype
-        numel = full_numel(role, bucket.layout, scopes)
-        route = scopes.route(role, numel * dtype.itemsize)
-        if route is None:
-            continue
-        if is_gather:
-            stages += all_gather_traffic(route, numel, dtype)
-        elif role == "second_hop_all_reduce":
-            stages += all_reduce_traffic(route, numel, dtype, bucket.sum_dtype)
-        else:
-            stages += reduce_scatter_traffic(route, numel, dtype)
-    return stages
 
 
 def _nothing_fits(smallest: Point, limit_bytes: int) -> str:
@@ -425,7 +356,7 @@ def _nodes_to_use(job: Job, limit_bytes: int) -> str:
         )
         scopes = resolve_scopes(config, topology_of(cluster), size)
         batch = MicroBatch(samples=job.micro_batch, recomputes=job.recompute)
-        memory = rank_memory(job.workload.model, config, scopes, batch, job.workload.states)
+        memory = rank_memory(job.workload.model, config, scopes, batch, job.workload.states, cluster.backend)
         if memory.total_bytes <= limit_bytes:
             is_divided = job.workload.global_batch % (size * job.micro_batch) == 0
             batch_advice = "" if is_divided else f" with a multiple of {size * job.micro_batch} samples a step"

@@ -23,8 +23,12 @@ from mics_strategy.scopes import Scopes, allowed_degrees, resolve_scopes
 from mics_strategy.topology import Topology
 
 if TYPE_CHECKING:
+    from mics_strategy.comm.codecs.format import Codec
     from mics_strategy.planner.cluster import Cluster
-    from mics_strategy.planner.workload import Workload
+
+EQUAL = 0.01  # share of a step by which times count as equal; the models are far less exact
+_SYSTEMS = {"paro-nnn": "ddp", "paro-nng": "zero1", "paro-ngg": "zero2", "paro-ggg": "zero3", "paro-iii": "mics"}
+SYSTEM_PRESETS = (*_SYSTEMS.values(), "zeropp-hpz")  # names of `preset_of` that are not triples of letters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,7 @@ class Space:
         base: Fields of every configuration that the planner does not choose.
     """
 
-    codecs: tuple[tuple[str, str], ...] = (("none", "none"),)
+    codecs: tuple[tuple[str | Codec, str | Codec], ...] = (("none", "none"),)
     has_secondary: bool = True
     is_amsp: bool = False
     base: ShardConfig = field(default_factory=ShardConfig)
@@ -71,15 +75,10 @@ def scopes_of(config: ShardConfig, cluster: Cluster) -> Scopes:
     return dataclasses.replace(scopes, is_chunked=cluster.backend == "gloo")
 
 
-def scoped_configs(space: Space, workload: Workload, cluster: Cluster) -> Iterator[ScopedConfig]:
+def scoped_configs(space: Space, cluster: Cluster) -> Iterator[ScopedConfig]:
     """Every configuration of the space that the engine accepts in this job."""
     topology, world_size = topology_of(cluster), cluster.world_size
-    base = space.base.replace(
-        topology=topology,
-        param_dtype=workload.param_dtype,
-        reduce_dtype=workload.reduce_dtype,
-        world_size=world_size,
-    )
+    base = space.base.replace(topology=topology, world_size=world_size)
     degrees = allowed_degrees(topology, world_size)
     for optimizer in degrees:
         nested = [degree for degree in degrees if optimizer % degree == 0]
@@ -119,3 +118,18 @@ def _secondaries(params: int, ranks_per_node: int, space: Space) -> tuple[str | 
     if space.has_secondary and not space.is_amsp and params > ranks_per_node > 1:
         return ("none", ranks_per_node)
     return ("none",)
+
+
+def complexity(scopes: Scopes) -> int:
+    """Mesh axes, and a secondary copy, which users would rather do without."""
+    return len(scopes.axes) + scopes.has_secondary
+
+
+def preset_of(scopes: Scopes) -> str | None:
+    """The preset that has these scopes, or None; a partition is a node."""
+    letters = {scopes.world_size: "g", scopes.ranks_per_node: "i", 1: "n"}
+    name = "paro-" + "".join(letters.get(degree, "?") for degree in (scopes.params, scopes.grads, scopes.optimizer))
+    name = _SYSTEMS.get(name, name)
+    if scopes.has_secondary:
+        return "zeropp-hpz" if name == "zero3" else None
+    return name if name in ShardConfig.PRESETS else None

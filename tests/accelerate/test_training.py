@@ -76,7 +76,8 @@ def trained(ctx: RankContext, config: str, order: str, options: dict[str, Any]) 
             losses.append(loss.item())
     if config != PLAIN:
         assert all(row.planned_bytes == row.sent_bytes for row in acc.sharded_of(model).traffic())
-    return {"losses": losses, "norms": norms, "lr": schedule.get_last_lr(), "values": values(model)}
+    found = {"losses": losses, "norms": norms, "lr": schedule.get_last_lr(), "values": values(model)}
+    return found if config == PLAIN else {**found, "micro_steps": acc.sharded_of(model).config.micro_steps}
 
 
 @functools.cache
@@ -106,6 +107,14 @@ def test_every_preset_equals_ddp(ranks: RankPool, config: str) -> None:
     found = run(ranks, 4, trained, config, "together", {}, ranks_per_node=2)[0]
     assert_same(found["values"], expected["values"])
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+
+
+def test_scopes_are_chosen_for_the_accumulation_of_the_accelerator(ranks: RankPool) -> None:
+    expected = trained_by_ddp(ranks, 4, 2)[0]
+    found = run(ranks, 4, trained, "auto", "together", {}, ranks_per_node=2)[0]
+    assert_same(found["values"], expected["values"])
+    assert found["micro_steps"] == 2
+    assert run(ranks, 2, trained, "auto", "together", {"micro_steps": 7})[0]["micro_steps"] == 7
 
 
 @pytest.mark.parametrize(("world_size", "partition_size"), [(2, 1), (3, 3), (4, 1), (4, 4)])

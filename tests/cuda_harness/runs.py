@@ -118,7 +118,8 @@ def one_of_many(world_size: int = 8, index: int = 0) -> Iterator[Machine]:
 
 def config_of(preset: str, *, ranks_per_node: int = 4, **options: Any) -> ShardConfig:
     """A preset in nodes of so many ranks."""
-    return ShardConfig.preset(preset, topology=Topology(ranks_per_node=ranks_per_node), **options)
+    topology = Topology(ranks_per_node=ranks_per_node)
+    return ShardConfig.preset(preset, **{"topology": topology, "partition_size": "node", **options})
 
 
 def run(config: ShardConfig, loop: Loop, *, recomputes: str = "") -> Machine:

@@ -19,7 +19,7 @@ from torch import nn
 from mics_strategy import ShardConfig, shard
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.optimizer.step import total_norm
-from mics_strategy.engine.setup.resolve import target_device
+from mics_strategy.engine.setup.resolve import free_gpu_bytes, target_device
 from mics_strategy.engine.streams import OpChain, Streams
 from tests.ranks import RankContext, RankPool
 
@@ -185,12 +185,25 @@ def shard_on_a_gpu(ctx: RankContext) -> list[int]:
         mock.patch("mics_strategy.engine.api.CommResources", side_effect=_Reached) as resources,
         pytest.raises(_Reached),
     ):
-        shard(nn.Linear(2, 2), ShardConfig.preset("mics"))
+        shard(nn.Linear(2, 2), ShardConfig.preset("mics", partition_size="node"))
     return [set_device.call_args.args[0].index, resources.call_args.args[1].index]
 
 
 def test_the_gpu_of_a_rank_becomes_current_before_groups_are_made(ranks: RankPool) -> None:
     assert ranks(2, shard_on_a_gpu) == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(1.0, 70), (0.5, 37)])
+def test_memory_for_a_training_is_what_the_process_can_use(fraction: float, expected: int) -> None:
+    """Of 80 bytes, others use 7, this process has reserved 13 and allocated 11, of which 8 are the model's."""
+    model: Any = SimpleNamespace(parameters=lambda: [torch.empty(2, device="meta")])
+    with (
+        mock.patch.object(torch.cuda, "mem_get_info", return_value=(60, 80)),
+        mock.patch.object(torch.cuda, "memory_reserved", return_value=13),
+        mock.patch.object(torch.cuda, "memory_allocated", return_value=11),
+        mock.patch.object(torch.cuda, "get_per_process_memory_fraction", return_value=fraction),
+    ):
+        assert free_gpu_bytes(torch.device("meta"), model) == expected
 
 
 def test_process_groups_send_tensors_on_the_models_device() -> None:

@@ -77,7 +77,7 @@ def late(variant: str) -> Iterator[None]:
 def train(case: str, variant: str, device: torch.device) -> dict[str, Any]:
     """The digest of the parameters after some steps; host waits and threads of the last one."""
     preset, per_node, options = CASES[case]
-    config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=per_node), **options)
+    config = ShardConfig.preset(preset, topology=Topology(ranks_per_node=per_node), partition_size="node", **options)
     shape, threads = SHAPE if device.type == "cuda" else TINY, set()
     torch.manual_seed(0)
     with pretended_ranks(8), late(variant), sdpa_kernel(SDPBackend.MATH):

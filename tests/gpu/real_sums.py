@@ -37,7 +37,12 @@ def rank_main(rank: int, store: str, preset: str, options: dict[str, Any]) -> No
         model = case.build()
         # one stage and no groups of tensors: gloo has neither `all_to_all` of lists nor a sound coalesced gather
         config = ShardConfig.preset(
-            preset, topology=Topology(ranks_per_node=2), hierarchical=False, coalesce=False, **options
+            preset,
+            topology=Topology(ranks_per_node=2),
+            partition_size="node",
+            hierarchical=False,
+            coalesce=False,
+            **options,
         )
         sharded = shard(model, config, units=case.units)
     optimizer = sgd(list(model.parameters()))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mics_strategy.errors import ConfigError
 from tests.lightning.modules import Layer, Plain, Regression, loader
-from tests.lightning.runs import assert_same, mics, run, trainer, whole
+from tests.lightning.runs import assert_same, fitted, mics, run, trainer, whole
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 pytestmark = pytest.mark.wide
@@ -40,6 +40,23 @@ def _scopes(ctx: RankContext, config: str, options: dict[str, Any]) -> tuple[int
 )
 def test_a_partition_is_a_node_unless_said_otherwise(ranks: RankPool, config: str, options: Any, expected: Any) -> None:
     assert run(ranks, 4, _scopes, config, options, ranks_per_node=2) == [expected] * 4
+
+
+def _chosen_scopes(ctx: RankContext) -> None:
+    """A second Trainer, which accumulates less, finds the model as the first one has sharded it."""
+    data, options = loader(), {"accumulate_grad_batches": 3}
+    expected = fitted(ctx, "ddp", Regression("adamw"), data, **options)
+    module, strategy = Regression("adamw"), mics("auto")
+    assert_same(fitted(ctx, strategy, module, data, **options), expected)
+    assert strategy.sharded.config.micro_steps == 3
+    trainer(ctx, mics("auto"), max_steps=1).fit(module, data)
+    stated = mics("auto", micro_steps=5)
+    trainer(ctx, stated, max_steps=1, **options).fit(Regression(), data)
+    assert stated.sharded.config.micro_steps == 5
+
+
+def test_scopes_are_chosen_for_the_accumulation_of_the_trainer(ranks: RankPool) -> None:
+    run(ranks, 4, _chosen_scopes, ranks_per_node=2)
 
 
 def _unit_names(ctx: RankContext, units: Any) -> list[str]:

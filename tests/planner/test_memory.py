@@ -61,7 +61,7 @@ def check_agreement(
     model: ModelDescription, config: ShardConfig, expected: MemoryEstimate, states: StateFormat | None = None
 ) -> None:
     """Every purpose has the bytes of the real engine, built on the meta device; nothing is left out."""
-    states = states or StateFormat()
+    states = states or StateFormat(optimizer_bytes=8)
     found = dict(rank_memory(model, config, expected.scopes, MicroBatch(), states).by_kind)
     rest = ("activations of layers", "activations outside layers", "temporary activations", "fragmentation", "context")
     assert all(found.pop(kind) >= 0 for kind in rest)
