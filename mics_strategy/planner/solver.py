@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _MAX_DOUBLINGS = 12  # of nodes, when nothing fits
 # Shares of the memory for which the fastest point is sought, and points that are simulated for each at most.
-_LEVELS = ((1.0, 40), (0.75, 8), (0.5, 8), (0.35, 8), (0.25, 8), (0.15, 8))
+_LEVELS = ((1.0, 30), (0.75, 8), (0.5, 8), (0.35, 8), (0.25, 8), (0.15, 8))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
