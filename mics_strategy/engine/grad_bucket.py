@@ -338,6 +338,7 @@ class GradBucket:
 
     def discard_unused(self) -> None:
         """Drop the gradient: no rank has used any parameter of the bucket."""
+        self.flags.apply("discard_unused")
         self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "zero_grad", self.name)
 
     def expose(self, positions: list[int]) -> None:
@@ -345,7 +346,7 @@ class GradBucket:
 
         A gradient that was set on a parameter directly is added.
         """
-        self.flags.apply("expose", positions)
+        self.flags.apply("discard_unused", {*range(len(self._dtensors))} - {*positions})
         with fast_attributes():
             for position in positions:
                 parameter, exposed = self.bucket.sharded_params[position], self._dtensors[position]

@@ -250,6 +250,32 @@ def test_a_right_prediction_gives_the_bits_of_the_declaration(ranks: RankPool, p
         assert untold == told
 
 
+def drop_some(run: LoopRun, is_declared: bool) -> list[Tensor]:
+    """Parameters after steps of one backward, after which some gradients are dropped before any is read."""
+    for _ in range(4):
+        run.backward((0, 1) if is_declared else None)
+        for parameter in [*run.model.parameters()][::3]:
+            parameter.grad = None
+        run.step()
+    return [whole(parameter.detach()) for parameter in run.model.parameters()]
+
+
+def drop_some_sharded(ctx: RankContext, config: ShardConfig) -> list[list[Tensor]]:
+    dropped = []
+    for is_declared in (True, False):
+        forget_meshes()
+        dropped.append(drop_some(start([ctx.rank], config), is_declared))
+    return dropped
+
+
+@pytest.mark.parametrize("preset", ["mics", "paro-iig", "ddp"])
+def test_a_dropped_gradient_leaves_the_others_of_its_unit(ranks: RankPool, preset: str) -> None:
+    expected = drop_some(start(range(4), None), False)
+    for declared, predicted in ranks(4, drop_some_sharded, PRESETS[preset], ranks_per_node=2):
+        torch.testing.assert_close(declared, expected, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(predicted, expected, rtol=1e-9, atol=1e-11)
+
+
 def traffic_by_step(ctx: RankContext, config: ShardConfig, lengths: list[int]) -> list[tuple[bool, list[str]]]:
     """Whether each step sent what its plan says, and the phases of that plan."""
     forget_meshes()
