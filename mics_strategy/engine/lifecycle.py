@@ -94,7 +94,7 @@ GRAD_FLAG_EVENTS: dict[
     "start_accumulation": ((GradFlag.MAYBE_USED,), (GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN)),
     "resume_accumulation": ((GradFlag.MAYBE_USED,), (GradFlag.ACCUMULATED,)),
     "finish": ((GradFlag.HAS_PRIOR_MEAN,), ()),
-    "discard_unused": ((), (GradFlag.MAYBE_USED,)),
+    "discard_unused": ((), (GradFlag.MAYBE_USED, GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN)),
     "zero_grad": ((), (GradFlag.USED, GradFlag.MAYBE_USED, GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN)),
 }
 

@@ -134,7 +134,7 @@ FINAL = {  # for each flag, in the order of GradFlag: + set, - cleared, . unchan
     "start_accumulation": ".+.--",
     "resume_accumulation": ".+.-.",
     "finish": "....+",
-    "discard_unused": ".-...",
+    "discard_unused": ".-.--",
     "zero_grad": "--.--",
 }
 
