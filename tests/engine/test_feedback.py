@@ -264,6 +264,23 @@ def test_dropped_gradients_leave_nothing_behind(ranks: RankPool, how: str) -> No
             assert torch.equal(with_window[name], value)
 
 
+def residuals_in_flight(ctx: RankContext) -> bool:
+    """Whether residuals read after a declared last backward are those of its second hops."""
+    forget_meshes()
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    sharded = shard(model, config("mics", codec_links="slow"), units=[nn.Linear])
+    with sharded.micro_step(0, of=1):
+        model(torch.randn(4, 512)).square().mean().backward()
+    residuals = [r.values for feedback in sharded.feedback for r in feedback.residuals.values()]
+    before = [values.clone() for values in residuals]
+    sharded.finish_gradients()
+    return all(torch.equal(*pair) for pair in zip(before, residuals, strict=True))
+
+
+def test_residuals_are_read_after_the_hops_in_flight(ranks: RankPool) -> None:
+    assert ranks(4, residuals_in_flight, ranks_per_node=2) == [True] * 4
+
+
 def drop_one(ctx: RankContext) -> list[bool]:
     """Which parameters have residuals after the gradient of one was dropped."""
     loop = start_loop(ctx, config("mics", codec_links="slow"), accumulation=1)
