@@ -342,7 +342,10 @@ class GradBucket:
         self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "zero_grad", self.name)
 
     def _discard(self, positions: list[int]) -> None:
-        """Drop the finished gradients of parameters that no rank has used; residuals may have been sent in them."""
+        """Drop finished gradients of parameters that no rank has used.
+
+        They hold what residuals have sent, which is sent again.
+        """
         self.feedback.send_again([self.bucket.layout.param_slices[p] for p in positions], self.result, self._divisor)
         self.flags.apply("discard_unused", positions)
 

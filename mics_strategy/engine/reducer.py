@@ -391,7 +391,7 @@ class Reducer:
         self._second_hops.expose(usage)
 
     def wait(self) -> None:
-        """Wait for all hops in flight; no other is started but the second hops that were due behind them."""
+        """Wait for all hops in flight, and for second hops due right behind them."""
         self._finish_all_first_hops()
         self._second_hops.wait_all()
 

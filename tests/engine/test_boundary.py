@@ -79,6 +79,22 @@ class LoopRun:
         else:
             self.sharded.clip_grad_norm_(0.5)
 
+    def clear_one(self) -> None:
+        self.optimizers[self.num_calls % 2].zero_grad()
+
+    def step_one(self) -> None:
+        self.optimizers[self.num_calls % 2].step()
+
+    def drop_one(self) -> None:
+        """Drop one gradient without reading any."""
+        parameters = [*self.model.parameters()]
+        parameters[self.num_calls % len(parameters)].grad = None
+
+    def scale(self) -> None:
+        for grad in [p.grad for p in self.model.parameters()]:
+            if grad is not None:
+                grad.mul_(0.5)
+
     def read(self) -> None:
         assert [parameter.grad is None for parameter in self.model.parameters()]
 
@@ -104,6 +120,12 @@ class LoopRun:
         self.model.order = self.model.order[::-1]
 
 
+BETWEEN = [
+    *(LoopRun.evaluate, LoopRun.fail, LoopRun.read, LoopRun.clip, LoopRun.clear, LoopRun.change_order),
+    *(LoopRun.clear_one, LoopRun.step_one, LoopRun.drop_one, LoopRun.scale),
+]
+
+
 def play(run: LoopRun, seed: int) -> None:
     """A random loop: mostly windows of one length, with all that may come between."""
     choose = random.Random(seed)
@@ -113,7 +135,7 @@ def play(run: LoopRun, seed: int) -> None:
         kind = choose.choice(["plain"] * 5 + ["declared", "wrong", "twice"])
         for index in range(length):
             if choose.random() < 0.15:
-                choose.choice([run.evaluate, run.fail, run.read, run.clip, run.clear, run.change_order])()
+                choose.choice(BETWEEN)(run)
             if kind == "twice" and index == 0:
                 run.backward_twice()
             elif kind == "declared":
@@ -125,6 +147,8 @@ def play(run: LoopRun, seed: int) -> None:
         ending = choose.random()
         if ending < 0.3:
             run.clip()
+        elif ending < 0.4:
+            run.drop_one()
         if ending > 0.9:
             run.clear()  # a step that a scaler skips
         else:
