@@ -6,6 +6,9 @@ residuals of the last step only.
 
 Residuals of gradients that are dropped before an optimizer has stepped are zeroed, for the parameters whose gradients
 are dropped: a step that a gradient scaler skips, or an abandoned accumulation, leaves nothing behind.
+
+Residuals are also sent for a parameter that no rank has used, and then no gradient shows them. Their sum is sent again,
+exactly, with the next gradient.
 """
 
 from __future__ import annotations
@@ -69,8 +72,8 @@ class GradFeedback:
         predivisor: Divisor of the gradients before their sum.
 
     Attributes:
-        carry: [shard_numel] fp32, sum of the residuals of another number of ranks, for this rank's shard; added to the
-            next sum. None where nothing was loaded.
+        carry: [shard_numel] fp32, sum of residuals of all ranks for this rank's shard, added to the next sum: of
+            another number of ranks, loaded, or of parameters that no rank has used. None for none.
     """
 
     def __init__(self, layout: BucketLayout, residuals: dict[str, Residual], predivisor: int) -> None:
@@ -92,11 +95,32 @@ class GradFeedback:
         self._is_unsettled = False
 
     def add_carry(self, total: torch.Tensor) -> None:
-        """Add what was loaded to a sum, once."""
+        """Add the carry to a sum, once."""
         if self.carry is not None:
             total.add_(self.carry)
+            if self.carry.is_cuda:
+                self.carry.record_stream(torch.cuda.current_stream(self.carry.device))
             self.carry = None
             self._is_unsettled = True
+
+    def send_again(self, param_slices: list[ParamSlice], mean: torch.Tensor, divisor: float) -> None:
+        """Add what was sent for parameters that no rank has used to the carry.
+
+        Args:
+            param_slices: Slices of these parameters.
+            mean: [shard_numel], mean gradient of this rank's shard.
+            divisor: Factor from the mean to the sum.
+
+        Cost:
+            Memory of the carry, from the first such parameter on until the next sum.
+        """
+        if not (param_slices and self._is_unsettled):
+            return
+        if self.carry is None:
+            self.carry = torch.zeros_like(mean, dtype=torch.float32)
+        for param_slice in param_slices:
+            start, end = param_slice.offset, param_slice.offset + param_slice.chunk_numel
+            self.carry[start:end].add_(mean[start:end], alpha=divisor)
 
     def drop(self, param_slice: ParamSlice) -> None:
         """Forget one parameter's gradients that no optimizer has used."""

@@ -338,14 +338,23 @@ class GradBucket:
 
     def discard_unused(self) -> None:
         """Drop the gradient: no rank has used any parameter of the bucket."""
+        self._discard(self.flags.positions_with(GradFlag.MAYBE_USED))
         self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "zero_grad", self.name)
+
+    def _discard(self, positions: list[int]) -> None:
+        """Drop finished gradients of parameters that no rank has used.
+
+        They hold what residuals have sent, which is sent again.
+        """
+        self.feedback.send_again([self.bucket.layout.param_slices[p] for p in positions], self.result, self._divisor)
+        self.flags.apply("discard_unused", positions)
 
     def expose(self, positions: list[int]) -> None:
         """Expose gradients on the parameters at `positions`.
 
         A gradient that was set on a parameter directly is added.
         """
-        self.flags.apply("expose", positions)
+        self._discard([p for p in self.flags.positions_with(GradFlag.MAYBE_USED) if p not in positions])
         with fast_attributes():
             for position in positions:
                 parameter, exposed = self.bucket.sharded_params[position], self._dtensors[position]

@@ -400,7 +400,11 @@ class Sharded:
 
     @property
     def feedback(self) -> list[GradFeedback]:
-        """Residuals of error feedback of this rank, one object for each trainable bucket."""
+        """Residuals of error feedback of this rank, one object for each trainable bucket.
+
+        Waits for the hops in flight, which write to them.
+        """
+        self._engine.reducer.wait()
         return [g.feedback for gradients in self._engine.reducer.gradients.values() for g in gradients]
 
     @property

@@ -93,8 +93,8 @@ GRAD_FLAG_EVENTS: dict[
     "end_backward": ((), (GradFlag.ARRIVED,)),
     "start_accumulation": ((GradFlag.MAYBE_USED,), (GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN)),
     "resume_accumulation": ((GradFlag.MAYBE_USED,), (GradFlag.ACCUMULATED,)),
-    "finish": ((GradFlag.HAS_PRIOR_MEAN,), (GradFlag.MAYBE_USED,)),
-    "expose": ((GradFlag.MAYBE_USED,), ()),
+    "finish": ((GradFlag.HAS_PRIOR_MEAN,), ()),
+    "discard_unused": ((), (GradFlag.MAYBE_USED, GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN)),
     "zero_grad": ((), (GradFlag.USED, GradFlag.MAYBE_USED, GradFlag.ACCUMULATED, GradFlag.HAS_PRIOR_MEAN)),
 }
 

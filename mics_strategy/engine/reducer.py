@@ -211,11 +211,7 @@ class Reducer:
     @property
     def holds_gradients(self) -> bool:
         """Whether this rank has sums or means of gradients that were not cleared."""
-        return any(
-            gradient.state is not AccumulatorState.NONE
-            for unit_gradients in self.gradients.values()
-            for gradient in unit_gradients
-        )
+        return any(g.state is not AccumulatorState.NONE for of_unit in self.gradients.values() for g in of_unit)
 
     def begin_backward(self, order: list[Unit], idle: set[int]) -> bool:
         """Begin a backward.
@@ -394,10 +390,14 @@ class Reducer:
         self.desync_check.record()
         self._second_hops.expose(usage)
 
+    def wait(self) -> None:
+        """Wait for all hops in flight, and for second hops due right behind them."""
+        self._finish_all_first_hops()
+        self._second_hops.wait_all()
+
     def zero_grad(self, gradient: GradBucket, position: int) -> None:
         """Drop one parameter's gradient, with its parts in flight."""
-        if self._first_hops:
-            self._finish_all_first_hops()
+        self._finish_all_first_hops()
         self._second_hops.wait(gradient)
         gradient.zero_grad(position)
 

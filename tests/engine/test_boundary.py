@@ -79,6 +79,22 @@ class LoopRun:
         else:
             self.sharded.clip_grad_norm_(0.5)
 
+    def clear_one(self) -> None:
+        self.optimizers[self.num_calls % 2].zero_grad()
+
+    def step_one(self) -> None:
+        self.optimizers[self.num_calls % 2].step()
+
+    def drop_one(self) -> None:
+        """Drop one gradient without reading any."""
+        parameters = [*self.model.parameters()]
+        parameters[self.num_calls % len(parameters)].grad = None
+
+    def scale(self) -> None:
+        for grad in [p.grad for p in self.model.parameters()]:
+            if grad is not None:
+                grad.mul_(0.5)
+
     def read(self) -> None:
         assert [parameter.grad is None for parameter in self.model.parameters()]
 
@@ -104,6 +120,12 @@ class LoopRun:
         self.model.order = self.model.order[::-1]
 
 
+BETWEEN = [
+    *(LoopRun.evaluate, LoopRun.fail, LoopRun.read, LoopRun.clip, LoopRun.clear, LoopRun.change_order),
+    *(LoopRun.clear_one, LoopRun.step_one, LoopRun.drop_one, LoopRun.scale),
+]
+
+
 def play(run: LoopRun, seed: int) -> None:
     """A random loop: mostly windows of one length, with all that may come between."""
     choose = random.Random(seed)
@@ -113,7 +135,7 @@ def play(run: LoopRun, seed: int) -> None:
         kind = choose.choice(["plain"] * 5 + ["declared", "wrong", "twice"])
         for index in range(length):
             if choose.random() < 0.15:
-                choose.choice([run.evaluate, run.fail, run.read, run.clip, run.clear, run.change_order])()
+                choose.choice(BETWEEN)(run)
             if kind == "twice" and index == 0:
                 run.backward_twice()
             elif kind == "declared":
@@ -125,6 +147,8 @@ def play(run: LoopRun, seed: int) -> None:
         ending = choose.random()
         if ending < 0.3:
             run.clip()
+        elif ending < 0.4:
+            run.drop_one()
         if ending > 0.9:
             run.clear()  # a step that a scaler skips
         else:
@@ -248,6 +272,32 @@ def told_and_untold(ctx: RankContext, config: ShardConfig) -> list[list[list[flo
 def test_a_right_prediction_gives_the_bits_of_the_declaration(ranks: RankPool, preset: str) -> None:
     for told, untold in ranks(4, told_and_untold, PRESETS[preset], ranks_per_node=2):
         assert untold == told
+
+
+def drop_some(run: LoopRun, is_declared: bool) -> list[Tensor]:
+    """Parameters after steps of one backward, after which some gradients are dropped before any is read."""
+    for _ in range(4):
+        run.backward((0, 1) if is_declared else None)
+        for parameter in [*run.model.parameters()][::3]:
+            parameter.grad = None
+        run.step()
+    return [whole(parameter.detach()) for parameter in run.model.parameters()]
+
+
+def drop_some_sharded(ctx: RankContext, config: ShardConfig) -> list[list[Tensor]]:
+    dropped = []
+    for is_declared in (True, False):
+        forget_meshes()
+        dropped.append(drop_some(start([ctx.rank], config), is_declared))
+    return dropped
+
+
+@pytest.mark.parametrize("preset", ["mics", "paro-iig", "ddp"])
+def test_a_dropped_gradient_leaves_the_others_of_its_unit(ranks: RankPool, preset: str) -> None:
+    expected = drop_some(start(range(4), None), False)
+    for declared, predicted in ranks(4, drop_some_sharded, PRESETS[preset], ranks_per_node=2):
+        torch.testing.assert_close(declared, expected, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(predicted, expected, rtol=1e-9, atol=1e-11)
 
 
 def traffic_by_step(ctx: RankContext, config: ShardConfig, lengths: list[int]) -> list[tuple[bool, list[str]]]:

@@ -34,7 +34,7 @@ class Linear(nn.Module):
         self.tensors = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()})
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(value * inputs[name]).sum() for name, value in self.tensors.items()]).sum()
+        return torch.stack([(self.tensors[name] * value).sum() for name, value in inputs.items()]).sum()
 
 
 def inputs(step: int, micro: int, rank: int) -> dict[str, Tensor]:
@@ -80,7 +80,8 @@ class Loop:
 
     def grads(self) -> dict[str, Tensor]:
         self.sharded.finish_gradients()
-        return {name.rpartition(".")[2]: whole(p.grad) for name, p in self.model.named_parameters()}
+        named = self.model.named_parameters()
+        return {name.rpartition(".")[2]: whole(p.grad) for name, p in named if p.grad is not None}
 
     def step(self) -> None:
         for name, value in self.grads().items():
@@ -181,6 +182,32 @@ def test_the_residuals_are_what_was_not_sent(ranks: RankPool, loop: str) -> None
             assert is_planned, case
 
 
+def lost_unused(ctx: RankContext, configs: list[ShardConfig]) -> list[float]:
+    """The largest part of a gradient that is nowhere after no rank has used a parameter in one step."""
+    largest = []
+    for each in configs:
+        loop, expected = start_loop(ctx, each), {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        for step in range(STEPS):
+            used = [name for name in SHAPES if step != 1 or name != "odd"]
+            for micro in range(loop.accumulation):
+                given = inputs(step, micro, ctx.rank)
+                loop.model({name: given[name] for name in used}).backward()
+                assert loop.grads().keys() == {*used}
+            for name in used:
+                expected[name] += mean_of(step, loop.accumulation, ctx.world_size)[name]
+            loop.step()
+        left = residual_total(loop.sharded)
+        largest.append(max(float((expected[key] - loop.seen[key] - left[key]).abs().max()) for key in SHAPES))
+    return largest
+
+
+@pytest.mark.one_job
+def test_residuals_of_an_unused_parameter_are_not_lost(ranks: RankPool) -> None:
+    cases = [CONFIGS[name] for name in ("zero3", "mics", "ddp", "paro-iig", "zeropp")]
+    for largest in ranks(4, lost_unused, cases):
+        assert max(largest) < 2e-5
+
+
 def gradients_of(ctx: RankContext) -> list[dict[str, Tensor]]:
     """Gradients of some steps, ZeRO-3 in one stage."""
     loop, found = start_loop(ctx, CONFIGS["zero3, one stage"], accumulation=1), []
@@ -235,6 +262,23 @@ def test_dropped_gradients_leave_nothing_behind(ranks: RankPool, how: str) -> No
     for with_window, without in ranks(4, after_abandoning, how):
         for name, value in without.items():
             assert torch.equal(with_window[name], value)
+
+
+def residuals_in_flight(ctx: RankContext) -> bool:
+    """Whether residuals read after a declared last backward are those of its second hops."""
+    forget_meshes()
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    sharded = shard(model, config("mics", codec_links="slow"), units=[nn.Linear])
+    with sharded.micro_step(0, of=1):
+        model(torch.randn(4, 512)).square().mean().backward()
+    residuals = [r.values for feedback in sharded.feedback for r in feedback.residuals.values()]
+    before = [values.clone() for values in residuals]
+    sharded.finish_gradients()
+    return all(torch.equal(*pair) for pair in zip(before, residuals, strict=True))
+
+
+def test_residuals_are_read_after_the_hops_in_flight(ranks: RankPool) -> None:
+    assert ranks(4, residuals_in_flight, ranks_per_node=2) == [True] * 4
 
 
 def drop_one(ctx: RankContext) -> list[bool]:

@@ -133,8 +133,8 @@ FINAL = {  # for each flag, in the order of GradFlag: + set, - cleared, . unchan
     "end_backward": "..-..",
     "start_accumulation": ".+.--",
     "resume_accumulation": ".+.-.",
-    "finish": ".-..+",
-    "expose": ".+...",
+    "finish": "....+",
+    "discard_unused": ".-.--",
     "zero_grad": "--.--",
 }
 
