@@ -18,18 +18,20 @@ Found = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 def train(ctx: RankContext, config: ShardConfig, path: Path, first: int, last: int) -> list[Found]:
     """Gradients and residuals of steps; starts from the checkpoint unless `first` is 0."""
-    loop, found = start_loop(ctx, config, accumulation=1), []
+    loop, found, pending = start_loop(ctx, config, accumulation=1), [], None
     if first:
         loop.backward(9, 0)
         loop.step()  # residuals that loading must replace
         load_checkpoint(path, loop.sharded, [loop.optimizer])
     for step in range(first, last):
         if step == SAVED_AT and not first:
-            save_checkpoint(path, loop.sharded, [loop.optimizer], asynchronous=True)
+            pending = save_checkpoint(path, loop.sharded, [loop.optimizer], asynchronous=True)
         loop.backward(step, 0)
         grads = loop.grads()
         loop.step()
         found.append((grads, residual_total(loop.sharded)))
+    if pending is not None:
+        pending.wait()
     if last == SAVED_AT:
         save_checkpoint(path, loop.sharded, [loop.optimizer])
     return found
