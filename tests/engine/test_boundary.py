@@ -198,7 +198,7 @@ def play_sharded(ctx: RankContext, config: ShardConfig, seeds: list[int]) -> lis
 @pytest.mark.wide(every=5)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_generated_loops_train_as_a_plain_process_does(ranks: RankPool, preset: str) -> None:
-    seeds = [*range(4)]
+    seeds = [*range(7)]
     expected = []
     for seed in seeds:
         plain = start(range(4), None)
@@ -209,8 +209,8 @@ def test_generated_loops_train_as_a_plain_process_does(ranks: RankPool, preset: 
             for found, wanted in zip(parameters, plain_parameters, strict=True):
                 torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11, msg=f"seed {seed}")
         num_predicted = sum(predicted for _, predicted, _ in outcomes)
-        assert num_predicted > 10 if preset in PREDICTED else num_predicted == 0
-        assert sum(early for _, _, early in outcomes) > 2  # also where nothing is predicted: wrong declarations
+        assert num_predicted > 20 if preset in PREDICTED else num_predicted == 0
+        assert sum(early for _, _, early in outcomes) > 3  # also where nothing is predicted: wrong declarations
 
 
 def events_without_signal(ctx: RankContext, lengths: list[int], preset: str) -> tuple[list[str], list[str]]:
