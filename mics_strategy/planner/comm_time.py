@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 INTRA_NODE, INTER_NODE, INTER_SWITCH = "intra_node", "inter_node", "inter_switch"  # fastest first
 _LINKS = (INTRA_NODE, INTER_NODE, INTER_SWITCH)
-_CODEC_BYTES = 8  # of memory traffic for each element that is encoded or decoded: read, write, and the codes
+_CODEC_BYTES = 8  # of memory traffic for each encoded byte: INT8 values are read and written. Too few for fewer bits.
 
 
 @dataclass(frozen=True, slots=True)
