@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: venv test test-engine test-frameworks test-rest test-slow test-slow-engine test-slow-recipes test-slow-rest
+.PHONY: venv test test-comm test-engine test-rest test-slow test-slow-engine test-slow-recipes test-slow-rest
 .PHONY: test-all gpu demo lint clean
 
 venv: $(STAMP)
@@ -14,35 +14,36 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Three parts side by side, each with ranks of its own: while ranks of one wait, two cores are busy with the others.
 TEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
-ENGINE = tests/engine tests/cuda_harness tests/recipes
-FRAMEWORKS = tests/accelerate tests/lightning tests/checkpoint
-REST = tests --ignore-glob=tests/engine/test_*.py --ignore=tests/cuda_harness --ignore=tests/recipes
-SLOW_ENGINE = tests/engine tests/checkpoint tests/lightning tests/planner
-SLOW_REST = tests $(SLOW_ENGINE:%=--ignore=%) --ignore=tests/recipes
+FIRST_HALF = tests/engine/test_[0-9a-o]*.py
+ENGINE = tests/engine tests/cuda_harness tests/planner tests/recipes
+REST = tests $(ENGINE:%=--ignore=%) --ignore=tests/comm
+SLOW_ENGINE = tests/engine tests/lightning
+SLOW_RECIPES = tests/recipes tests/comm tests/planner tests/cuda_harness
+SLOW_REST = tests $(SLOW_ENGINE:%=--ignore=%) $(SLOW_RECIPES:%=--ignore=%)
 
 test: venv
 	@echo "Three parts of the fast tier run side by side; each tells what it found when it ends."
-	@$(MAKE) --jobs=3 --output-sync=target test-engine test-frameworks test-rest
+	@$(MAKE) --jobs=3 --keep-going --output-sync=target test-comm test-engine test-rest
+
+test-comm: venv
+	$(TEST) -m "not slow" tests/comm $(FIRST_HALF)
 
 test-engine: venv
-	$(TEST) -m "not slow" $(ENGINE) --ignore=tests/engine/optimizer
-
-test-frameworks: venv
-	$(TEST) -m "not slow" $(FRAMEWORKS)
+	$(TEST) -m "not slow" $(ENGINE) --ignore-glob=$(FIRST_HALF)
 
 test-rest: venv
-	$(TEST) -m "not slow" $(REST) $(FRAMEWORKS:%=--ignore=%)
+	$(TEST) -m "not slow" $(REST)
 
 # Launchers, interpreters, kills, benchmarks and the wide products of parameters.
 test-slow: venv
 	@echo "Three parts of the slow tier run side by side; each tells what it found when it ends."
-	@$(MAKE) --jobs=3 --output-sync=target test-slow-engine test-slow-recipes test-slow-rest
+	@$(MAKE) --jobs=3 --keep-going --output-sync=target test-slow-engine test-slow-recipes test-slow-rest
 
 test-slow-engine: venv
 	$(TEST) -m slow $(SLOW_ENGINE)
 
 test-slow-recipes: venv
-	$(TEST) -m slow tests/recipes
+	$(TEST) -m slow $(SLOW_RECIPES)
 
 test-slow-rest: venv
 	$(TEST) -m slow $(SLOW_REST)
