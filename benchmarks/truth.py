@@ -34,7 +34,10 @@ from mics_strategy.planner.model_trace import TraceInput, trace_model
 from mics_strategy.planner.workload import Workload as PlannedWorkload
 from mics_strategy.text_table import text_table
 
-OURS = "mics,mics:partition_size=4,mics:overlap=none,zero1,zero2,zero3,zeropp-hpz,paro-iig"
+OURS = (
+    "mics,mics:partition_size=4,mics:overlap=none,mics:grad_codec=int8,mics:grad_codec=int4,"
+    "zero1,zero2,zero3,zeropp-hpz,paro-iig"
+)
 _TIMEOUT_S = 300.0
 _CLEAR = 0.05  # pairs whose measured times differ by less have no order
 

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
     (
         *("config", "topology", "scopes", "timeline", "text_table", "tuning.threshold"),
-        *("comm.route", "comm.codecs", "comm.workspace", "comm.scratch", "comm.residuals"),
+        *("comm.route", "comm.traffic", "comm.codecs", "comm.workspace", "comm.scratch", "comm.residuals"),
         *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule", "engine.units"),
         *("planner.cost", "checkpoint.manifest", "checkpoint.reshard"),
     ),

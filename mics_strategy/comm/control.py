@@ -16,7 +16,7 @@ from mics_strategy.errors import MiCSError
 
 if TYPE_CHECKING:
     from mics_strategy.comm.desync import DesyncWatchdog
-    from mics_strategy.comm.route import TrafficLog
+    from mics_strategy.comm.traffic import TrafficLog
     from mics_strategy.comm.transport import Transport
 
 T = TypeVar("T")

@@ -36,7 +36,8 @@ from mics_strategy.comm.work import BackendWork, Steps, Work
 
 if TYPE_CHECKING:
     from mics_strategy.comm.desync import DesyncWatchdog, OpId
-    from mics_strategy.comm.route import HopTraffic, Route, TrafficLog
+    from mics_strategy.comm.route import Route
+    from mics_strategy.comm.traffic import HopTraffic, TrafficLog
     from mics_strategy.comm.transport import Transport
     from mics_strategy.comm.workspace import Workspace
 

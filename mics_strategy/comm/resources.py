@@ -27,7 +27,7 @@ from mics_strategy.comm.control import ControlGroup
 from mics_strategy.comm.desync import DesyncWatchdog
 from mics_strategy.comm.peer_memory import connection
 from mics_strategy.comm.queue import CollectiveQueue, CommThread, InlineQueue, RouteBinding, ThreadQueue
-from mics_strategy.comm.route import TrafficLog
+from mics_strategy.comm.traffic import TrafficLog
 from mics_strategy.comm.transport import (
     GlooTransport,
     Transport,

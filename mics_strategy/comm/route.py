@@ -1,4 +1,4 @@
-"""Routes of collectives: stages, codecs, algorithms, and bytes sent.
+"""Routes of collectives: stages, codecs, algorithms and chunks.
 
 A collective over ranks of several nodes may go in stages, one for each kind of link that it crosses: inside the nodes,
 between the nodes of a switch, between switches. An all-gather starts with the slowest links, a reduce-scatter with the
@@ -10,9 +10,7 @@ stage over all ranks would send M (p - 1) / p at best. The same holds for the k 
 tensor is not that of its bytes but that of messages that wait for one another, and one stage may be faster. So a role
 has routes by size.
 
-Plans are priced with closed formulas of the bytes that one rank sends. Every collective of the training loop is
-recorded in a `TrafficLog` when it is submitted, from the tensors that were really passed, with one entry for each
-stage. Tests compare the two.
+What a route sends: `traffic`.
 
 Pure.
 """
@@ -23,8 +21,7 @@ import enum
 import itertools
 import math
 import operator
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -183,84 +180,6 @@ class SizedRoutes:
         return self.flat if self.flat is not None and full_bytes < self.hierarchical_from_bytes else self.hierarchical
 
 
-def all_gather_bytes(full_bytes: int, size: int) -> int:
-    """Bytes sent per rank by an all-gather of `full_bytes` over `size` ranks.
-
-    Source:
-        MiCS (arXiv:2205.00119) section 3.3, ``(p - 1) M / p``.
-    """
-    return full_bytes // size * (size - 1)
-
-
-def reduce_scatter_bytes(full_bytes: int, size: int) -> int:
-    """Bytes sent per rank by a reduce-scatter of `full_bytes` over `size` ranks.
-
-    Source:
-        MiCS (arXiv:2205.00119) section 3.4, ``(p - 1) M / p``.
-    """
-    return full_bytes // size * (size - 1)
-
-
-def all_reduce_bytes(full_bytes: int, size: int) -> int:
-    """Bytes sent per rank by a ring all-reduce of `full_bytes`, rounded down.
-
-    Source:
-        AMSP (arXiv:2311.00257), cost of a ring all-reduce, ``2 (p - 1) v / p``.
-    """
-    return 2 * full_bytes * (size - 1) // size
-
-
-SENT_BYTES = {ALL_GATHER: all_gather_bytes, REDUCE_SCATTER: reduce_scatter_bytes, ALL_REDUCE: all_reduce_bytes}
-
-
-@dataclass(frozen=True, slots=True)
-class HopTraffic:
-    """One stage of one collective, as planned and counted.
-
-    Attributes:
-        collective: Name of the collective: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
-        axis: Names of the mesh axes that it spans.
-        size: Ranks that take part.
-        dtype: Dtype on the wire.
-        full_bytes: Bytes of the full tensor of the stage.
-    """
-
-    collective: str
-    axis: str
-    size: int
-    dtype: torch.dtype
-    full_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveTraffic(HopTraffic):
-    """One stage of a collective, and the bytes that this rank sends in it."""
-
-    sent_bytes: int
-
-
-@dataclass(slots=True)
-class TrafficLog:
-    """The collectives issued since the log was last drained, with their counts."""
-
-    entries: Counter[CollectiveTraffic] = field(default_factory=Counter)
-
-    def record(self, collective: str, axis: str, size: int, dtype: torch.dtype, full_bytes: int) -> None:
-        """Record one collective whose full tensor has `full_bytes`."""
-        sent_bytes = SENT_BYTES[collective](full_bytes, size)
-        self.entries[CollectiveTraffic(collective, axis, size, dtype, full_bytes, sent_bytes)] += 1
-
-    def record_all_to_all(self, axis: str, size: int, full: torch.Tensor, kept_numel: int) -> None:
-        """Record an all-to-all of `full`, of which this rank keeps `kept_numel` elements."""
-        full_bytes, sent_bytes = full.numel() * full.itemsize, (full.numel() - kept_numel) * full.itemsize
-        self.entries[CollectiveTraffic(ALL_TO_ALL, axis, size, full.dtype, full_bytes, sent_bytes)] += 1
-
-    def drain(self) -> Counter[CollectiveTraffic]:
-        """Return the entries so far, and empty the log."""
-        entries, self.entries = self.entries, Counter()
-        return entries
-
-
 def pipeline_chunks(
     numel: int, itemsize: int, multiple: int = 1, min_chunk_bytes: int = _MIN_CHUNK_BYTES
 ) -> list[tuple[int, int]]:
@@ -307,39 +226,12 @@ def chunks_of(route: Route, numel: int, itemsize: int, multiple: int = 1, num_sh
     return pipeline_chunks(numel, itemsize, math.lcm(multiple, block), min_chunk_bytes)
 
 
-def all_gather_traffic(route: Route, full_numel: int, dtype: torch.dtype) -> list[HopTraffic]:
-    """The traffic of an all-gather of `full_numel` elements, stage by stage."""
-    shard, codec = full_numel // route.size, route.hops[0].codec
-    encoded_bytes = 0
-    if codec is not None:
-        chunks = [(0, shard)] if route.all_gather_codec is not None else chunks_of(route, shard, dtype.itemsize)
-        encoded_bytes = sum(codec.encoded_bytes(end - start) for start, end in chunks)
-    hops = []
-    for hop, rows in zip(route.hops, route.strides[1:], strict=True):
-        wire, num_bytes = dtype, full_numel * dtype.itemsize * rows // route.size
-        if hop.codec is not None:
-            wire, num_bytes = torch.uint8, rows * encoded_bytes
-        hops.append(HopTraffic(ALL_GATHER, hop.axis, hop.size, wire, num_bytes))
-    return hops
-
-
 def num_all_gather_chunks(route: Route, full_numel: int, dtype: torch.dtype) -> int:
     """Chunks that an all-gather of `full_numel` elements pipelines."""
     shard, codec = full_numel // route.size, route.all_gather_codec
     if codec is not None:
         return len(chunks_of(route, codec.encoded_bytes(shard), 1))
     return len(chunks_of(route, shard, dtype.itemsize))
-
-
-def reduce_scatter_traffic(route: Route, full_numel: int, wire: torch.dtype) -> list[HopTraffic]:
-    """The traffic of a reduce-scatter of `full_numel` elements, stage by stage."""
-    shard = full_numel // route.size
-    chunks = chunks_of(route, shard, wire.itemsize)
-    hops = []
-    for hop, rows in reversed([*zip(route.hops, route.strides, strict=False)]):
-        unquantized_bytes = full_numel * wire.itemsize * rows * hop.size // route.size
-        hops.append(_reduce_scatter_hop(hop, unquantized_bytes, piece_numels(chunks, rows), wire))
-    return hops
 
 
 def piece_numels(chunks: list[tuple[int, int]], rows: int) -> list[int]:
@@ -357,17 +249,6 @@ def piece_numels(chunks: list[tuple[int, int]], rows: int) -> list[int]:
 def num_reduce_scatter_chunks(route: Route, full_numel: int, wire: torch.dtype) -> int:
     """Chunks that a reduce-scatter of `full_numel` elements pipelines."""
     return len(chunks_of(route, full_numel // route.size, wire.itemsize))
-
-
-def _reduce_scatter_hop(hop: Hop, unquantized_bytes: int, numels: list[int], wire: torch.dtype) -> HopTraffic:
-    """The traffic of one stage.
-
-    A quantized one sends pieces of `numels` elements, one of each size to each rank.
-    """
-    if hop.codec is None:
-        return HopTraffic(REDUCE_SCATTER, hop.axis, hop.size, wire, unquantized_bytes)
-    num_bytes = hop.size * sum(hop.codec.encoded_bytes(numel) for numel in numels)
-    return HopTraffic(REDUCE_SCATTER, hop.axis, hop.size, torch.uint8, num_bytes)
 
 
 def is_plain_all_reduce(route: Route, wire: torch.dtype, dtype: torch.dtype) -> bool:
@@ -404,31 +285,6 @@ def all_reduce_slice(route: Route, numel: int) -> int:
 def all_reduce_chunks(route: Route, slice_numel: int, itemsize: int) -> list[tuple[int, int]]:
     """The chunks of such a slice; every rank's share of each begins with a block."""
     return chunks_of(route, slice_numel, itemsize, all_reduce_multiple(route), route.hops[0].size)
-
-
-def all_reduce_traffic(route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype) -> list[HopTraffic]:
-    """The traffic of an all-reduce of `numel` elements of `dtype`, stage by stage."""
-    slowest, *others = route.hops
-    if is_plain_all_reduce(route, wire, dtype):
-        return [HopTraffic(ALL_REDUCE, slowest.axis, slowest.size, dtype, numel * dtype.itemsize)]
-    slice_numel = all_reduce_slice(route, numel)
-    chunks = all_reduce_chunks(route, slice_numel, wire.itemsize)
-    slice_bytes, encoded_bytes = slice_numel * wire.itemsize, 0
-    if slowest.codec is not None:
-        shares = [(end - start) // slowest.size for start, end in chunks]
-        encoded_bytes = slowest.size * sum(slowest.codec.encoded_bytes(share) for share in shares)
-    reduce_hops, gather_hops = [], []
-    for index, (hop, stride) in enumerate(zip(others, route.strides[1:-1], strict=True), start=1):
-        rows = stride // slowest.size
-        numels = piece_numels(chunks, rows)
-        reduce_hops.append(_reduce_scatter_hop(hop, rows * hop.size * slice_bytes, numels, wire))
-        is_encoded = index < route.num_quantized_sums
-        num_bytes = rows * hop.size * (encoded_bytes if is_encoded else slice_bytes)
-        gather_hops.append(HopTraffic(ALL_GATHER, hop.axis, hop.size, torch.uint8 if is_encoded else wire, num_bytes))
-    is_encoded = slowest.codec is not None
-    full_bytes, sum_wire = (encoded_bytes, torch.uint8) if is_encoded else (slice_bytes, wire)
-    slowest_hop = HopTraffic(ALL_REDUCE, slowest.axis, slowest.size, sum_wire, full_bytes)
-    return [*reduce_hops[::-1], slowest_hop, *gather_hops]
 
 
 def num_all_reduce_chunks(route: Route, numel: int, wire: torch.dtype) -> int:

@@ -18,15 +18,17 @@ import torch
 from mics_strategy.comm.route import (
     ALL_REDUCE,
     ALL_TO_ALL,
-    SENT_BYTES,
-    CollectiveTraffic,
-    HopTraffic,
     Route,
-    all_gather_traffic,
-    all_reduce_traffic,
     num_all_gather_chunks,
     num_all_reduce_chunks,
     num_reduce_scatter_chunks,
+)
+from mics_strategy.comm.traffic import (
+    SENT_BYTES,
+    CollectiveTraffic,
+    HopTraffic,
+    all_gather_traffic,
+    all_reduce_traffic,
     reduce_scatter_traffic,
 )
 from mics_strategy.engine.schedule import (
@@ -384,6 +386,7 @@ class _Planner:
                     role=role,
                     stage=stage,
                     num_chunks=collective.num_chunks,
+                    codec_work=message.codec_work,
                 )
             )
 

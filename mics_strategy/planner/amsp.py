@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, HopTraffic
+from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from mics_strategy.comm.traffic import HopTraffic
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
 from mics_strategy.planner.comm_time import INTER_NODE, INTRA_NODE, CommTime
 from mics_strategy.planner.memory import MicroBatch, activation_bytes

@@ -4,7 +4,7 @@ Every rank of the job takes part. Collectives run on the communicators that the 
 so that gloo's peer memory, NCCL and pipelined chunks are measured as training uses them. Ranks start together, and the
 time of the slowest one counts.
 
-1. Rates of matrix products and of memory, all ranks computing at once.
+1. Rates of matrix products, of memory and of codecs, and the time of a transformer layer, all ranks computing at once.
 2. Each collective by size, inside nodes, between nodes, and in one stage over both.
 3. A reduce-scatter on each link while the device computes: by how much each slows the other.
 
@@ -13,6 +13,7 @@ The command is `mics calibrate`; see docs/planner-calibration.md.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 import statistics
@@ -24,14 +25,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.comm.resources import CommResources
-from mics_strategy.comm.route import ALL_GATHER, REDUCE_SCATTER, SENT_BYTES
+from mics_strategy.comm.route import ALL_GATHER, REDUCE_SCATTER
+from mics_strategy.comm.traffic import SENT_BYTES
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.config import ShardConfig
 from mics_strategy.errors import ConfigError
+from mics_strategy.planner.cluster import Device
 from mics_strategy.planner.device_rates import (
     RUNS,
+    codec_rates,
     device_name,
     matmul_rate,
     matrix_product,
@@ -40,6 +45,7 @@ from mics_strategy.planner.device_rates import (
     repeat,
     synchronize,
 )
+from mics_strategy.planner.layer_time import layer_seconds, sustained_share
 from mics_strategy.planner.measured import FORMAT, monotone, slowdowns
 from mics_strategy.scopes import COLLECTIVES, Scopes, resolve_scopes
 from mics_strategy.tuning.autotune import collective_starter, run_collective, time_slowest_rank
@@ -194,7 +200,7 @@ class _Calibration:
 
     def fields(self) -> dict[str, Any]:
         """Measure everything, in one order on all ranks."""
-        compute = self._compute()
+        compute, codecs = self._compute(), self._codecs()
         stages, overlaps = [], {}
         for probe in probes(self._topology, self._resources.world_size):
             workspace = Workspace()
@@ -224,6 +230,7 @@ class _Calibration:
             "overlap_slowdown": slowest,
             "measured_stages": stages,
             "measured_overlaps": [{"link": link, **overlap} for link, overlap in overlaps.items()],
+            "measured_codecs": codecs,
         }
 
     def _compute(self) -> dict[str, Any]:
@@ -246,13 +253,22 @@ class _Calibration:
                 f"{flop_per_s[dtype] / 1e12:.4g} in {dtype}. Give the peak of this device in this dtype, or none."
             )
         name = device_name(self._device) if self._options.device_name == "auto" else self._options.device_name
+        device = Device(
+            name=name,
+            memory_bytes=memory_bytes(self._device, per_node),
+            memory_bytes_per_s=statistics.median(other for _, other in gathered),
+            peak_flop_per_s=peak,
+            matmul_efficiency=flop_per_s[dtype] / peak,
+        )
         return {
             "device": {
-                "name": name,
-                "memory": memory_bytes(self._device, per_node),
-                "memory_bandwidth": statistics.median(other for _, other in gathered),
-                "peak": peak,
-                "matmul_efficiency": flop_per_s[dtype] / peak,
+                "name": device.name,
+                "memory": device.memory_bytes,
+                "memory_bandwidth": device.memory_bytes_per_s,
+                "peak": device.peak_flop_per_s,
+                "matmul_efficiency": device.matmul_efficiency,
+                "sustained_efficiency": self._sustained_share(device, _DTYPES[dtype]),
+                "sustained_source": "a transformer layer by mics calibrate",
             },
             "slowest_node_factor": max(1.0, statistics.median(of_nodes) / min(of_nodes)),
             "calibration": {
@@ -266,6 +282,27 @@ class _Calibration:
                 "flop_per_s": flop_per_s,
             },
         }
+
+    def _sustained_share(self, device: Device, dtype: torch.dtype) -> float:
+        """Share of the best speed that a layer sustains on the median rank."""
+        seconds = gather_objects(layer_seconds(dtype, self._device, self._start_together))
+        return sustained_share(device, dtype, self._device.type, statistics.median(seconds))
+
+    def _codecs(self) -> list[dict[str, Any]]:
+        """Speeds of the codecs on the median rank."""
+        rows = []
+        for codec in (dataclasses.replace(Codec.of(name), rotation=r) for name in Codec.NAMES for r in (False, True)):
+            gathered = gather_objects(codec_rates(codec, self._device, self._start_together))
+            encoded_per_s, decoded_per_s = map(statistics.median, zip(*gathered, strict=True))
+            rows.append(
+                {
+                    "bits": codec.bits,
+                    "rotation": codec.rotation,
+                    "encoded_per_s": encoded_per_s,
+                    "decoded_per_s": decoded_per_s,
+                }
+            )
+        return rows
 
     def _table(self, collective: str, comm: AnyCommunicator, workspace: Workspace) -> list[tuple[int, float]]:
         """Bytes of the full tensor and seconds, until the next size would take too long."""

@@ -25,19 +25,24 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.catalog import look_up, nearest, read_table
 from mics_strategy.planner.measured import (
     CalibrationOrigin,
+    MeasuredCodec,
     MeasuredOverlap,
     MeasuredStage,
+    parse_codecs,
     parse_origin,
     parse_overlaps,
     parse_stages,
 )
 from mics_strategy.planner.quantities import Quantity, parse_quantity
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.codecs.format import Codec
 
 _DEVICE_FIELDS = ("name", "memory", "memory_bandwidth", "peak", "matmul_efficiency")
 _SUSTAINED_FIELDS = ("sustained_efficiency", "sustained_source")  # optional
@@ -45,7 +50,7 @@ _LINK_FIELDS = ("bandwidth", "node_bandwidth", "efficiency", "latency", "source"
 _CLUSTER_FIELDS = (
     *("name", "nodes", "device", "ranks_per_node", "intra_node", "inter_node"),
     *("nodes_per_switch", "inter_switch", "slowest_node_factor", "overlap_slowdown", "backend"),
-    *("measured_stages", "measured_overlaps", "calibration"),
+    *("measured_stages", "measured_overlaps", "measured_codecs", "calibration"),
 )
 # Bytes of memory traffic of Adam for each element, in fp32: master and two moments are read and written, the gradient
 # is read; in addition, the parameter is written in the dtype in which it is used.
@@ -144,6 +149,7 @@ class Cluster:
         backend: Backend of collectives: "nccl" or "gloo", on which collectives of two stages are pipelined in chunks.
         measured_stages: Measured stages of collectives, which count instead of the links' figures.
         measured_overlaps: Measured slow-downs by link, which count instead of `overlap_slowdown`.
+        measured_codecs: Measured speeds of codecs, which count instead of that of the device's memory.
         origin: Origin of the measurements; None where the cluster was not calibrated.
     """
 
@@ -160,6 +166,7 @@ class Cluster:
     backend: str = "nccl"
     measured_stages: tuple[MeasuredStage, ...] = ()
     measured_overlaps: tuple[MeasuredOverlap, ...] = ()
+    measured_codecs: tuple[MeasuredCodec, ...] = ()
     origin: CalibrationOrigin | None = None
 
     def __post_init__(self) -> None:
@@ -255,6 +262,7 @@ class Cluster:
             backend=fields.get("backend", "nccl"),
             measured_stages=parse_stages(fields.get("measured_stages", ()), where),
             measured_overlaps=parse_overlaps(fields.get("measured_overlaps", ()), where),
+            measured_codecs=parse_codecs(fields.get("measured_codecs", ()), where),
             origin=parse_origin(fields["calibration"], where) if "calibration" in fields else None,
         )
 
@@ -289,6 +297,13 @@ class Cluster:
             ):
                 return stage.seconds_by_bytes
         return ()
+
+    def measured_codec(self, codec: Codec) -> MeasuredCodec | None:
+        """Measured speed of a codec; None where it was not measured."""
+        for measured in self.measured_codecs:
+            if (measured.bits, measured.rotation) == (codec.bits, codec.rotation):
+                return measured
+        return None
 
     @property
     def world_size(self) -> int:

@@ -7,7 +7,8 @@ each of n nodes crosses the network in n - 1 of its steps; the others have the l
 The bandwidth of an inter-node link is that of one rank while all ranks of its node send. A single stage over k ranks of
 each of several nodes enters and leaves a node once, in one ring that k ranks' links share.
 
-Where a calibration has measured a stage, the measured time counts, interpolated between sizes.
+Where a calibration has measured a stage, the measured time counts, interpolated between sizes. Encoding and decoding
+take the time that was measured for the codec, or else that of their bytes in memory.
 
 Pure.
 
@@ -23,9 +24,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
-from mics_strategy.comm.route import ALL_REDUCE, SENT_BYTES, HopTraffic
+from mics_strategy.comm.route import ALL_REDUCE
+from mics_strategy.comm.traffic import SENT_BYTES, CodecWork, HopTraffic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 INTRA_NODE, INTER_NODE, INTER_SWITCH = "intra_node", "inter_node", "inter_switch"  # fastest first
 _LINKS = (INTRA_NODE, INTER_NODE, INTER_SWITCH)
-_CODEC_BYTES = 8  # of memory traffic for each encoded byte: INT8 values are read and written. Too few for fewer bits.
+_UNENCODED_BYTES = 4  # values are read and written in fp32
+_ROTATION = 4  # time of a codec with rotation, in times of that without; measured on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,14 @@ class StageTime:
     Attributes:
         link: Slowest link that it crosses: `INTRA_NODE`, `INTER_NODE` or `INTER_SWITCH`.
         seconds: Seconds on that link, if nothing else uses it.
-        codec_seconds: Seconds in which payloads are encoded and decoded, on the device.
+        encode_seconds: Seconds in which the device encodes, before the stage.
+        decode_seconds: Seconds in which it decodes, behind the stage.
     """
 
     link: str
     seconds: float
-    codec_seconds: float = 0.0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -64,11 +67,11 @@ class CommTime:
 
     cluster: Cluster
     axes: tuple[Axis, ...]
-    _cache: dict[tuple[str, str, int, torch.dtype, int], StageTime] = field(default_factory=dict)
+    _cache: dict[tuple[str, str, int, int, CodecWork | None], StageTime] = field(default_factory=dict)
 
     def of(self, stage: HopTraffic) -> StageTime:
         """The time of one stage."""
-        key = (stage.collective, stage.axis, stage.size, stage.dtype, stage.full_bytes)
+        key = (stage.collective, stage.axis, stage.size, stage.full_bytes, stage.codec_work)
         time = self._cache.get(key)
         if time is None:
             time = self._cache[key] = self._of(stage)
@@ -78,20 +81,27 @@ class CommTime:
         names = stage.axis.split("+")
         links = [link for link in _LINKS if any(name.startswith(link) for name in names)]
         name = links[-1]
-        codec_seconds = 0.0
-        if stage.dtype == torch.uint8:
-            codec_seconds = stage.full_bytes * _CODEC_BYTES / self.cluster.device.sustained_bytes_per_s
+        encode_s, decode_s = (0.0, 0.0) if stage.codec_work is None else self._codec_seconds(stage.codec_work)
         ranks_of_node = math.prod(axis.size for axis in self.axes if axis.name in names and axis.is_inside_node)
         table = self.cluster.measured(stage.collective, name, stage.size, ranks_of_node)
         if table:
-            return StageTime(name, interpolate(table, stage.full_bytes), codec_seconds)
+            return StageTime(name, interpolate(table, stage.full_bytes), encode_s, decode_s)
         link = self._link(name)
         bytes_per_s = link.bytes_per_s * (ranks_of_node if name != INTRA_NODE else 1)
         if len(links) > 1:
             bytes_per_s = min(bytes_per_s, self.cluster.intra_node.bytes_per_s)
         sent_bytes = SENT_BYTES[stage.collective](stage.full_bytes, stage.size)
         latency_s = self._latency_s(stage, ranks_of_node, link)
-        return StageTime(name, latency_s + sent_bytes / bytes_per_s, codec_seconds)
+        return StageTime(name, latency_s + sent_bytes / bytes_per_s, encode_s, decode_s)
+
+    def _codec_seconds(self, work: CodecWork) -> tuple[float, float]:
+        """Seconds in which one rank encodes, and decodes."""
+        measured = self.cluster.measured_codec(work.codec)
+        if measured is not None:
+            return work.encoded_numel / measured.encoded_per_s, work.decoded_numel / measured.decoded_per_s
+        bytes_of_value = (_UNENCODED_BYTES + work.codec.bits / 8) * (_ROTATION if work.codec.rotation else 1)
+        seconds_of_value = bytes_of_value / self.cluster.device.sustained_bytes_per_s
+        return work.encoded_numel * seconds_of_value, work.decoded_numel * seconds_of_value
 
     def _latency_s(self, stage: HopTraffic, ranks_of_node: int, link: Link) -> float:
         """Seconds of the messages of a stage that wait for one another.

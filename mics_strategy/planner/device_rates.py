@@ -1,4 +1,4 @@
-"""Rates of one device: matrix products, and copies in its memory."""
+"""Rates of one device: matrix products, copies in its memory, and codecs."""
 
 from __future__ import annotations
 
@@ -6,25 +6,46 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
+
+from mics_strategy.comm.codecs.quantizer import Quantizer
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.codecs.format import Codec
 
 RUNS = 7  # of each measurement; the median counts
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, start_together: Callable[[], None]) -> float:
     """FLOP per second of large matrix products, while every rank computes."""
-    return 2 * _edge(device) ** 3 / _seconds(matrix_product(dtype, device), device, start_together)
+    return 2 * _edge(device) ** 3 / median_seconds(matrix_product(dtype, device), device, start_together)
 
 
 def memory_rate(device: torch.device, start_together: Callable[[], None]) -> float:
     """Bytes per second that a large copy reads and writes, while every rank copies."""
     numel = (256 if device.type == "cuda" else 16) * 2**20
     source, target = (torch.zeros(numel, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * numel / _seconds(lambda: target.copy_(source), device, start_together)
+    return 2 * numel / median_seconds(lambda: target.copy_(source), device, start_together)
 
 
-def _seconds(run: Callable[[], object], device: torch.device, start_together: Callable[[], None]) -> float:
+def codec_rates(codec: Codec, device: torch.device, start_together: Callable[[], None]) -> tuple[float, float]:
+    """Values per second that are encoded, and that are decoded and added.
+
+    Every rank does so, in pieces as large as messages of gradients.
+    """
+    numel = (16 * 2**20) if device.type == "cuda" else 2**18
+    quantizer = Quantizer(codec, device)
+    values = torch.randn(numel, device=device)
+    encoded = torch.empty(codec.encoded_bytes(numel), dtype=torch.uint8, device=device)
+    encode_s = median_seconds(lambda: quantizer.encode(values, encoded), device, start_together)
+    return numel / encode_s, numel / median_seconds(
+        lambda: quantizer.decode_add(encoded, values), device, start_together
+    )
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, start_together: Callable[[], None]) -> float:
     """Median seconds of one of several runs in a row."""
     run()
     times = []

@@ -62,6 +62,23 @@ class MeasuredOverlap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCodec:
+    """Measured speed of a codec, while all ranks of a node encode or decode.
+
+    Attributes:
+        bits: Bits of a code.
+        rotation: Whether blocks are rotated.
+        encoded_per_s: Values per second that are encoded.
+        decoded_per_s: Values per second that are decoded and added.
+    """
+
+    bits: int
+    rotation: bool
+    encoded_per_s: float
+    decoded_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationOrigin:
     """When, where and with what a cluster was calibrated.
 
@@ -187,6 +204,28 @@ def parse_overlaps(value: Any, where: str) -> tuple[MeasuredOverlap, ...]:
                 raise ConfigError(f"`{key}={fields[key]!r}` of {name} is no slow-down. Use 1 or more.")
         overlaps.append(MeasuredOverlap(**fields))
     return tuple(overlaps)
+
+
+def parse_codecs(value: Any, where: str) -> tuple[MeasuredCodec, ...]:
+    """The measured codecs in a file.
+
+    Raises:
+        ConfigError: An entry has other fields, or speeds that are not positive.
+    """
+    codecs = []
+    for number, entry in enumerate(_list(value)):
+        name = f"`measured_codecs[{number}]` of {where}"
+        fields = _fields(entry, ("bits", "rotation", "encoded_per_s", "decoded_per_s"), name)
+        if not (_is_count(fields["bits"]) and isinstance(fields["rotation"], bool)):
+            raise ConfigError(
+                f"`bits={fields['bits']!r}` and `rotation={fields['rotation']!r}` of {name} are no codec. Calibrate "
+                "again."
+            )
+        for key in ("encoded_per_s", "decoded_per_s"):
+            if not _is_positive(fields[key]):
+                raise ConfigError(f"`{key}={fields[key]!r}` of {name} is no speed. Calibrate again.")
+        codecs.append(MeasuredCodec(**fields))
+    return tuple(codecs)
 
 
 def parse_origin(value: Any, where: str) -> CalibrationOrigin:

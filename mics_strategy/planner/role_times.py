@@ -12,7 +12,7 @@ import collections
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mics_strategy.comm.route import HopTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
+from mics_strategy.comm.traffic import HopTraffic, all_gather_traffic, all_reduce_traffic, reduce_scatter_traffic
 from mics_strategy.engine.schedule import full_numel
 from mics_strategy.planner.comm_time import CommTime
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from mics_strategy.engine.plan import ROOT_NAME, USAGE, Plan, PlannedCollective, StepOrder, plan_step
 from mics_strategy.errors import ConfigError
 from mics_strategy.planner.comm_time import CommTime
-from mics_strategy.planner.event_queue import ALONE, Slowdown, Times, run
+from mics_strategy.planner.event_queue import Slowdown, Times, run
 from mics_strategy.planner.step_tasks import COMPUTE, OPTIMIZER, StepRules, StepTasks, UnitTime, step_tasks
 from mics_strategy.planner.unit_plans import unit_plans
 from mics_strategy.scopes import COLLECTIVES
@@ -27,8 +27,9 @@ from mics_strategy.timeline import COMPUTE_ROW, Category, Interval, PartKey, Row
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
-    from mics_strategy.planner.cluster import Cluster
+    from mics_strategy.planner.cluster import Cluster, Device
     from mics_strategy.planner.measured import MeasuredCompute
+    from mics_strategy.planner.model import UnitModel
     from mics_strategy.planner.workload import Workload
     from mics_strategy.scopes import Scopes
 
@@ -123,23 +124,26 @@ def unit_times(job: Job) -> tuple[UnitTime, ...]:
     """Seconds of each unit on the slowest device of the job, for one micro-step."""
     if job.workload.measured is not None:
         return _measured_times(job, job.workload.measured)
-    device, samples = job.cluster.device, job.micro_batch
-    flop_per_s = device.sustained_flop_per_s / job.cluster.slowest_node_factor
-    bytes_per_s = device.sustained_bytes_per_s / job.cluster.slowest_node_factor
     times = []
     for unit in job.workload.model.units:
-        matmul_s = unit.forward_flop * samples / flop_per_s
-        pass_s = unit.saved_bytes * samples / bytes_per_s
-        forward_s = matmul_s + _FORWARD_PASSES * pass_s
+        forward_s, backward_s = compute_times(unit, job.micro_batch, job.cluster.device)
+        forward_s, backward_s = (s * job.cluster.slowest_node_factor for s in (forward_s, backward_s))
         times.append(
             UnitTime(
                 name=unit.name or ROOT_NAME,
                 forward_s=forward_s,
                 recompute_s=forward_s if job.recompute and unit.is_layer else 0.0,
-                backward_s=2 * matmul_s + _BACKWARD_PASSES * pass_s,
+                backward_s=backward_s,
             )
         )
     return tuple(times)
+
+
+def compute_times(unit: UnitModel, samples: int, device: Device) -> tuple[float, float]:
+    """Seconds of the forward and the backward of one unit for so many samples."""
+    matmul_s = unit.forward_flop * samples / device.sustained_flop_per_s
+    pass_s = unit.saved_bytes * samples / device.sustained_bytes_per_s
+    return matmul_s + _FORWARD_PASSES * pass_s, 2 * matmul_s + _BACKWARD_PASSES * pass_s
 
 
 def _measured_times(job: Job, measured: MeasuredCompute) -> tuple[UnitTime, ...]:
@@ -158,7 +162,7 @@ def _measured_times(job: Job, measured: MeasuredCompute) -> tuple[UnitTime, ...]
         )
     return tuple(
         UnitTime(
-            name=unit.name,
+            name=unit.name or ROOT_NAME,
             forward_s=times.forward_s,
             recompute_s=times.forward_s if job.recompute and unit.is_layer else 0.0,
             backward_s=times.backward_s,
@@ -241,18 +245,19 @@ def collective_key(stage: PlannedCollective, scopes: Scopes, category: Category)
 def _collectives(tasks: StepTasks) -> Iterator[tuple[list[int], list[PlannedCollective]]]:
     """Tasks of each collective, by index, and its stages.
 
-    A task of a codec precedes its stage. A collective never has two stages of one kind over one axis.
+    A stage has a task for each chunk, which those of its codec surround. A collective never has two stages of one kind
+    over one axis.
     """
     indices: list[int] = []
     stages: list[PlannedCollective] = []
     first: PlannedCollective | None = None
-    for index, (task, label) in enumerate(zip(tasks.tasks, tasks.labels, strict=True)):
+    for index, label in enumerate(tasks.labels):
         stage = label.stage
         continues = (
             first is not None
             and stage is not None
             and (first.role, first.unit) == (stage.role, stage.unit)
-            and all((s.collective, s.axis) != (stage.collective, stage.axis) for s in stages)
+            and all(s is stage or (s.collective, s.axis) != (stage.collective, stage.axis) for s in stages)
         )
         if not continues:
             if indices:
@@ -260,7 +265,7 @@ def _collectives(tasks: StepTasks) -> Iterator[tuple[list[int], list[PlannedColl
             indices, stages, first = [], [], stage
         if stage is not None:
             indices.append(index)
-            if task.resource != ALONE:
+            if all(s is not stage for s in stages):
                 stages.append(stage)
     if indices:
         yield indices, stages

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from mics_strategy.comm.route import ALL_GATHER
-from mics_strategy.planner.event_queue import ALONE, DEVICE, Task
+from mics_strategy.errors import ConfigError
+from mics_strategy.planner.event_queue import DEVICE, Task
 
 if TYPE_CHECKING:
     from mics_strategy.config import ShardConfig
@@ -85,12 +86,20 @@ def step_tasks(
         units: Seconds of each unit, by index; the root is the first.
         optimizer_s: Seconds of the optimizer.
         rules: Overlaps, and times of collectives.
+
+    Raises:
+        ConfigError: The plan has collectives of other units.
     """
     builder = _Builder(plan, order, units, rules)
     for micro_step in range(order.num_micro_steps):
         builder.forward(micro_step)
         builder.backward(micro_step, is_last=micro_step == order.num_micro_steps - 1)
     builder.optimizer(optimizer_s)
+    if builder.unplayed:
+        raise ConfigError(
+            f"Collectives of {', '.join(map(repr, sorted(builder.unplayed)))} are planned, and times are given of "
+            f"{', '.join(repr(unit.name) for unit in units)}. Give the times of the planned units."
+        )
     return StepTasks(builder.tasks, builder.labels, builder.micro_step_ends)
 
 
@@ -142,6 +151,11 @@ class _Builder:
                 collectives[-1].append(planned)
             else:
                 collectives.append([planned])
+
+    @property
+    def unplayed(self) -> set[str]:
+        """Units with planned collectives that have no task yet."""
+        return {unit for (_, _, unit, _), collectives in self._collectives.items() if collectives}
 
     def forward(self, micro_step: int) -> None:
         """Gathers and forwards.
@@ -266,11 +280,14 @@ class _Builder:
         return last
 
     def _stage(self, stream: str, stage: PlannedCollective, num_chunks: int, after: tuple[int, ...]) -> int:
-        """Add one chunk of one stage, behind its encoding."""
+        """Add one chunk of one stage, with its encoding and decoding on the device."""
         time, label = self.rules.comm_time.of(stage), Label(stage.collective, stage.unit, stage)
-        if time.codec_seconds:
-            after = (self._add(label, Task(stream, ALONE, time.codec_seconds / num_chunks, after)),)
-        return self._add(label, Task(stream, time.link, time.seconds / num_chunks, after))
+        if time.encode_seconds:
+            after = (self._add(label, Task(stream, DEVICE, time.encode_seconds / num_chunks, after)),)
+        last = self._add(label, Task(stream, time.link, time.seconds / num_chunks, after))
+        if time.decode_seconds:
+            last = self._add(label, Task(stream, DEVICE, time.decode_seconds / num_chunks, (last,)))
+        return last
 
     def _compute(self, name: str, unit: UnitTime, seconds: float, after: tuple[int | None, ...]) -> None:
         self._last_compute = self._add(

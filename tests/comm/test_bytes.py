@@ -1,15 +1,18 @@
 """Are the bytes that leave a rank those of the traffic log, and those of the formulas?"""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from mics_strategy.comm import route as routes
+from mics_strategy.comm import traffic
 from mics_strategy.comm.codecs.format import Codec
+from mics_strategy.comm.codecs.torch_codec import TorchCodec
 from mics_strategy.comm.communicator import Communicator
-from mics_strategy.comm.route import SENT_BYTES, HopTraffic, TrafficLog
+from mics_strategy.comm.traffic import SENT_BYTES, HopTraffic, TrafficLog
 from mics_strategy.comm.work import Work
 from tests.comm.networks import ALL_TO_ALL, Network, Stages
 from tests.engine.counting import CountC10d, Kind
@@ -37,15 +40,15 @@ def started(one: Communicator, kind: str, numel: int) -> tuple[Work, list[HopTra
     """A collective under way, and what is planned for it; `numel` of a shard, or of a whole all-reduce."""
     full = torch.zeros(one.size * numel, dtype=BF16)
     if kind == "gather":
-        return one.all_gather(full, full[:numel].clone(), "block"), routes.all_gather_traffic(
+        return one.all_gather(full, full[:numel].clone(), "block"), traffic.all_gather_traffic(
             one.route, full.numel(), BF16
         )
     if kind == "reduce":
         handle = one.reduce_scatter(torch.empty(numel), full, False, "block")
-        return handle, routes.reduce_scatter_traffic(one.route, full.numel(), BF16)
+        return handle, traffic.reduce_scatter_traffic(one.route, full.numel(), BF16)
     wire = BF16 if kind == "narrow all-reduce" else FP32
     handle = one.all_reduce(torch.zeros(numel), wire, "block")
-    return handle, routes.all_reduce_traffic(one.route, numel, wire, FP32)
+    return handle, traffic.all_reduce_traffic(one.route, numel, wire, FP32)
 
 
 def different(ctx: RankContext, codec: Codec | None, links: str, num_stages: Stages) -> list[str]:
@@ -82,6 +85,58 @@ def test_bytes_sent_are_those_written_and_those_planned(
 ) -> None:
     world = nodes * per_node
     assert ranks(world, different, codec, links, stages, ranks_per_node=per_node) == [[]] * world
+
+
+@contextmanager
+def counted_values() -> Iterator[Counter[str]]:
+    """Values that pass through codecs on the CPU, of whole calls."""
+    counts: Counter[str] = Counter()
+    encode, decode = TorchCodec.encode, TorchCodec.decode
+
+    def counting_encode(self: TorchCodec, values: torch.Tensor, out: torch.Tensor) -> None:
+        counts["encoded"] += values.numel()
+        encode(self, values, out)
+
+    def counting_decode(self: TorchCodec, encoded: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+        counts["decoded"] += out.numel()
+        decode(self, encoded, out, accumulate)
+
+    with patch.object(TorchCodec, "encode", counting_encode), patch.object(TorchCodec, "decode", counting_decode):
+        yield counts
+
+
+def different_work(ctx: RankContext, codec: Codec, links: str, num_stages: Stages) -> list[str]:
+    """Where planned and real work of codecs differ."""
+    network, found = Network(ctx, codec, links, num_stages), []
+    one, numel = network.one, 24_000
+    one.reserve_all_gather(numel, BF16)
+    one.reserve_reduce_scatter(one.size * numel, BF16, FP32)
+    one.reserve_all_reduce(numel, FP32, FP32)
+    network.lend()
+    for kind in ("gather", "reduce", "wide all-reduce"):
+        with counted_values() as counts:
+            handle, messages = started(one, kind, numel)
+            handle.wait()
+        works = [message.codec_work for message in messages if message.codec_work is not None]
+        planned = {
+            "encoded": sum(work.encoded_numel for work in works),
+            "decoded": sum(work.decoded_numel for work in works),
+        }
+        if counts != planned:
+            found.append(f"{kind}: {counts}, {planned} planned")
+    return found
+
+
+@pytest.mark.one_job
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "stages", "links"),
+    [(2, 2, 1, "slow"), (2, 2, 2, "slow"), (2, 2, 2, "all"), (2, 4, 2, "all"), (3, 2, 2, "slow"), (4, 2, 3, "all")],
+)
+def test_codecs_encode_and_decode_what_is_planned(
+    ranks: RankPool, nodes: int, per_node: int, stages: Stages, links: str
+) -> None:
+    world = nodes * per_node
+    assert ranks(world, different_work, INT4, links, stages, ranks_per_node=per_node) == [[]] * world
 
 
 def leaving(ctx: RankContext, numel: int) -> int:

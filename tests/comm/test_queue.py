@@ -25,7 +25,7 @@ from mics_strategy.comm.queue import (
     TaskSteps,
     ThreadQueue,
 )
-from mics_strategy.comm.route import TrafficLog
+from mics_strategy.comm.traffic import TrafficLog
 from mics_strategy.comm.work import BackendWork, Work
 from mics_strategy.comm.workspace import Workspace
 from mics_strategy.errors import CommunicationError, LifecycleError

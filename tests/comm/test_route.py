@@ -7,20 +7,22 @@ import torch
 
 from mics_strategy.comm.codecs.format import Codec
 from mics_strategy.comm.route import (
-    SENT_BYTES,
     Algorithm,
     Hop,
-    HopTraffic,
     Route,
     SizedRoutes,
-    all_gather_bytes,
-    all_gather_traffic,
-    all_reduce_bytes,
     all_reduce_slice,
-    all_reduce_traffic,
     chunks_of,
     is_plain_all_reduce,
     pipeline_chunks,
+)
+from mics_strategy.comm.traffic import (
+    SENT_BYTES,
+    HopTraffic,
+    all_gather_bytes,
+    all_gather_traffic,
+    all_reduce_bytes,
+    all_reduce_traffic,
     reduce_scatter_bytes,
     reduce_scatter_traffic,
 )

@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, HopTraffic
-from mics_strategy.planner.cluster import Cluster, Link, MeasuredStage
+from mics_strategy.comm.codecs.format import Codec
+from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from mics_strategy.comm.traffic import CodecWork, HopTraffic
+from mics_strategy.planner.cluster import Cluster, Link, MeasuredCodec, MeasuredStage
 from mics_strategy.planner.comm_time import CommTime, interpolate
 from mics_strategy.topology import Axis
 from tests.planner.jobs import tiny_cluster
@@ -44,9 +46,33 @@ def test_the_links_inside_a_node_bound_a_ring_over_nodes() -> None:
     assert flat == pytest.approx(7 * 1e-5 + 24 * 1e-6 + 31 * MB / 1e9)
 
 
-def test_codecs_take_time_of_the_devices_memory() -> None:
-    stage = HopTraffic(ALL_GATHER, "inter_node", 8, torch.uint8, 8 * MB)
-    assert CommTime(tiny_cluster(), (INTRA, INTER)).of(stage).codec_seconds == pytest.approx(8 * 8 * MB / 1e10)
+def encoded(codec: Codec) -> HopTraffic:
+    work = CodecWork(codec=codec, encoded_numel=MB, decoded_numel=8 * MB)
+    return HopTraffic(ALL_GATHER, "inter_node", 8, torch.uint8, 8 * MB, codec_work=work)
+
+
+@pytest.mark.parametrize(
+    ("codec", "bytes_of_value"),
+    [
+        (Codec(bits=8), 5.0),
+        (Codec(bits=4), 4.5),
+        (Codec(bits=2), 4.25),
+        (Codec(bits=8, rotation=True), 20.0),
+    ],
+)
+def test_codecs_take_time_of_the_devices_memory(codec: Codec, bytes_of_value: float) -> None:
+    time = CommTime(tiny_cluster(), (INTRA, INTER)).of(encoded(codec))
+    assert time.encode_seconds == pytest.approx(MB * bytes_of_value / 1e10)
+    assert time.decode_seconds == pytest.approx(8 * MB * bytes_of_value / 1e10)
+
+
+def test_measured_codecs_count_instead_of_the_memory() -> None:
+    measured = MeasuredCodec(bits=4, rotation=False, encoded_per_s=1e8, decoded_per_s=4e8)
+    times = CommTime(dataclasses.replace(tiny_cluster(), measured_codecs=(measured,)), (INTRA, INTER))
+    time = times.of(encoded(Codec(bits=4, block_size=32)))
+    assert (time.encode_seconds, time.decode_seconds) == pytest.approx((0.01, 0.02))
+    assert times.of(encoded(Codec(bits=4, rotation=True))).encode_seconds == pytest.approx(18 * MB / 1e10)
+    assert times.of(encoded(Codec(bits=8))).encode_seconds == pytest.approx(5 * MB / 1e10)
 
 
 def test_measured_stages_count_instead_of_the_links() -> None:

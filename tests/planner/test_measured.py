@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mics_strategy import ConfigError, ShardConfig, Topology
-from mics_strategy.comm.route import HopTraffic
+from mics_strategy.comm.traffic import HopTraffic
 from mics_strategy.planner.calibration import calibration_warnings, check_calibration
 from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.choice import simulate
@@ -70,6 +70,9 @@ def fields(**changes: Any) -> dict[str, Any]:
     }
 
 
+CODEC = {"bits": 8, "rotation": False, "encoded_per_s": 1e9, "decoded_per_s": 2e9}
+
+
 def load(folder: Path, **changes: Any) -> Cluster:
     path = folder / "cluster.json"
     path.write_text(json.dumps(fields(**changes)))
@@ -81,6 +84,7 @@ def test_a_calibration_is_a_cluster(tmp_path: Path) -> None:
     assert (cluster.backend, cluster.overlap_slowdown, cluster.world_size) == ("gloo", 1.5, 4)
     assert cluster.origin is not None
     assert cluster.origin.hosts == ("a", "b")
+    assert cluster.measured_codecs == ()  # as in files of earlier versions
     (overlap,) = cluster.measured_overlaps
     assert (overlap.link, overlap.compute, overlap.collective) == ("inter_node", 1.25, 2.0)
 
@@ -115,6 +119,10 @@ def test_measured_seconds_count_and_ranks_of_a_node_tell_spans_of_one_size_apart
         ),
         ({"measured_stages": [{**fields()["measured_stages"][0], "seconds_by_bytes": [[9, 0.0]]}]}, "above 0"),
         ({"measured_overlaps": [{"link": "inter_node", "compute": 0.5, "collective": 1.0}]}, "no slow-down"),
+        ({"measured_codecs": [{**CODEC, "bits": 4.5}]}, "are no codec"),
+        ({"measured_codecs": [{**CODEC, "rotation": 1}]}, "are no codec"),
+        ({"measured_codecs": [{**CODEC, "decoded_per_s": 0.0}]}, "`decoded_per_s=0.0`.*is no speed"),
+        ({"measured_codecs": [{"bits": 8}]}, "must have bits, rotation, encoded_per_s"),
         ({"overlap_slowdown": 0.5}, "makes compute faster"),
         ({"backend": "mpi"}, "`backend='mpi'`"),
         ({"speed": 1}, "`speed` is no field"),

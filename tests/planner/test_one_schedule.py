@@ -1,5 +1,7 @@
 """Does the planner send what the engine sends, for real models?"""
 
+import dataclasses
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -9,8 +11,14 @@ from torch import nn
 
 from mics_strategy.config import ShardConfig
 from mics_strategy.engine.estimate import estimate_memory
+from mics_strategy.errors import ConfigError
 from mics_strategy.planner.choice import simulate
+from mics_strategy.planner.comm_time import CommTime
+from mics_strategy.planner.measured import MeasuredCompute, MeasuredUnit
+from mics_strategy.planner.model import ModelDescription
 from mics_strategy.planner.model_formulas import describe
+from mics_strategy.planner.simulator import unit_times
+from mics_strategy.planner.step_tasks import StepRules, step_tasks
 from mics_strategy.planner.workload import Workload
 from tests.planner.jobs import tiny_cluster
 from tests.planner.test_model import TOKENS, build, shape
@@ -57,6 +65,25 @@ def test_planned_bytes_are_those_of_the_engine(model: str, name: str) -> None:
     for collective in real:
         sent[collective.axis] += collective.sent_bytes
     assert step.sent_bytes == dict(sent)
-    timeline = step.timeline()
-    on_rows = sum(interval.sent_bytes for row in timeline.rows_of(0)[1:] for interval in row.intervals)
-    assert on_rows == sum(sent.values())
+    measured_too = dataclasses.replace(training, measured=measured(training.model))
+    for workload, backend in itertools.product((training, measured_too), ("nccl", "gloo")):
+        cluster = dataclasses.replace(tiny_cluster(nodes=NODES, ranks_per_node=PER_NODE), backend=backend)
+        simulated = simulate(workload, cluster, config)
+        rows = simulated.timeline().rows_of(0)[1:]
+        on_rows = sum(interval.sent_bytes for row in rows for interval in row.intervals)
+        assert on_rows == sum(simulated.sent_bytes.values())
+
+
+def measured(model: ModelDescription) -> MeasuredCompute:
+    """A second for every forward, and for every backward."""
+    units = tuple(MeasuredUnit(name=unit.name, forward_s=1.0, backward_s=1.0) for unit in model.units)
+    return MeasuredCompute(micro_batch=1, units=units, optimizer_s_per_numel=0.0)
+
+
+def test_a_plan_of_other_units_than_the_times_is_refused() -> None:
+    training = Workload(model=describe(SHAPES["llama"], TOKENS), global_batch=8, micro_batch=1, recompute=False)
+    job = simulate(training, tiny_cluster(nodes=NODES, ranks_per_node=PER_NODE), ShardConfig.preset("mics")).job
+    times = tuple(dataclasses.replace(time, name=time.name.strip("()")) for time in unit_times(job))
+    rules = StepRules.of(job.config, frozenset(), CommTime(job.cluster, job.scopes.axes))
+    with pytest.raises(ConfigError, match=r"Collectives of '\(root\)' are planned"):
+        step_tasks(job.plan(1), job.order(1), times, 0.0, rules)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mics_strategy import ShardConfig, Topology
-from mics_strategy.comm.route import all_gather_traffic, chunks_of, num_all_gather_chunks
+from mics_strategy.comm.route import chunks_of, num_all_gather_chunks
+from mics_strategy.comm.traffic import all_gather_traffic
 from mics_strategy.engine.plan import Plan, PlannedCollective, StepOrder
 from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.choice import simulate

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.comm import route as routes
+from mics_strategy.comm import traffic
 from mics_strategy.comm.peer_memory.readv import GatherTarget, ScatterTarget, SourceVec
 from mics_strategy.comm.work import Steps, Work, check_shapes
 
@@ -96,7 +97,7 @@ class PeerMemoryCommunicator:
         full_numel = shard.numel() * self._transport.size
         check_shapes(rows[self._transport.index].numel() == shard.numel(), label, shard, shard)
         op = self._queue.next_op("All-gather", label, full_numel, shard.dtype)
-        self._queue.log(routes.all_gather_traffic(self._route, full_numel, shard.dtype))
+        self._queue.log(traffic.all_gather_traffic(self._route, full_numel, shard.dtype))
         return self._queue.submit(op, partial(self._all_gather, rows, shard, op.tag))
 
     def _all_gather(self, rows: list[ScatterTarget], shard: torch.Tensor, tag: int) -> Steps:
@@ -120,7 +121,7 @@ class PeerMemoryCommunicator:
         """
         full_numel = out.numel() * self._transport.size
         op = self._queue.next_op("Reduce-scatter", label, full_numel, views.dtype)
-        self._queue.log(routes.reduce_scatter_traffic(self._route, full_numel, views.dtype))
+        self._queue.log(traffic.reduce_scatter_traffic(self._route, full_numel, views.dtype))
         return self._queue.submit(op, partial(self._reduce_scatter, out, inputs, views, accumulate, op.tag))
 
     def _reduce_scatter(

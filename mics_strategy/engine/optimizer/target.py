@@ -15,7 +15,7 @@ from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
-    from mics_strategy.comm.route import CollectiveTraffic
+    from mics_strategy.comm.traffic import CollectiveTraffic
     from mics_strategy.engine.build import BuildContext
     from mics_strategy.engine.step import Engine
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from mics_strategy.comm.route import SENT_BYTES, all_reduce_bytes
+from mics_strategy.comm.traffic import SENT_BYTES, all_reduce_bytes
 from mics_strategy.comm.work import Steps, Work
 from mics_strategy.engine.profile.recorder import (
     AFTER_BACKWARD,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mics_strategy.comm.control import ControlGroup
     from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.comm.queue import CollectiveQueue, CommTask, OpRequest
-    from mics_strategy.comm.route import HopTraffic
+    from mics_strategy.comm.traffic import HopTraffic
     from mics_strategy.engine.grad_bucket import GradBucket
     from mics_strategy.engine.optimizer.local_swap import LocalParamSwap
     from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mics_strategy.comm.route import ALL_GATHER, HopTraffic
+from mics_strategy.comm.route import ALL_GATHER
+from mics_strategy.comm.traffic import HopTraffic
 from mics_strategy.planner.comm_time import INTER_NODE, INTRA_NODE, CommTime
 from mics_strategy.planner.published.testbed import NotPredictable, Testbed
 from mics_strategy.topology import Axis

@@ -1,0 +1,214 @@
+"""Traffic of collectives: what a rank sends in each stage, and what it encodes.
+
+Plans are priced with closed formulas of the bytes that one rank sends. Every collective of the training loop is
+recorded in a `TrafficLog` when it is submitted, from the tensors that were really passed, with one entry for each
+stage. Tests compare the two.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from mics_strategy.comm.route import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    all_reduce_chunks,
+    all_reduce_slice,
+    chunks_of,
+    is_plain_all_reduce,
+    piece_numels,
+)
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.codecs.format import Codec
+    from mics_strategy.comm.route import Hop, Route
+
+
+def all_gather_bytes(full_bytes: int, size: int) -> int:
+    """Bytes sent per rank by an all-gather of `full_bytes` over `size` ranks.
+
+    Source:
+        MiCS (arXiv:2205.00119) section 3.3, ``(p - 1) M / p``.
+    """
+    return full_bytes // size * (size - 1)
+
+
+def reduce_scatter_bytes(full_bytes: int, size: int) -> int:
+    """Bytes sent per rank by a reduce-scatter of `full_bytes` over `size` ranks.
+
+    Source:
+        MiCS (arXiv:2205.00119) section 3.4, ``(p - 1) M / p``.
+    """
+    return full_bytes // size * (size - 1)
+
+
+def all_reduce_bytes(full_bytes: int, size: int) -> int:
+    """Bytes sent per rank by a ring all-reduce of `full_bytes`, rounded down.
+
+    Source:
+        AMSP (arXiv:2311.00257), cost of a ring all-reduce, ``2 (p - 1) v / p``.
+    """
+    return 2 * full_bytes * (size - 1) // size
+
+
+SENT_BYTES = {ALL_GATHER: all_gather_bytes, REDUCE_SCATTER: reduce_scatter_bytes, ALL_REDUCE: all_reduce_bytes}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecWork:
+    """Values that one rank encodes before a stage, and decodes behind it.
+
+    What feedback decodes of its own payloads counts as decoded.
+    """
+
+    codec: Codec
+    encoded_numel: int
+    decoded_numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class HopTraffic:
+    """One stage of one collective, as planned and counted.
+
+    Attributes:
+        collective: Name of the collective: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        axis: Names of the mesh axes that it spans.
+        size: Ranks that take part.
+        dtype: Dtype on the wire.
+        full_bytes: Bytes of the full tensor of the stage.
+        codec_work: What a rank encodes and decodes; None for nothing, and where traffic is counted. Not compared.
+    """
+
+    collective: str
+    axis: str
+    size: int
+    dtype: torch.dtype
+    full_bytes: int
+    codec_work: CodecWork | None = field(default=None, compare=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTraffic(HopTraffic):
+    """One stage of a collective, and the bytes that this rank sends in it."""
+
+    sent_bytes: int
+
+
+@dataclass(slots=True)
+class TrafficLog:
+    """The collectives issued since the log was last drained, with their counts."""
+
+    entries: Counter[CollectiveTraffic] = field(default_factory=Counter)
+
+    def record(self, collective: str, axis: str, size: int, dtype: torch.dtype, full_bytes: int) -> None:
+        """Record one collective whose full tensor has `full_bytes`."""
+        sent_bytes = SENT_BYTES[collective](full_bytes, size)
+        self.entries[CollectiveTraffic(collective, axis, size, dtype, full_bytes, sent_bytes)] += 1
+
+    def record_all_to_all(self, axis: str, size: int, full: torch.Tensor, kept_numel: int) -> None:
+        """Record an all-to-all of `full`, of which this rank keeps `kept_numel` elements."""
+        full_bytes, sent_bytes = full.numel() * full.itemsize, (full.numel() - kept_numel) * full.itemsize
+        self.entries[CollectiveTraffic(ALL_TO_ALL, axis, size, full.dtype, full_bytes, sent_bytes)] += 1
+
+    def drain(self) -> Counter[CollectiveTraffic]:
+        """Return the entries so far, and empty the log."""
+        entries, self.entries = self.entries, Counter()
+        return entries
+
+
+def all_gather_traffic(route: Route, full_numel: int, dtype: torch.dtype) -> list[HopTraffic]:
+    """The traffic of an all-gather of `full_numel` elements, stage by stage."""
+    shard, codec = full_numel // route.size, route.hops[0].codec
+    encoded_bytes = 0
+    if codec is not None:
+        chunks = [(0, shard)] if route.all_gather_codec is not None else chunks_of(route, shard, dtype.itemsize)
+        encoded_bytes = sum(codec.encoded_bytes(end - start) for start, end in chunks)
+    hops = []
+    for index, (hop, rows) in enumerate(zip(route.hops, route.strides[1:], strict=True), start=1):
+        wire, num_bytes, work = dtype, full_numel * dtype.itemsize * rows // route.size, None
+        if hop.codec is not None:
+            wire, num_bytes = torch.uint8, rows * encoded_bytes
+            decoded_numel = rows * shard if index == route.num_quantized else 0
+            work = _codec_work(hop.codec, shard if index == 1 else 0, decoded_numel)
+        hops.append(HopTraffic(ALL_GATHER, hop.axis, hop.size, wire, num_bytes, codec_work=work))
+    return hops
+
+
+def _codec_work(codec: Codec, encoded_numel: int, decoded_numel: int) -> CodecWork | None:
+    if not (encoded_numel or decoded_numel):
+        return None
+    return CodecWork(codec=codec, encoded_numel=encoded_numel, decoded_numel=decoded_numel)
+
+
+def reduce_scatter_traffic(route: Route, full_numel: int, wire: torch.dtype) -> list[HopTraffic]:
+    """The traffic of a reduce-scatter of `full_numel` elements, stage by stage."""
+    shard = full_numel // route.size
+    chunks = chunks_of(route, shard, wire.itemsize)
+    hops = []
+    for hop, rows in reversed([*zip(route.hops, route.strides, strict=False)]):
+        unquantized_bytes = full_numel * wire.itemsize * rows * hop.size // route.size
+        hops.append(_reduce_scatter_hop(hop, unquantized_bytes, piece_numels(chunks, rows), wire))
+    return hops
+
+
+def _reduce_scatter_hop(hop: Hop, unquantized_bytes: int, numels: list[int], wire: torch.dtype) -> HopTraffic:
+    """The traffic of one stage.
+
+    A quantized one sends pieces of `numels` elements, one of each size to each rank.
+    """
+    if hop.codec is None:
+        return HopTraffic(REDUCE_SCATTER, hop.axis, hop.size, wire, unquantized_bytes)
+    num_bytes = hop.size * sum(hop.codec.encoded_bytes(numel) for numel in numels)
+    work = _sum_work(hop.codec, (hop.size - 1) * sum(numels))
+    return HopTraffic(REDUCE_SCATTER, hop.axis, hop.size, torch.uint8, num_bytes, codec_work=work)
+
+
+def _sum_work(codec: Codec, numel: int, num_own: int = 0, num_gathered: int = 0) -> CodecWork | None:
+    """What a rank encodes and decodes for a sum.
+
+    Args:
+        codec: Codec of the payloads.
+        numel: Elements that it sends to others, and as many that it receives.
+        num_own: Elements of its sums that it encodes for an all-gather.
+        num_gathered: Elements that it decodes of this all-gather.
+    """
+    encoded_numel = numel + num_own
+    return _codec_work(codec, encoded_numel, numel + num_gathered + (encoded_numel if codec.feedback else 0))
+
+
+def all_reduce_traffic(route: Route, numel: int, wire: torch.dtype, dtype: torch.dtype) -> list[HopTraffic]:
+    """The traffic of an all-reduce of `numel` elements of `dtype`, stage by stage."""
+    slowest, *others = route.hops
+    if is_plain_all_reduce(route, wire, dtype):
+        return [HopTraffic(ALL_REDUCE, slowest.axis, slowest.size, dtype, numel * dtype.itemsize)]
+    slice_numel = all_reduce_slice(route, numel)
+    chunks = all_reduce_chunks(route, slice_numel, wire.itemsize)
+    slice_bytes, encoded_bytes = slice_numel * wire.itemsize, 0
+    if slowest.codec is not None:
+        shares = [(end - start) // slowest.size for start, end in chunks]
+        encoded_bytes = slowest.size * sum(slowest.codec.encoded_bytes(share) for share in shares)
+    reduce_hops, gather_hops = [], []
+    for index, (hop, stride) in enumerate(zip(others, route.strides[1:-1], strict=True), start=1):
+        rows = stride // slowest.size
+        numels = piece_numels(chunks, rows)
+        reduce_hops.append(_reduce_scatter_hop(hop, rows * hop.size * slice_bytes, numels, wire))
+        is_encoded, is_last = index < route.num_quantized_sums, index == route.num_quantized_sums - 1
+        num_bytes = rows * hop.size * (encoded_bytes if is_encoded else slice_bytes)
+        work = _codec_work(hop.codec, 0, rows * hop.size * slice_numel) if hop.codec is not None and is_last else None
+        gather_wire = torch.uint8 if is_encoded else wire
+        gather_hops.append(HopTraffic(ALL_GATHER, hop.axis, hop.size, gather_wire, num_bytes, codec_work=work))
+    full_bytes, sum_wire, work = slice_bytes, wire, None
+    if slowest.codec is not None:
+        full_bytes, sum_wire, share = encoded_bytes, torch.uint8, slice_numel // slowest.size
+        num_gathered = slice_numel if route.num_quantized_sums == 1 else 0
+        work = _sum_work(slowest.codec, slice_numel - share, share, num_gathered)
+    slowest_hop = HopTraffic(ALL_REDUCE, slowest.axis, slowest.size, sum_wire, full_bytes, codec_work=work)
+    return [*reduce_hops[::-1], slowest_hop, *gather_hops]
