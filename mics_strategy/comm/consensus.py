@@ -6,6 +6,7 @@ No collective blocks the rendezvous.
 from __future__ import annotations
 
 import pickle
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -24,21 +25,26 @@ _PAUSE_S = 0.02  # between two looks at the store
 _num_calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def gather_objects(value: T) -> list[T]:
+def gather_objects(value: T, caller: str = "") -> list[T]:
     """Every rank's `value`, in rank order.
 
+    Args:
+        value: Object that can be pickled.
+        caller: Name of the function for which it is gathered, the same on all ranks; by default, that which calls.
+
     Raises:
-        CommunicationError: A rank died or did not take part in time.
+        CommunicationError: A rank died, did not take part in time, or gathers for another function.
     """
     if dist.get_world_size() == 1:
         return [value]
-    values: list[T] = [value] * dist.get_world_size()
+    caller = caller or sys._getframe(1).f_code.co_qualname
+    values: list[tuple[str, T]] = [(caller, value)] * dist.get_world_size()
     number = _num_calls[dist.group.WORLD] = _num_calls.get(dist.group.WORLD, 0) + 1
     bounded, start_s, is_gloo = BoundedStore(), time.monotonic(), backend_of(dist.group.WORLD, "cpu") == "gloo"
     if is_gloo:
         bounded.store.set(_key(dist.get_rank()), str(number))
     try:
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, (caller, value))
     except errors.MiCSError:  # of a value that cannot be pickled
         raise
     except RuntimeError as error:
@@ -49,7 +55,14 @@ def gather_objects(value: T) -> list[T]:
             f"An object could not be gathered from all {len(values)} ranks: {error}. {silent}"
             "A rank died, or runs other code. Look for the first error of the other ranks."
         ) from error
-    return values
+    callers = [other for other, _ in values]
+    if len({*callers}) > 1:
+        found = ", ".join(f"`{other}` on rank {rank}" for rank, other in enumerate(callers))
+        raise errors.CommunicationError(
+            f"Ranks are in different functions, each of which needs all ranks: {found}. Call them on every rank, in "
+            "one order."
+        )
+    return [other for _, other in values]
 
 
 def broadcast_from_rank_0(value: T) -> T:
@@ -83,7 +96,7 @@ def run_on_all_ranks(action: Callable[[], T], foreign: type[errors.MiCSError] | 
         MiCSError: The first failing rank's error, of the same class, with the ranks that raised one.
         Exception: The exception of this rank that is no `MiCSError`.
     """
-    return run_and_gather(lambda: (action(), None), foreign)[0]
+    return run_and_gather(lambda: (action(), None), foreign, _name(action))[0]
 
 
 def run_on_files(action: Callable[[], T]) -> T:
@@ -105,13 +118,14 @@ def run_on_files(action: Callable[[], T]) -> T:
 
 
 def run_and_gather(
-    action: Callable[[], tuple[T, S]], foreign: type[errors.MiCSError] | None = None
+    action: Callable[[], tuple[T, S]], foreign: type[errors.MiCSError] | None = None, caller: str = ""
 ) -> tuple[T, list[S]]:
     """Run a local function as `run_on_all_ranks`, and gather part of its result.
 
     Args:
         action: Function to run. It returns a result for this rank, and an object for all ranks.
         foreign: See `run_on_all_ranks`.
+        caller: See `gather_objects`; by default, that which defines `action`.
 
     Returns:
         The result for this rank, and the objects of all ranks in rank order.
@@ -131,7 +145,7 @@ def run_and_gather(
         if foreign is None:
             raise
         local_error, failure = error, (foreign.__name__, f"{type(error).__name__}: {error}")
-    gathered = gather_objects((failure, None if result is None else result[1]))
+    gathered = gather_objects((failure, None if result is None else result[1]), caller or _name(action))
     if local_error is not None and not isinstance(local_error, errors.MiCSError):
         raise local_error
     failing = [rank for rank, (other, _) in enumerate(gathered) if other is not None]
@@ -140,6 +154,11 @@ def run_and_gather(
     name, message = gathered[failing[0]][0] or ("MiCSError", "")
     where = "" if len(failing) == len(gathered) else f" (found on rank {', '.join(map(str, failing))})"
     raise getattr(errors, name)(message + where) from local_error
+
+
+def _name(action: Callable[[], object]) -> str:
+    """Name of the function that defines an action."""
+    return getattr(action, "__qualname__", type(action).__name__).partition(".<locals>")[0]
 
 
 class Rendezvous:

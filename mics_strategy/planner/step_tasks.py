@@ -281,12 +281,12 @@ class _Builder:
 
     def _stage(self, stream: str, stage: PlannedCollective, num_chunks: int, after: tuple[int, ...]) -> int:
         """Add one chunk of one stage, with its encoding and decoding on the device."""
-        time, label = self.rules.comm_time.of(stage), Label(stage.collective, stage.unit, stage)
+        time, label = self.rules.comm_time.of_chunk(stage, num_chunks), Label(stage.collective, stage.unit, stage)
         if time.encode_seconds:
-            after = (self._add(label, Task(stream, DEVICE, time.encode_seconds / num_chunks, after)),)
-        last = self._add(label, Task(stream, time.link, time.seconds / num_chunks, after))
+            after = (self._add(label, Task(stream, DEVICE, time.encode_seconds, after)),)
+        last = self._add(label, Task(stream, time.link, time.seconds, after))
         if time.decode_seconds:
-            last = self._add(label, Task(stream, DEVICE, time.decode_seconds / num_chunks, (last,)))
+            last = self._add(label, Task(stream, DEVICE, time.decode_seconds, (last,)))
         return last
 
     def _compute(self, name: str, unit: UnitTime, seconds: float, after: tuple[int | None, ...]) -> None:

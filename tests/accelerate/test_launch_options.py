@@ -13,6 +13,7 @@ from torch import nn
 
 from mics_strategy import Codec, ConfigError, ShardConfig, Topology
 from mics_strategy.accelerate import MiCSPlugin, launch
+from mics_strategy.accelerate.accelerator import resolve_plugin
 from mics_strategy.cli import main
 from mics_strategy.launch_file import LaunchAnswers, default_answers, launch_line, write_launch_file
 from tests.accelerate.launchers import sent, written
@@ -198,6 +199,13 @@ def test_other_parallelism_is_refused(arrives: object, sizes: dict[str, int], ma
     arrives(parallel(**sizes))
     with pytest.raises(ConfigError, match=match):
         launch.partition_size()
+
+
+@pytest.mark.parametrize("preset", ["auto", "ddp"])
+def test_a_partition_of_a_preset_that_has_none_is_refused(arrives: object, preset: str) -> None:
+    arrives(f"{STRATEGY}{preset}" + parallel(dp_shard_size=2, dp_replicate_size=2))
+    with pytest.raises(ConfigError, match=r"dp_shard_size=2 sets the size of a partition, but no scope.*Remove `para"):
+        resolve_plugin(None, None)
 
 
 # -- mics config -----------------------------------------------------------------------------------------------

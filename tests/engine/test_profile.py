@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.checkpoint import checkpoint
 
-from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, Topology, shard
+from mics_strategy import ConfigError, LifecycleError, ShardConfig, Sharded, Topology, save_checkpoint, shard
+from mics_strategy.errors import CommunicationError, MiCSError
 from mics_strategy.timeline import Category, Interval, Timeline
 from tests import models
 from tests.engine.events import recorded
@@ -425,6 +426,24 @@ def test_mistakes_are_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> 
     by_rank = ranks(4, mistakes, str(tmp_path / "file" / "trace.json"), ranks_per_node=2)
     for errors, (error_type, match) in zip(zip(*by_rank, strict=True), EXPECTED, strict=True):
         assert_refused(errors, error_type, match)
+
+
+def profile_on_one_rank(ctx: RankContext, path: str) -> MiCSError | None:
+    training = Training(ctx.rank)
+
+    def disagree(ctx: RankContext) -> None:
+        if ctx.rank:
+            training.sharded.profile()
+        else:
+            save_checkpoint(path, training.sharded)
+
+    return refusal(ctx, disagree)
+
+
+def test_ranks_that_do_not_profile_are_named(ranks: RankPool, tmp_path: Path) -> None:
+    """One saves a checkpoint while the other one begins a profile."""
+    errors = ranks(2, profile_on_one_rank, str(tmp_path / "checkpoint"), ranks_per_node=2)
+    assert_refused(errors, CommunicationError, r"in different functions.* on rank 0, `begin_profile` on rank 1")
 
 
 # -- the training is unchanged -------------------------------------------------------------------------------

@@ -24,9 +24,15 @@ MIB = 2**20
 
 
 def cluster(backend: str = "gloo") -> Cluster:
-    """Two nodes of two, whose all-gathers take 0.8 s between nodes and 0.4 s inside them."""
+    """Two nodes of two, whose all-gathers of 8 MiB take 0.8 s between nodes and 0.4 s inside them."""
     stages = tuple(
-        MeasuredStage(collective="all_gather", link=link, size=2, ranks_of_node=ranks, seconds_by_bytes=((1, seconds),))
+        MeasuredStage(
+            collective="all_gather",
+            link=link,
+            size=2,
+            ranks_of_node=ranks,
+            seconds_by_bytes=((MIB, seconds / 8), (8 * MIB, seconds)),
+        )
         for link, ranks, seconds in (("inter_node", 1, 0.8), ("intra_node", 2, 0.4))
     )
     return dataclasses.replace(
