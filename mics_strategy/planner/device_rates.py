@@ -45,16 +45,18 @@ def codec_rates(codec: Codec, device: torch.device, start_together: Callable[[],
     )
 
 
-def median_seconds(run: Callable[[], object], device: torch.device, start_together: Callable[[], None]) -> float:
+def median_seconds(
+    run: Callable[[], object], device: torch.device, start_together: Callable[[], None], in_a_row: int = RUNS
+) -> float:
     """Median seconds of one of several runs in a row."""
     run()
     times = []
     for _ in range(RUNS):
         start_together()
         begin_s = time.perf_counter()
-        repeat(run, RUNS)
+        repeat(run, in_a_row)
         synchronize(device)
-        times.append((time.perf_counter() - begin_s) / RUNS)
+        times.append((time.perf_counter() - begin_s) / in_a_row)
     return statistics.median(times)
 
 

@@ -65,7 +65,7 @@ def layer_seconds(dtype: torch.dtype, device: torch.device, start_together: Call
     size = _SIZES[device.type]
     layer = size.layer(dtype, device)
     batch = torch.randn(size.num_sequences, size.num_tokens, size.width, dtype=dtype, device=device, requires_grad=True)
-    return median_seconds(partial(_train, layer, batch), device, start_together)
+    return median_seconds(partial(_train, layer, batch), device, start_together, in_a_row=2)
 
 
 def _train(layer: nn.Module, batch: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """Does a calibration measure what the engine will use, equally on all ranks?"""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from mics_strategy import ConfigError, ShardConfig, Topology
+from mics_strategy import Codec, ConfigError, ShardConfig, Topology
 from mics_strategy.cli import main
 from mics_strategy.planner.calibrate import CalibrationOptions, calibrate, probes
 from mics_strategy.planner.catalog import describe_model
 from mics_strategy.planner.choice import simulate
 from mics_strategy.planner.cluster import Cluster
+from mics_strategy.planner.layer_time import sustained_share
 from mics_strategy.planner.workload import Workload
+from tests.planner.jobs import tiny_cluster
 from tests.ranks import RankContext, RankPool
 
 ROOT = Path(__file__).parents[2]
@@ -85,10 +88,25 @@ def test_ranks_agree_and_the_planner_reads_it(ranks: RankPool, tmp_path: Path, r
     links = {overlap.link for overlap in cluster.measured_overlaps}
     assert links == ({"intra_node", "inter_node"} if ranks_per_node > 1 else {"inter_node"})
     assert cluster.device.peak_flop_per_s > 1e8
+    assert 0 < cluster.device.sustained_efficiency <= 1
+    assert all(cluster.measured_codec(Codec(bits=bits, rotation=r)) for bits in (8, 4, 2) for r in (False, True))
     workload = Workload(
         model=describe_model("bert-1.5b", 128), global_batch=cluster.world_size, micro_batch=1, recompute=False
     )
     assert simulate(workload, cluster, ShardConfig.preset("mics")).step_s > 0
+
+
+def test_a_layer_takes_the_time_of_its_flop_and_of_its_memory_at_the_best_speed() -> None:
+    """In fp32 on a CPU: 2 sequences of 128 tokens of 256 elements, a feed-forward network of 1024."""
+    tokens, width = 2 * 128, 256
+    flop = 2 * tokens * (12 * width**2 + 2 * 128 * width)
+    device = tiny_cluster().device  # 5e10 FLOP/s
+    endless = dataclasses.replace(device, memory_bytes_per_s=1e30)
+    assert sustained_share(endless, torch.float32, "cpu", 6 * flop / 5e10) == pytest.approx(0.5)
+    assert sustained_share(endless, torch.float32, "cpu", flop / 5e10) == 1.0
+    half = dataclasses.replace(endless, sustained_efficiency=0.5)  # of an earlier calibration
+    assert sustained_share(half, torch.float32, "cpu", 6 * flop / 5e10) == pytest.approx(0.5)
+    assert sustained_share(device, torch.float32, "cpu", 6 * flop / 5e10) > 0.5
 
 
 def refuse_a_peak(ctx: RankContext) -> str:
