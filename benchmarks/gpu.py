@@ -60,7 +60,7 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
     """A default process group of `world_size` ranks of which only rank 0 runs; the others say what it says."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def same_on_all_ranks(value: object) -> list[object]:
+    def same_on_all_ranks(value: object, _caller: str = "") -> list[object]:
         return [value] * world_size
 
     with ExitStack() as stack:

@@ -38,7 +38,7 @@ def test_the_order_does_not_matter() -> None:
     assert items_to_write(pieces) == items_to_write(reversed(pieces))
 
 
-def _same_on_all_ranks(value: object) -> list[object]:
+def _same_on_all_ranks(value: object, _caller: str = "") -> list[object]:
     """The values of 512 ranks with the same script and configuration; the fake transport exchanges none."""
     return [value] * WORLD_SIZE
 

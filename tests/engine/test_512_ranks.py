@@ -17,7 +17,7 @@ from tests.ranks import RankContext, RankPool
 WORLD_SIZE, PER_NODE = 512, 8
 
 
-def _equal_on_all_ranks(value: object) -> list[object]:
+def _equal_on_all_ranks(value: object, _caller: str = "") -> list[object]:
     """What 512 ranks with the same script and configuration say.
 
     The fake transport cannot bring it.
