@@ -341,10 +341,10 @@ def _nothing_fits(smallest: Point, limit_bytes: int) -> str:
 def _nodes_to_use(job: Job, limit_bytes: int) -> str:
     """Advice on the number of nodes with which the job would fit.
 
-    Every state is sharded over all ranks.
+    Every state is sharded over all ranks. Memory needs no links, so that they need not be measured.
     """
     for doublings in range(1, _MAX_DOUBLINGS + 1):
-        cluster = job.cluster.with_nodes(job.cluster.num_nodes << doublings)
+        cluster = dataclasses.replace(job.cluster, num_nodes=job.cluster.num_nodes << doublings, origin=None)
         size = cluster.world_size
         config = job.config.replace(
             params=size,

@@ -8,8 +8,9 @@ Pure.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mics_strategy.errors import ConfigError, NoFeasiblePlan
@@ -48,24 +49,24 @@ def upgrades(workload: Workload, cluster: Cluster, space: Space) -> tuple[Upgrad
     Cost:
         Time: that of `plan` for each change.
     """
-    return tuple(_upgrade(name, workload, changed, space) for name, changed in _changes(cluster))
+    return tuple(_upgrade(name, workload, change, space) for name, change in _changes(cluster))
 
 
-def _changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+def _changes(cluster: Cluster) -> Iterator[tuple[str, Callable[[], Cluster]]]:
     def faster(link: Any) -> Any:
         return dataclasses.replace(link, bytes_per_s=FACTOR * link.bytes_per_s)
 
     if cluster.num_nodes > 1:
         switch = None if cluster.inter_switch is None else faster(cluster.inter_switch)
         links = {"inter_node": faster(cluster.inter_node), "inter_switch": switch, "measured_stages": ()}
-        yield f"inter-node links {FACTOR} times as fast", dataclasses.replace(cluster, **links)
+        yield f"inter-node links {FACTOR} times as fast", partial(dataclasses.replace, cluster, **links)
     device = dataclasses.replace(cluster.device, memory_bytes=FACTOR * cluster.device.memory_bytes)
-    yield f"{FACTOR} times the memory", dataclasses.replace(cluster, device=device)
-    yield f"{FACTOR} times the nodes", cluster.with_nodes(FACTOR * cluster.num_nodes)
+    yield f"{FACTOR} times the memory", partial(dataclasses.replace, cluster, device=device)
+    yield f"{FACTOR} times the nodes", partial(cluster.with_nodes, FACTOR * cluster.num_nodes)
 
 
-def _upgrade(name: str, workload: Workload, cluster: Cluster, space: Space) -> Upgrade:
+def _upgrade(name: str, workload: Workload, change: Callable[[], Cluster], space: Space) -> Upgrade:
     try:
-        return Upgrade(name=name, choice=plan(workload, cluster, space))
+        return Upgrade(name=name, choice=plan(workload, change(), space))
     except (ConfigError, NoFeasiblePlan) as error:  # the answer for this change
         return Upgrade(name=name, reason=str(error))

@@ -12,9 +12,10 @@ import torch
 
 from mics_strategy import ConfigError, ShardConfig, Topology
 from mics_strategy.comm.traffic import HopTraffic
+from mics_strategy.errors import NoFeasiblePlan
 from mics_strategy.planner.calibration import calibration_warnings, check_calibration
 from mics_strategy.planner.catalog import describe_model
-from mics_strategy.planner.choice import simulate
+from mics_strategy.planner.choice import plan, simulate
 from mics_strategy.planner.cluster import Cluster
 from mics_strategy.planner.comm_time import CommTime
 from mics_strategy.planner.measured import (
@@ -25,6 +26,8 @@ from mics_strategy.planner.measured import (
     slowdowns,
 )
 from mics_strategy.planner.plan_options import cluster_of
+from mics_strategy.planner.space import Space
+from mics_strategy.planner.upgrades import upgrades
 from mics_strategy.planner.workload import Workload
 from mics_strategy.scopes import resolve_scopes
 
@@ -147,6 +150,20 @@ def test_links_that_were_not_measured_are_refused(tmp_path: Path) -> None:
     cluster = load(tmp_path, nodes=1, calibration={**fields()["calibration"], "hosts": ["a"], "world_size": 2})
     with pytest.raises(ConfigError, match=r"2 nodes were asked for.*calibrated on one, a"):
         cluster.with_nodes(2)
+
+
+def test_a_calibration_of_one_node_plans_for_it_and_says_what_a_second_one_needs(tmp_path: Path) -> None:
+    origin = {**fields()["calibration"], "hosts": ["a"], "world_size": 2}
+    stages = [{**stage, "link": "intra_node", "ranks_of_node": 2} for stage in fields()["measured_stages"][:1]]
+    cluster = load(tmp_path, nodes=1, calibration=origin, measured_stages=stages)
+    training = Workload(model=describe_model("bert-1.5b", 128), global_batch=8)
+    with pytest.raises(NoFeasiblePlan, match=r"No plan fits.*To fit, use \d+ nodes, or take a device"):
+        plan(training, cluster, Space())
+    large = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory_bytes=10**11))
+    assert plan(training, large, Space()).step.step_s > 0
+    reasons = {upgrade.name: upgrade.reason for upgrade in upgrades(training, large, Space())}
+    assert reasons["2 times the memory"] == ""
+    assert "calibrated on one, a" in reasons["2 times the nodes"]
 
 
 def test_old_calibrations_and_other_sizes_and_versions_are_said(tmp_path: Path) -> None:
