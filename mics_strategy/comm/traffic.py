@@ -84,7 +84,7 @@ class HopTraffic:
         size: Ranks that take part.
         dtype: Dtype on the wire.
         full_bytes: Bytes of the full tensor of the stage.
-        codec_work: What a rank encodes and decodes; None for nothing, and where traffic is counted. Not compared.
+        codec_work: Values that a rank encodes and decodes, as planned; None where there are none. Not compared.
     """
 
     collective: str
