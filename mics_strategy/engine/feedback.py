@@ -4,8 +4,9 @@ A residual holds what this rank's encodings of a bucket's gradients have lost so
 `Quantizer.encode`). Over all steps the sums of decoded gradients then differ from those of the gradients by the
 residuals of the last step only.
 
-Residuals of gradients that are dropped before an optimizer has stepped are zeroed, for the parameters whose gradients
-are dropped: a step that a gradient scaler skips, or an abandoned accumulation, leaves nothing behind.
+Residuals of gradients that are dropped before their parameter's optimizer has stepped are zeroed, for the parameters
+whose gradients are dropped: a step that a gradient scaler skips, an abandoned accumulation, or the gradients that one
+of two optimizers does not use leave nothing behind.
 
 Residuals are also sent for a parameter that no rank has used, and then no gradient shows them. Their sum is sent again,
 exactly, with the next gradient.
@@ -81,18 +82,26 @@ class GradFeedback:
         self.residuals = residuals
         self.predivisor = predivisor
         self.carry: torch.Tensor | None = None
-        self._is_unsettled = False
+        self._unsettled: set[int] = set()  # positions of parameters with gradients that no optimizer has used
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether gradients were sent that no optimizer has used."""
+        return bool(self._unsettled)
 
     def residual(self, role: str, comm: Communicator) -> torch.Tensor | None:
         """The residual for a collective that is about to encode; None without feedback."""
         if not comm.route.has_feedback:
             return None
-        self._is_unsettled = True
+        self._unsettle()
         return self.residuals[role].values
 
-    def settle(self) -> None:
-        """An optimizer has used the gradients that were sent."""
-        self._is_unsettled = False
+    def settle(self, position: int) -> None:
+        """An optimizer has used what was sent of the gradient at `position`."""
+        self._unsettled.discard(position)
+
+    def _unsettle(self) -> None:
+        self._unsettled.update(range(len(self.layout.param_slices)))
 
     def add_carry(self, total: torch.Tensor) -> None:
         """Add the carry to a sum, once."""
@@ -101,39 +110,40 @@ class GradFeedback:
             if self.carry.is_cuda:
                 self.carry.record_stream(torch.cuda.current_stream(self.carry.device))
             self.carry = None
-            self._is_unsettled = True
+            self._unsettle()
 
-    def send_again(self, param_slices: list[ParamSlice], mean: torch.Tensor, divisor: float) -> None:
+    def send_again(self, positions: list[int], mean: torch.Tensor, divisor: float) -> None:
         """Add what was sent for parameters that no rank has used to the carry.
 
         Args:
-            param_slices: Slices of these parameters.
+            positions: Positions of these parameters in the bucket.
             mean: [shard_numel], mean gradient of this rank's shard.
             divisor: Factor from the mean to the sum.
 
         Cost:
             Memory of the carry, from the first such parameter on until the next sum.
         """
-        if not (param_slices and self._is_unsettled):
+        sent = [position for position in positions if position in self._unsettled]
+        if not sent:
             return
         if self.carry is None:
             self.carry = torch.zeros_like(mean, dtype=torch.float32)
-        for param_slice in param_slices:
+        for param_slice in (self.layout.param_slices[position] for position in sent):
             start, end = param_slice.offset, param_slice.offset + param_slice.chunk_numel
             self.carry[start:end].add_(mean[start:end], alpha=divisor)
 
-    def drop(self, param_slice: ParamSlice) -> None:
-        """Forget one parameter's gradients that no optimizer has used."""
-        if not self._is_unsettled:
+    def drop(self, position: int) -> None:
+        """Forget the gradients of the parameter at `position` that no optimizer has used."""
+        if position not in self._unsettled:
             return
         for residual in self.residuals.values():
-            for part in self._parts(residual, param_slice):
+            for part in self._parts(residual, self.layout.param_slices[position]):
                 part.zero_()
 
     def clear(self) -> None:
         """Forget everything."""
         self.carry = None
-        self._is_unsettled = False
+        self._unsettled.clear()
         for residual in self.residuals.values():
             residual.values.zero_()
 

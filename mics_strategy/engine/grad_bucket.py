@@ -346,7 +346,7 @@ class GradBucket:
 
         They hold what residuals have sent, which is sent again.
         """
-        self.feedback.send_again([self.bucket.layout.param_slices[p] for p in positions], self.result, self._divisor)
+        self.feedback.send_again(positions, self.result, self._divisor)
         self.flags.apply("discard_unused", positions)
 
     def expose(self, positions: list[int]) -> None:
@@ -367,7 +367,7 @@ class GradBucket:
         """Drop one parameter's gradient, but not what the flat buffer is collecting."""
         if self.collected.kept and self.collected.flat is None:
             self.collected.kept.pop(position, None)
-        self.feedback.drop(self.bucket.layout.param_slices[position])
+        self.feedback.drop(position)
         self.flags.apply("zero_grad", [position])
         if not self.flags.any(GradFlag.MAYBE_USED):
             self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "zero_grad", self.name)

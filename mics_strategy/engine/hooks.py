@@ -210,6 +210,12 @@ class EngineLink:
         if engine is not None and gradient is not None:
             engine.reducer.zero_grad(gradient, position)
 
+    def settle_gradient(self, position: int) -> None:
+        """See `parameter.GradientLink`."""
+        gradient = None if self._gradient is None else self._gradient()
+        if gradient is not None:
+            gradient.feedback.settle(position)
+
     def unsharded(self, position: int) -> nn.Parameter | None:
         """See `parameter.GradientLink`."""
         bucket = self._bucket()

@@ -39,6 +39,9 @@ class GradientLink(Protocol):
     def clear_gradient(self, position: int) -> None:
         """Clear the gradient of the parameter at `position`, including pending parts."""
 
+    def settle_gradient(self, position: int) -> None:
+        """An optimizer has used the gradient of the parameter at `position`."""
+
     def unsharded(self, position: int) -> nn.Parameter | None:
         """The unsharded parameter at `position`; None when the model was deleted."""
 

@@ -31,6 +31,7 @@ from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.engine.grad_bucket import GradBucket
+    from mics_strategy.engine.parameter import ShardedParameter
     from mics_strategy.engine.reducer import BackwardCount, Reducer
 
 _next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -213,16 +214,20 @@ class Engine:
             unit.finish_unshard()
         self.on_gradients()
 
-    def post_step(self) -> None:
+    def post_step(self, parameters: Iterable[ShardedParameter]) -> None:
         """Count the step; forget pending calls; sync parameters if that is due now.
 
         The parameters have changed, so graphs of earlier forwards cannot be differentiated any more.
+
+        Args:
+            parameters: Those that the optimizer has.
         """
         self.reducer.groups.record_step()
         self.backwards.num_unused = 0
-        for gradients in self.reducer.gradients.values():
-            for gradient in gradients:
-                gradient.feedback.settle()
+        gradients = (gradient for of_unit in self.reducer.gradients.values() for gradient in of_unit)
+        if any(gradient.feedback.is_unsettled for gradient in gradients):
+            for parameter in parameters:
+                parameter.mics_link.settle_gradient(parameter.mics_position)
         self._pending.clear()
         self._pass.clear()
         self._global_order.restart()

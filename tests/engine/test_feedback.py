@@ -294,6 +294,50 @@ def test_only_the_dropped_parameter_forgets(ranks: RankPool) -> None:
     assert ranks(4, drop_one) == [[True, False, True]] * 4
 
 
+def after_two_optimizers(ctx: RankContext, each: ShardConfig) -> list[dict[str, Tensor]]:
+    """The second gradients of parameters whose optimizer has not used the first, and those of a run without them.
+
+    Another optimizer has stepped with the first gradients of the other parameters.
+    """
+    found = []
+    for is_dropped in (True, False):
+        forget_meshes()
+        model = Linear()
+        sharded = shard(model, each)
+        one = torch.optim.SGD([model.tensors["wide"]], lr=0.1)
+        other = torch.optim.SGD([model.tensors["odd"], model.tensors["few"]], lr=0.1)
+        given = inputs(0, 0, ctx.rank)
+        for name in ("odd", "few"):
+            given[name] = given[name] if is_dropped else torch.zeros(SHAPES[name])
+        model(given).backward()
+        one.step()
+        has_lost = residual_total(sharded)
+        one.zero_grad()
+        other.zero_grad()
+        kept = residual_total(sharded)
+        assert bool((has_lost["odd"] != 0).any()) == is_dropped
+        assert torch.equal(kept["wide"], has_lost["wide"])
+        assert bool((kept["wide"] != 0).any())
+        assert all(bool((kept[name] == 0).all()) for name in ("odd", "few"))
+        model(inputs(1, 0, ctx.rank)).backward()
+        sharded.finish_gradients()
+        found.append({name: whole(parameter.grad) for name, parameter in model.tensors.items()})
+        one.step()
+        other.step()
+        before = residual_total(sharded)
+        one.zero_grad()
+        other.zero_grad()
+        assert all(torch.equal(value, before[name]) for name, value in residual_total(sharded).items())
+    return found
+
+
+@pytest.mark.parametrize("name", ["zero3", "mics", "ddp"])
+def test_an_optimizer_settles_its_own_parameters(ranks: RankPool, name: str) -> None:
+    for with_dropped, without in ranks(4, after_two_optimizers, CONFIGS[name]):
+        for key, value in without.items():
+            assert torch.equal(with_dropped[key], value), key
+
+
 def until(ctx: RankContext) -> list[dict[str, Tensor]]:
     loop, found = start_loop(ctx, config("mics", grad_codec_until=0.5, training_steps=4), accumulation=1), []
     for step in range(4):

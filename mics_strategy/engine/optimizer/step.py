@@ -100,7 +100,8 @@ class StepHooks:
         if target is None or swap is None:
             return
         swap.sync_owned()
-        target.post_step(swap.exchanges)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if target.owns(p)]
+        target.post_step(parameters, swap.exchanges)
 
 
 def _wrap_closure(swap: LocalParamSwap, target: OptimizerTarget, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -104,14 +105,15 @@ class OptimizerTarget:
         owned = assign_owners_by_bucket(buckets, set(parameters), self._owner_bytes)
         return OwnerExchange(owned, comm, self._groups.trainable_placement.index, self._memory, self.device)
 
-    def post_step(self, exchanges: list[OwnerExchange]) -> None:
+    def post_step(self, parameters: Iterable[ShardedParameter], exchanges: list[OwnerExchange]) -> None:
         """Record that an optimizer has changed its parameters.
 
         Args:
+            parameters: Parameters of this model that the optimizer has.
             exchanges: Exchanges of the tensors that the optimizer updated on their owners.
         """
         early_hops = self.engine.reducer.boundary.end_step()
-        self.engine.post_step()
+        self.engine.post_step(parameters)
         self.is_check_due = self.is_step_over = True
         if self.engine.backwards.num_in_step:
             self.last_step = LastStep(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mics_strategy.engine.optimizer.step import StepHooks
     from mics_strategy.engine.optimizer.target import OptimizerTarget
     from mics_strategy.engine.order import ForwardCall
+    from mics_strategy.engine.parameter import ShardedParameter
     from mics_strategy.engine.step import Engine
     from mics_strategy.engine.streams import Op, OpChain
     from mics_strategy.engine.unit import Unit
@@ -235,9 +236,9 @@ class EngineWrappers:
             self._is_stepping = True
         return result
 
-    def _post_step(self, method: Method, exchanges: list[OwnerExchange]) -> None:
+    def _post_step(self, method: Method, parameters: list[ShardedParameter], exchanges: list[OwnerExchange]) -> None:
         is_first = self._engine.backwards.num_in_step > 0  # of the optimizers that share a step
-        method(exchanges)
+        method(parameters, exchanges)
         self._is_stepping = False
         self._row.continue_with(DATA)
         if is_first:
