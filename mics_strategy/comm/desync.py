@@ -57,8 +57,7 @@ class CollectiveFingerprint:
 
         If they differ, the sum is not 0, except for 1 case in 250,000.
         """
-        local_hash = self._hash % _MODULUS
-        return local_hash * (len(self.ranks) - 1) if self.index == 0 else -local_hash
+        return zero_sum(self._hash, self.index, len(self.ranks))
 
     def describe(self, number: int) -> str:
         """The payload of collective `number`, as text."""
@@ -66,6 +65,20 @@ class CollectiveFingerprint:
         if number >= self.count:
             return "nothing"
         return f"`{self.recent[number - start]}`" if number >= start else "an older payload, no longer recorded"
+
+
+def zero_sum(value: int, index: int, size: int) -> int:
+    """A number that adds up to 0 over ranks with the same value.
+
+    Over ranks with other values it hardly ever does.
+
+    Args:
+        value: What the rank has, at least 0; taken modulo a prime near 250,000.
+        index: Index of the rank.
+        size: Number of ranks.
+    """
+    residue = value % _MODULUS
+    return residue * (size - 1) if index == 0 else -residue
 
 
 def first_mismatch(fingerprints: list[dict[str, CollectiveFingerprint]]) -> str:

@@ -280,13 +280,16 @@ class GradBucket:
     def _mean_to_sum(self) -> None:
         """Turn the mean back into a sum.
 
-        The sums of all replicas then add up to the mean times the divisor.
+        The sums of all replicas then add up to the mean times the divisor. In a narrower dtype of the parameters only
+        what was written to the gradients is taken over, so that the other values are not rounded.
         """
         for parameter, exposed in zip(self.bucket.sharded_params, self._dtensors, strict=True):
             if parameter.raw_grad is exposed:
                 parameter.raw_grad = None
         if self._result_cast is not self.result:
-            self.result.copy_(self._result_cast)
+            cast = self._result_cast
+            is_unchanged = cast == self.result.to(cast.dtype)
+            self.result.copy_(torch.where(is_unchanged, self.result, cast.to(self.result.dtype)))
         replica_comm = self.bucket.groups.replica_comm
         num_replicas = 1 if replica_comm is None else replica_comm.size
         self.result.mul_(self._divisor / num_replicas)

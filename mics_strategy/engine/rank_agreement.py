@@ -1,11 +1,12 @@
 """Agreement of ranks, from one small all-reduce per optimizer step.
 
-It carries three answers: which parameters any rank has used (`UsedParamMap`), whether all ranks have submitted the same
-collectives (`DesyncCheck`), and whether replicas of a shard are equal (`ReplicaCheck`).
+It carries four answers: which parameters any rank has used (`UsedParamMap`), whether all ranks have started the same
+second hops inside of backwards (`SecondHops`), whether they have submitted the same other collectives (`DesyncCheck`),
+and whether replicas of a shard are equal (`ReplicaCheck`).
 
-A rank reads the counts of users only if it has not used all parameters itself. The other two answers are one number,
-0 while ranks agree. The CPU reads it at once. On a GPU reading would stop the host, so it is read one step later, but
-at once in the first steps, in which ranks that differ at all mostly begin to.
+A rank reads the counts of users only if it has not used all parameters itself. The second answer is one number, and so
+are the last two, 0 while ranks agree. The CPU reads them at once. On a GPU reading would stop the host, so they are
+read one step later, but at once in the first steps, in which ranks that differ at all mostly begin to.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.comm.consensus import gather_objects
+from mics_strategy.comm.desync import zero_sum
 from mics_strategy.comm.placement import digest, digest_weight
-from mics_strategy.engine.lifecycle import AccumulatorState, GradFlag
+from mics_strategy.engine.lifecycle import GradFlag
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class UsedParamMap:
         counts: [usage_numel], int32; overwritten.
         gradients: Gradients of all trainable buckets, in the same order on every rank.
         groups: Process groups.
+        due: Gradients of which this rank holds sums that no second hop has taken.
+        hop_digest: Number of the second hops that this rank has started since the last step.
         difference: Number of this rank, 0 in sum over all ranks whose replicas are equal; None if it was not computed.
     """
 
@@ -45,18 +49,19 @@ class UsedParamMap:
         counts: torch.Tensor,
         gradients: list[GradBucket],
         groups: ProcessGroups,
+        due: set[GradBucket],
+        hop_digest: int,
         difference: torch.Tensor | None = None,
     ) -> None:
         self._offsets: dict[GradBucket, int] = {}
+        self._counts = counts
         local_counts: list[int] = []
         for gradient in gradients:
             offset = self._offsets[gradient] = len(local_counts)
-            due = _DUE if gradient.state is AccumulatorState.PARTIAL else 0
-            local_counts += [due] * len(gradient.bucket.sharded_params)
+            local_counts += [_DUE if gradient in due else 0] * len(gradient.bucket.sharded_params)
             for position in gradient.flags.positions_with(GradFlag.USED):
                 local_counts[offset + position] += 1
-        local_counts.append(groups.desync_digest)
-        self._counts = counts
+        local_counts += [zero_sum(hop_digest, groups.rank, groups.scopes.world_size), groups.desync_digest]
         self._totals: list[int] | None = None
         self._work: Work | None = None
         # Torch's allocator reuses pinned memory only after the copy has ended, so the host does not wait for it.
@@ -74,19 +79,36 @@ class UsedParamMap:
             work.wait()
 
     def _by_position(self, gradient: GradBucket) -> list[int]:
+        start = self._offsets[gradient]
+        return self._all_totals()[start : start + len(gradient.bucket.sharded_params)]
+
+    def _all_totals(self) -> list[int]:
         if self._totals is None:
             self.wait()
             self._totals = self._counts.tolist()
-        start = self._offsets[gradient]
-        return self._totals[start : start + len(gradient.bucket.sharded_params)]
+        return self._totals
+
+    @property
+    def is_read_at_once(self) -> bool:
+        """Whether the host reads the totals in any case, as on a CPU."""
+        return not self._counts.is_cuda
+
+    @property
+    def has_different_hops(self) -> bool:
+        """Whether ranks have started different second hops.
+
+        On a GPU the next step finds out.
+        """
+        return self.is_read_at_once and self._all_totals()[-2] != 0
 
     def is_pending_elsewhere(self, gradient: GradBucket) -> bool:
         """Whether another rank has a sum that is not reduced yet.
 
-        Ranks differ only if gradients are not sharded.
+        Where gradients are sharded, a GPU takes ranks to be equal.
         """
         is_sharded = gradient.bucket.groups.grad_comm is not None
-        return not is_sharded and any(count >= _DUE for count in self._by_position(gradient))
+        is_read = self.is_read_at_once or not is_sharded
+        return is_read and any(count >= _DUE for count in self._by_position(gradient))
 
     def positions(self, gradient: GradBucket) -> list[int]:
         """Positions of the parameters of the bucket that any rank has used."""
@@ -99,21 +121,21 @@ class DesyncCheck:
     """Check that all ranks submit the same collectives and that replicas are equal.
 
     Args:
-        counts: Totals of `UsedParamMap`; the last one is 0 while ranks agree.
+        counts: Totals of `UsedParamMap`; the last one is 0 while ranks agree, and on a GPU the one before.
         groups: Process groups.
         replicas: Check of replicas, whose number is part of that last total.
     """
 
     def __init__(self, counts: torch.Tensor, groups: ProcessGroups, replicas: ReplicaCheck) -> None:
         self.replicas = replicas
-        self._digest = counts[-1:]
+        self._digests = counts[-2:]
         self._groups = groups
-        self._on_host = torch.zeros(1, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        self._on_host = torch.zeros(2, dtype=counts.dtype, pin_memory=counts.is_cuda)
         self._copied: torch.cuda.Event | None = None
         self._num_recorded = 0
 
     def raise_if_desynced(self) -> None:
-        """Raise, on all ranks, if the last total on the host is not 0.
+        """Raise, on all ranks, if the last totals on the host are not 0.
 
         Raises:
             LifecycleError: Ranks have submitted different collectives, so their parameters and gradients are mixed up;
@@ -121,8 +143,16 @@ class DesyncCheck:
         """
         if self._copied is not None:
             self._copied.synchronize()
-        if self._on_host.item() == 0:
+        hops, others = self._on_host.tolist()
+        if others == 0 and (hops == 0 or not self._digests.is_cuda):  # a CPU has made up for different hops
             return
+        if others == 0:
+            raise LifecycleError(
+                "Ranks ran different numbers of backwards, or other units, before an optimizer step, and their "
+                "gradients are mixed up. Go back to the last checkpoint. Where windows differ between ranks, declare "
+                "the last micro-step (`micro_step(index, of=...)`), or leave `second_hop` out of `overlap`; all ranks "
+                "must train the same units in a step."
+            )
         if self._groups.is_in_sync():
             raise LifecycleError(self.replicas.describe())
         raise LifecycleError(
@@ -133,13 +163,13 @@ class DesyncCheck:
         )
 
     def record(self) -> None:
-        """Copy the total of a completed all-reduce to the host."""
+        """Copy the totals of a completed all-reduce to the host."""
         self._num_recorded += 1
-        self._on_host.copy_(self._digest, non_blocking=True)
-        if self._digest.is_cuda:
+        self._on_host.copy_(self._digests, non_blocking=True)
+        if self._digests.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
-        if not self._digest.is_cuda or self._num_recorded <= READ_AT_ONCE:
+        if not self._digests.is_cuda or self._num_recorded <= READ_AT_ONCE:
             self.raise_if_desynced()
 
 

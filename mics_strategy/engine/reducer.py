@@ -15,7 +15,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +22,7 @@ import torch
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
 from mics_strategy.engine.rank_agreement import DesyncCheck, UsedParamMap
 from mics_strategy.engine.schedule import second_hop_order
+from mics_strategy.engine.second_hops import SecondHops
 from mics_strategy.engine.streams import current_stream
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mics_strategy.engine.boundary import AccumulationBoundary
     from mics_strategy.engine.grad_bucket import GradBucket
     from mics_strategy.engine.memory import CachedViews, StagingPool
-    from mics_strategy.engine.streams import OpChain, OpStream, Streams
+    from mics_strategy.engine.streams import OpChain, Streams
     from mics_strategy.engine.unit import Unit
 
 _log = logging.getLogger(__name__)
@@ -120,58 +120,6 @@ class FirstHopOrder:
         return [other for other in before if other.index not in self._complete]
 
 
-class SecondHops:
-    """The second hops of one optimizer step.
-
-    Args:
-        stream: Side stream of second hops.
-        wires: Pool of wire buffers.
-
-    Attributes:
-        sent: Gradients whose second hop the last backward has started, on all ranks.
-    """
-
-    def __init__(self, stream: OpStream, wires: StagingPool) -> None:
-        self.sent: set[GradBucket] = set()
-        self._stream = stream
-        self._wires = wires
-        self._in_flight: dict[GradBucket, OpChain] = {}
-        self._finished: list[GradBucket] = []  # not exposed on the parameters yet
-
-    def start(self, gradient: GradBucket) -> None:
-        """Start the second hop of a gradient after its first, unless it is in flight."""
-        if gradient in self._in_flight:
-            return
-        buffer = self._wires.acquire(partial(self.wait, gradient))
-        wire = buffer[: gradient.second_hop_wire_bytes].view(gradient.wire_dtype)
-        self._in_flight[gradient] = self._stream.launch(
-            [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce], gradient.finish
-        )
-
-    def wait(self, gradient: GradBucket) -> None:
-        """Wait for a second hop in flight, before anything else happens to the gradient."""
-        chain = self._in_flight.pop(gradient, None)
-        if chain is not None:
-            chain.wait()
-            self._finished.append(gradient)
-
-    def wait_all(self) -> None:
-        """Wait for all second hops."""
-        for gradient in list(self._in_flight):
-            self.wait(gradient)
-
-    def expose(self, usage: UsedParamMap) -> None:
-        """Show finished gradients on the parameters that any rank has used."""
-        for gradient in self._finished:
-            if gradient.state is AccumulatorState.SHARDED:
-                positions = usage.positions(gradient)
-                if positions:
-                    gradient.expose(positions)
-                else:
-                    gradient.discard_unused()
-        self._finished.clear()
-
-
 @dataclass(slots=True)
 class Reducer:
     """Reduces the gradients of all units of one model.
@@ -206,14 +154,17 @@ class Reducer:
     _second_hops: SecondHops = field(init=False)
 
     def __post_init__(self) -> None:
-        self._second_hops = SecondHops(self.streams.second_hop, self.buffers.second_hop)
+        in_order = [gradient for index in second_hop_order(self.gradients) for gradient in self.gradients[index]]
+        self._second_hops = SecondHops(
+            self.streams.second_hop, self.buffers.second_hop, in_order, may_start_early=self.overlap_second_hop
+        )
 
     @property
     def holds_gradients(self) -> bool:
         """Whether this rank has sums or means of gradients that were not cleared."""
         return any(g.state is not AccumulatorState.NONE for of_unit in self.gradients.values() for g in of_unit)
 
-    def begin_backward(self, order: list[Unit], idle: set[int]) -> bool:
+    def begin_backward(self, order: list[Unit], idle: set[int], turns: list[Unit]) -> bool:
         """Begin a backward.
 
         Returns whether other parameters than in the previous one require gradients.
@@ -221,14 +172,17 @@ class Reducer:
         Args:
             order: Units that may receive gradients on some rank, first to be reduced first.
             idle: Indices of units that this rank has not run.
+            turns: All units, in the order of early second hops.
         """
         self.is_dirty = True
-        self._second_hops.sent.clear()
         previous, self._expected = (
             self._expected,
             {unit.index: sum(bucket.num_requiring_grad for bucket in unit.trainable_buckets) for unit in self.units},
         )
         self._order.begin([unit for unit in order if self._expected[unit.index]], idle)
+        self._second_hops.begin_backward(
+            gradient for unit in turns if self._expected[unit.index] for gradient in self.gradients[unit.index]
+        )
         self.launch(self._order.take_due())
         return bool(previous) and previous != self._expected
 
@@ -242,7 +196,7 @@ class Reducer:
             return False
         if self._first_hops and self._first_hops[0].may_start_second_hop:
             for done in self._finish_first_hops(1):
-                self._second_hops.start(done)
+                self._second_hops.start_early(done)
         if gradient is not self._collecting:
             self._copy_collected()
             if self.groups.grad_comm is not None and gradient.collected.state is not GradBufferState.FILLING:
@@ -326,7 +280,7 @@ class Reducer:
         for unit in units:
             self._copy_collected()
             for done in self._finish_first_hops(self._num_until(unit)):  # its own, of an earlier backward
-                self._second_hops.start(done)
+                self._second_hops.start_early(done)
             chains: list[OpChain] = []
             if self.groups.grad_comm is not None:
                 gradients = self.gradients[unit.index]
@@ -342,7 +296,7 @@ class Reducer:
             if chains or starts_second_hop:
                 self._first_hops.append(FirstHop(unit, chains, starts_second_hop))
             for done in self._finish_first_hops(len(self._first_hops) - int(self.overlap_reduce)):
-                self._second_hops.start(done)
+                self._second_hops.start_early(done)
 
     def _finish_first_hops(self, count: int) -> Iterator[GradBucket]:
         """Wait for the `count` oldest first hops; yield gradients with a second hop."""
@@ -352,13 +306,12 @@ class Reducer:
                 chain.wait()
             for gradient in self.gradients[hop.unit.index] if hop.starts_second_hop else ():
                 self._second_hops.wait(gradient)  # that of an earlier backward, which was also a boundary
-                self._second_hops.sent.add(gradient)
                 yield gradient
 
     def _finish_all_first_hops(self) -> None:
         """Wait for all first hops, and start the second hops that follow."""
         for done in self._finish_first_hops(len(self._first_hops)):
-            self._second_hops.start(done)
+            self._second_hops.start_early(done)
 
     def _num_until(self, unit: Unit) -> int:
         """Number of first hops up to the last one of `unit`; 0 if it has none in flight."""
@@ -378,13 +331,10 @@ class Reducer:
         self.desync_check.raise_if_desynced()
         self._finish_all_first_hops()
         gradients = [gradient for unit_gradients in self.gradients.values() for gradient in unit_gradients]
-        usage = UsedParamMap(self.buffers.usage, gradients, self.groups, self.desync_check.replicas.difference())
-        for gradient in (gradient for index in second_hop_order(self.gradients) for gradient in self.gradients[index]):
-            if gradient.state is AccumulatorState.PARTIAL or (
-                gradient not in self._second_hops.sent and usage.is_pending_elsewhere(gradient)
-            ):
-                self._second_hops.start(gradient)
-        self._second_hops.sent.clear()
+        hops, counts, difference = self._second_hops, self.buffers.usage, self.desync_check.replicas.difference()
+        digest = hops.digest(with_due=counts.is_cuda and self.groups.grad_comm is not None)
+        usage = UsedParamMap(counts, gradients, self.groups, hops.due, digest, difference)
+        hops.start_due(usage)
         self._second_hops.wait_all()
         usage.wait()
         self.desync_check.record()

@@ -164,6 +164,6 @@ def second_hop_order(indices: Iterable[int]) -> list[int]:
 def usage_numel(num_parameters: int) -> int:
     """Elements of the small all-reduce.
 
-    There is one for each trainable parameter, and one for the agreement of ranks.
+    There is one for each trainable parameter, one for the early second hops of ranks, and one for their agreement.
     """
-    return num_parameters + 1
+    return num_parameters + 2

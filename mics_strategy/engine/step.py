@@ -310,7 +310,8 @@ class Engine:
         is_global = reduces_every_unit(self.reducer.groups.scopes)
         order = self._global_order.units[::-1] if is_global else self._pending.reduction_order()
         ran = self._pass.checkpointed.union(unit.index for unit in self.units if unit.num_pending_calls)
-        if self.reducer.begin_backward(order, {unit.index for unit in self.units} - ran):
+        turns = self._global_order.units[::-1]
+        if self.reducer.begin_backward(order, {unit.index for unit in self.units} - ran, turns):
             self.order.forget_backward()
         _at_end_of_backward(self.post_backward)
 

@@ -26,7 +26,7 @@ class OnGpu(torch.Tensor):
 def make_check(groups: Any) -> tuple[DesyncCheck, torch.Tensor]:
     counts = torch.zeros(3, dtype=torch.int32)
     check = DesyncCheck(counts, groups, ReplicaCheck([], groups, -1))
-    check._digest = counts[-1:].as_subclass(OnGpu)
+    check._digests = counts[-2:].as_subclass(OnGpu)
     return check, counts
 
 
@@ -66,11 +66,12 @@ def test_counts_are_copied_from_pinned_memory_without_waiting() -> None:
             options_of_calls.append(options)
             return super().copy_(source, **options)
 
-    counts: Any = torch.zeros(1, dtype=torch.int32).as_subclass(Counts)
+    counts: Any = torch.zeros(2, dtype=torch.int32).as_subclass(Counts)
+    groups: Any = SimpleNamespace(desync_digest=5, world_group=None, rank=1, scopes=SimpleNamespace(world_size=2))
     with mock.patch.object(torch, "tensor", tensor):
-        UsedParamMap(counts, [], SimpleNamespace(desync_digest=5, world_group=None))
+        UsedParamMap(counts, [], groups, set(), hop_digest=7)
     assert options_of_calls == [{"pin_memory": True}, {"non_blocking": True}]
-    assert int(counts.as_subclass(torch.Tensor)) == 5
+    assert counts.as_subclass(torch.Tensor).tolist() == [-7, 5]
 
 
 def reads_of_a_step(ctx: RankContext, preset: str) -> int:
@@ -87,6 +88,7 @@ def reads_of_a_step(ctx: RankContext, preset: str) -> int:
 
     with (
         mock.patch.object(second_hop, "launch", final_at_once),
+        mock.patch.object(UsedParamMap, "is_read_at_once", False),
         mock.patch.object(UsedParamMap, "_by_position", autospec=True, side_effect=UsedParamMap._by_position) as read,
     ):
         for micro in range(2):

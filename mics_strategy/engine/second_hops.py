@@ -1,0 +1,173 @@
+"""The second hops of one optimizer step, also of nodes that differ.
+
+Within a node all ranks run the same backwards, or their first hops fail. Between nodes only the second hops connect
+ranks, and a node may have run another number of backwards, or other units. So
+
+- early second hops, those inside of a backward, start in one order of all units, the same on all ranks. A gradient
+  whose predecessors this backward has not reduced waits for the step.
+- the small all-reduce of a step says whether all ranks have started the same ones. Where they have not, ranks exchange
+  what each has started and still holds, and start what they are behind, with zeros if they have nothing.
+
+Sums are linear, so a second hop too many changes no number. On a GPU, where the host does not wait for the small
+all-reduce, ranks that differ are an error instead, one step later.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from mics_strategy.comm.consensus import gather_objects
+from mics_strategy.engine.lifecycle import AccumulatorState
+from mics_strategy.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.grad_bucket import GradBucket
+    from mics_strategy.engine.memory import StagingPool
+    from mics_strategy.engine.rank_agreement import UsedParamMap
+    from mics_strategy.engine.streams import OpChain, OpStream
+
+
+class SecondHops:
+    """The second hops of one optimizer step.
+
+    Args:
+        stream: Side stream of second hops.
+        wires: Pool of wire buffers.
+        gradients: All gradients, in the order of second hops at the step.
+        may_start_early: Whether they may start inside of a backward.
+    """
+
+    def __init__(
+        self, stream: OpStream, wires: StagingPool, gradients: Iterable[GradBucket], *, may_start_early: bool
+    ) -> None:
+        self._stream = stream
+        self._wires = wires
+        self._may_start_early = may_start_early
+        self._gradients = list(gradients)
+        self._in_flight: dict[GradBucket, OpChain] = {}
+        self._finished: list[GradBucket] = []  # not exposed on the parameters yet
+        self._turns: list[GradBucket] = []  # still to come in this backward
+        self._ready: set[GradBucket] = set()  # reduced inside the nodes in this backward
+        self._sent: set[GradBucket] = set()  # in this backward
+        self._early: list[GradBucket] = []  # started since the last step, in that order
+
+    def begin_backward(self, turns: Iterable[GradBucket]) -> None:
+        """A backward begins.
+
+        Args:
+            turns: Gradients that may get a second hop in it, in an order that is the same on all ranks.
+        """
+        self._turns = [*reversed([*turns])]
+        self._ready.clear()
+        self._sent.clear()
+
+    def start_early(self, gradient: GradBucket) -> None:
+        """Start the second hop of a gradient after its first, once it is its turn."""
+        self._ready.add(gradient)
+        while self._turns and self._turns[-1] in self._ready:
+            due = self._turns.pop()
+            self._early.append(due)
+            self._sent.add(due)
+            self._start(due)
+
+    def _start(self, gradient: GradBucket) -> None:
+        if gradient in self._in_flight:
+            return
+        buffer = self._wires.acquire(partial(self.wait, gradient))
+        wire = buffer[: gradient.second_hop_wire_bytes].view(gradient.wire_dtype)
+        self._in_flight[gradient] = self._stream.launch(
+            [partial(gradient.reduce_scatter_outer, wire), gradient.all_reduce], gradient.finish
+        )
+
+    def wait(self, gradient: GradBucket) -> None:
+        """Wait for a second hop in flight, before anything else happens to the gradient."""
+        chain = self._in_flight.pop(gradient, None)
+        if chain is not None:
+            chain.wait()
+            self._finished.append(gradient)
+
+    def wait_all(self) -> None:
+        """Wait for all second hops."""
+        for gradient in list(self._in_flight):
+            self.wait(gradient)
+
+    @property
+    def due(self) -> set[GradBucket]:
+        """Gradients of which this rank holds sums that no second hop has taken."""
+        return {
+            gradient
+            for gradient in self._gradients
+            if gradient.state is AccumulatorState.PARTIAL and gradient not in self._in_flight
+        }
+
+    def digest(self, *, with_due: bool) -> int:
+        """A number for the second hops since the last step, in their order.
+
+        Args:
+            with_due: Also for those that this rank is about to start, which are the same on all ranks of a GPU job
+                whose gradients are sharded.
+        """
+        due = self.due if with_due else set()
+        hops = [*self._early, *(gradient for gradient in self._gradients if gradient in due)]
+        return zlib.crc32(" ".join(gradient.name for gradient in hops).encode())
+
+    def start_due(self, usage: UsedParamMap) -> None:
+        """Start all second hops that are due on any rank.
+
+        Collective where ranks have started different ones.
+
+        Args:
+            usage: What the small all-reduce of the step says.
+        """
+        due = self.due
+        if self._may_start_early and usage.has_different_hops:
+            due = self._catch_up(due)
+        else:
+            known = due if usage.is_read_at_once else due | self._sent
+            due.update(g for g in self._gradients if g not in known and usage.is_pending_elsewhere(g))
+        self._start_again(gradient for gradient in self._gradients if gradient in due)
+        self._early.clear()
+        self._sent.clear()
+
+    def _start_again(self, gradients: Iterable[GradBucket]) -> None:
+        for gradient in gradients:
+            self.wait(gradient)
+            self._start(gradient)
+
+    def _catch_up(self, due: set[GradBucket]) -> set[GradBucket]:
+        """Start the early second hops of other ranks.
+
+        Returns what is still due on any rank.
+
+        Args:
+            due: What is due on this rank.
+        """
+        numbers = {gradient: number for number, gradient in enumerate(self._gradients)}
+        early = [numbers[gradient] for gradient in self._early]
+        by_rank = gather_objects((early, {numbers[gradient] for gradient in due}))
+        longest = max((started for started, _ in by_rank), key=len)
+        for rank, (started, _) in enumerate(by_rank):
+            if started != longest[: len(started)]:
+                raise LifecycleError(
+                    f"Rank {rank} has reduced gradients of other units between the nodes, or in another order, than "
+                    "its peers since the last optimizer step. Declare the last micro-step once in a step "
+                    "(`micro_step(index, of=...)`), let all ranks train the same units, or leave `second_hop` out of "
+                    "`overlap`."
+                )
+        self._start_again(self._gradients[number] for number in longest[len(early) :])
+        still_due = [held.difference(longest[len(started) :]) for started, held in by_rank]
+        return {self._gradients[number] for number in set().union(*still_due)}
+
+    def expose(self, usage: UsedParamMap) -> None:
+        """Show finished gradients on the parameters that any rank has used."""
+        for gradient in self._finished:
+            if gradient.state is AccumulatorState.SHARDED:
+                positions = usage.positions(gradient)
+                if positions:
+                    gradient.expose(positions)
+                else:
+                    gradient.discard_unused()
+        self._finished.clear()
