@@ -68,6 +68,7 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
             stack.enter_context(mock.patch(f"mics_strategy.{module}.gather_objects", same_on_all_ranks))
         # No rank sends the other digests, which make the sums 0.
         stack.enter_context(mock.patch.object(ProcessGroups, "desync_digest", 0))
+        stack.enter_context(mock.patch("mics_strategy.engine.rank_agreement.zero_sum", return_value=0))
         stack.enter_context(mock.patch("mics_strategy.engine.rank_agreement.digest_weight", return_value=0))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
         try:
