@@ -215,8 +215,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="used parameters",
         claim="ranks that diverge are found in the next step",
-        old="local_counts.append(groups.desync_digest)",
-        new="local_counts.append(0)",
+        old="local_counts += [hop_number, groups.desync_digest]",
+        new="local_counts += [hop_number, 0]",
         tests=("tests/engine/test_used_params.py", "tests/engine/test_fingerprint.py"),
     ),
     Mutation(
@@ -384,8 +384,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="algorithms",
         claim="digests of equal ranks add up to zero",
-        old="local_hash * (len(self.ranks) - 1) if self.index == 0",
-        new="local_hash * len(self.ranks) if self.index == 0",
+        old="residue * (size - 1) if index == 0",
+        new="residue * size if index == 0",
         tests=(
             "tests/comm/test_fingerprint.py",
             "tests/engine/test_divergence.py",

@@ -5,11 +5,11 @@ In that backward the second hop of a unit starts right behind its first hop. A l
 if its last two steps used n backwards each, the n-th backward since then counts as the last one.
 
 A wrong prediction changes no sum. If another backward follows, finished means become sums again, and its gradients get
-a second hop of their own; `early_hops` records it for the plan of the step. If fewer follow, gradients are finished in
-the step, as without a prediction.
+a second hop of their own. If fewer follow, gradients are finished in the step, as without a prediction.
 
-All ranks predict the same: where gradients are sharded, all ranks have the same backwards, or their first hops fail.
-Where gradients are not sharded, ranks may skip backwards, and nothing is predicted.
+Within a node all ranks predict the same: where gradients are sharded, they have the same backwards, or their first hops
+fail. Nodes may differ (see `second_hops`). Where gradients are not sharded, ranks may skip backwards, and nothing is
+predicted.
 
 Pure.
 """
@@ -26,13 +26,11 @@ class AccumulationBoundary:
     Attributes:
         declared: Declaration of the loop; None for none.
         is_last: Whether the present backward counts as the last one.
-        early_hops: Numbers of the backwards of this step, from 1, that counted as the last one and were not.
     """
 
     def __init__(self, *, predicts: bool) -> None:
         self.declared: bool | None = None
         self.is_last = False
-        self.early_hops: tuple[int, ...] = ()
         self._predicts = predicts
         self._number = 0
         self._lengths: tuple[int, int] = (0, 0)  # backwards of the last two steps
@@ -43,8 +41,6 @@ class AccumulationBoundary:
         Args:
             number: Number of this backward, from 1, since the last step or since gradients were cleared.
         """
-        if self.is_last and number > self._number:
-            self.early_hops += (self._number,)
         self._number = number
         self.is_last = self._is_predicted() if self.declared is None else self.declared
 
@@ -52,11 +48,9 @@ class AccumulationBoundary:
         before, last = self._lengths
         return self._predicts and before == last == self._number
 
-    def end_step(self) -> tuple[int, ...]:
-        """An optimizer has used the gradients. Returns `early_hops`, which are forgotten."""
+    def end_step(self) -> None:
+        """An optimizer has used the gradients."""
         if self._number:
             self._lengths = (self._lengths[1], self._number)
         self._number = 0
         self.is_last = False
-        early_hops, self.early_hops = self.early_hops, ()
-        return early_hops

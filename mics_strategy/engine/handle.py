@@ -19,10 +19,11 @@ from mics_strategy.engine.hooks import EngineLink
 from mics_strategy.engine.module_buffers import ModuleBuffers
 from mics_strategy.engine.optimizer.step import StepHooks, adopt, clip_to_norm, total_norm
 from mics_strategy.engine.optimizer.target import OptimizerTarget
-from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, TrafficRow, compare, plan_step
+from mics_strategy.engine.plan import OwnedPlan, Plan, StepOrder, plan_step
 from mics_strategy.engine.profile.recording import Profile, begin_profile
 from mics_strategy.engine.profile.wrappers import ProfiledModel
 from mics_strategy.engine.setup import guards
+from mics_strategy.engine.traffic import TrafficRow, compare
 from mics_strategy.engine.unit import unit_plan_of
 from mics_strategy.errors import ConfigError, LifecycleError
 
@@ -254,7 +255,7 @@ class Sharded:
             forward=tuple(order.forward_units) if order.is_frozen else in_order,
             backward=tuple(order.backward_units) if order.is_complete else (0, *reversed(in_order[1:])),
             num_micro_steps=self._target.last_step.num_backwards,
-            early_hops=self._target.last_step.early_hops if self._engine.reducer.overlap_second_hop else (),
+            repeated=self._target.last_step.repeated,
             second_hop_every_backward=self._engine.overlap.second_hop_every_backward,
         )
         owned_buckets = [bucket for exchange in self._target.last_exchanges for bucket in exchange.buckets]

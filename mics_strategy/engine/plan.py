@@ -32,8 +32,10 @@ from mics_strategy.comm.traffic import (
     reduce_scatter_traffic,
 )
 from mics_strategy.engine.schedule import (
+    NONE_REPEATED,
     USAGE_DTYPE,
     ParamVersions,
+    RepeatedHops,
     first_hop_chunks,
     full_numel,
     needs_unshard,
@@ -110,14 +112,14 @@ class StepOrder:
         backward: Units in the order in which the backward needs their parameters.
         num_micro_steps: Forwards and backwards per step.
         second_hop_every_backward: Whether gradients are finished after every backward instead of before the step.
-        early_hops: Micro-steps, from 1, that wrongly counted as the last one: their gradients had second hops as well.
+        repeated: Second hops that others followed, and their small all-reduces.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     num_micro_steps: int
     second_hop_every_backward: bool = False
-    early_hops: tuple[int, ...] = ()
+    repeated: RepeatedHops = NONE_REPEATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +189,8 @@ def plan_step(units: tuple[UnitPlan, ...], scopes: Scopes, shape: StepOrder, own
         planner.first_hops(shape)
         if shape.second_hop_every_backward:
             planner.second_hop(shape.backward)
-        elif micro_step + 1 in shape.early_hops:
-            planner.second_hops_of_units(shape.backward, "early_second_hop")
+        else:
+            planner.repeated_hops(shape.repeated)
     if not shape.second_hop_every_backward:
         planner.second_hop(shape.backward)
     planner.update(owned)
@@ -318,20 +320,32 @@ class _Planner:
         return StagedTraffic(stages, num_all_reduce_chunks(route, numel, wire))
 
     def second_hop(self, backward: tuple[int, ...]) -> None:
+        """The small all-reduce, and the second hops of all units."""
+        self._agreement("second_hop")
+        for index in second_hop_order(set(backward)):
+            for bucket in self._reduced(index):
+                self._second_hop(index, bucket, "second_hop")
+
+    def repeated_hops(self, repeated: RepeatedHops) -> None:
+        """Those of this micro-step that others of the same step followed."""
+        for hop in repeated.hops:
+            if hop.micro_step == self.micro_step:
+                self._second_hop(hop.unit, self.units[hop.unit].trainable[hop.bucket], "early_second_hop")
+        for _ in range(repeated.agreements.count(self.micro_step)):
+            self._agreement("early_second_hop")
+
+    def _agreement(self, phase: str) -> None:
         world = self.scopes.span(1, self.scopes.world_size)
         num_parameters = sum(len(bucket.layout.param_slices) for unit in self.units for bucket in unit.trainable)
         if num_parameters and world.size > 1:
             num_bytes = usage_numel(num_parameters) * USAGE_DTYPE.itemsize
             usage = HopTraffic(ALL_REDUCE, world.name, world.size, USAGE_DTYPE, num_bytes)
-            self._add(USAGE, StagedTraffic([usage]), "(usage)", "second_hop")
-        self.second_hops_of_units(backward, "second_hop")
+            self._add(USAGE, StagedTraffic([usage]), "(usage)", phase)
 
-    def second_hops_of_units(self, backward: tuple[int, ...], phase: str) -> None:
-        for index in second_hop_order(set(backward)):
-            for bucket in self._reduced(index):
-                name, numel = self.units[index].plan.name, full_numel(_SCATTER, bucket.layout, self.scopes)
-                self._add(_SCATTER, self._reduce_scatter(_SCATTER, bucket, numel), name, phase)
-                self._add(_ALL_REDUCE, self._all_reduce(_ALL_REDUCE, bucket), name, phase)
+    def _second_hop(self, index: int, bucket: BucketPlan, phase: str) -> None:
+        name, numel = self.units[index].plan.name, full_numel(_SCATTER, bucket.layout, self.scopes)
+        self._add(_SCATTER, self._reduce_scatter(_SCATTER, bucket, numel), name, phase)
+        self._add(_ALL_REDUCE, self._all_reduce(_ALL_REDUCE, bucket), name, phase)
 
     def update(self, owned: tuple[OwnedPlan, ...]) -> None:
         span = self.scopes.span(1, self.scopes.optimizer)
@@ -400,49 +414,3 @@ class StagedTraffic:
 
     stages: list[HopTraffic] = field(default_factory=list)
     num_chunks: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficRow:
-    """One kind of collective over one axis in one optimizer step.
-
-    Bytes are those that this rank sends.
-    """
-
-    axis: str
-    collective: str
-    planned_count: int
-    count: int
-    planned_bytes: int
-    sent_bytes: int
-
-
-def compare(plan: Plan, issued: Counter[CollectiveTraffic]) -> tuple[TrafficRow, ...]:
-    """The planned and the issued traffic of a step, by axis and collective.
-
-    Args:
-        plan: Plan of the step.
-        issued: Collectives that were issued in the step, with their counts.
-    """
-    planned_count: Counter[tuple[str, str]] = Counter()
-    planned_bytes: Counter[tuple[str, str]] = Counter()
-    for planned in plan.collectives:
-        planned_count[planned.axis, planned.collective] += 1
-        planned_bytes[planned.axis, planned.collective] += planned.sent_bytes
-    count: Counter[tuple[str, str]] = Counter()
-    sent_bytes: Counter[tuple[str, str]] = Counter()
-    for entry, times in issued.items():
-        count[entry.axis, entry.collective] += times
-        sent_bytes[entry.axis, entry.collective] += times * entry.sent_bytes
-    keys = dict.fromkeys([*planned_count, *count])
-    return tuple(
-        TrafficRow(
-            axis=axis,
-            collective=collective,
-            planned_count=planned_count[axis, collective],
-            count=count[axis, collective],
-            planned_bytes=planned_bytes[axis, collective],
-            sent_bytes=sent_bytes[axis, collective],
-        )
-        for axis, collective in keys
-    )

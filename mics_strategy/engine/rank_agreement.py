@@ -61,7 +61,9 @@ class UsedParamMap:
             local_counts += [_DUE if gradient in due else 0] * len(gradient.bucket.sharded_params)
             for position in gradient.flags.positions_with(GradFlag.USED):
                 local_counts[offset + position] += 1
-        local_counts += [zero_sum(hop_digest, groups.rank, groups.scopes.world_size), groups.desync_digest]
+        is_exchanged = groups.world_group is not None and bool(gradients)
+        hop_number = zero_sum(hop_digest, groups.rank, groups.scopes.world_size) if is_exchanged else 0
+        local_counts += [hop_number, groups.desync_digest]
         self._totals: list[int] | None = None
         self._work: Work | None = None
         # Torch's allocator reuses pinned memory only after the copy has ended, so the host does not wait for it.
@@ -93,13 +95,12 @@ class UsedParamMap:
         """Whether the host reads the totals in any case, as on a CPU."""
         return not self._counts.is_cuda
 
-    @property
-    def has_different_hops(self) -> bool:
+    def read_different_hops(self) -> bool:
         """Whether ranks have started different second hops.
 
-        On a GPU the next step finds out.
+        The host waits for the all-reduce.
         """
-        return self.is_read_at_once and self._all_totals()[-2] != 0
+        return self._all_totals()[-2] != 0
 
     def is_pending_elsewhere(self, gradient: GradBucket) -> bool:
         """Whether another rank has a sum that is not reduced yet.
@@ -115,6 +116,16 @@ class UsedParamMap:
         if not gradient.flags.positions_without(GradFlag.USED):
             return list(range(len(gradient.bucket.sharded_params)))
         return [position for position, count in enumerate(self._by_position(gradient)) if count % _DUE]
+
+
+def different_hops_error() -> LifecycleError:
+    """The error of GPUs that have started different second hops."""
+    return LifecycleError(
+        "Ranks ran different numbers of backwards, or other units, before an optimizer step, and their gradients are "
+        "mixed up. Go back to the last checkpoint. Where windows differ between ranks, declare the last micro-step "
+        "(`micro_step(index, of=...)`), or leave `second_hop` out of `overlap`; all ranks must train the same units in "
+        "a step."
+    )
 
 
 class DesyncCheck:
@@ -144,15 +155,10 @@ class DesyncCheck:
         if self._copied is not None:
             self._copied.synchronize()
         hops, others = self._on_host.tolist()
-        if others == 0 and (hops == 0 or not self._digests.is_cuda):  # a CPU has made up for different hops
-            return
+        if hops != 0 and self._digests.is_cuda:  # a CPU has made up for it
+            raise different_hops_error()  # at once: ranks that ran more backwards are not here
         if others == 0:
-            raise LifecycleError(
-                "Ranks ran different numbers of backwards, or other units, before an optimizer step, and their "
-                "gradients are mixed up. Go back to the last checkpoint. Where windows differ between ranks, declare "
-                "the last micro-step (`micro_step(index, of=...)`), or leave `second_hop` out of `overlap`; all ranks "
-                "must train the same units in a step."
-            )
+            return
         if self._groups.is_in_sync():
             raise LifecycleError(self.replicas.describe())
         raise LifecycleError(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mics_strategy.engine.boundary import AccumulationBoundary
     from mics_strategy.engine.grad_bucket import GradBucket
     from mics_strategy.engine.memory import CachedViews, StagingPool
+    from mics_strategy.engine.schedule import RepeatedHops
     from mics_strategy.engine.streams import OpChain, Streams
     from mics_strategy.engine.unit import Unit
 
@@ -154,7 +155,7 @@ class Reducer:
     _second_hops: SecondHops = field(init=False)
 
     def __post_init__(self) -> None:
-        in_order = [gradient for index in second_hop_order(self.gradients) for gradient in self.gradients[index]]
+        in_order = {index: self.gradients[index] for index in second_hop_order(self.gradients)}
         self._second_hops = SecondHops(
             self.streams.second_hop, self.buffers.second_hop, in_order, may_start_early=self.overlap_second_hop
         )
@@ -175,6 +176,8 @@ class Reducer:
             turns: All units, in the order of early second hops.
         """
         self.is_dirty = True
+        if self._second_hops.has_early:
+            self._second_hops.agree(self._usage(is_step=False))
         previous, self._expected = (
             self._expected,
             {unit.index: sum(bucket.num_requiring_grad for bucket in unit.trainable_buckets) for unit in self.units},
@@ -195,8 +198,8 @@ class Reducer:
         if grad is None:
             return False
         if self._first_hops and self._first_hops[0].may_start_second_hop:
-            for done in self._finish_first_hops(1):
-                self._second_hops.start_early(done)
+            for due in self._finish_first_hops(1):
+                self._second_hops.start(due)
         if gradient is not self._collecting:
             self._copy_collected()
             if self.groups.grad_comm is not None and gradient.collected.state is not GradBufferState.FILLING:
@@ -279,8 +282,8 @@ class Reducer:
         """
         for unit in units:
             self._copy_collected()
-            for done in self._finish_first_hops(self._num_until(unit)):  # its own, of an earlier backward
-                self._second_hops.start_early(done)
+            for due in self._finish_first_hops(self._num_until(unit)):  # its own, of an earlier backward
+                self._second_hops.start(due)
             chains: list[OpChain] = []
             if self.groups.grad_comm is not None:
                 gradients = self.gradients[unit.index]
@@ -295,23 +298,23 @@ class Reducer:
             starts_second_hop = self.boundary.is_last and self.overlap_second_hop
             if chains or starts_second_hop:
                 self._first_hops.append(FirstHop(unit, chains, starts_second_hop))
-            for done in self._finish_first_hops(len(self._first_hops) - int(self.overlap_reduce)):
-                self._second_hops.start_early(done)
+            for due in self._finish_first_hops(len(self._first_hops) - int(self.overlap_reduce)):
+                self._second_hops.start(due)
 
     def _finish_first_hops(self, count: int) -> Iterator[GradBucket]:
-        """Wait for the `count` oldest first hops; yield gradients with a second hop."""
+        """Wait for the `count` oldest first hops; yield what gets a second hop."""
         for _ in range(count):
             hop = self._first_hops.popleft()
             for chain in hop.chains:
                 chain.wait()
             for gradient in self.gradients[hop.unit.index] if hop.starts_second_hop else ():
                 self._second_hops.wait(gradient)  # that of an earlier backward, which was also a boundary
-                yield gradient
+                yield from self._second_hops.take_turns(gradient)
 
     def _finish_all_first_hops(self) -> None:
         """Wait for all first hops, and start the second hops that follow."""
-        for done in self._finish_first_hops(len(self._first_hops)):
-            self._second_hops.start_early(done)
+        for due in self._finish_first_hops(len(self._first_hops)):
+            self._second_hops.start(due)
 
     def _num_until(self, unit: Unit) -> int:
         """Number of first hops up to the last one of `unit`; 0 if it has none in flight."""
@@ -330,15 +333,25 @@ class Reducer:
         self.is_dirty = False
         self.desync_check.raise_if_desynced()
         self._finish_all_first_hops()
-        gradients = [gradient for unit_gradients in self.gradients.values() for gradient in unit_gradients]
-        hops, counts, difference = self._second_hops, self.buffers.usage, self.desync_check.replicas.difference()
-        digest = hops.digest(with_due=counts.is_cuda and self.groups.grad_comm is not None)
-        usage = UsedParamMap(counts, gradients, self.groups, hops.due, digest, difference)
-        hops.start_due(usage)
+        difference = self.desync_check.replicas.difference()
+        usage = self._usage(difference, is_step=True)
+        while not self._second_hops.start_due(usage):
+            usage = self._usage(difference, is_step=True)
         self._second_hops.wait_all()
         usage.wait()
         self.desync_check.record()
         self._second_hops.expose(usage)
+
+    def _usage(self, difference: torch.Tensor | None = None, *, is_step: bool) -> UsedParamMap:
+        """Start the small all-reduce, of the step or of a backward in it."""
+        gradients = [gradient for unit_gradients in self.gradients.values() for gradient in unit_gradients]
+        hops, counts = self._second_hops, self.buffers.usage
+        digest = hops.digest(is_step=is_step, with_due=counts.is_cuda and self.groups.grad_comm is not None)
+        return UsedParamMap(counts, gradients, self.groups, hops.due, digest, difference)
+
+    def end_step(self) -> RepeatedHops:
+        """An optimizer has used the gradients. Returns what was sent repeatedly."""
+        return self._second_hops.end_step()
 
     def wait(self) -> None:
         """Wait for all hops in flight, and for second hops due right behind them."""

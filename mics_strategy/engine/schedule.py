@@ -161,6 +161,39 @@ def second_hop_order(indices: Iterable[int]) -> list[int]:
     return sorted(indices, reverse=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedHop:
+    """A second hop of a bucket that another one of the same step followed.
+
+    Attributes:
+        micro_step: Index of the micro-step in which it started.
+        unit: Index of the unit.
+        bucket: Index among the trainable buckets of the unit.
+    """
+
+    micro_step: int
+    unit: int
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedHops:
+    """What one step sent more than once.
+
+    The last backward was predicted wrongly, or gradients were read before it.
+
+    Attributes:
+        hops: Second hops that others of the same bucket followed.
+        agreements: Indices of the micro-steps of small all-reduces, without the last one.
+    """
+
+    hops: tuple[RepeatedHop, ...] = ()
+    agreements: tuple[int, ...] = ()
+
+
+NONE_REPEATED = RepeatedHops()
+
+
 def usage_numel(num_parameters: int) -> int:
     """Elements of the small all-reduce.
 

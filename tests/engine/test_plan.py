@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from mics_strategy import ShardConfig
-from mics_strategy.engine.plan import TrafficRow
+from mics_strategy.engine.traffic import TrafficRow
 from tests import models
 from tests.engine.counting import CountC10d, Kind, planned_kinds
 from tests.engine.training import Run, root_only, start

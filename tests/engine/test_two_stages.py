@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 
 from mics_strategy import ShardConfig, shard
-from mics_strategy.engine.plan import Plan, TrafficRow
+from mics_strategy.engine.plan import Plan
+from mics_strategy.engine.traffic import TrafficRow
 from mics_strategy.errors import ConfigError
 from tests import models
 from tests.engine.counting import CountC10d, Kind, planned_kinds

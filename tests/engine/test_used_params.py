@@ -41,15 +41,18 @@ def test_a_gpu_is_waited_for_in_the_first_steps_only() -> None:
 
 
 @pytest.mark.parametrize("step", [0, READ_AT_ONCE])
-def test_diverged_ranks_raise_at_once_in_the_first_steps_and_one_step_later_afterwards(step: int) -> None:
+@pytest.mark.parametrize(("total", "message"), [(-1, "they differ"), (-2, "different numbers of backwards")])
+def test_diverged_ranks_raise_at_once_in_the_first_steps_and_one_step_later_afterwards(
+    step: int, total: int, message: str
+) -> None:
     check, counts = make_check(SimpleNamespace(first_mismatch=lambda: "they differ", is_in_sync=lambda: False))
     with mock.patch.object(torch.cuda, "Event"):
         for _ in range(step):
             check.record()
-        counts[-1] = 1
+        counts[total] = 1
         if step >= READ_AT_ONCE:
             check.record()
-        with pytest.raises(LifecycleError, match="they differ"):
+        with pytest.raises(LifecycleError, match=message):
             check.record() if step < READ_AT_ONCE else check.raise_if_desynced()
 
 
@@ -71,7 +74,31 @@ def test_counts_are_copied_from_pinned_memory_without_waiting() -> None:
     with mock.patch.object(torch, "tensor", tensor):
         UsedParamMap(counts, [], groups, set(), hop_digest=7)
     assert options_of_calls == [{"pin_memory": True}, {"non_blocking": True}]
-    assert counts.as_subclass(torch.Tensor).tolist() == [-7, 5]
+    assert counts.as_subclass(torch.Tensor).tolist() == [0, 5]
+
+
+def errors_of_uneven_nodes(ctx: RankContext) -> str:
+    """The error of a rank whose node runs three backwards, the other two, where the step does not read the counts."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sharded = shard(model, ShardConfig.preset("mics", topology=Topology(ranks_per_node=2)), units=[nn.Linear])
+    check = sharded._engine.reducer.desync_check
+    check._digests = check._digests.as_subclass(OnGpu)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mock.patch.object(UsedParamMap, "is_read_at_once", False), mock.patch.object(torch.cuda, "Event"):
+        for step in range(3):
+            try:
+                for _ in range(3 if step == 2 and ctx.rank >= 2 else 2):
+                    model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+            except LifecycleError as error:
+                return str(error)
+            optimizer.zero_grad()
+    return ""
+
+
+def test_a_backward_after_a_wrong_guess_finds_nodes_that_are_at_the_step_on_a_gpu(ranks: RankPool) -> None:
+    for error in ranks(4, errors_of_uneven_nodes, ranks_per_node=2):
+        assert "Ranks ran different numbers of backwards" in error
 
 
 def reads_of_a_step(ctx: RankContext, preset: str) -> int:

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mics_strategy.engine.hooks import EngineLink
 from mics_strategy.engine.optimizer.owner_exchange import OwnerExchange, assign_owners_by_bucket
 from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.engine.schedule import NONE_REPEATED, RepeatedHops
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ class LastStep:
 
     Attributes:
         num_backwards: Backwards of the step.
-        early_hops: See `AccumulationBoundary.early_hops`.
+        repeated: Second hops that others followed.
         issued: Collectives of the step, with their counts.
     """
 
     num_backwards: int
-    early_hops: tuple[int, ...]
+    repeated: RepeatedHops
     issued: Counter[CollectiveTraffic]
 
 
@@ -69,7 +70,7 @@ class OptimizerTarget:
         self.optimizer_layout = context.config.optimizer_layout
         self.has_whole_states = context.groups.scopes.optimizer == 1
         self.steps_done = 0
-        self.last_step = LastStep(num_backwards=1, early_hops=(), issued=Counter())
+        self.last_step = LastStep(num_backwards=1, repeated=NONE_REPEATED, issued=Counter())
         self.last_exchanges: list[OwnerExchange] = []
         self.is_check_due = self.is_step_over = True
         self._groups = context.groups
@@ -112,13 +113,13 @@ class OptimizerTarget:
             parameters: Parameters of this model that the optimizer has.
             exchanges: Exchanges of the tensors that the optimizer updated on their owners.
         """
-        early_hops = self.engine.reducer.boundary.end_step()
+        self.engine.reducer.boundary.end_step()
         self.engine.post_step(parameters)
         self.is_check_due = self.is_step_over = True
         if self.engine.backwards.num_in_step:
             self.last_step = LastStep(
                 num_backwards=self.engine.backwards.num_in_step,
-                early_hops=early_hops,
+                repeated=self.engine.reducer.end_step(),
                 issued=self._groups.traffic_log.drain(),
             )
             self.engine.backwards.num_in_step = 0

@@ -1,0 +1,60 @@
+"""Issued and planned traffic of one optimizer step, side by side.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.traffic import CollectiveTraffic
+    from mics_strategy.engine.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrafficRow:
+    """One kind of collective over one axis in one optimizer step.
+
+    Bytes are those that this rank sends.
+    """
+
+    axis: str
+    collective: str
+    planned_count: int
+    count: int
+    planned_bytes: int
+    sent_bytes: int
+
+
+def compare(plan: Plan, issued: Counter[CollectiveTraffic]) -> tuple[TrafficRow, ...]:
+    """The planned and the issued traffic of a step, by axis and collective.
+
+    Args:
+        plan: Plan of the step.
+        issued: Collectives that were issued in the step, with their counts.
+    """
+    planned_count: Counter[tuple[str, str]] = Counter()
+    planned_bytes: Counter[tuple[str, str]] = Counter()
+    for planned in plan.collectives:
+        planned_count[planned.axis, planned.collective] += 1
+        planned_bytes[planned.axis, planned.collective] += planned.sent_bytes
+    count: Counter[tuple[str, str]] = Counter()
+    sent_bytes: Counter[tuple[str, str]] = Counter()
+    for entry, times in issued.items():
+        count[entry.axis, entry.collective] += times
+        sent_bytes[entry.axis, entry.collective] += times * entry.sent_bytes
+    keys = dict.fromkeys([*planned_count, *count])
+    return tuple(
+        TrafficRow(
+            axis=axis,
+            collective=collective,
+            planned_count=planned_count[axis, collective],
+            count=count[axis, collective],
+            planned_bytes=planned_bytes[axis, collective],
+            sent_bytes=sent_bytes[axis, collective],
+        )
+        for axis, collective in keys
+    )
