@@ -141,6 +141,33 @@ def test_a_step_is_rounded_instead_of_the_parameters(ranks: RankPool) -> None:
     assert errors[1] > 3 * errors[0]
 
 
+def seen_after_nonfinite_step(ctx: RankContext, options: dict[str, Any], value: float) -> tuple[Tensor, Tensor]:
+    """What a forward sees, and the masters before it, after weights with NaN were written over by finite ones."""
+    loop = Loop(config(**options))
+    before = loop.sharded.parameters[0].detach().clone()
+    loop.step(0)
+    loop.model(gradient(1) * value).backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    with torch.no_grad():
+        assert not loop.model(gradient(2)).isfinite()
+        loop.sharded.parameters[0].copy_(before)
+    for number in range(3):  # each difference is a rounded step
+        masters = whole(loop.model.weight)
+        loop.step(number)
+    return loop.model.seen[-1], masters
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("case", CASES)
+def test_weights_that_are_set_back_after_a_step_that_was_not_finite_arrive(
+    ranks: RankPool, case: str, value: float
+) -> None:
+    options, _ = CASES[case]
+    for seen, masters in ranks(4, seen_after_nonfinite_step, options, value):
+        torch.testing.assert_close(seen, masters, rtol=0.02, atol=0.05)
+
+
 @pytest.mark.parametrize("overlap", ["all", "none"])
 def test_a_resumed_training_has_the_bits_of_the_uninterrupted_one(
     ranks: RankPool, tmp_path: Path, overlap: str

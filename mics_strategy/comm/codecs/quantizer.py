@@ -100,6 +100,8 @@ class Quantizer:
     ) -> None:
         """Encode the difference of a flat tensor from what the receivers have.
 
+        A reference that is not finite counts as 0, so that parameters that are set back after a step with NaN recover.
+
         Args:
             values: [n], floating.
             reference: [n], floating.
@@ -107,16 +109,19 @@ class Quantizer:
             scratch: [n] fp32; overwritten.
 
         Cost:
-            That of `encode`, and two passes: on CUDA two more launches.
+            That of `encode`, and three passes: on CUDA three more launches.
 
         Source:
             SDP4Bit (arXiv:2410.15526), quantization of weight differences.
         """
-        self.encode(scratch.copy_(values).sub_(reference), out)
+        scratch.copy_(reference).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self.encode(torch.sub(values, scratch, out=scratch), out)
 
     @torch.no_grad()
     def decode_difference(self, encoded: torch.Tensor, reference: torch.Tensor, scratch: torch.Tensor) -> None:
         """Decode a difference, and add it to `reference` in fp32, rounded once.
+
+        A reference that is not finite counts as 0, as in `encode_difference`.
 
         Args:
             encoded: As in `decode`.
@@ -124,9 +129,10 @@ class Quantizer:
             scratch: [n] fp32; overwritten.
 
         Cost:
-            That of `decode`, and two passes: on CUDA two more launches.
+            That of `decode`, and three passes: on CUDA three more launches.
         """
         self.decode(encoded, scratch)
+        reference.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         reference.copy_(scratch.add_(reference))
 
     @torch.no_grad()
