@@ -17,7 +17,7 @@ import torch
 
 from mics_strategy.checkpoint.state import SOLE, LocalState, ReplicaId
 from mics_strategy.comm.consensus import gather_objects
-from mics_strategy.engine.feedback import Residual
+from mics_strategy.engine.feedback import GradFeedback, Residual
 from mics_strategy.engine.layout import ParamSlice
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ def add_feedback(local: LocalState, sharded: Sharded, rank: int) -> None:
     """
     feedbacks, codecs = sharded.feedback, sharded.scopes.codecs
     is_off = codecs.first_hop is None and codecs.second_hop is None
-    residuals = {key: values for key, values in _local_residuals(sharded).items() if values and not is_off}
+    settled = _local_residuals(sharded, GradFeedback.without_unsettled)
+    residuals = {key: values for key, values in settled.items() if values and not is_off}
     carries = {str(index): f.carry for index, f in enumerate(feedbacks) if f.carry is not None}
     if not residuals and not carries:
         return
@@ -49,10 +50,16 @@ def add_feedback(local: LocalState, sharded: Sharded, rank: int) -> None:
     local.copies.update({f"{FEEDBACK}.{_CARRY}.{index}.{shard}": ReplicaId(*sharded.replica) for index in carries})
 
 
-def _local_residuals(sharded: Sharded) -> dict[str, dict[str, torch.Tensor]]:
+def _values(feedback: GradFeedback, role: str) -> torch.Tensor:
+    return feedback.residuals[role].values
+
+
+def _local_residuals(
+    sharded: Sharded, values_of: Callable[[GradFeedback, str], torch.Tensor] = _values
+) -> dict[str, dict[str, torch.Tensor]]:
     """Residuals of this rank by bucket, then by role, first element and number."""
     return {
-        str(index): {f"{role}+{r.start}+{r.numel}": r.values for role, r in feedback.residuals.items()}
+        str(index): {f"{role}+{r.start}+{r.numel}": values_of(feedback, role) for role, r in feedback.residuals.items()}
         for index, feedback in enumerate(sharded.feedback)
     }
 

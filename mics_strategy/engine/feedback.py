@@ -6,7 +6,8 @@ residuals of the last step only.
 
 Residuals of gradients that are dropped before their parameter's optimizer has stepped are zeroed, for the parameters
 whose gradients are dropped: a step that a gradient scaler skips, an abandoned accumulation, or the gradients that one
-of two optimizers does not use leave nothing behind.
+of two optimizers does not use leave nothing behind. Gradients that no optimizer has used are not in a checkpoint, nor
+is what their encodings have lost.
 
 Residuals are also sent for a parameter that no rank has used, and then no gradient shows them. Their sum is sent again,
 exactly, with the next gradient.
@@ -14,6 +15,7 @@ exactly, with the next gradient.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -139,6 +141,20 @@ class GradFeedback:
         for residual in self.residuals.values():
             for part in self._parts(residual, self.layout.param_slices[position]):
                 part.zero_()
+
+    def without_unsettled(self, role: str) -> torch.Tensor:
+        """The residual of a role as if unused gradients had been dropped.
+
+        Itself where an optimizer has used all gradients, else a copy.
+        """
+        residual = self.residuals[role]
+        if not self._unsettled:
+            return residual.values
+        copy = dataclasses.replace(residual, values=residual.values.clone())
+        for position in self._unsettled:
+            for part in self._parts(copy, self.layout.param_slices[position]):
+                part.zero_()
+        return copy.values
 
     def clear(self) -> None:
         """Forget everything."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from mics_strategy import ShardConfig, Topology, load_checkpoint, save_checkpoint
 from mics_strategy.checkpoint.feedback import common_ranges
 from mics_strategy.engine.layout import make_layout
-from tests.engine.test_feedback import CONFIGS, SHAPES, mean_of, residual_total, start_loop
+from tests.engine.test_feedback import CONFIGS, SHAPES, Loop, mean_of, residual_total, start_loop
 from tests.ranks import RankContext, RankPool
 
 SAVED_AT, STEPS = 2, 4
@@ -83,6 +83,34 @@ def test_a_sum_that_was_not_sent_is_saved_again(ranks: RankPool, tmp_path: Path,
     grads, left = ranks(world, train, config, tmp_path / "second", SAVED_AT, SAVED_AT + 1)[0][0]
     for name, mean in mean_of(SAVED_AT, 1, world).items():
         torch.testing.assert_close(grads[name] + left[name], mean + pending[name], rtol=1e-5, atol=1e-5)
+
+
+def next_step(loop: Loop) -> Found:
+    loop.backward(7, 0)
+    return loop.grads(), residual_total(loop.sharded)
+
+
+def saved_in_mid_window(ctx: RankContext, config: ShardConfig, path: Path) -> list[Found]:
+    """The next step of a job that drops gradients which no optimizer has used, and of one that saves and resumes."""
+    loop = start_loop(ctx, config, accumulation=1)
+    loop.backward(0, 0)
+    loop.step()
+    loop.backward(1, 0)
+    loop.grads()  # sends them in every preset
+    save_checkpoint(path, loop.sharded, [loop.optimizer])
+    loop.optimizer.zero_grad()
+    dropped = next_step(loop)
+    resumed = start_loop(ctx, config, accumulation=1)
+    load_checkpoint(path, resumed.sharded, [resumed.optimizer])
+    return [dropped, next_step(resumed)]
+
+
+@pytest.mark.parametrize("case", ["zero3", "zero3, slow", "mics", "ddp"])
+def test_residuals_of_gradients_that_are_not_saved_are_not_saved(ranks: RankPool, tmp_path: Path, case: str) -> None:
+    for dropped, resumed in ranks(4, saved_in_mid_window, CONFIGS[case], tmp_path):
+        for expected, found in zip(dropped, resumed, strict=True):
+            for name in SHAPES:
+                assert torch.equal(found[name], expected[name])
 
 
 def forgets(ctx: RankContext, path: Path) -> bool:
