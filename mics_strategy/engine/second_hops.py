@@ -66,7 +66,6 @@ class SecondHops:
         self._finished: list[GradBucket] = []  # not exposed on the parameters yet
         self._turns: list[GradBucket] = []  # still to come in this backward
         self._ready: set[GradBucket] = set()  # reduced inside the nodes in this backward
-        self._sent: set[GradBucket] = set()  # in this backward
         self._early: list[GradBucket] = []  # started since ranks last agreed, in that order
         self._num_backwards = 0  # in this step
         self._starts: defaultdict[GradBucket, list[int]] = defaultdict(list)  # backwards of this step before each
@@ -81,7 +80,6 @@ class SecondHops:
         self._num_backwards += 1
         self._turns = [*reversed([*turns])]
         self._ready.clear()
-        self._sent.clear()
 
     def take_turns(self, gradient: GradBucket) -> Iterator[GradBucket]:
         """Yield the gradients whose second hops start now, as this one's first has ended."""
@@ -89,7 +87,6 @@ class SecondHops:
         while self._turns and self._turns[-1] in self._ready:
             due = self._turns.pop()
             self._early.append(due)
-            self._sent.add(due)
             yield due
 
     def start(self, gradient: GradBucket) -> None:
@@ -171,7 +168,7 @@ class SecondHops:
         if self._may_start_early and usage.is_read_at_once and usage.read_different_hops():
             due, are_all_at_step = self._catch_up(due, is_step=True)
         else:
-            known = due if usage.is_read_at_once else due | self._sent
+            known = due if usage.is_read_at_once else due.union(self._early)
             due.update(g for g in self._gradients if g not in known and usage.is_pending_elsewhere(g))
         if are_all_at_step:
             self._start_again(gradient for gradient in self._gradients if gradient in due)
@@ -181,7 +178,6 @@ class SecondHops:
     def _end_agreement(self) -> None:
         self._agreements.append(self._num_backwards)
         self._early.clear()
-        self._sent.clear()
 
     def _start_again(self, gradients: Iterable[GradBucket]) -> None:
         for gradient in gradients:
