@@ -215,8 +215,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="used parameters",
         claim="ranks that diverge are found in the next step",
-        old="local_counts += [hop_number, groups.desync_digest]",
-        new="local_counts += [hop_number, 0]",
+        old="local_counts.append(groups.desync_digest)",
+        new="local_counts.append(0)",
         tests=("tests/engine/test_used_params.py", "tests/engine/test_fingerprint.py"),
     ),
     Mutation(

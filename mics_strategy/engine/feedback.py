@@ -133,6 +133,7 @@ class GradFeedback:
         for param_slice in (self.layout.param_slices[position] for position in sent):
             start, end = param_slice.offset, param_slice.offset + param_slice.chunk_numel
             self.carry[start:end].add_(mean[start:end], alpha=divisor)
+        self._unsettled.difference_update(sent)  # nothing of it is lost
 
     def drop(self, position: int) -> None:
         """Forget the gradients of the parameter at `position` that no optimizer has used."""

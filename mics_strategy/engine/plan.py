@@ -253,9 +253,15 @@ class _Planner:
         if reduces_every_unit(self.scopes):
             forward_order = range(len(self.units))
         for index in reduction_order(forward_order):
-            for bucket in self._reduced(index):
-                for collective in self._of_bucket("grad_reduce_scatter", bucket):
-                    self._add("grad_reduce_scatter", collective, self.units[index].plan.name, "backward")
+            self._first_hops_of(index)
+        for micro_step, index in shape.repeated.first_hops:
+            if micro_step == self.micro_step:
+                self._first_hops_of(index)
+
+    def _first_hops_of(self, index: int) -> None:
+        for bucket in self._reduced(index):
+            for collective in self._of_bucket("grad_reduce_scatter", bucket):
+                self._add("grad_reduce_scatter", collective, self.units[index].plan.name, "backward")
 
     def _unshard(self, index: int, phase: str) -> None:
         unit, slot = self.units[index], self.units[index].plan.slot
@@ -321,7 +327,7 @@ class _Planner:
 
     def second_hop(self, backward: tuple[int, ...]) -> None:
         """The small all-reduce, and the second hops of all units."""
-        self._agreement("second_hop")
+        self._usage_reduction("second_hop")
         for index in second_hop_order(set(backward)):
             for bucket in self._reduced(index):
                 self._second_hop(index, bucket, "second_hop")
@@ -331,10 +337,10 @@ class _Planner:
         for hop in repeated.hops:
             if hop.micro_step == self.micro_step:
                 self._second_hop(hop.unit, self.units[hop.unit].trainable[hop.bucket], "early_second_hop")
-        for _ in range(repeated.agreements.count(self.micro_step)):
-            self._agreement("early_second_hop")
+        for _ in range(repeated.usage_reductions.count(self.micro_step)):
+            self._usage_reduction("early_second_hop")
 
-    def _agreement(self, phase: str) -> None:
+    def _usage_reduction(self, phase: str) -> None:
         world = self.scopes.span(1, self.scopes.world_size)
         num_parameters = sum(len(bucket.layout.param_slices) for unit in self.units for bucket in unit.trainable)
         if num_parameters and world.size > 1:

@@ -1,16 +1,19 @@
 """Agreement of ranks, from one small all-reduce per optimizer step.
 
-It carries four answers: which parameters any rank has used (`UsedParamMap`), whether all ranks have started the same
-second hops inside of backwards (`SecondHops`), whether they have submitted the same other collectives (`DesyncCheck`),
-and whether replicas of a shard are equal (`ReplicaCheck`).
+It carries five answers: which parameters any rank has used (`UsedParamMap`), whether all ranks have run as many
+backwards of the same units (`AccumulationBoundary`), whether they have started the same second hops inside of them
+(`SecondHops`), whether they have submitted the same other collectives (`DesyncCheck`), and whether replicas of a shard
+are equal (`ReplicaCheck`).
 
-A rank reads the counts of users only if it has not used all parameters itself. The second answer is one number, and so
-are the last two, 0 while ranks agree. The CPU reads them at once. On a GPU reading would stop the host, so they are
-read one step later, but at once in the first steps, in which ranks that differ at all mostly begin to.
+A rank reads the counts of users only if it has not used all parameters itself. The second answer is one number, as is
+the third, and so are the last two, 0 while ranks agree. The CPU reads them at once. On a GPU reading would stop the
+host, so they are read one step later, but at once in the first steps, in which ranks that differ at all mostly begin
+to.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +35,21 @@ CHECKED_AT_START = 10  # optimizer steps
 _DUE = 1 << 16  # above the count of users: the number of ranks on which the bucket is still to be reduced
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgress:
+    """What this rank has done since the last optimizer step.
+
+    Attributes:
+        due: Gradients of which it holds sums that no second hop has taken.
+        hop_digest: Number of the second hops that it has started.
+        window_digest: Number of its backwards, and of the units that it has reduced in them.
+    """
+
+    due: set[GradBucket]
+    hop_digest: int
+    window_digest: int
+
+
 class UsedParamMap:
     """The number of ranks that have used each parameter, in one optimizer step.
 
@@ -39,8 +57,7 @@ class UsedParamMap:
         counts: [usage_numel], int32; overwritten.
         gradients: Gradients of all trainable buckets, in the same order on every rank.
         groups: Process groups.
-        due: Gradients of which this rank holds sums that no second hop has taken.
-        hop_digest: Number of the second hops that this rank has started since the last step.
+        progress: What this rank has done.
         difference: Number of this rank, 0 in sum over all ranks whose replicas are equal; None if it was not computed.
     """
 
@@ -49,8 +66,7 @@ class UsedParamMap:
         counts: torch.Tensor,
         gradients: list[GradBucket],
         groups: ProcessGroups,
-        due: set[GradBucket],
-        hop_digest: int,
+        progress: RankProgress,
         difference: torch.Tensor | None = None,
     ) -> None:
         self._offsets: dict[GradBucket, int] = {}
@@ -58,12 +74,13 @@ class UsedParamMap:
         local_counts: list[int] = []
         for gradient in gradients:
             offset = self._offsets[gradient] = len(local_counts)
-            local_counts += [_DUE if gradient in due else 0] * len(gradient.bucket.sharded_params)
+            local_counts += [_DUE if gradient in progress.due else 0] * len(gradient.bucket.sharded_params)
             for position in gradient.flags.positions_with(GradFlag.USED):
                 local_counts[offset + position] += 1
         is_exchanged = groups.world_group is not None and bool(gradients)
-        hop_number = zero_sum(hop_digest, groups.rank, groups.scopes.world_size) if is_exchanged else 0
-        local_counts += [hop_number, groups.desync_digest]
+        for value in (progress.window_digest, progress.hop_digest):
+            local_counts.append(zero_sum(value, groups.rank, groups.scopes.world_size) if is_exchanged else 0)
+        local_counts.append(groups.desync_digest)
         self._totals: list[int] | None = None
         self._work: Work | None = None
         # Torch's allocator reuses pinned memory only after the copy has ended, so the host does not wait for it.
@@ -95,12 +112,13 @@ class UsedParamMap:
         """Whether the host reads the totals in any case, as on a CPU."""
         return not self._counts.is_cuda
 
-    def read_different_hops(self) -> bool:
+    @property
+    def has_different_hops(self) -> bool:
         """Whether ranks have started different second hops.
 
-        The host waits for the all-reduce.
+        On a GPU the next step finds out.
         """
-        return self._all_totals()[-2] != 0
+        return self.is_read_at_once and self._all_totals()[-2] != 0
 
     def is_pending_elsewhere(self, gradient: GradBucket) -> bool:
         """Whether another rank has a sum that is not reduced yet.
@@ -118,16 +136,6 @@ class UsedParamMap:
         return [position for position, count in enumerate(self._by_position(gradient)) if count % _DUE]
 
 
-def different_hops_error() -> LifecycleError:
-    """The error of GPUs that have started different second hops."""
-    return LifecycleError(
-        "Ranks ran different numbers of backwards, or other units, before an optimizer step, and their gradients are "
-        "mixed up. Go back to the last checkpoint. Where windows differ between ranks, declare the last micro-step "
-        "(`micro_step(index, of=...)`), or leave `second_hop` out of `overlap`; all ranks must train the same units in "
-        "a step."
-    )
-
-
 class DesyncCheck:
     """Check that all ranks submit the same collectives and that replicas are equal.
 
@@ -135,13 +143,17 @@ class DesyncCheck:
         counts: Totals of `UsedParamMap`; the last one is 0 while ranks agree, and on a GPU the one before.
         groups: Process groups.
         replicas: Check of replicas, whose number is part of that last total.
+
+    Attributes:
+        are_windows_equal: Whether all ranks ran as many backwards, of the same units, before the last totals here.
     """
 
     def __init__(self, counts: torch.Tensor, groups: ProcessGroups, replicas: ReplicaCheck) -> None:
         self.replicas = replicas
-        self._digests = counts[-2:]
+        self.are_windows_equal = True
+        self._digests = counts[-3:]
         self._groups = groups
-        self._on_host = torch.zeros(2, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        self._on_host = torch.zeros(3, dtype=counts.dtype, pin_memory=counts.is_cuda)
         self._copied: torch.cuda.Event | None = None
         self._num_recorded = 0
 
@@ -154,9 +166,15 @@ class DesyncCheck:
         """
         if self._copied is not None:
             self._copied.synchronize()
-        hops, others = self._on_host.tolist()
+        windows, hops, others = self._on_host.tolist()
+        self.are_windows_equal = windows == 0
         if hops != 0 and self._digests.is_cuda:  # a CPU has made up for it
-            raise different_hops_error()  # at once: ranks that ran more backwards are not here
+            raise LifecycleError(
+                "Ranks ran different numbers of backwards, or other units, before an optimizer step, and their "
+                "gradients are mixed up. Go back to the last checkpoint. Where windows differ between ranks, declare "
+                "the last micro-step (`micro_step(index, of=...)`), or leave `second_hop` out of `overlap`; all ranks "
+                "must train the same units in a step."
+            )
         if others == 0:
             return
         if self._groups.is_in_sync():

@@ -12,6 +12,7 @@ all parameters itself has to read the counts.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
-from mics_strategy.engine.rank_agreement import DesyncCheck, UsedParamMap
+from mics_strategy.engine.rank_agreement import DesyncCheck, RankProgress, UsedParamMap
 from mics_strategy.engine.schedule import second_hop_order
 from mics_strategy.engine.second_hops import SecondHops
 from mics_strategy.engine.streams import current_stream
@@ -78,6 +79,8 @@ class FirstHopOrder:
     def __init__(self) -> None:
         self._waiting: list[Unit] = []
         self._complete: set[int] = set()
+        self._started: set[int] = set()  # in this backward
+        self._started_in_step: set[int] = set()
 
     def begin(self, order: list[Unit], complete: set[int]) -> None:
         """A backward begins.
@@ -87,6 +90,20 @@ class FirstHopOrder:
             complete: Indices of units that receive no gradients on this rank.
         """
         self._waiting, self._complete = order, complete
+        self._started.clear()
+
+    def start(self, unit: Unit) -> bool:
+        """A first hop of `unit` starts. Returns whether it is another one."""
+        is_another = unit.index in self._started
+        self._started.add(unit.index)
+        self._started_in_step.add(unit.index)
+        return is_another
+
+    def take_started(self) -> list[int]:
+        """Indices of the units that had first hops since the last call, in order."""
+        started = sorted(self._started_in_step)
+        self._started_in_step.clear()
+        return started
 
     def clear(self) -> None:
         """Forget the units that wait."""
@@ -176,8 +193,6 @@ class Reducer:
             turns: All units, in the order of early second hops.
         """
         self.is_dirty = True
-        if self._second_hops.has_early:
-            self._second_hops.agree(self._usage(is_step=False))
         previous, self._expected = (
             self._expected,
             {unit.index: sum(bucket.num_requiring_grad for bucket in unit.trainable_buckets) for unit in self.units},
@@ -282,7 +297,7 @@ class Reducer:
         """
         for unit in units:
             self._copy_collected()
-            for due in self._finish_first_hops(self._num_until(unit)):  # its own, of an earlier backward
+            for due in self._finish_first_hops(self._num_before_launch(unit)):
                 self._second_hops.start(due)
             chains: list[OpChain] = []
             if self.groups.grad_comm is not None:
@@ -316,8 +331,15 @@ class Reducer:
         for due in self._finish_first_hops(len(self._first_hops)):
             self._second_hops.start(due)
 
-    def _num_until(self, unit: Unit) -> int:
-        """Number of first hops up to the last one of `unit`; 0 if it has none in flight."""
+    def _num_before_launch(self, unit: Unit) -> int:
+        """Number of first hops to finish before that of `unit` starts.
+
+        Its own ones, of an earlier backward. If it had one in this backward, all: else a second hop that waits for its
+        turn behind one of them would start while the unit's new first hop is in flight.
+        """
+        if self._order.start(unit):
+            self._second_hops.repeat_first_hop(unit.index)
+            return len(self._first_hops)
         return max((number for number, hop in enumerate(self._first_hops, 1) if hop.unit is unit), default=0)
 
     def _wait_for(self, unit: Unit) -> None:
@@ -333,24 +355,23 @@ class Reducer:
         self.is_dirty = False
         self.desync_check.raise_if_desynced()
         self._finish_all_first_hops()
-        difference = self.desync_check.replicas.difference()
-        usage = self._usage(difference, is_step=True)
-        while not self._second_hops.start_due(usage):
-            usage = self._usage(difference, is_step=True)
-        self._second_hops.wait_all()
-        usage.wait()
-        self.desync_check.record()
-        self._second_hops.expose(usage)
-
-    def _usage(self, difference: torch.Tensor | None = None, *, is_step: bool) -> UsedParamMap:
-        """Start the small all-reduce, of the step or of a backward in it."""
         gradients = [gradient for unit_gradients in self.gradients.values() for gradient in unit_gradients]
-        hops, counts = self._second_hops, self.buffers.usage
-        digest = hops.digest(is_step=is_step, with_due=counts.is_cuda and self.groups.grad_comm is not None)
-        return UsedParamMap(counts, gradients, self.groups, hops.due, digest, difference)
+        hops, counts, difference = self._second_hops, self.buffers.usage, self.desync_check.replicas.difference()
+        progress = RankProgress(
+            due=hops.due,
+            hop_digest=hops.digest(with_due=counts.is_cuda and self.groups.grad_comm is not None),
+            window_digest=zlib.crc32(f"{self.boundary.number} {self._order.take_started()}".encode()),
+        )
+        usage = UsedParamMap(counts, gradients, self.groups, progress, difference)
+        usage.wait()
+        self.desync_check.record()  # before hops that ranks which differ would wait for without end
+        hops.start_due(usage)
+        hops.wait_all()
+        hops.expose(usage)
 
     def end_step(self) -> RepeatedHops:
         """An optimizer has used the gradients. Returns what was sent repeatedly."""
+        self.boundary.end_step(is_equal_on_all_ranks=self.desync_check.are_windows_equal)
         return self._second_hops.end_step()
 
     def wait(self) -> None:

@@ -180,15 +180,17 @@ class RepeatedHop:
 class RepeatedHops:
     """What one step sent more than once.
 
-    The last backward was predicted wrongly, or gradients were read before it.
+    The last backward was predicted wrongly, gradients were read before it, or a backward went through a unit twice.
 
     Attributes:
+        first_hops: Index of the micro-step, and of the unit, of first hops behind another one in the same backward.
         hops: Second hops that others of the same bucket followed.
-        agreements: Indices of the micro-steps of small all-reduces, without the last one.
+        usage_reductions: Indices of the micro-steps of small all-reduces, without the last one.
     """
 
+    first_hops: tuple[tuple[int, int], ...] = ()
     hops: tuple[RepeatedHop, ...] = ()
-    agreements: tuple[int, ...] = ()
+    usage_reductions: tuple[int, ...] = ()
 
 
 NONE_REPEATED = RepeatedHops()
@@ -197,6 +199,7 @@ NONE_REPEATED = RepeatedHops()
 def usage_numel(num_parameters: int) -> int:
     """Elements of the small all-reduce.
 
-    There is one for each trainable parameter, one for the early second hops of ranks, and one for their agreement.
+    There is one for each trainable parameter, one for the backwards of ranks, one for their early second
+    hops, and one for their agreement.
     """
-    return num_parameters + 2
+    return num_parameters + 3

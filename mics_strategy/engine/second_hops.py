@@ -7,11 +7,9 @@ ranks, and a node may have run another number of backwards, or other units. So
   whose predecessors this backward has not reduced waits for the step.
 - the small all-reduce of a step says whether all ranks have started the same ones. Where they have not, ranks exchange
   what each has started and still holds, and start what they are behind, with zeros if they have nothing.
-- a backward that follows early second hops, because what started them was not the last one, begins with that
-  all-reduce: it is about to wait for them, and other ranks may be at the step already. They then meet once more.
 
 Sums are linear, so a second hop too many changes no number. On a GPU, where the host does not wait for the small
-all-reduce of a step, ranks that differ are an error instead, one step later.
+all-reduce, ranks that differ are an error instead, one step later.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from mics_strategy.comm.consensus import gather_objects
 from mics_strategy.engine.lifecycle import AccumulatorState
-from mics_strategy.engine.rank_agreement import different_hops_error
 from mics_strategy.engine.schedule import RepeatedHop, RepeatedHops
 from mics_strategy.errors import LifecycleError
 
@@ -66,10 +63,11 @@ class SecondHops:
         self._finished: list[GradBucket] = []  # not exposed on the parameters yet
         self._turns: list[GradBucket] = []  # still to come in this backward
         self._ready: set[GradBucket] = set()  # reduced inside the nodes in this backward
-        self._early: list[GradBucket] = []  # started since ranks last agreed, in that order
+        self._early: list[GradBucket] = []  # started since the last step, in that order
         self._num_backwards = 0  # in this step
         self._starts: defaultdict[GradBucket, list[int]] = defaultdict(list)  # backwards of this step before each
-        self._agreements: list[int] = []  # and before each small all-reduce
+        self._usage_reductions: list[int] = []  # and before each small all-reduce
+        self._first_hops: list[tuple[int, int]] = []  # and before each repeated first hop, of a unit
 
     def begin_backward(self, turns: Iterable[GradBucket]) -> None:
         """A backward begins.
@@ -80,6 +78,10 @@ class SecondHops:
         self._num_backwards += 1
         self._turns = [*reversed([*turns])]
         self._ready.clear()
+
+    def repeat_first_hop(self, unit: int) -> None:
+        """A unit is about to have another first hop in this backward."""
+        self._first_hops.append((self._num_backwards, unit))
 
     def take_turns(self, gradient: GradBucket) -> Iterator[GradBucket]:
         """Yield the gradients whose second hops start now, as this one's first has ended."""
@@ -121,62 +123,33 @@ class SecondHops:
             if gradient.state is AccumulatorState.PARTIAL and gradient not in self._in_flight
         }
 
-    @property
-    def has_early(self) -> bool:
-        """Whether this rank has started some inside of a backward since ranks last agreed."""
-        return bool(self._early)
-
-    def digest(self, *, is_step: bool, with_due: bool) -> int:
-        """A number for the second hops since ranks last agreed, in their order.
+    def digest(self, *, with_due: bool) -> int:
+        """A number for the second hops since the last step, in their order.
 
         Args:
-            is_step: Whether this rank is at the optimizer step; if not, another backward follows.
             with_due: Also for those that this rank is about to start, which are the same on all ranks of a GPU job
                 whose gradients are sharded.
         """
         due = self.due if with_due else set()
         hops = [*self._early, *(gradient for gradient in self._gradients if gradient in due)]
-        return zlib.crc32(" ".join([str(is_step), *(gradient.name for gradient in hops)]).encode())
+        return zlib.crc32(" ".join(gradient.name for gradient in hops).encode())
 
-    def agree(self, usage: UsedParamMap) -> None:
-        """Start the early second hops of other ranks.
-
-        This rank is about to wait for its own. Collective where ranks have started different ones.
-
-        Args:
-            usage: What the small all-reduce in front of this backward says.
-
-        Raises:
-            LifecycleError: Ranks have started different ones, on GPUs, where those that are at the step did not wait.
-        """
-        if usage.read_different_hops():
-            if not usage.is_read_at_once:
-                raise different_hops_error()
-            self._catch_up(self.due, is_step=False)
-        self._end_agreement()
-
-    def start_due(self, usage: UsedParamMap) -> bool:
+    def start_due(self, usage: UsedParamMap) -> None:
         """Start all second hops that are due on any rank.
 
-        Collective where ranks have started different ones. Returns whether all ranks are at the step; if not, they
-        meet once more.
+        Collective where ranks have started different ones.
 
         Args:
             usage: What the small all-reduce of the step says.
         """
-        due, are_all_at_step = self.due, True
-        if self._may_start_early and usage.is_read_at_once and usage.read_different_hops():
-            due, are_all_at_step = self._catch_up(due, is_step=True)
+        due = self.due
+        if self._may_start_early and usage.has_different_hops:
+            due = self._catch_up(due)
         else:
             known = due if usage.is_read_at_once else due.union(self._early)
             due.update(g for g in self._gradients if g not in known and usage.is_pending_elsewhere(g))
-        if are_all_at_step:
-            self._start_again(gradient for gradient in self._gradients if gradient in due)
-        self._end_agreement()
-        return are_all_at_step
-
-    def _end_agreement(self) -> None:
-        self._agreements.append(self._num_backwards)
+        self._start_again(gradient for gradient in self._gradients if gradient in due)
+        self._usage_reductions.append(self._num_backwards)
         self._early.clear()
 
     def _start_again(self, gradients: Iterable[GradBucket]) -> None:
@@ -184,20 +157,19 @@ class SecondHops:
             self.wait(gradient)
             self.start(gradient)
 
-    def _catch_up(self, due: set[GradBucket], *, is_step: bool) -> tuple[set[GradBucket], bool]:
+    def _catch_up(self, due: set[GradBucket]) -> set[GradBucket]:
         """Start the early second hops of other ranks.
 
-        Returns what is still due on any rank, and whether all ranks are at the step.
+        Returns what is still due on any rank.
 
         Args:
             due: What is due on this rank.
-            is_step: Whether this rank is at the step.
         """
         numbers = {gradient: number for number, gradient in enumerate(self._gradients)}
         early = [numbers[gradient] for gradient in self._early]
-        by_rank = gather_objects((early, {numbers[gradient] for gradient in due}, is_step))
-        longest = max((started for started, _, _ in by_rank), key=len)
-        for rank, (started, _, _) in enumerate(by_rank):
+        by_rank = gather_objects((early, {numbers[gradient] for gradient in due}))
+        longest = max((started for started, _ in by_rank), key=len)
+        for rank, (started, _) in enumerate(by_rank):
             if started != longest[: len(started)]:
                 raise LifecycleError(
                     f"Rank {rank} has reduced gradients of other units between the nodes, or in another order, than "
@@ -206,9 +178,8 @@ class SecondHops:
                     "`overlap`."
                 )
         self._start_again(self._gradients[number] for number in longest[len(early) :])
-        still_due = [held.difference(longest[len(started) :]) for started, held, _ in by_rank]
-        are_all_at_step = all(is_step for _, _, is_step in by_rank)
-        return {self._gradients[number] for number in set().union(*still_due)}, are_all_at_step
+        still_due = [held.difference(longest[len(started) :]) for started, held in by_rank]
+        return {self._gradients[number] for number in set().union(*still_due)}
 
     def end_step(self) -> RepeatedHops:
         """An optimizer has used the gradients. Returns what was sent repeatedly."""
@@ -217,11 +188,12 @@ class SecondHops:
             for gradient, (unit, bucket) in self._places.items()
             for number in self._starts[gradient][:-1]
         ]
-        repeated = RepeatedHops(hops=tuple(hops), agreements=tuple(number - 1 for number in self._agreements[:-1]))
-        self._starts.clear()
-        self._agreements.clear()
+        first_hops = tuple((number - 1, unit) for number, unit in self._first_hops)
+        usage_reductions = tuple(number - 1 for number in self._usage_reductions[:-1])
+        for recorded in (self._starts, self._first_hops, self._usage_reductions):
+            recorded.clear()
         self._num_backwards = 0
-        return repeated
+        return RepeatedHops(first_hops=first_hops, hops=tuple(hops), usage_reductions=usage_reductions)
 
     def expose(self, usage: UsedParamMap) -> None:
         """Show finished gradients on the parameters that any rank has used."""

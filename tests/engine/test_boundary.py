@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mics_strategy import ShardConfig, Sharded, Topology, shard
 from mics_strategy.engine.boundary import AccumulationBoundary
 from mics_strategy.engine.grad_bucket import GradBucket
-from mics_strategy.engine.reducer import Reducer
+from mics_strategy.engine.reducer import FirstHop, Reducer
 from mics_strategy.engine.schedule import RepeatedHops
 from tests import models
 from tests.engine import unusual
@@ -220,6 +220,42 @@ def test_generated_loops_train_as_a_plain_process_does(ranks: RankPool, preset: 
         assert sum(repeated for _, _, repeated in outcomes) > 3  # also where nothing is predicted: wrong declarations
 
 
+def reuse_units(run: LoopRun, order: list[int], declared: bool) -> list[Tensor]:
+    """Parameters after steps of one backward, whose units may be used, recomputed and reduced twice."""
+    run.model.order = order
+    for _ in range(4):
+        run.backward((0, 1) if declared else None)
+        run.step()
+    return [whole(parameter.detach()) for parameter in run.model.parameters()]
+
+
+def reuse_units_sharded(ctx: RankContext, config: ShardConfig, order: list[int], declared: bool) -> list[Tensor]:
+    forget_meshes()
+    run = start([ctx.rank], config)
+    assert run.sharded is not None
+    run.model.checkpointed = dict.fromkeys(range(4), True)
+    choose = random.Random(ctx.rank)
+    with pytest.MonkeyPatch.context() as patch:  # the end of a first hop is noticed at other moments on every rank
+        patch.setattr(
+            FirstHop, "may_start_second_hop", property(lambda hop: choose.random() < 0.5 and bool(hop.chains))
+        )
+        parameters = reuse_units(run, order, declared)
+    rows = run.sharded.traffic()
+    assert [(row.count, row.sent_bytes) for row in rows] == [(row.planned_count, row.planned_bytes) for row in rows]
+    return parameters
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 0], [1, 0, 2, 3, 2, 0], [0, 1, 0]], ids=str)
+@pytest.mark.parametrize("preset", ["mics", "paro-iig"])
+def test_a_unit_that_is_recomputed_twice_is_reduced_whole(
+    ranks: RankPool, preset: str, order: list[int], declared: bool
+) -> None:
+    expected = reuse_units(start(range(4), None), order, declared)
+    for found in ranks(4, reuse_units_sharded, PRESETS[preset], order, declared, ranks_per_node=2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
 def sums_of_bf16(ctx: RankContext, lengths: list[int], is_predicted: bool) -> list[Tensor]:
     """Gradients of the last of some steps, of a bf16 model whose sums are in fp32; scaled up, where 16 bits round."""
     forget_meshes()
@@ -390,7 +426,9 @@ def test_the_plan_names_the_second_hops_of_windows_that_are_read_or_begun_again(
         assert all(found[1:])
 
 
-def lasts(lengths: list[int], declared: bool | None = None, predicts: bool = True) -> list[list[bool]]:
+def lasts(
+    lengths: list[int], declared: bool | None = None, predicts: bool = True, unequal: tuple[int, ...] = ()
+) -> list[list[bool]]:
     boundary = AccumulationBoundary(predicts=predicts)
     boundary.declared = declared
     found = []
@@ -399,7 +437,7 @@ def lasts(lengths: list[int], declared: bool | None = None, predicts: bool = Tru
         for number in range(1, length + 1):
             boundary.begin_backward(number)
             found[-1].append(boundary.is_last)
-        boundary.end_step()
+        boundary.end_step(is_equal_on_all_ranks=length not in unequal)
     return found
 
 
@@ -409,6 +447,7 @@ def test_two_equal_steps_predict_the_third() -> None:
     assert lasts([1, 1, 1], declared=False) == [[no]] * 3
     assert lasts([1, 1, 1], declared=True) == [[yes]] * 3
     assert lasts([1, 1, 1], predicts=False) == [[no]] * 3
+    assert lasts([1, 1, 1, 2, 2, 2], unequal=(1,)) == [[no]] * 3 + [[no, no]] * 2 + [[no, yes]]
 
 
 def test_a_window_that_was_cleared_or_another_optimizer_is_no_step() -> None:
@@ -417,8 +456,8 @@ def test_a_window_that_was_cleared_or_another_optimizer_is_no_step() -> None:
         boundary.begin_backward(1)
         boundary.begin_backward(1)  # gradients were cleared
         boundary.begin_backward(2)
-        boundary.end_step()
-        boundary.end_step()  # a second optimizer
+        boundary.end_step(is_equal_on_all_ranks=True)
+        boundary.end_step(is_equal_on_all_ranks=True)  # a second optimizer
     boundary.begin_backward(1)
     assert not boundary.is_last
     boundary.begin_backward(2)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from mics_strategy import LifecycleError, ShardConfig, Topology, shard
-from mics_strategy.engine.rank_agreement import READ_AT_ONCE, DesyncCheck, ReplicaCheck, UsedParamMap
+from mics_strategy.engine.rank_agreement import READ_AT_ONCE, DesyncCheck, RankProgress, ReplicaCheck, UsedParamMap
+from mics_strategy.engine.second_hops import SecondHops
 from mics_strategy.engine.streams import OpChain
 from tests.ranks import RankContext, RankPool
 
@@ -24,9 +25,9 @@ class OnGpu(torch.Tensor):
 
 
 def make_check(groups: Any) -> tuple[DesyncCheck, torch.Tensor]:
-    counts = torch.zeros(3, dtype=torch.int32)
+    counts = torch.zeros(4, dtype=torch.int32)
     check = DesyncCheck(counts, groups, ReplicaCheck([], groups, -1))
-    check._digests = counts[-2:].as_subclass(OnGpu)
+    check._digests = counts[-3:].as_subclass(OnGpu)
     return check, counts
 
 
@@ -69,12 +70,12 @@ def test_counts_are_copied_from_pinned_memory_without_waiting() -> None:
             options_of_calls.append(options)
             return super().copy_(source, **options)
 
-    counts: Any = torch.zeros(2, dtype=torch.int32).as_subclass(Counts)
+    counts: Any = torch.zeros(3, dtype=torch.int32).as_subclass(Counts)
     groups: Any = SimpleNamespace(desync_digest=5, world_group=None, rank=1, scopes=SimpleNamespace(world_size=2))
     with mock.patch.object(torch, "tensor", tensor):
-        UsedParamMap(counts, [], groups, set(), hop_digest=7)
+        UsedParamMap(counts, [], groups, RankProgress(due=set(), hop_digest=7, window_digest=2))
     assert options_of_calls == [{"pin_memory": True}, {"non_blocking": True}]
-    assert counts.as_subclass(torch.Tensor).tolist() == [0, 5]
+    assert counts.as_subclass(torch.Tensor).tolist() == [0, 0, 5]
 
 
 def errors_of_uneven_nodes(ctx: RankContext) -> str:
@@ -84,7 +85,12 @@ def errors_of_uneven_nodes(ctx: RankContext) -> str:
     check = sharded._engine.reducer.desync_check
     check._digests = check._digests.as_subclass(OnGpu)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mock.patch.object(UsedParamMap, "is_read_at_once", False), mock.patch.object(torch.cuda, "Event"):
+    digest = SecondHops.digest
+    with (
+        mock.patch.object(UsedParamMap, "is_read_at_once", False),
+        mock.patch.object(SecondHops, "digest", lambda hops, with_due: digest(hops, with_due=True)),
+        mock.patch.object(torch.cuda, "Event"),
+    ):
         for step in range(3):
             try:
                 for _ in range(3 if step == 2 and ctx.rank >= 2 else 2):
@@ -96,7 +102,7 @@ def errors_of_uneven_nodes(ctx: RankContext) -> str:
     return ""
 
 
-def test_a_backward_after_a_wrong_guess_finds_nodes_that_are_at_the_step_on_a_gpu(ranks: RankPool) -> None:
+def test_gpus_of_nodes_with_different_windows_raise(ranks: RankPool) -> None:
     for error in ranks(4, errors_of_uneven_nodes, ranks_per_node=2):
         assert "Ranks ran different numbers of backwards" in error
 

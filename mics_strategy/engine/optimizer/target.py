@@ -113,7 +113,6 @@ class OptimizerTarget:
             parameters: Parameters of this model that the optimizer has.
             exchanges: Exchanges of the tensors that the optimizer updated on their owners.
         """
-        self.engine.reducer.boundary.end_step()
         self.engine.post_step(parameters)
         self.is_check_due = self.is_step_over = True
         if self.engine.backwards.num_in_step:
