@@ -242,7 +242,8 @@ class DesyncWatchdog:
             return (
                 f"{problem}Rank {first[0]} has begun {first[2]} backward passes, rank {second[0]} {second[2]}. A rank "
                 "without a loss (an empty batch) must also run the backward of its forward, of a loss that is zero: "
-                "`(outputs.sum() * 0).backward()`."
+                "`(outputs.sum() * 0).backward()`. Where nodes run different numbers of backwards on purpose, declare "
+                "the last one (`micro_step(index, of=...)`), or leave `second_hop` out of `overlap`."
             )
         return (
             f"{problem}Run the same units in the same order on all ranks while parameters are sharded. Remove any "

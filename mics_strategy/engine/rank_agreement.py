@@ -145,12 +145,14 @@ class DesyncCheck:
         replicas: Check of replicas, whose number is part of that last total.
 
     Attributes:
-        are_windows_equal: Whether all ranks ran as many backwards, of the same units, before the last totals here.
+        agreed_units: Indices of the units that all ranks reduced, in as many backwards, before the last totals that the
+            host has read; None where ranks differed.
     """
 
     def __init__(self, counts: torch.Tensor, groups: ProcessGroups, replicas: ReplicaCheck) -> None:
         self.replicas = replicas
-        self.are_windows_equal = True
+        self.agreed_units: list[int] | None = None
+        self._units: list[int] | None = None  # of the last totals
         self._digests = counts[-3:]
         self._groups = groups
         self._on_host = torch.zeros(3, dtype=counts.dtype, pin_memory=counts.is_cuda)
@@ -167,7 +169,7 @@ class DesyncCheck:
         if self._copied is not None:
             self._copied.synchronize()
         windows, hops, others = self._on_host.tolist()
-        self.are_windows_equal = windows == 0
+        self.agreed_units = self._units if windows == 0 else None
         if hops != 0 and self._digests.is_cuda:  # a CPU has made up for it
             raise LifecycleError(
                 "Ranks ran different numbers of backwards, or other units, before an optimizer step, and their "
@@ -186,8 +188,13 @@ class DesyncCheck:
             "seed for what chooses layers, as LayerDrop does. Or keep parameters whole with `params='none'`."
         )
 
-    def record(self) -> None:
-        """Copy the totals of a completed all-reduce to the host."""
+    def record(self, units: list[int]) -> None:
+        """Copy the totals of a completed all-reduce to the host.
+
+        Args:
+            units: Indices of the units that this rank has reduced since the last one.
+        """
+        self._units = units
         self._num_recorded += 1
         self._on_host.copy_(self._digests, non_blocking=True)
         if self._digests.is_cuda:

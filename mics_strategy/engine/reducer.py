@@ -198,8 +198,10 @@ class Reducer:
             {unit.index: sum(bucket.num_requiring_grad for bucket in unit.trainable_buckets) for unit in self.units},
         )
         self._order.begin([unit for unit in order if self._expected[unit.index]], idle)
+        agreed = self.desync_check.agreed_units  # a unit that no rank runs must not hold up those behind it
+        trained = [unit.index for unit in turns if self._expected[unit.index]]
         self._second_hops.begin_backward(
-            gradient for unit in turns if self._expected[unit.index] for gradient in self.gradients[unit.index]
+            gradient for index in trained if agreed is None or index in agreed for gradient in self.gradients[index]
         )
         self.launch(self._order.take_due())
         return bool(previous) and previous != self._expected
@@ -357,21 +359,22 @@ class Reducer:
         self._finish_all_first_hops()
         gradients = [gradient for unit_gradients in self.gradients.values() for gradient in unit_gradients]
         hops, counts, difference = self._second_hops, self.buffers.usage, self.desync_check.replicas.difference()
+        units = self._order.take_started()
         progress = RankProgress(
             due=hops.due,
             hop_digest=hops.digest(with_due=counts.is_cuda and self.groups.grad_comm is not None),
-            window_digest=zlib.crc32(f"{self.boundary.number} {self._order.take_started()}".encode()),
+            window_digest=zlib.crc32(f"{self.boundary.number} {units}".encode()),
         )
         usage = UsedParamMap(counts, gradients, self.groups, progress, difference)
         usage.wait()
-        self.desync_check.record()  # before hops that ranks which differ would wait for without end
+        self.desync_check.record(units)  # before hops that ranks which differ would wait for without end
         hops.start_due(usage)
         hops.wait_all()
         hops.expose(usage)
 
     def end_step(self) -> RepeatedHops:
         """An optimizer has used the gradients. Returns what was sent repeatedly."""
-        self.boundary.end_step(is_equal_on_all_ranks=self.desync_check.are_windows_equal)
+        self.boundary.end_step(is_equal_on_all_ranks=self.desync_check.agreed_units is not None)
         return self._second_hops.end_step()
 
     def wait(self) -> None:
@@ -382,7 +385,7 @@ class Reducer:
     def zero_grad(self, gradient: GradBucket, position: int) -> None:
         """Drop one parameter's gradient, with its parts in flight."""
         self._finish_all_first_hops()
-        self._second_hops.wait(gradient)
+        self._second_hops.drop(gradient, position)
         gradient.zero_grad(position)
 
     def discard(self) -> None:

@@ -64,6 +64,7 @@ class SecondHops:
         self._turns: list[GradBucket] = []  # still to come in this backward
         self._ready: set[GradBucket] = set()  # reduced inside the nodes in this backward
         self._early: list[GradBucket] = []  # started since the last step, in that order
+        self._dropped: set[tuple[GradBucket, int]] = set()  # parameters, by position, dropped after that
         self._num_backwards = 0  # in this step
         self._starts: defaultdict[GradBucket, list[int]] = defaultdict(list)  # backwards of this step before each
         self._usage_reductions: list[int] = []  # and before each small all-reduce
@@ -109,6 +110,15 @@ class SecondHops:
             chain.wait()
             self._finished.append(gradient)
 
+    def drop(self, gradient: GradBucket, position: int) -> None:
+        """Wait for a second hop in flight, before one parameter's gradient is dropped.
+
+        What an early second hop has summed belongs to all ranks, so all must drop it.
+        """
+        self.wait(gradient)
+        if gradient in self._early:
+            self._dropped.add((gradient, position))
+
     def wait_all(self) -> None:
         """Wait for all second hops."""
         for gradient in list(self._in_flight):
@@ -132,7 +142,8 @@ class SecondHops:
         """
         due = self.due if with_due else set()
         hops = [*self._early, *(gradient for gradient in self._gradients if gradient in due)]
-        return zlib.crc32(" ".join(gradient.name for gradient in hops).encode())
+        dropped = sorted((gradient.name, position) for gradient, position in self._dropped)
+        return zlib.crc32(" ".join([*(gradient.name for gradient in hops), *map(str, dropped)]).encode())
 
     def start_due(self, usage: UsedParamMap) -> None:
         """Start all second hops that are due on any rank.
@@ -151,6 +162,7 @@ class SecondHops:
         self._start_again(gradient for gradient in self._gradients if gradient in due)
         self._usage_reductions.append(self._num_backwards)
         self._early.clear()
+        self._dropped.clear()
 
     def _start_again(self, gradients: Iterable[GradBucket]) -> None:
         for gradient in gradients:
@@ -167,9 +179,17 @@ class SecondHops:
         """
         numbers = {gradient: number for number, gradient in enumerate(self._gradients)}
         early = [numbers[gradient] for gradient in self._early]
-        by_rank = gather_objects((early, {numbers[gradient] for gradient in due}))
-        longest = max((started for started, _ in by_rank), key=len)
-        for rank, (started, _) in enumerate(by_rank):
+        dropped = {(numbers[gradient], position) for gradient, position in self._dropped}
+        by_rank = gather_objects((early, {numbers[gradient] for gradient in due}, dropped))
+        longest = max((started for started, _, _ in by_rank), key=len)
+        for rank, (started, _, dropped_there) in enumerate(by_rank):
+            if dropped_there != by_rank[0][2]:
+                gradient = self._gradients[min(dropped_there ^ by_rank[0][2])[0]]
+                raise LifecycleError(
+                    f"Gradients of {gradient.name} were set to None on rank 0 and not on rank {rank}, or the other way "
+                    "round, after their sum over the nodes had begun. Clear gradients on all ranks or on none, declare "
+                    "the last micro-step (`micro_step(index, of=...)`), or leave `second_hop` out of `overlap`."
+                )
             if started != longest[: len(started)]:
                 raise LifecycleError(
                     f"Rank {rank} has reduced gradients of other units between the nodes, or in another order, than "
@@ -178,7 +198,7 @@ class SecondHops:
                     "`overlap`."
                 )
         self._start_again(self._gradients[number] for number in longest[len(early) :])
-        still_due = [held.difference(longest[len(started) :]) for started, held in by_rank]
+        still_due = [held.difference(longest[len(started) :]) for started, held, _ in by_rank]
         return {self._gradients[number] for number in set().union(*still_due)}
 
     def end_step(self) -> RepeatedHops:

@@ -326,6 +326,27 @@ def test_a_loop_that_has_not_repeated_is_not_predicted(ranks: RankPool, lengths:
     assert events.index(f"start all_reduce {units[-1]}") > last_backward
 
 
+def early_hops_beside_an_unused_unit(ctx: RankContext, preset: str) -> list[int]:
+    """Second hops that had started before each step, in a loop that declares nothing and never uses the third block."""
+    forget_meshes()
+    run = start([ctx.rank], PRESETS[preset])
+    assert run.sharded is not None
+    run.model.order = [0, 1, 3]
+    early = []
+    for _ in range(4):
+        run.backward()
+        early.append(len(run.sharded._engine.reducer._second_hops._early))
+        run.step()
+    return early
+
+
+@pytest.mark.parametrize("preset", PREDICTED)
+def test_a_unit_that_no_rank_uses_holds_up_no_other(ranks: RankPool, preset: str) -> None:
+    for early in ranks(4, early_hops_beside_an_unused_unit, preset, ranks_per_node=2):
+        every = 5 if preset.startswith("paro-n") else 4  # where parameters are whole, every unit is reduced
+        assert early == [0, 0, every, every]
+
+
 def told_and_untold(ctx: RankContext, config: ShardConfig) -> list[list[list[float]]]:
     outcomes = []
     for is_told in (True, False):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mics_strategy import ShardConfig, Sharded, shard
+from mics_strategy import LifecycleError, ShardConfig, Sharded, shard
 from tests.engine import unusual
 from tests.engine.test_boundary import PREDICTED, PRESETS
 from tests.engine.training import forget_meshes, whole
@@ -105,6 +105,33 @@ def assert_trains_as_one_process(
 def test_nodes_with_windows_of_their_own_train_and_send_as_planned(ranks: RankPool, windows: str, preset: str) -> None:
     for is_as_planned in assert_trains_as_one_process(ranks, PRESETS[preset], WINDOWS[windows], ORDERS[0]):
         assert all(is_as_planned)
+
+
+def drop_on_one_node(ctx: RankContext, preset: str, step_of_drop: int) -> str:
+    """The error of a job of which one node drops its gradients after a predicted backward, and begins again."""
+    forget_meshes()
+    model, optimizer_of = build()
+    shard(model, PRESETS[preset], units=[unusual.Block])
+    optimizer = optimizer_of()
+    for step in range(4):
+        model(batch(step, 0, ctx.rank)).square().mean().backward()
+        if step == step_of_drop and ctx.rank >= 2:
+            for parameter in model.parameters():
+                parameter.grad = None
+            model(batch(step, 1, ctx.rank)).square().mean().backward()
+        try:
+            optimizer.step()
+        except LifecycleError as error:
+            return str(error)
+        optimizer.zero_grad()
+    return ""
+
+
+@pytest.mark.parametrize("preset", ["mics", "paro-iig"])
+def test_gradients_that_one_node_drops_after_their_sum_has_begun_are_an_error(ranks: RankPool, preset: str) -> None:
+    assert ranks(4, drop_on_one_node, preset, 1, ranks_per_node=2) == [""] * 4  # nothing was predicted
+    for error in ranks(4, drop_on_one_node, preset, 3, ranks_per_node=2):
+        assert "Clear gradients on all ranks or on none" in error
 
 
 @pytest.mark.wide(every=3)

@@ -36,7 +36,7 @@ def test_a_gpu_is_waited_for_in_the_first_steps_only() -> None:
     event, waits = mock.Mock(), []
     with mock.patch.object(torch.cuda, "Event", return_value=event):
         for _ in range(READ_AT_ONCE + 2):
-            check.record()
+            check.record([])
             waits.append(event.synchronize.call_count)
     assert waits == [*range(1, READ_AT_ONCE + 1), READ_AT_ONCE, READ_AT_ONCE]
 
@@ -49,12 +49,12 @@ def test_diverged_ranks_raise_at_once_in_the_first_steps_and_one_step_later_afte
     check, counts = make_check(SimpleNamespace(first_mismatch=lambda: "they differ", is_in_sync=lambda: False))
     with mock.patch.object(torch.cuda, "Event"):
         for _ in range(step):
-            check.record()
+            check.record([])
         counts[total] = 1
         if step >= READ_AT_ONCE:
-            check.record()
+            check.record([])
         with pytest.raises(LifecycleError, match=message):
-            check.record() if step < READ_AT_ONCE else check.raise_if_desynced()
+            check.record([]) if step < READ_AT_ONCE else check.raise_if_desynced()
 
 
 def test_counts_are_copied_from_pinned_memory_without_waiting() -> None:
