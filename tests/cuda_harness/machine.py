@@ -288,6 +288,8 @@ def _has_mask(inputs: list[tuple[torch.Tensor, bool]]) -> bool:
 def _blocks(inputs: list[tuple[torch.Tensor, bool]], made: str, is_non_blocking: bool) -> bool:
     """Whether the host waits in a copy, as `cudaMemcpyAsync` and torch's synchronisation after it say.
 
+    Of memory that is not pinned it makes a copy of its own first, so the host may wait whatever the caller says.
+
     Args:
         inputs: Of the copy, with what it writes where that is not new.
         made: Where the copy is, where it is new.
@@ -296,7 +298,7 @@ def _blocks(inputs: list[tuple[torch.Tensor, bool]], made: str, is_non_blocking:
     written = [kind_of(t) for t, is_written in inputs if is_written] or [made]
     read = [kind_of(t) for t, is_written in inputs if not is_written]
     crosses = any(one != other and DEVICE in (one, other) for one, other in zip(written, read, strict=False))
-    return crosses and (not is_non_blocking or HOST_MEMORY in written)
+    return crosses and (not is_non_blocking or HOST_MEMORY in (*written, *read))
 
 
 class Mode(TorchDispatchMode):

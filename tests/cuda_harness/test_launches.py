@@ -13,7 +13,7 @@ from mics_strategy.engine.bucket import UnshardedParams
 from mics_strategy.engine.layout import BucketSpec, make_layout
 from tests.cuda_harness.counting import chains, table, totals
 from tests.cuda_harness.launch_table import ENGINES, HEADER, NODES, Engine, Row, columns_of, fsdp2, log_of
-from tests.cuda_harness.runs import one_of_many
+from tests.cuda_harness.runs import config_of, one_of_many, start
 from tests.cuda_harness.streams import Stream
 
 PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
@@ -55,9 +55,28 @@ LAUNCHES: dict[tuple[str, str], Rows] = {
 # A step on one node of 8 ranks, the model's and the optimizer's kernels included: collectives, kernels.
 ZERO3_TOTALS = (13, 94)
 FSDP2_TOTALS = (14, 82)
+FAMILIES = ("param_all_gather", "grad_reduce_scatter", "second_hop")  # of streams: each overlaps with the others
 counts_of_torch = pytest.mark.skipif(
     not torch.__version__.startswith("2.13"), reason="other versions of torch launch other kernels in a step"
 )
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero3", "paro-iig"])
+def test_gathers_first_hops_and_second_hops_have_streams_of_their_own(preset: str) -> None:
+    with one_of_many(8) as machine:
+        training = start(machine, config_of(preset))
+        training.step()
+        machine.log.clear()
+        training.step()
+    streams: dict[str, set[int]] = {family: set() for family in FAMILIES}
+    for kind, stream, name in machine.log:
+        role = name.split(".")[1].split()[0] if kind == "collective" else ""
+        for family in FAMILIES:
+            if role.startswith(family):
+                streams[family].add(stream)
+    used = [found for found in streams.values() if found]
+    assert len(used) == (2 if preset == "zero3" else 3)
+    assert len(set().union(*used)) == sum(map(len, used)), streams
 
 
 @pytest.mark.parametrize(("preset", "codec"), LAUNCHES)

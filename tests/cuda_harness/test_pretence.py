@@ -177,6 +177,7 @@ WAITS = {
     "mask": lambda tensor: tensor[tensor > 0],
     "nonzero": lambda tensor: tensor.nonzero(),
     "copy from the host": lambda tensor: tensor.copy_(torch.ones(3)),
+    "pageable": lambda tensor: tensor.copy_(torch.ones(3), non_blocking=True),
     "move from the host": lambda tensor: torch.ones(3).to("cuda"),
     "tensor": lambda tensor: torch.tensor([1.0], device="cuda"),
     "stream": lambda tensor: torch.cuda.current_stream().synchronize(),

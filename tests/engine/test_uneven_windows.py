@@ -99,7 +99,7 @@ def assert_trains_as_one_process(
     return are_as_planned
 
 
-@pytest.mark.wide(every=4)
+@pytest.mark.wide
 @pytest.mark.parametrize("preset", [*PREDICTED, "no-second-hop-overlap"])
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_nodes_with_windows_of_their_own_train_and_send_as_planned(ranks: RankPool, windows: str, preset: str) -> None:
@@ -134,7 +134,7 @@ def test_gradients_that_one_node_drops_after_their_sum_has_begun_are_an_error(ra
         assert "Clear gradients on all ranks or on none" in error
 
 
-@pytest.mark.wide(every=3)
+@pytest.mark.wide
 @pytest.mark.parametrize("windows", ["always", "once longer", "random"])
 @pytest.mark.parametrize("orders", ORDERS[1:], ids=str)
 def test_nodes_with_units_of_their_own_train_as_one_process_does(
