@@ -98,17 +98,23 @@ def _fake_world() -> Iterator[None]:
         forget_meshes()
 
 
-def of_fsdp2(name: str, num_layers: int | None) -> int:
+def of_fsdp2(name: str, num_layers: int | None, *, wraps_ends: bool = False) -> int:
     """FSDP2's bytes per rank at the peak of one forward and backward over two tokens, without shards.
 
     `fully_shard` of every decoder layer and the root, on the mesh of replicas by shards.
+
+    Args:
+        name: Name of the model.
+        num_layers: Number of its layers; None for all.
+        wraps_ends: Whether it is called for the embedding and the head as well.
     """
     with _fake_world():
         mesh = init_device_mesh("cpu", (NODES, RANKS_PER_NODE), mesh_dim_names=("replicate", "shard"))
         with FakeTensorMode():
             model = model_of(name, num_layers)
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            for module in (*model.model.layers, model):
+            ends = [model.model.embed_tokens, model.lm_head] if wraps_ends else []
+            for module in (*model.model.layers, *ends, model):
                 fully_shard(module, mesh=mesh, mp_policy=policy)
             live = LiveBytes(parameter.to_local() for parameter in model.parameters())
             with live:
@@ -141,8 +147,17 @@ def main() -> None:
         buffers = {purpose: size for purpose, size in buffers_of(estimate).items() if size > 10**7}
         shards = sum(estimate.bytes_by_purpose.get(purpose, 0) for purpose in SHARDS)
         fsdp2_shards = 2 * 4 * numel / RANKS_PER_NODE  # parameters and gradients in fp32
-        sums = {"**all buffers**": sum(buffers.values()), "**FSDP2's at its peak**": fsdp2_bytes}
-        columns.append({**buffers, **sums, "shards": shards, "FSDP2's shards": fsdp2_shards})
+        all_buffers, wrapped_bytes = sum(buffers.values()), of_fsdp2(name, LAYERS, wraps_ends=True)
+        sums = {
+            "**all buffers**": all_buffers,
+            "**FSDP2's at its peak**": fsdp2_bytes,
+            "FSDP2's, embedding and head wrapped": wrapped_bytes,
+            "shards": shards,
+            "FSDP2's shards": fsdp2_shards,
+            "buffers and shards": all_buffers + shards,
+            "FSDP2's, embedding and head wrapped, and shards": wrapped_bytes + fsdp2_shards,
+        }
+        columns.append({**buffers, **sums})
     print(f"| GB per rank | {' | '.join(SIZES)} |")
     print("|---" * (len(SIZES) + 1) + "|")
     for row in columns[0]:
