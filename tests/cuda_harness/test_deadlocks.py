@@ -28,6 +28,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "overlap": {},
     "no_overlap": {"overlap": "none"},
     "one_stage": {"hierarchical": False},
+    "codecs": {"weight_codec": "int8", "grad_codec": "int4", "codec_links": "all", "grad_codec_hops": "all"},
+    "int8": {"grad_codec": "int8"},
+    "prefetch": {"prefetch": 2},
+    "bf16": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
+    "micro_step": {"second_hop": "micro_step"},
+    "two_nodes": {"partition_size": RANKS},
 }
 
 
@@ -46,7 +52,11 @@ def launch(preset: str, **options: Any) -> list[Machine]:
     return simulate_gpus(RANKS, _job, preset, options, ranks_per_node=PER_NODE, moves_data=False)[0]
 
 
-CELLS = [("zero3", "one_stage"), *product(PRESETS, ("overlap", "no_overlap"))]
+CELLS = [
+    *product(PRESETS, ("overlap", "no_overlap")),
+    *(("zero3", "one_stage"), ("zeropp", "overlap"), ("mics", "codecs"), ("mics", "two_nodes")),
+    *(("mics", "prefetch"), ("paro-nii", "int8"), ("paro-iig", "micro_step"), ("paro-nig", "bf16")),
+]
 
 
 @pytest.mark.wide(every=3)
