@@ -57,7 +57,7 @@ class UsedParamMap:
         counts: [usage_numel], int32; overwritten.
         gradients: Gradients of all trainable buckets, in the same order on every rank.
         groups: Process groups.
-        progress: What this rank has done.
+        progress: Progress of this rank since the last step.
         difference: Number of this rank, 0 in sum over all ranks whose replicas are equal; None if it was not computed.
     """
 

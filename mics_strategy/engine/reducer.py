@@ -11,6 +11,7 @@ all parameters itself has to read the counts.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import zlib
 from collections import deque
@@ -81,6 +82,8 @@ class FirstHopOrder:
         self._complete: set[int] = set()
         self._started: set[int] = set()  # in this backward
         self._started_in_step: set[int] = set()
+        self._num_backwards = 0  # in this step
+        self._repeated: list[tuple[int, int]] = []  # micro-step and unit, in this step
 
     def begin(self, order: list[Unit], complete: set[int]) -> None:
         """A backward begins.
@@ -91,13 +94,22 @@ class FirstHopOrder:
         """
         self._waiting, self._complete = order, complete
         self._started.clear()
+        self._num_backwards += 1
 
     def start(self, unit: Unit) -> bool:
         """A first hop of `unit` starts. Returns whether it is another one."""
         is_another = unit.index in self._started
+        if is_another:
+            self._repeated.append((self._num_backwards - 1, unit.index))
         self._started.add(unit.index)
         self._started_in_step.add(unit.index)
         return is_another
+
+    def end_step(self) -> tuple[tuple[int, int], ...]:
+        """An optimizer has used the gradients. Returns repeated first hops."""
+        repeated, self._repeated = tuple(self._repeated), []
+        self._num_backwards = 0
+        return repeated
 
     def take_started(self) -> list[int]:
         """Indices of the units that had first hops since the last call, in order."""
@@ -299,7 +311,10 @@ class Reducer:
         """
         for unit in units:
             self._copy_collected()
-            for due in self._finish_first_hops(self._num_before_launch(unit)):
+            # All if it had one in this backward: else a second hop that waits for its turn behind one of them would
+            # start while the unit's new first hop is in flight. If not, its own, of an earlier backward.
+            is_another = self._order.start(unit)
+            for due in self._finish_first_hops(len(self._first_hops) if is_another else self._num_until(unit)):
                 self._second_hops.start(due)
             chains: list[OpChain] = []
             if self.groups.grad_comm is not None:
@@ -333,15 +348,8 @@ class Reducer:
         for due in self._finish_first_hops(len(self._first_hops)):
             self._second_hops.start(due)
 
-    def _num_before_launch(self, unit: Unit) -> int:
-        """Number of first hops to finish before that of `unit` starts.
-
-        Its own ones, of an earlier backward. If it had one in this backward, all: else a second hop that waits for its
-        turn behind one of them would start while the unit's new first hop is in flight.
-        """
-        if self._order.start(unit):
-            self._second_hops.repeat_first_hop(unit.index)
-            return len(self._first_hops)
+    def _num_until(self, unit: Unit) -> int:
+        """Number of first hops up to the last one of `unit`; 0 if it has none in flight."""
         return max((number for number, hop in enumerate(self._first_hops, 1) if hop.unit is unit), default=0)
 
     def _wait_for(self, unit: Unit) -> None:
@@ -375,7 +383,7 @@ class Reducer:
     def end_step(self) -> RepeatedHops:
         """An optimizer has used the gradients. Returns what was sent repeatedly."""
         self.boundary.end_step(is_equal_on_all_ranks=self.desync_check.agreed_units is not None)
-        return self._second_hops.end_step()
+        return dataclasses.replace(self._second_hops.end_step(), first_hops=self._order.end_step())
 
     def wait(self) -> None:
         """Wait for all hops in flight, and for second hops due right behind them."""

@@ -68,7 +68,6 @@ class SecondHops:
         self._num_backwards = 0  # in this step
         self._starts: defaultdict[GradBucket, list[int]] = defaultdict(list)  # backwards of this step before each
         self._usage_reductions: list[int] = []  # and before each small all-reduce
-        self._first_hops: list[tuple[int, int]] = []  # and before each repeated first hop, of a unit
 
     def begin_backward(self, turns: Iterable[GradBucket]) -> None:
         """A backward begins.
@@ -79,10 +78,6 @@ class SecondHops:
         self._num_backwards += 1
         self._turns = [*reversed([*turns])]
         self._ready.clear()
-
-    def repeat_first_hop(self, unit: int) -> None:
-        """A unit is about to have another first hop in this backward."""
-        self._first_hops.append((self._num_backwards, unit))
 
     def take_turns(self, gradient: GradBucket) -> Iterator[GradBucket]:
         """Yield the gradients whose second hops start now, as this one's first has ended."""
@@ -202,18 +197,17 @@ class SecondHops:
         return {self._gradients[number] for number in set().union(*still_due)}
 
     def end_step(self) -> RepeatedHops:
-        """An optimizer has used the gradients. Returns what was sent repeatedly."""
+        """An optimizer has used the gradients. Returns hops that others followed."""
         hops = [
             RepeatedHop(micro_step=number - 1, unit=unit, bucket=bucket)
             for gradient, (unit, bucket) in self._places.items()
             for number in self._starts[gradient][:-1]
         ]
-        first_hops = tuple((number - 1, unit) for number, unit in self._first_hops)
         usage_reductions = tuple(number - 1 for number in self._usage_reductions[:-1])
-        for recorded in (self._starts, self._first_hops, self._usage_reductions):
-            recorded.clear()
+        self._starts.clear()
+        self._usage_reductions.clear()
         self._num_backwards = 0
-        return RepeatedHops(first_hops=first_hops, hops=tuple(hops), usage_reductions=usage_reductions)
+        return RepeatedHops(hops=tuple(hops), usage_reductions=usage_reductions)
 
     def expose(self, usage: UsedParamMap) -> None:
         """Show finished gradients on the parameters that any rank has used."""

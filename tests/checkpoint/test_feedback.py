@@ -9,7 +9,7 @@ from torch import Tensor
 from mics_strategy import ShardConfig, Topology, load_checkpoint, save_checkpoint
 from mics_strategy.checkpoint.feedback import common_ranges
 from mics_strategy.engine.layout import make_layout
-from tests.engine.test_feedback import CONFIGS, SHAPES, Loop, mean_of, residual_total, start_loop
+from tests.engine.test_feedback import CONFIGS, SHAPES, Loop, inputs, mean_of, residual_total, start_loop
 from tests.ranks import RankContext, RankPool
 
 SAVED_AT, STEPS = 2, 4
@@ -108,6 +108,29 @@ def saved_in_mid_window(ctx: RankContext, config: ShardConfig, path: Path) -> li
 @pytest.mark.parametrize("case", ["zero3", "zero3, slow", "mics", "ddp"])
 def test_residuals_of_gradients_that_are_not_saved_are_not_saved(ranks: RankPool, tmp_path: Path, case: str) -> None:
     for dropped, resumed in ranks(4, saved_in_mid_window, CONFIGS[case], tmp_path):
+        for expected, found in zip(dropped, resumed, strict=True):
+            for name in SHAPES:
+                assert torch.equal(found[name], expected[name])
+
+
+def saved_without_use(ctx: RankContext, config: ShardConfig, path: Path) -> list[Found]:
+    """The next step of a job that drops a window in which no rank used a parameter, and of one that resumes there."""
+    loop = start_loop(ctx, config, accumulation=1)
+    loop.backward(0, 0)
+    loop.step()
+    loop.model({name: value for name, value in inputs(1, 0, ctx.rank).items() if name != "odd"}).backward()
+    loop.grads()
+    loop.optimizer.zero_grad()
+    save_checkpoint(path, loop.sharded, [loop.optimizer])
+    dropped = next_step(loop)
+    resumed = start_loop(ctx, config, accumulation=1)
+    load_checkpoint(path, resumed.sharded, [resumed.optimizer])
+    return [dropped, next_step(resumed)]
+
+
+@pytest.mark.parametrize("case", ["zero3", "zero3, slow", "mics", "ddp"])
+def test_residuals_of_an_unused_parameter_are_saved(ranks: RankPool, tmp_path: Path, case: str) -> None:
+    for dropped, resumed in ranks(4, saved_without_use, CONFIGS[case], tmp_path):
         for expected, found in zip(dropped, resumed, strict=True):
             for name in SHAPES:
                 assert torch.equal(found[name], expected[name])
