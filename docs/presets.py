@@ -142,8 +142,10 @@ Written by `python docs/presets.py`; a test keeps it as the code is.
 - *Intra* and *inter*: bytes that one rank sends on axes inside a node, and on axes that also leave
   it, in sizes of the model (2 bytes for each parameter). A collective over both kinds of links has
   two stages.
-- *Memory*: bytes of model states for each parameter: parameters in bf16, gradients summed in fp32,
-  a master copy and Adam's moments in fp32. Slots for two layers come on top.
+- *Memory*: bytes of model states for each parameter: a master copy and Adam's moments in fp32,
+  gradients summed in fp32, and parameters in bf16 where fewer ranks share them than optimizer
+  states (or none); elsewhere masters are cast before every all-gather. Slots for two layers come
+  on top.
 
 | preset | P / G / OS | intra | inter | memory |
 |---|---|---|---|---|

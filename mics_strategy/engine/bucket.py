@@ -5,13 +5,13 @@ Each level is a tensor that may be the same memory as the one before:
 - `master_shard`: this rank's shard at the optimizer scope, in the parameters' own dtype, which the optimizer updates.
   Frozen parameters, which no optimizer updates, have their full tensors here where `params="none"`.
 - `param_shard`: this rank's shard at the parameter scope, in the compute dtype. It is `master_shard` itself when
-  scope and dtype agree, and None with `params="none"`.
+  scope and dtype agree, and None where only the scope does, or with `params="none"`.
 - `secondary_shard`: a shard at a smaller scope, which the first all-gather after a change leaves for later ones; mostly
   None.
 - `unsharded`: the parameters themselves, in a slot, or with `params="none"` in memory of their own.
 
 `sync_params` goes from the first level to the second, once per optimizer step. `unshard` goes from the second or third
-to the last.
+to the last; where there is no second, it casts the first before every all-gather.
 """
 
 from __future__ import annotations
@@ -215,9 +215,15 @@ class Bucket:
         )
 
     @property
+    def casts_each_gather(self) -> bool:
+        """Whether every all-gather casts the master shard, so that no rank keeps a copy in the compute dtype."""
+        return self.param_shard is None and self.groups.scopes.params > 1
+
+    @property
     def cast_shard_spec(self) -> tuple[int, torch.dtype]:
-        """Elements and dtype of a param sync's payload that is not the master shard."""
-        return self.layout.shard_numel if self.placement.sync_comm is not None else 0, self.spec.param_dtype
+        """Elements and dtype of a payload that is cast from the master shard."""
+        is_cast = self.casts_each_gather or self.placement.sync_comm is not None
+        return self.layout.shard_numel if is_cast else 0, self.spec.param_dtype
 
     @property
     def needs_staging(self) -> bool:
@@ -226,7 +232,7 @@ class Bucket:
 
     @property
     def needs_cast(self) -> bool:
-        """Whether a param sync changes the dtype."""
+        """Whether parameters are gathered in another dtype than the optimizer's."""
         return self.spec.param_dtype != self.spec.master_dtype
 
     def sync_params(self, flat: torch.Tensor, cast: torch.Tensor) -> Work | None:
@@ -256,14 +262,15 @@ class Bucket:
         if self.param_shard is not None:
             if self.param_shard.data_ptr() != self.master_shard.data_ptr():
                 self.param_shard.copy_(self.master_shard)
-        elif not self.is_aliased:
+        elif not (self.is_aliased or self.casts_each_gather):
             self.unsharded.buffer.copy_(self.master_shard)
 
-    def unshard(self, flat: torch.Tensor) -> Work | None:
+    def unshard(self, flat: torch.Tensor, cast: torch.Tensor) -> Work | None:
         """All-gather the parameters.
 
         Args:
             flat: [full_numel] in the compute dtype.
+            cast: [shard_numel] in the compute dtype; used where `casts_each_gather`.
 
         Returns:
             The all-gather, which ends with the parameters in place; None where they are unsharded.
@@ -271,6 +278,8 @@ class Bucket:
         role = self.versions.unshard()
         is_secondary = role == "secondary_all_gather"
         comm, shard = self._comms[role], self.secondary_shard if is_secondary else self.param_shard
+        if self.casts_each_gather and not is_secondary:
+            shard = cast.copy_(self.master_shard)
         if shard is None:
             return None
         if comm is None:

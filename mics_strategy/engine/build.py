@@ -132,11 +132,15 @@ def build_units(modules: list[UnitSpec], specs: list[list[BucketSpec]], context:
 def _allocate_param_shards(
     specs: list[BucketSpec], masters: list[torch.Tensor], context: BuildContext
 ) -> list[torch.Tensor | None]:
+    """The parameter shards; None where a cast of the masters takes their place in every all-gather."""
     degree = context.groups.scopes.params
     if degree == 1:
         return [None] * len(specs)
-    numels = [spec.layout.numel_at(degree) for spec in specs]
-    return [*_masters_or_new("parameter shards", specs, masters, degree, numels, context)]
+    is_kept = [spec.layout.ranks != degree for spec in specs]
+    sizes = [(s.layout.numel_at(degree), s.param_dtype) for s, kept in zip(specs, is_kept, strict=True) if kept]
+    pieces = iter(arena(context.memory, "parameter shards", sizes, context.device))
+    masters_or_none = [m if m.dtype == s.param_dtype else None for s, m in zip(specs, masters, strict=True)]
+    return [next(pieces) if kept else other for kept, other in zip(is_kept, masters_or_none, strict=True)]
 
 
 def _allocate_secondary_shards(specs: list[BucketSpec], context: BuildContext) -> list[torch.Tensor | None]:
@@ -149,25 +153,11 @@ def _allocate_secondary_shards(specs: list[BucketSpec], context: BuildContext) -
 def _persistent_param_buffers(
     specs: list[BucketSpec], masters: list[torch.Tensor], context: BuildContext
 ) -> list[torch.Tensor]:
-    """Memory of the parameters with `params="none"`."""
-    numels = [spec.layout.unpadded_numel for spec in specs]
-    buffers = _masters_or_new("unsharded parameters", specs, masters, 1, numels, context)
-    return [buffer.data for buffer in buffers]
-
-
-def _masters_or_new(
-    purpose: str,
-    specs: list[BucketSpec],
-    masters: list[torch.Tensor],
-    degree: int,
-    numels: list[int],
-    context: BuildContext,
-) -> list[torch.Tensor]:
-    """The master shards where degree and dtype agree with theirs, else new memory."""
-    is_new = [spec.layout.ranks != degree or spec.param_dtype != spec.master_dtype for spec in specs]
-    sizes = [(numel, spec.param_dtype) for spec, numel, new in zip(specs, numels, is_new, strict=True) if new]
-    pieces = iter(arena(context.memory, purpose, sizes, context.device))
-    return [next(pieces) if new else master for master, new in zip(masters, is_new, strict=True)]
+    """Memory of the parameters with `params="none"`: the masters if they are whole and in that dtype, or new memory."""
+    is_new = [spec.layout.ranks != 1 or spec.param_dtype != spec.master_dtype for spec in specs]
+    sizes = [(spec.layout.unpadded_numel, spec.param_dtype) for spec, new in zip(specs, is_new, strict=True) if new]
+    pieces = iter(arena(context.memory, "unsharded parameters", sizes, context.device))
+    return [(next(pieces) if new else master).data for master, new in zip(masters, is_new, strict=True)]
 
 
 def _slots(modules: list[UnitSpec], specs: list[list[BucketSpec]], context: BuildContext) -> list[Slot]:
@@ -263,12 +253,14 @@ def _gather_resources(units: list[Unit], stream: OpStream, context: BuildContext
     flat = [packed_bytes([(b.layout.full_numel, b.spec.param_dtype) for b in buckets]) for buckets in staged]
     num_flat = 1 if groups.is_stream_ordered else count
     cast = [packed_bytes([bucket.cast_shard_spec for bucket in unit.buckets]) for unit in units]
+    buckets = [bucket for unit in units for bucket in unit.buckets]
     sends_syncs = groups.trainable_placement.sync_comm is not None
-    needs_cast = sends_syncs and any(bucket.needs_cast for unit in units for bucket in unit.buckets)
+    needs_cast = any(b.casts_each_gather or (sends_syncs and b.needs_cast) for b in buckets)
+    num_cast = count + any(bucket.casts_each_gather for bucket in buckets)  # the unit that computes has one as well
     return GatherResources(
         stream=stream,
         flat=StagingPool(memory, "all-gather staging buffers", num_flat, max(flat, default=0), context.device),
-        cast=StagingPool(memory, "cast staging buffers", count, max(cast) if needs_cast else 0, context.device),
+        cast=StagingPool(memory, "cast staging buffers", num_cast, max(cast) if needs_cast else 0, context.device),
         is_stream_ordered=groups.is_stream_ordered,
     )
 

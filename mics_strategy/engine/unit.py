@@ -113,7 +113,7 @@ class Unit:
             for bucket, flat, cast_shard in self._staging.acquire(resources, self.finish_unshard):
                 if bucket.versions.needs_sync(bucket.version):
                     ops.append(partial(bucket.sync_params, flat, cast_shard))
-                ops.append(partial(bucket.unshard, flat))
+                ops.append(partial(bucket.unshard, flat, cast_shard))
             self._pending_unshard = resources.stream.launch(ops)
 
     def _take_slot(self) -> None:

@@ -154,10 +154,10 @@ class EngineBuffers:
             "master shards": self._sum_over(lambda bucket: bucket.layout.shard_numel * bucket.master_dtype.itemsize)
         }
         if scopes.params > 1:
-            sizes["parameter shards"] = self._sum_over(lambda b: self._new_bytes(b, b.layout.numel_at(scopes.params)))
+            sizes["parameter shards"] = self._sum_over(self._param_shard_bytes)
             sizes["slots"] = self._slot_bytes()
         else:
-            sizes["unsharded parameters"] = self._sum_over(lambda b: self._new_bytes(b, b.layout.unpadded_numel))
+            sizes["unsharded parameters"] = self._sum_over(self._unsharded_bytes)
         if scopes.has_secondary:
             sizes["secondary shards"] = self._sum_over(
                 lambda bucket: bucket.layout.numel_at(scopes.secondary) * bucket.param_dtype.itemsize
@@ -186,10 +186,20 @@ class EngineBuffers:
         """Dtype of a bucket's gradients on the wire."""
         return self._config.wire_dtype_of(bucket.master_dtype)
 
-    def _new_bytes(self, bucket: BucketSize, numel: int) -> int:
-        """Bytes of parameters at their scope; 0 where they are the masters themselves."""
-        is_master = bucket.layout.ranks == self._scopes.params and bucket.param_dtype == bucket.master_dtype
-        return 0 if is_master else numel * bucket.param_dtype.itemsize
+    def _param_shard_bytes(self, bucket: BucketSize) -> int:
+        """Bytes of a parameter shard; 0 where all-gathers send the masters, or a cast of them."""
+        scope, layout = self._scopes.params, bucket.layout
+        return 0 if layout.ranks == scope else layout.numel_at(scope) * bucket.param_dtype.itemsize
+
+    def _unsharded_bytes(self, bucket: BucketSize) -> int:
+        """Bytes of parameters that every rank keeps whole; 0 where they are the masters themselves."""
+        is_master = bucket.layout.ranks == 1 and bucket.param_dtype == bucket.master_dtype
+        return 0 if is_master else bucket.layout.unpadded_numel * bucket.param_dtype.itemsize
+
+    def _casts_each_gather(self, bucket: BucketSize) -> bool:
+        """Whether every all-gather casts the master shard."""
+        is_at_scope = bucket.layout.ranks == self._scopes.params > 1
+        return is_at_scope and bucket.param_dtype != bucket.master_dtype
 
     def _slot_bytes(self) -> int:
         """Bytes of `prefetch + 1` slots for each nesting depth, which units take in turn."""
@@ -231,14 +241,10 @@ class EngineBuffers:
             if self._needs_staging(bucket)
         ]
         sizes = {"all-gather staging buffers": max(full, default=0)}
-        if scopes.optimizer > scopes.params and any(
-            bucket.param_dtype != bucket.master_dtype for bucket in self._buckets()
-        ):
-            by_kind = [
-                aligned_bytes(*((b.layout.shard_numel if self._is_synced(b) else 0, b.param_dtype) for b in buckets))
-                for buckets in self._kinds.values()
-            ]
-            sizes["cast staging buffers"] = prefetch * max(by_kind, default=0)
+        if any(bucket.param_dtype != bucket.master_dtype for bucket in self._buckets()):
+            casts_each_gather = any(map(self._casts_each_gather, self._buckets()))
+            by_kind = [aligned_bytes(*map(self._cast_spec, buckets)) for buckets in self._kinds.values()]
+            sizes["cast staging buffers"] = (prefetch + casts_each_gather) * max(by_kind, default=0)
         if scopes.grads > 1:
             sizes["gradient staging buffers"] = self._grad_staging_bytes()
         if scopes.optimizer > scopes.grads:
@@ -253,6 +259,11 @@ class EngineBuffers:
     def _is_synced(self, bucket: BucketSize) -> bool:
         """Whether parameters are sent from the optimizer's scope to their own."""
         return self._scopes.optimizer > self._scopes.params and (bucket.is_trained or self._scopes.params > 1)
+
+    def _cast_spec(self, bucket: BucketSize) -> tuple[int, torch.dtype]:
+        """Elements and dtype of a payload that is cast from the master shard."""
+        is_cast = self._is_synced(bucket) or self._casts_each_gather(bucket)
+        return bucket.layout.shard_numel if is_cast else 0, bucket.param_dtype
 
     def _needs_staging(self, bucket: BucketSize) -> bool:
         """Whether an all-gather of parameters needs a flat buffer."""

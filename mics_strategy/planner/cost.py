@@ -41,7 +41,8 @@ def state_bytes(kinds: Sequence[ParameterKind], scopes: Scopes) -> int:
     Frozen parameters have only the first.
 
     Where parameters are sharded over fewer ranks than optimizer states, the engine also keeps the shard of frozen
-    parameters in the optimizer scope, so that all parameters have the same kind of DTensor.
+    parameters in the optimizer scope, so that all parameters have the same kind of DTensor. Where both are sharded over
+    the same ranks, all-gathers send masters, cast if need be, and no rank keeps a copy.
 
     Source:
         PaRO (arXiv:2310.06003) table 2; AMSP (arXiv:2311.00257), memory of model states by sharding factors; with
@@ -53,8 +54,8 @@ def state_bytes(kinds: Sequence[ParameterKind], scopes: Scopes) -> int:
 def _bytes_of(kind: ParameterKind, scopes: Scopes) -> int:
     master_degree = 1 if scopes.params == 1 and not kind.is_trained else scopes.optimizer
     master = kind.master_bytes / master_degree
-    is_master = scopes.params == master_degree and kind.param_bytes == kind.master_bytes
-    parameters = 0.0 if is_master else kind.param_bytes / scopes.params
+    sends_master = scopes.params == master_degree and (scopes.params > 1 or kind.param_bytes == kind.master_bytes)
+    parameters = 0.0 if sends_master else kind.param_bytes / scopes.params
     if scopes.secondary < scopes.params:
         parameters += kind.param_bytes / scopes.secondary
     gradients = 0.0

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 
 from mics_strategy import ShardConfig, Sharded, shard
 from mics_strategy.engine.layout import make_layout
-from mics_strategy.engine.memory import MemoryTracker
+from mics_strategy.engine.memory import MemoryTracker, packed_bytes
 from mics_strategy.engine.units import find_units
 from tests import models
 from tests.engine.training import Run, forget_meshes, start
@@ -106,11 +106,15 @@ def test_tracked_memory_equals_allocated_memory(ranks: RankPool, config: ShardCo
 
 def _flat_numel(case: models.Case, ranks: int) -> int:
     """Elements of all buckets at the optimizer scope, padding included."""
-    total = 0
-    for unit in find_units(case.build(), case.units):
-        layout = make_layout([(entry.name, entry.parameter.shape) for entry in unit.parameters], ranks)
-        total += layout.full_numel
-    return total
+    return sum(_numel_by_unit(case, ranks))
+
+
+def _numel_by_unit(case: models.Case, ranks: int) -> list[int]:
+    layouts = (
+        make_layout([(entry.name, entry.parameter.shape) for entry in unit.parameters], ranks)
+        for unit in find_units(case.build(), case.units)
+    )
+    return [layout.full_numel for layout in layouts]
 
 
 @pytest.mark.wide(every=3)
@@ -126,6 +130,21 @@ def test_states_take_their_share_of_the_model(ranks: RankPool, preset: str) -> N
     assert purposes.get("reduced gradients", 0) == (flat_bytes // optimizer if grads != optimizer else 0)
     assert purposes.get("parameter shards", 0) == (flat_bytes // params if 1 < params < optimizer else 0)
     assert ("unsharded parameters" in purposes) is (params == 1 < optimizer)
+
+
+@pytest.mark.wide(every=3)
+@pytest.mark.parametrize("preset", [p for p in ShardConfig.PRESETS if p.startswith("paro-")])
+def test_parameters_in_another_dtype_are_kept_only_where_fewer_ranks_share_them(ranks: RankPool, preset: str) -> None:
+    config = ShardConfig.preset(preset, param_dtype="bfloat16")
+    [(purposes, _), *_] = ranks(4, memory_by_purpose, Run(case=models.transformer, config=config), ranks_per_node=2)
+    words = {"none": 1, "partition": 2, "world": 4}
+    params, optimizer = words[config.params], words[config.optimizer]
+    flat_bytes = 2 * _flat_numel(models.transformer(), optimizer)
+    assert purposes.get("parameter shards", 0) == (flat_bytes // params if 1 < params < optimizer else 0)
+    assert ("unsharded parameters" in purposes) is (params == 1)
+    num_cast = 1 if params < optimizer else 2 if params > 1 else 0  # a unit is synced, or gathered while one computes
+    largest = max(_numel_by_unit(models.transformer(), optimizer)) // optimizer
+    assert purposes.get("cast staging buffers", 0) == num_cast * packed_bytes([(largest, torch.bfloat16)])
 
 
 def _unit_bytes(case: models.Case, ranks: int) -> list[int]:
