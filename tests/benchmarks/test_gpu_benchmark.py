@@ -14,7 +14,9 @@ import torch
 
 from benchmarks.gpu import PARTS, Mark, main, overlap_rows, parser, table
 from benchmarks.gpu_codecs import Meter, moved_bytes, wrong_operations
-from benchmarks.gpu_training import BUILDERS, COMPILED_BUILDERS, SIZES, EngineResult, engine_rows
+from benchmarks.gpu_memory import Measured, memory_columns
+from benchmarks.gpu_model import SIZES
+from benchmarks.gpu_training import BUILDERS, COMPILED_BUILDERS, EngineResult, engine_rows
 from mics_strategy import Codec
 from tests.ranks import RankContext, RankPool
 
@@ -100,8 +102,20 @@ def test_gathers_are_early_with_overlap_and_only_then(ranks: RankPool, tmp_path:
 def test_memory_is_accounted_for_many_ranks(ranks: RankPool, tmp_path: Path) -> None:
     rows = smoke(ranks, "memory", tmp_path)
     assert [(row["preset"], row["ranks"]) for row in rows] == [("mics", 512), ("zero3", 512), ("zero3", 8)]
-    assert all(row["account MB"] > 0 for row in rows)
+    assert all(row["account MB"] == pytest.approx(row["estimate MB"], rel=0.01) for row in rows)
+    assert all(row["target"] is None for row in rows), "nothing is measured on a CPU"
     columns_explained(rows)
+
+
+@pytest.mark.parametrize(
+    ("rest", "target", "problem"),
+    [(104, "met", ""), (107, "missed", ""), (96, "met", "memory at rest is not what the account says")],
+)
+def test_memory_is_held_against_account_and_estimate(rest: int, target: str, problem: str) -> None:
+    measured = Measured(rest=rest, activations=50, peak=180)
+    row = memory_columns(102, 100, measured)
+    assert (row["of estimate"], row["target"], row["problem"]) == (rest / 100, target, problem)
+    assert row["of all"] == 180 / 152
 
 
 @pytest.mark.parametrize(

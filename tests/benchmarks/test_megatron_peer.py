@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from benchmarks.gpu import table
-from benchmarks.gpu_training import BUILDERS, SIZES, Block, EngineResult, Rounds, compare_engines, engine_rows
+from benchmarks.gpu_model import SIZES, Block
+from benchmarks.gpu_training import BUILDERS, EngineResult, Rounds, compare_engines, engine_rows
 from benchmarks.megatron_peer import NotMeasuredError, adopt_optimizer, load, sharded_model
 from tests.ranks import RankContext, RankPool
 
