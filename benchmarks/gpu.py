@@ -1,14 +1,15 @@
 """What do kernels and engine reach on one GPU?
 
-``python -m benchmarks.gpu`` measures five things, prints a table of each as soon as it has it, and writes JSON:
+``python -m benchmarks.gpu`` measures six things, prints a table of each as soon as it has it, and writes JSON:
 
 - ``codecs``: bytes by time of every codec operation beside a plain copy (`gpu_codecs`);
 - ``engine``: tokens/s at world size 1 beside plain PyTorch, FSDP2 and Megatron-FSDP (`gpu_training`);
 - ``ranks``: steps of 2 and 4 ranks on the device, over gloo (`gpu_ranks`);
 - ``overlap``: whether a unit is gathered while the one before it computes;
-- ``memory``: what is allocated, beside what account and estimate say (`gpu_memory`).
+- ``memory``: what is allocated, beside what account and estimate say (`gpu_memory`);
+- ``trace``: two steps, in a file to look at (`gpu_trace`).
 
-The last two pretend to be rank 0 of many (`gpu_pretended`). So order and memory are the real ones, and no time says
+The last three pretend to be rank 0 of many (`gpu_pretended`). So order and memory are the real ones, and no time says
 anything of a network. See docs/benchmarks.md.
 """
 
@@ -38,12 +39,13 @@ from benchmarks.gpu_memory import measure_memory
 from benchmarks.gpu_model import SIZES, Block, Shape
 from benchmarks.gpu_pretended import WARM_UP, config_of, pretended_ranks, sharded
 from benchmarks.gpu_ranks import measure_ranks
+from benchmarks.gpu_trace import measure_trace
 from benchmarks.gpu_training import Rounds, compare_engines
 from benchmarks.megatron_peer import DISTRIBUTION, installed_version
 from mics_strategy.engine.streams import Op, OpChain, OpStream
 from mics_strategy.engine.unit import GatherResources, Unit
 
-PARTS = ("codecs", "engine", "ranks", "overlap", "memory")
+PARTS = ("codecs", "engine", "ranks", "overlap", "memory", "trace")
 _RANKS_SIZE = "30m"  # all ranks are on one device, and gloo moves what they send through host memory
 _OVERLAP_RANKS = 8
 _SMOKE = Sizes(numel=5000, pieces=3, rounds=1, calls=1)
@@ -187,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=Rounds().steps, help="measured in each round")
     add("--loss-tolerance", type=float, default=Rounds().loss_tolerance, help="between engines, relative")
     add("--compile", action="store_true", help="measure engines with compiled blocks as well")
-    add("--output", type=Path, default=None, help="a folder for gpu.json")
+    add("--output", type=Path, default=None, help="a folder for gpu.json and the trace")
     return made
 
 
@@ -228,6 +230,7 @@ def _parts(options: argparse.Namespace, device: torch.device) -> dict[str, Calla
         "ranks": lambda: measure_ranks(SIZES["tiny" if options.smoke else _RANKS_SIZE], device, rounds),
         "overlap": lambda: measure_overlap(shape, device),
         "memory": lambda: measure_memory(shape, device),
+        "trace": lambda: measure_trace(shape, device, options.output),
     }
 
 

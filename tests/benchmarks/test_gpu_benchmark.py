@@ -16,6 +16,7 @@ from benchmarks.gpu import PARTS, Mark, main, overlap_rows, parser, table
 from benchmarks.gpu_codecs import Meter, moved_bytes, wrong_operations
 from benchmarks.gpu_memory import Measured, memory_columns
 from benchmarks.gpu_model import SIZES
+from benchmarks.gpu_trace import read_events, trace_rows
 from benchmarks.gpu_training import BUILDERS, COMPILED_BUILDERS, EngineResult, engine_rows
 from mics_strategy import Codec
 from tests.ranks import RankContext, RankPool
@@ -116,6 +117,59 @@ def test_memory_is_held_against_account_and_estimate(rest: int, target: str, pro
     row = memory_columns(102, 100, measured)
     assert (row["of estimate"], row["target"], row["problem"]) == (rest / 100, target, problem)
     assert row["of all"] == 180 / 152
+
+
+@pytest.mark.slow
+def test_the_trace_holds_both_steps(ranks: RankPool, tmp_path: Path) -> None:
+    rows = smoke(ranks, "trace", tmp_path)
+    events = read_events(tmp_path / "trace.json.gz")
+    for step, row in enumerate(rows):
+        (span,) = [event for event in events if event["name"] == f"step {step}"]
+        names = [event["name"] for event in events if span["ts"] <= event["ts"] < span["ts"] + span["dur"]]
+        blocks = [name for name in names if name.startswith("forward of")]
+        assert blocks == [f"forward of blocks.{index}" for index in range(SIZES["tiny"].layers)]
+        assert {"aten::mm", "Optimizer.step#AdamW.step"} <= set(names)
+        assert row["operators"] > 100
+    assert len(rows) == 2
+    columns_explained(rows)
+
+
+def traced(*steps: int, num_bytes: int = 1000) -> list[dict]:
+    """Rows of a trace of a GPU with an operator and its kernel in some steps; each kernel ends in the next step."""
+    events = []
+    for step in (0, 1):
+        begin = {"ts": 10 * step, "dur": 9}
+        events.append({"name": f"step {step}", "cat": "user_annotation", **begin})
+        events.append({"name": f"step {step}", "cat": "gpu_user_annotation", "ts": 10 * step + 8, "dur": 9})
+    for step in steps:
+        launch, kernel = {"correlation": step + 70}, {"correlation": step + 70, "stream": 7}
+        events.append({"name": "aten::mm", "cat": "cpu_op", "ts": 10 * step + 1, "dur": 1})
+        events.append(
+            {"name": "cudaLaunchKernel", "cat": "cuda_runtime", "ts": 10 * step + 1, "dur": 1, "args": launch}
+        )
+        events.append({"name": "gemm", "cat": "kernel", "ts": 10 * step + 12, "dur": 1, "args": kernel})
+    return list(trace_rows(events, num_bytes, is_cuda=True))
+
+
+def test_kernels_belong_to_the_step_that_launched_them() -> None:
+    assert [(row["operators"], row["kernels"], row["streams"], row["problem"]) for row in traced(0, 1)] == [
+        (1, 1, 1, ""),
+        (1, 1, 1, ""),
+    ]
+
+
+def test_a_step_without_events_and_a_large_trace_are_wrong() -> None:
+    assert [row["problem"] for row in traced(0)] == ["", "the trace holds nothing of this step"]
+    assert {row["problem"] for row in traced(0, 1, num_bytes=16_000_001)} == {"more than 16 MB"}
+    assert [row["problem"] for row in trace_rows([], 10, is_cuda=False)] == [
+        "the trace has no step 0",
+        "the trace has no step 1",
+    ]
+
+
+def test_without_a_folder_there_is_no_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cpu", "--smoke", "--parts", "trace"]) == 0
+    assert "no `--output` says where" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
