@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.workload import Batch
+from recipes.flops import decoder_model_flop, llama_matmul_params
 
 _ROTARY_BASE = 10_000.0
 _SEED = 0
@@ -47,6 +48,30 @@ class Shape:
     def tokens(self) -> int:
         """Tokens of one step."""
         return self.sequence * self.micro_batch
+
+    @property
+    def flop_per_token(self) -> float:
+        """FLOP of a token, forward and backward: 6 N + 12 L s h; nothing is recomputed.
+
+        N are the weights that multiply every token: the output projection is one of them, the embedding table, which
+        is looked up, and the norms are not. L layers of width h read sequences of s tokens. The whole matrix of
+        attention scores counts, also the half that a causal mask drops.
+
+        Source:
+            PaLM (arXiv:2204.02311), appendix B.
+        """
+        return self._flop_per_token(is_causal=False)
+
+    @property
+    def causal_flop_per_token(self) -> float:
+        """The same with half of the attention scores: 6 N + 6 L s h, as `mics plan` and the runs' `mfu` count."""
+        return self._flop_per_token(is_causal=True)
+
+    def _flop_per_token(self, *, is_causal: bool) -> float:
+        layers, width, sequence = self.layers, self.width, self.sequence
+        weights = llama_matmul_params(L=layers, h=width, ffn=self.feed_forward, V=self.vocabulary)
+        flop = decoder_model_flop(matmul_params=weights, s=sequence, L=layers, h=width, is_causal=is_causal)
+        return flop / sequence
 
     def model(self, device: torch.device | str) -> Llama:
         """The model in fp32, with the same values at every call."""

@@ -21,12 +21,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gpu_codecs import Meter, Row
-from benchmarks.gpu_model import Block, Shape
+from benchmarks.gpu_model import SIZES, Block, Shape
 from benchmarks.megatron_peer import NotMeasuredError, adopt_optimizer, load, sharded_model
 from benchmarks.workload import Batch
 from mics_strategy import ShardConfig, shard
+from recipes.flops import peak_tflop_per_s
 
 FSDP2_SHARE = 1.0  # of FSDP2's tokens/s: what is asked of the engine
+MFU = 0.5  # what is asked of the engine with the model of `MFU_SIZE`
+MFU_SIZE = "1b"
+_HAS_BF16 = (8, 0)  # compute capability from which the peaks of `recipes.flops` are those of bf16
 _LEARNING_RATE = 1e-4
 
 
@@ -197,6 +201,43 @@ class EngineResult:
         return not self.failure and not self.reason
 
 
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Dense bf16 peak of a device.
+
+    Attributes:
+        device: Name of the device.
+        flop_per_s: FLOP per second by the datasheet; None where it is not known.
+    """
+
+    device: str
+    flop_per_s: float | None = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> Peak:
+        """The peak by the device's name; that of a CPU is not known."""
+        if device.type != "cuda":
+            return cls(device.type)
+        name, has_bf16 = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device) >= _HAS_BF16
+        return cls(name, (peak_tflop_per_s(name) * 1e12 or None) if has_bf16 else None)
+
+    def utilization(self, tokens_per_s: float, shape: Shape, *, is_held: bool) -> Row:
+        """Columns of the model FLOP utilization, by both ways to count attention; empty where the peak is not known.
+
+        Args:
+            tokens_per_s: Measured.
+            shape: Shape of the model.
+            is_held: Whether the target is asked of this engine.
+        """
+        if self.flop_per_s is None:
+            return {"mfu": None, "mfu PaLM": None, "mfu target": f"no peak of {self.device} is known"}
+        row: Row = {"mfu": tokens_per_s * shape.causal_flop_per_token / self.flop_per_s}
+        row["mfu PaLM"] = tokens_per_s * shape.flop_per_token / self.flop_per_s
+        is_asked = is_held and shape == SIZES[MFU_SIZE]
+        row["mfu target"] = ("met" if row["mfu"] >= MFU else "missed") if is_asked else None
+        return row
+
+
 def compare_engines(
     shape: Shape, device: torch.device, rounds: Rounds, say: Callable[[str], None] = print
 ) -> Iterator[Row]:
@@ -215,7 +256,7 @@ def compare_engines(
                 engine.reason = str(error)
             except Exception as error:  # out of memory, say; the others have their rows
                 engine.failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        yield from engine_rows(results, shape, rounds.loss_tolerance)
+        yield from engine_rows(results, shape, rounds.loss_tolerance, Peak.of(device))
 
 
 @contextmanager
@@ -257,7 +298,7 @@ def train(
     into.peak_bytes.append(meter.peak_bytes - before)
 
 
-def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: float) -> Iterator[Row]:
+def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: float, peak: Peak) -> Iterator[Row]:
     """A row for each engine, with ratios of tokens/s: ours to the faster of each peer, and to the faster plain loop.
 
     Compiled engines are compared with compiled ones.
@@ -266,6 +307,7 @@ def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: 
         results: Results by engine; the losses of the first engine in its first round are the reference.
         shape: That was trained.
         loss_tolerance: See `Rounds`.
+        peak: Peak of the device.
     """
     speeds = {name: shape.tokens / statistics.median(each.step_s) for name, each in results.items() if each.is_measured}
     expected = next((each.losses[0] for each in results.values() if each.is_measured), [])
@@ -284,6 +326,7 @@ def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: 
             row |= {"of fsdp2": share, "of plain": speeds[name] / plain, "target": target}
         if name in OURS and megatron is not None:
             row |= {"of megatron": speeds[name] / megatron}
+        row |= peak.utilization(speeds[name], shape, is_held=name in OURS)
         row |= {"peak MB": max(each.peak_bytes) / 1e6 or None, "loss": each.losses[-1][-1], "losses": each.losses}
         yield {**row, "problem": loss_difference(each.losses, expected, loss_tolerance)}
 

@@ -11,20 +11,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import PARTS, Mark, main, overlap_rows, parser, table
 from benchmarks.gpu_codecs import Meter, moved_bytes, wrong_operations
 from benchmarks.gpu_memory import Measured, memory_columns
-from benchmarks.gpu_model import SIZES
+from benchmarks.gpu_model import SIZES, Shape
 from benchmarks.gpu_trace import read_events, trace_rows
-from benchmarks.gpu_training import BUILDERS, COMPILED_BUILDERS, EngineResult, engine_rows
+from benchmarks.gpu_training import BUILDERS, COMPILED_BUILDERS, EngineResult, Peak, engine_rows
 from mics_strategy import Codec
+from mics_strategy.planner.cluster import Device
+from mics_strategy.planner.model_formulas import TransformerShape, describe
 from tests.ranks import RankContext, RankPool
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
 PAGE = PAGE.partition("\n# On one GPU\n")[2].partition("\n# ")[0]
 CPU = torch.device("cpu")
+NO_PEAK = Peak("cpu")
 
 
 def run(ctx: RankContext, parts: str, folder: str) -> tuple[int, dict[str, list[dict]]]:
@@ -262,14 +267,84 @@ def found(step_s: float, loss: float) -> EngineResult:
 def test_ratios_are_those_of_the_faster_peers() -> None:
     engines = {"plain": found(1.0, 4.0), "plain-autocast": found(2.0, 4.0)}
     engines |= {"fsdp2": found(2.0, 4.0), "fsdp2-light": found(1.6, 4.0), "mics": found(2.0, 4.0)}
-    *_, mics = engine_rows(engines, SIZES["tiny"], 0.02)
+    *_, mics = engine_rows(engines, SIZES["tiny"], 0.02, NO_PEAK)
     assert (mics["of plain"], mics["of fsdp2"], mics["target"]) == (0.5, pytest.approx(0.8), "missed")
+
+
+def counted_flop(shape: Shape) -> int:
+    """FLOP of the matrix products of a forward and backward, by torch's own counter."""
+    batch = shape.batch(0, CPU)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        shape.model(CPU)(batch.inputs, batch.targets).backward()
+    return counter.get_total_flops()
+
+
+def test_flop_of_a_token_are_those_that_torch_counts_and_the_planner_halves() -> None:
+    shape = SIZES["tiny"]
+    assert shape.flop_per_token * shape.tokens == counted_flop(shape)
+    planned = TransformerShape(
+        name="tiny",
+        family="llama",
+        num_layers=shape.layers,
+        hidden_size=shape.width,
+        intermediate_size=shape.feed_forward,
+        num_heads=shape.heads,
+        vocab_size=shape.vocabulary,
+    )
+    assert shape.causal_flop_per_token * shape.sequence == describe(planned, shape.sequence).model_flop_per_sample
+
+
+@pytest.mark.parametrize(
+    ("name", "of_planner"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H200", "h200-141gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA B200", "b200-180gb"),
+        ("NVIDIA A10G", "a10g-24gb"),
+    ],
+)
+def test_peaks_are_those_of_the_planner(monkeypatch: pytest.MonkeyPatch, name: str, of_planner: str) -> None:
+    assert peak_of(monkeypatch, name, (8, 0)) == Peak(name, Device.named(of_planner).peak_flop_per_s)
+
+
+def peak_of(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> Peak:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    return Peak.of(torch.device("cuda", 0))
+
+
+def test_a_device_that_is_not_known_or_has_no_bf16_has_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert peak_of(monkeypatch, "something new", (12, 0)) == Peak("something new")
+    assert peak_of(monkeypatch, "Tesla V100-SXM2-32GB", (7, 0)) == Peak("Tesla V100-SXM2-32GB")
+    assert Peak.of(CPU) == Peak("cpu")
+
+
+@pytest.mark.parametrize(
+    ("size", "share", "target"), [("1b", 0.501, "met"), ("1b", 0.499, "missed"), ("300m", 0.7, None)]
+)
+def test_half_of_the_peak_is_asked_of_our_rows_with_the_largest_model(
+    size: str, share: float, target: str | None
+) -> None:
+    shape, peak = SIZES[size], Peak("a device", 1e15)
+    step_s = shape.tokens * shape.causal_flop_per_token / (share * 1e15)
+    plain, mics = engine_rows({"plain": found(step_s, 4.0), "mics": found(step_s, 4.0)}, shape, 0.02, peak)
+    assert (mics["mfu"], plain["mfu"]) == (pytest.approx(share), pytest.approx(share))
+    assert mics["mfu PaLM"] / mics["mfu"] == pytest.approx(shape.flop_per_token / shape.causal_flop_per_token)
+    assert (mics["mfu target"], plain["mfu target"]) == (target, None)
+
+
+def test_without_a_peak_the_columns_are_empty_and_say_why() -> None:
+    (mics,) = engine_rows({"mics": found(1.0, 4.0)}, SIZES["1b"], 0.02, NO_PEAK)
+    assert (mics["mfu"], mics["mfu PaLM"], mics["mfu target"]) == (None, None, "no peak of cpu is known")
+    assert "no peak of cpu is known" in table([mics])
 
 
 @pytest.mark.parametrize("loss", [4.1, float("nan")])
 def test_other_losses_and_failures_are_wrong(loss: float) -> None:
     engines = {"plain": found(1.0, 4.0), "fsdp2": EngineResult(failure="out of memory"), "mics": found(1.0, loss)}
-    plain, fsdp2, mics = engine_rows(engines, SIZES["tiny"], 0.02)
+    plain, fsdp2, mics = engine_rows(engines, SIZES["tiny"], 0.02, NO_PEAK)
     assert (plain["problem"], fsdp2["problem"]) == ("", "out of memory")
     assert "where 4.0000 is expected" in mics["problem"]
     assert "WRONG: out of memory" in table([plain, fsdp2, mics])
