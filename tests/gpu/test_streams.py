@@ -67,7 +67,7 @@ def test_the_comparison_of_late_streams_runs_on_a_cpu() -> None:
 
 
 def test_everything_that_the_first_half_hour_runs_is_there() -> None:
-    script = (ROOT / "tests" / "gpu" / "run").read_text()
+    script = re.sub(r"^ *#.*", "", (ROOT / "tests" / "gpu" / "run").read_text(), flags=re.MULTILINE)
     named = re.findall(r"(?<= )tests/[\w/]+(?:\.py)?", script)
     assert len(named) >= 4
     assert all((ROOT / path).exists() for path in named)
