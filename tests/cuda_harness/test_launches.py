@@ -1,6 +1,6 @@
 """How many collectives and kernels does a unit launch? A change is to be seen, not judged.
 
-Each launch costs the host some ten microseconds, whatever it moves.
+Each launch costs the host time, whatever it moves.
 """
 
 import re
