@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import PARTS, Mark, main, overlap_rows, parser, table
 from benchmarks.gpu_codecs import Meter, moved_bytes, wrong_operations
-from benchmarks.gpu_memory import Measured, memory_columns
+from benchmarks.gpu_memory import Measured, measure_memory, memory_columns
 from benchmarks.gpu_model import SIZES, Shape
 from benchmarks.gpu_trace import read_events, trace_rows
 from benchmarks.gpu_training import BUILDERS, COMPILED_BUILDERS, EngineResult, Peak, engine_rows
@@ -111,6 +112,17 @@ def test_memory_is_accounted_for_many_ranks(ranks: RankPool, tmp_path: Path) -> 
     assert all(row["account MB"] == pytest.approx(row["estimate MB"], rel=0.01) for row in rows)
     assert all(row["target"] is None for row in rows), "nothing is measured on a CPU"
     columns_explained(rows)
+
+
+def measured_memory(ctx: RankContext, shape: Shape) -> list[dict]:
+    return list(measure_memory(shape, CPU))
+
+
+@pytest.mark.slow
+def test_the_estimate_has_the_units_of_what_is_measured(ranks: RankPool) -> None:
+    """Embedding and head are so large that another rule would make units of them."""
+    (rows,) = ranks(1, measured_memory, replace(SIZES["tiny"], vocabulary=2**17), default_group=False)
+    assert all(row["account MB"] == pytest.approx(row["estimate MB"], rel=0.01) for row in rows)
 
 
 @pytest.mark.parametrize(
