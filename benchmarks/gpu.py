@@ -1,17 +1,16 @@
 """What do kernels and engine reach on one GPU?
 
-``python -m benchmarks.gpu`` measures five things, prints a table of each as soon as it has it, and writes JSON:
+``python -m benchmarks.gpu`` measures six things, prints a table of each as soon as it has it, and writes JSON:
 
 - ``codecs``: bytes by time of every codec operation beside a plain copy (`gpu_codecs`);
 - ``engine``: tokens/s at world size 1 beside plain PyTorch, FSDP2 and Megatron-FSDP (`gpu_training`);
 - ``ranks``: steps of 2 and 4 ranks on the device, over gloo (`gpu_ranks`);
 - ``overlap``: whether a unit is gathered while the one before it computes;
-- ``memory``: what is allocated, beside what the engine's account says.
+- ``memory``: what is allocated, beside what account and estimate say (`gpu_memory`);
+- ``trace``: two steps, in a file to look at (`gpu_trace`).
 
-The last two pretend to be rank 0 of many: the process group that torch's own tests use stands in for the other ranks.
-What it gathers is this rank's shard again and again, copied on the stream on which a gather would run; a reduction
-keeps what this rank has. So order and memory are the real ones, and no time says anything of a network. See
-docs/benchmarks.md.
+The last three pretend to be rank 0 of many (`gpu_pretended`). So order and memory are the real ones, and no time says
+anything of a network. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import platform
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,48 +32,23 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks.gpu_codecs import Meter, Row, Sizes, Stamp, measure_codecs
+from benchmarks.gpu_memory import measure_memory
+from benchmarks.gpu_model import SIZES, Block, Shape
+from benchmarks.gpu_pretended import WARM_UP, config_of, pretended_ranks, sharded
 from benchmarks.gpu_ranks import measure_ranks
-from benchmarks.gpu_training import SIZES, Block, Rounds, Shape, Trained, compare_engines
+from benchmarks.gpu_trace import measure_trace
+from benchmarks.gpu_training import Rounds, compare_engines
 from benchmarks.megatron_peer import DISTRIBUTION, installed_version
-from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.engine.streams import Op, OpChain, OpStream
 from mics_strategy.engine.unit import GatherResources, Unit
 
-PARTS = ("codecs", "engine", "ranks", "overlap", "memory")
+PARTS = ("codecs", "engine", "ranks", "overlap", "memory", "trace")
 _RANKS_SIZE = "30m"  # all ranks are on one device, and gloo moves what they send through host memory
-_PER_NODE = 8
 _OVERLAP_RANKS = 8
-_MEMORY_CASES = (("mics", 512), ("zero3", 512), ("zero3", 8))
-_WARM_UP = 3  # the order of units is known after the first step, all memory taken after the second
-_REST_TOLERANCE = 0.05
 _SMOKE = Sizes(numel=5000, pieces=3, rounds=1, calls=1)
-
-
-@contextmanager
-def pretended_ranks(world_size: int) -> Iterator[None]:
-    """A default process group of `world_size` ranks of which only rank 0 runs; the others say what it says."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def same_on_all_ranks(value: object, _caller: str = "") -> list[object]:
-        return [value] * world_size
-
-    with ExitStack() as stack:
-        for module in ("comm.process_groups", "comm.consensus", "engine.step", "engine.setup.materialize"):
-            stack.enter_context(mock.patch(f"mics_strategy.{module}.gather_objects", same_on_all_ranks))
-        # No rank sends the other digests, which make the sums 0.
-        stack.enter_context(mock.patch.object(ProcessGroups, "desync_digest", 0))
-        stack.enter_context(mock.patch("mics_strategy.engine.rank_agreement.zero_sum", return_value=0))
-        stack.enter_context(mock.patch("mics_strategy.engine.rank_agreement.digest_weight", return_value=0))
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +128,14 @@ def measure_overlap(shape: Shape, device: torch.device) -> Iterator[Row]:
 
 
 def _traced_step(shape: Shape, device: torch.device, overlap: str) -> list[Mark]:
-    trained = _shard("mics", _OVERLAP_RANKS, shape, device, overlap=overlap)[0]
+    trained = sharded(shape, device, config_of("mics", _OVERLAP_RANKS, overlap=overlap))[0]
     trace = Trace(Meter(device))
     for name, module in trained.model.named_modules():
         if isinstance(module, Block):
             trace.watch(name, module)
     with trace.gathers():
-        for step in range(_WARM_UP + 1):
-            trace.is_on = step == _WARM_UP
+        for step in range(WARM_UP + 1):
+            trace.is_on = step == WARM_UP
             trace.mark("step begins", "")
             trained.step(shape.batch(step, device))
     return trace.marks
@@ -202,57 +176,6 @@ def _overlap_row(times: list[list[float]]) -> Row:
     return {"begun early": early, "gather ms": gathering * 1e3, "hidden": hidden / gathering if gathering else None}
 
 
-def measure_memory(shape: Shape, device: torch.device) -> Iterator[Row]:
-    """What is allocated, between steps and at most, beside the engine's account and the optimizer's states."""
-    Trained(SIZES["tiny"].model(device).bfloat16()).step(SIZES["tiny"].batch(0, device))  # what libraries keep for good
-    for preset, world_size in _MEMORY_CASES:
-        with pretended_ranks(world_size):
-            row = _memory_row(preset, world_size, shape, Meter(device))
-        share = row["of account"]
-        is_off = share is not None and abs(share - 1) > _REST_TOLERANCE
-        yield {**row, "problem": "memory at rest is not what the account says" if is_off else ""}
-
-
-def _memory_row(preset: str, world_size: int, shape: Shape, meter: Meter) -> Row:
-    meter.release()
-    before = meter.allocated_bytes
-    trained, account_bytes = _shard(preset, world_size, shape, meter.device)
-    for step in range(_WARM_UP):
-        trained.step(shape.batch(step, meter.device))
-    account_bytes += sum(_state_bytes(state) for state in trained.optimizer.state.values())
-    meter.release()
-    meter.forget_peak()
-    rest = meter.allocated_bytes - before
-    batch = shape.batch(_WARM_UP, meter.device)
-    loss = trained.model(batch.inputs, batch.targets)
-    activations = meter.allocated_bytes - before - rest
-    loss.backward()
-    trained.update()
-    row: Row = {"preset": preset, "ranks": world_size, "account MB": account_bytes / 1e6}
-    if not meter.is_cuda:
-        return row | dict.fromkeys(("at rest MB", "of account", "activations MB", "peak MB", "of all"))
-    peak = meter.peak_bytes - before
-    row |= {"at rest MB": rest / 1e6, "of account": rest / account_bytes, "activations MB": activations / 1e6}
-    return row | {"peak MB": peak / 1e6, "of all": peak / (account_bytes + activations)}
-
-
-def _state_bytes(state: dict[str, Any]) -> int:
-    tensors = [getattr(value, "_local_tensor", value) for value in state.values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-
-
-def _shard(
-    preset: str, world_size: int, shape: Shape, device: torch.device, *, overlap: str = "all"
-) -> tuple[Trained, int]:
-    """A sharded model that was never whole, and the bytes that its engine says it allocated."""
-    topology = Topology(ranks_per_node=min(_PER_NODE, world_size))
-    fields: dict[str, Any] = {"param_dtype": "bfloat16", "overlap": overlap, "topology": topology}
-    config = ShardConfig.preset(preset, partition_size="node", **fields)
-    model = shape.model("meta")
-    sharded = shard(model, config, units=[Block], device=device)
-    return Trained(model), sharded.memory.total_bytes
-
-
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").splitlines()[0])
@@ -266,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=Rounds().steps, help="measured in each round")
     add("--loss-tolerance", type=float, default=Rounds().loss_tolerance, help="between engines, relative")
     add("--compile", action="store_true", help="measure engines with compiled blocks as well")
-    add("--output", type=Path, default=None, help="a folder for gpu.json")
+    add("--output", type=Path, default=None, help="a folder for gpu.json and the trace")
     return made
 
 
@@ -307,6 +230,7 @@ def _parts(options: argparse.Namespace, device: torch.device) -> dict[str, Calla
         "ranks": lambda: measure_ranks(SIZES["tiny" if options.smoke else _RANKS_SIZE], device, rounds),
         "overlap": lambda: measure_overlap(shape, device),
         "memory": lambda: measure_memory(shape, device),
+        "trace": lambda: measure_trace(shape, device, options.output),
     }
 
 

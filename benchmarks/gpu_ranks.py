@@ -30,7 +30,8 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gpu_codecs import Meter, Row
-from benchmarks.gpu_training import Block, EngineResult, Rounds, Shape, Trained, loss_difference, train
+from benchmarks.gpu_model import Block, Shape
+from benchmarks.gpu_training import EngineResult, Rounds, Trained, loss_difference, train
 from benchmarks.workload import Batch
 from mics_strategy import ShardConfig, Topology, shard
 

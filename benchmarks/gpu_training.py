@@ -16,131 +16,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gpu_codecs import Meter, Row
+from benchmarks.gpu_model import SIZES, Block, Shape
 from benchmarks.megatron_peer import NotMeasuredError, adopt_optimizer, load, sharded_model
 from benchmarks.workload import Batch
 from mics_strategy import ShardConfig, shard
+from recipes.flops import peak_tflop_per_s
 
 FSDP2_SHARE = 1.0  # of FSDP2's tokens/s: what is asked of the engine
+MFU = 0.5  # what is asked of the engine with the model of `MFU_SIZE`
+MFU_SIZE = "1b"
+_HAS_BF16 = (8, 0)  # compute capability from which the peaks of `recipes.flops` are those of bf16
 _LEARNING_RATE = 1e-4
-_ROTARY_BASE = 10_000.0
-_SEED = 0
-_STRIDE = 7  # the token after t is t + 7, modulo the vocabulary
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A model, and what one step reads.
-
-    Attributes:
-        width: Of the residual stream, a multiple of twice `heads`.
-        layers: Blocks.
-        heads: Of the attention.
-        feed_forward: Width of the gated layer.
-        vocabulary: Tokens.
-        sequence: Tokens of one sequence.
-        micro_batch: Sequences of one step.
-    """
-
-    width: int
-    layers: int
-    heads: int
-    feed_forward: int
-    vocabulary: int
-    sequence: int
-    micro_batch: int
-
-    @property
-    def numel(self) -> int:
-        """Parameters of the model."""
-        block = 4 * self.width**2 + 3 * self.width * self.feed_forward + 2 * self.width
-        return 2 * self.vocabulary * self.width + self.layers * block + self.width
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one step."""
-        return self.sequence * self.micro_batch
-
-    def model(self, device: torch.device | str) -> Llama:
-        """The model in fp32, with the same values at every call."""
-        torch.manual_seed(_SEED)
-        with torch.device(device):
-            return Llama(self)
-
-    def batch(self, step: int, device: torch.device) -> Batch:
-        """What a step reads."""
-        generator = torch.Generator().manual_seed(step)
-        first = torch.randint(0, self.vocabulary, (self.micro_batch, 1), generator=generator)
-        tokens = ((first + _STRIDE * torch.arange(self.sequence + 1)) % self.vocabulary).to(device)
-        return Batch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
-
-
-SIZES = {
-    "tiny": Shape(width=32, layers=4, heads=2, feed_forward=64, vocabulary=128, sequence=16, micro_batch=2),
-    "30m": Shape(width=512, layers=8, heads=8, feed_forward=1408, vocabulary=8192, sequence=512, micro_batch=4),
-    "300m": Shape(width=1024, layers=20, heads=8, feed_forward=2816, vocabulary=32000, sequence=2048, micro_batch=8),
-    "1b": Shape(width=2048, layers=18, heads=16, feed_forward=5504, vocabulary=32000, sequence=2048, micro_batch=8),
-}
-
-
-class Block(nn.Module):
-    """Attention with rotary positions and a gated layer, each behind its norm."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        width, hidden = shape.width, shape.feed_forward
-        self.heads = shape.heads
-        self.attention_norm = nn.RMSNorm(width, eps=1e-5)
-        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
-        self.project = nn.Linear(width, width, bias=False)
-        self.forward_norm = nn.RMSNorm(width, eps=1e-5)
-        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        """Map ``[batch, sequence, width]`` to the same; angles are ``[sequence, width of a head]``."""
-        batch, sequence, width = x.shape
-        joint = self.query_key_value(self.attention_norm(x))
-        query, key, value = joint.view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        query, key = (_rotated(each, cosine.to(each.dtype), sine.to(each.dtype)) for each in (query, key))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).reshape(batch, sequence, width))
-        gate, up = self.gate_up(self.forward_norm(x)).chunk(2, dim=-1)
-        out: torch.Tensor = x + self.down(F.silu(gate) * up)
-        return out
-
-
-def _rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat((-high, low), dim=-1) * sine
-
-
-class Llama(nn.Module):
-    """Returns the loss. It keeps no buffers, so that it can be built on the meta device."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.head_width = shape.width // shape.heads
-        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width, eps=1e-5)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy of the next tokens."""
-        x = self.tokens(inputs)
-        places = torch.arange(0, self.head_width, 2, device=inputs.device) / self.head_width
-        angles = torch.outer(torch.arange(inputs.shape[1], device=inputs.device), _ROTARY_BASE**-places).repeat(1, 2)
-        cosine, sine = angles.cos(), angles.sin()
-        for block in self.blocks:
-            x = block(x, cosine, sine)
-        loss: torch.Tensor = F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
-        return loss
 
 
 _adamw = partial(torch.optim.AdamW, lr=_LEARNING_RATE, fused=True)
@@ -310,6 +201,43 @@ class EngineResult:
         return not self.failure and not self.reason
 
 
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Dense bf16 peak of a device.
+
+    Attributes:
+        device: Name of the device.
+        flop_per_s: FLOP per second by the datasheet; None where it is not known.
+    """
+
+    device: str
+    flop_per_s: float | None = None
+
+    @classmethod
+    def of(cls, device: torch.device) -> Peak:
+        """The peak by the device's name; that of a CPU is not known."""
+        if device.type != "cuda":
+            return cls(device.type)
+        name, has_bf16 = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device) >= _HAS_BF16
+        return cls(name, (peak_tflop_per_s(name) * 1e12 or None) if has_bf16 else None)
+
+    def utilization(self, tokens_per_s: float, shape: Shape, *, is_held: bool) -> Row:
+        """Columns of the model FLOP utilization, by both ways to count attention; empty where the peak is not known.
+
+        Args:
+            tokens_per_s: Measured.
+            shape: Shape of the model.
+            is_held: Whether the target is asked of this engine.
+        """
+        if self.flop_per_s is None:
+            return {"mfu": None, "mfu PaLM": None, "mfu target": f"no peak of {self.device} is known"}
+        row: Row = {"mfu": tokens_per_s * shape.causal_flop_per_token / self.flop_per_s}
+        row["mfu PaLM"] = tokens_per_s * shape.flop_per_token / self.flop_per_s
+        is_asked = is_held and shape == SIZES[MFU_SIZE]
+        row["mfu target"] = ("met" if row["mfu"] >= MFU else "missed") if is_asked else None
+        return row
+
+
 def compare_engines(
     shape: Shape, device: torch.device, rounds: Rounds, say: Callable[[str], None] = print
 ) -> Iterator[Row]:
@@ -328,7 +256,7 @@ def compare_engines(
                 engine.reason = str(error)
             except Exception as error:  # out of memory, say; the others have their rows
                 engine.failure = f"{type(error).__name__}: {error}".splitlines()[0]
-        yield from engine_rows(results, shape, rounds.loss_tolerance)
+        yield from engine_rows(results, shape, rounds.loss_tolerance, Peak.of(device))
 
 
 @contextmanager
@@ -370,7 +298,7 @@ def train(
     into.peak_bytes.append(meter.peak_bytes - before)
 
 
-def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: float) -> Iterator[Row]:
+def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: float, peak: Peak) -> Iterator[Row]:
     """A row for each engine, with ratios of tokens/s: ours to the faster of each peer, and to the faster plain loop.
 
     Compiled engines are compared with compiled ones.
@@ -379,6 +307,7 @@ def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: 
         results: Results by engine; the losses of the first engine in its first round are the reference.
         shape: That was trained.
         loss_tolerance: See `Rounds`.
+        peak: Peak of the device.
     """
     speeds = {name: shape.tokens / statistics.median(each.step_s) for name, each in results.items() if each.is_measured}
     expected = next((each.losses[0] for each in results.values() if each.is_measured), [])
@@ -397,6 +326,7 @@ def engine_rows(results: dict[str, EngineResult], shape: Shape, loss_tolerance: 
             row |= {"of fsdp2": share, "of plain": speeds[name] / plain, "target": target}
         if name in OURS and megatron is not None:
             row |= {"of megatron": speeds[name] / megatron}
+        row |= peak.utilization(speeds[name], shape, is_held=name in OURS)
         row |= {"peak MB": max(each.peak_bytes) / 1e6 or None, "loss": each.losses[-1][-1], "losses": each.losses}
         yield {**row, "problem": loss_difference(each.losses, expected, loss_tolerance)}
 

@@ -14,6 +14,9 @@ Tensors that an optimizer updates as a whole have owners: every such tensor is a
 scope, the largest first, each to the rank with the fewest bytes so far. No rank then owns more than the mean plus one
 tensor.
 
+`MAX_BUCKET_BYTES` is no option: engine, plan and estimate derive equal buckets from it on every rank, and it bounds
+nothing but staging buffers and workspaces.
+
 Pure: shapes and numbers only, plus views of tensors that a caller passes.
 
 Source:

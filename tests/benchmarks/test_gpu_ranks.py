@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu import table
+from benchmarks.gpu_model import SIZES, Shape
 from benchmarks.gpu_ranks import (
     RANK_BUILDERS,
     WORLD_SIZES,
@@ -27,7 +28,7 @@ from benchmarks.gpu_ranks import (
     rank_rows,
     train_on_ranks,
 )
-from benchmarks.gpu_training import SIZES, EngineResult, Rounds, Shape, Trained
+from benchmarks.gpu_training import EngineResult, Rounds, Trained
 from tests.ranks import RankContext, RankPool
 
 ROOT = Path(__file__).parents[2]

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from benchmarks.gpu import table
-from benchmarks.gpu_training import BUILDERS, SIZES, Block, EngineResult, Rounds, compare_engines, engine_rows
+from benchmarks.gpu_model import SIZES, Block
+from benchmarks.gpu_training import BUILDERS, EngineResult, Peak, Rounds, compare_engines, engine_rows
 from benchmarks.megatron_peer import NotMeasuredError, adopt_optimizer, load, sharded_model
 from tests.ranks import RankContext, RankPool
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+NO_PEAK = Peak("cpu")
 ENGINES = ["megatron-fsdp", "megatron-fsdp-light"]
 
 
@@ -65,7 +67,7 @@ def test_a_missing_dependency_of_the_package_is_named(tmp_path: Any, monkeypatch
 def test_what_is_not_measured_is_a_row_without_a_problem() -> None:
     engines = {"plain": EngineResult(step_s=[1.0], peak_bytes=[0], losses=[[4.0]])}
     engines |= {name: EngineResult(reason="not installed") for name in ENGINES}
-    rows = list(engine_rows(engines, SIZES["tiny"], 0.02))
+    rows = list(engine_rows(engines, SIZES["tiny"], 0.02, NO_PEAK))
     assert [row["engine"] for row in rows] == list(engines)
     assert not any(row["problem"] for row in rows)
     assert table(rows).count("not measured: not installed") == 2
@@ -78,7 +80,7 @@ def test_ours_is_compared_with_the_faster_row() -> None:
 
     engines = {"plain": result(1.0), "fsdp2": result(1.0), "megatron-fsdp": result(4.0)}
     engines |= {"megatron-fsdp-light": result(2.0), "mics": result(1.0)}
-    *_, mics = engine_rows(engines, SIZES["tiny"], 0.02)
+    *_, mics = engine_rows(engines, SIZES["tiny"], 0.02, NO_PEAK)
     assert mics["of megatron"] == 2.0
 
 

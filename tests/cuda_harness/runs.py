@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.gpu import pretended_ranks
+from benchmarks.gpu_pretended import pretended_ranks
 from mics_strategy import ShardConfig, Sharded, Topology, shard
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.pretence import equal_replicas, pretended_cuda

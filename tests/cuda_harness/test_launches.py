@@ -1,8 +1,9 @@
 """How many collectives and kernels does a unit launch? A change is to be seen, not judged.
 
-Each launch costs the host some ten microseconds, whatever it moves.
+Each launch costs the host time, whatever it moves.
 """
 
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +17,8 @@ from tests.cuda_harness.launch_table import ENGINES, HEADER, NODES, Engine, Row,
 from tests.cuda_harness.runs import config_of, one_of_many, start
 from tests.cuda_harness.streams import Stream
 
-PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, MEMORY_PAGE = ((DOCS / name).read_text() for name in ("benchmarks.md", "design/memory.md"))
 PER_NODE = 4
 NARROW = 16  # a row for every second rank: parameters are copied one by one
 Rows = dict[str, tuple[int, int, int]]
@@ -158,6 +160,25 @@ def test_nothing_on_the_page_depends_on_the_number_of_nodes() -> None:
         by_pass = [page[engine.name, engine.codecs, nodes][:-1] for nodes in NODES]
         launched = [{column for column in columns if column != "-"} for columns in zip(*by_pass, strict=True)]
         assert all(len(counts) <= 1 for counts in launched), engine
+
+
+def test_what_stands_beside_the_review_is_what_the_tables_say() -> None:
+    section = PAGE.partition("## Before the work for GPUs\n")[2].partition("\n# ")[0]
+    now = {name: last for name, _, last in re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", section, flags=re.MULTILINE)}
+    launches, memory = on_the_page(), buffers_on_the_page()
+    assert now["launches of an all-gather in two stages, 64 nodes"] == launches["zero3", "-", 64][0]
+    quantized = launches["mics, partitions of 2 nodes", "INT8, INT4", 64]
+    assert now["launches of a quantized second hop, 64 nodes"] == quantized[2]
+    for name in ("LLaMA 7B", "LLaMA 3 70B"):
+        assert now[f"buffers of {name}, GB"] == memory[name]["**all buffers**"]
+    held = "({} and {} GB)".format(*(memory[name]["gradients of autograd"] for name in ("LLaMA 7B", "LLaMA 3 70B")))
+    assert held in " ".join(section.split())
+
+
+def buffers_on_the_page() -> dict[str, dict[str, str]]:
+    """The table of buffers by model and purpose."""
+    (_, *names), _, *rows = [line.strip("| ").split(" | ") for line in MEMORY_PAGE.splitlines() if line.startswith("|")]
+    return {name: {row[0]: row[index] for row in rows} for index, name in enumerate(names, 1)}
 
 
 @counts_of_torch

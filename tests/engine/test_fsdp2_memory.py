@@ -1,5 +1,6 @@
 """The engine's buffers take no more than FSDP2's at its peak."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from mics_strategy.engine.unit import Unit
 from tests.cuda_harness.runs import config_of, one_of_many, start
 from tests.engine import fsdp2_memory as memory
 
+PAGE = (Path(__file__).parents[2] / "docs" / "design" / "memory.md").read_text()
+
 
 @pytest.mark.parametrize(
     "name", [name if name == "LLaMA 7B" else pytest.param(name, marks=pytest.mark.slow) for name in memory.SIZES]
@@ -16,6 +19,21 @@ from tests.engine import fsdp2_memory as memory
 def test_buffers_are_not_larger_than_those_of_fsdp2(name: str) -> None:
     buffers = memory.buffers_of(memory.of_mics(name))
     assert sum(buffers.values()) <= memory.of_fsdp2(name, memory.LAYERS)
+
+
+def on_the_page(name: str) -> dict[str, str]:
+    """The column of a model in the table of the documentation."""
+    header, _, *rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("|")]
+    return {row[0]: row[header.index(name)] for row in rows}
+
+
+@pytest.mark.parametrize("name", memory.SIZES)
+def test_the_page_has_the_buffers_of_the_estimate(name: str) -> None:
+    """Buffers of few layers, as they do not grow with the number of layers."""
+    buffers = {k: v for k, v in memory.buffers_of(memory.of_mics(name, memory.LAYERS)).items() if v > 10**7}
+    expected = {**buffers, "**all buffers**": sum(buffers.values())}
+    printed = {purpose: f"{num_bytes / 1e9:.2f}" for purpose, num_bytes in expected.items()}
+    assert printed.items() <= on_the_page(name).items()
 
 
 def test_buffers_do_not_grow_with_the_number_of_layers() -> None:

@@ -20,8 +20,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu import pretended_ranks
-from benchmarks.gpu_training import Block, Shape
+from benchmarks.gpu_model import Block, Shape
+from benchmarks.gpu_pretended import pretended_ranks
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.engine.streams import Op, OpChain, OpStream, Streams
 

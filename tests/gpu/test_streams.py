@@ -67,7 +67,7 @@ def test_the_comparison_of_late_streams_runs_on_a_cpu() -> None:
 
 
 def test_everything_that_the_first_half_hour_runs_is_there() -> None:
-    script = (ROOT / "tests" / "gpu" / "run").read_text()
+    script = re.sub(r"^ *#.*", "", (ROOT / "tests" / "gpu" / "run").read_text(), flags=re.MULTILINE)
     named = re.findall(r"(?<= )tests/[\w/]+(?:\.py)?", script)
     assert len(named) >= 4
     assert all((ROOT / path).exists() for path in named)
@@ -82,6 +82,29 @@ def test_without_a_gpu_the_first_half_hour_says_so_and_succeeds(tmp_path: Path) 
     ran = subprocess.run([ROOT / "tests" / "gpu" / "run"], env=environment, capture_output=True, text=True)
     assert (ran.returncode, "nothing was run on a GPU" in ran.stdout) == (0, True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("torch_package", "error"),
+    [
+        (None, ""),
+        ("import no_such_dependency", "ModuleNotFoundError: No module named 'no_such_dependency'"),
+        ("raise ImportError('libcudart.so: cannot open')", "ImportError: libcudart.so: cannot open"),
+    ],
+    ids=["no torch", "a torch without a dependency", "a broken torch"],
+)
+def test_a_python_without_torch_is_no_error_and_a_broken_torch_is_shown(
+    tmp_path: Path, torch_package: str | None, error: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\nexec "{sys.executable}" -S "$@"\n')  # nothing that is installed
+    python.chmod(0o755)
+    if torch_package is not None:
+        (tmp_path / "torch.py").write_text(torch_package)
+    environment = {**os.environ, "PYTHON": str(python), "PYTHONPATH": str(tmp_path), "OUT": str(tmp_path / "out")}
+    ran = subprocess.run([ROOT / "tests" / "gpu" / "run"], env=environment, capture_output=True, text=True)
+    assert (ran.returncode, "nothing was run on a GPU" in ran.stdout) == (0, True)
+    assert (ran.stderr.splitlines()[-1:], "Traceback" in ran.stderr) == ([error] if error else [], bool(error))
 
 
 @pytest.fixture
