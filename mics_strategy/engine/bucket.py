@@ -216,7 +216,10 @@ class Bucket:
 
     @property
     def casts_each_gather(self) -> bool:
-        """Whether every all-gather casts the master shard, so that no rank keeps a copy in the compute dtype."""
+        """Whether every all-gather casts the master shard.
+
+        Then no rank keeps a copy of its shard in the compute dtype.
+        """
         return self.param_shard is None and self.groups.scopes.params > 1
 
     @property

@@ -132,7 +132,7 @@ def build_units(modules: list[UnitSpec], specs: list[list[BucketSpec]], context:
 def _allocate_param_shards(
     specs: list[BucketSpec], masters: list[torch.Tensor], context: BuildContext
 ) -> list[torch.Tensor | None]:
-    """The parameter shards; None where a cast of the masters takes their place in every all-gather."""
+    """The parameter shards; None where every all-gather casts the masters."""
     degree = context.groups.scopes.params
     if degree == 1:
         return [None] * len(specs)
@@ -153,7 +153,10 @@ def _allocate_secondary_shards(specs: list[BucketSpec], context: BuildContext) -
 def _persistent_param_buffers(
     specs: list[BucketSpec], masters: list[torch.Tensor], context: BuildContext
 ) -> list[torch.Tensor]:
-    """Memory of the parameters with `params="none"`: the masters if they are whole and in that dtype, or new memory."""
+    """Memory of the parameters with `params="none"`.
+
+    It is the masters' own where they are whole and have the compute dtype.
+    """
     is_new = [spec.layout.ranks != 1 or spec.param_dtype != spec.master_dtype for spec in specs]
     sizes = [(spec.layout.unpadded_numel, spec.param_dtype) for spec, new in zip(specs, is_new, strict=True) if new]
     pieces = iter(arena(context.memory, "unsharded parameters", sizes, context.device))

@@ -187,12 +187,12 @@ class EngineBuffers:
         return self._config.wire_dtype_of(bucket.master_dtype)
 
     def _param_shard_bytes(self, bucket: BucketSize) -> int:
-        """Bytes of a parameter shard; 0 where all-gathers send the masters, or a cast of them."""
+        """Bytes of a parameter shard; 0 where all-gathers send the masters."""
         scope, layout = self._scopes.params, bucket.layout
         return 0 if layout.ranks == scope else layout.numel_at(scope) * bucket.param_dtype.itemsize
 
     def _unsharded_bytes(self, bucket: BucketSize) -> int:
-        """Bytes of parameters that every rank keeps whole; 0 where they are the masters themselves."""
+        """Bytes of parameters that every rank keeps whole; 0 where they are the masters."""
         is_master = bucket.layout.ranks == 1 and bucket.param_dtype == bucket.master_dtype
         return 0 if is_master else bucket.layout.unpadded_numel * bucket.param_dtype.itemsize
 
