@@ -26,6 +26,7 @@ from tests.cuda_harness.runs import (
 OPTIONS: dict[str, dict[str, Any]] = {
     "no_overlap": {"overlap": "none"},
     "codecs": {"grad_codec": "int8", "codec_links": "all"},
+    "coalesced": {"coalesce": True},
 }
 COUNTS = "mics_strategy/engine/rank_agreement.py"
 START_UP = 4  # steps: in the first ones the engine looks at once whether ranks agree
