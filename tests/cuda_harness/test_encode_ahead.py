@@ -112,7 +112,9 @@ def encoded_units(preset: str, role: str, **options: Any) -> list[str]:
     return units
 
 
-@pytest.mark.parametrize(("preset", "options", "role", "units"), QUANTIZED)
+@pytest.mark.parametrize(
+    ("preset", "options", "role", "units"), QUANTIZED, ids=[f"{preset} {role}" for preset, _, role, _ in QUANTIZED]
+)
 def test_units_are_encoded_while_those_before_them_are_on_the_wire(
     preset: str, options: dict[str, Any], role: str, units: list[str]
 ) -> None:
