@@ -1,5 +1,6 @@
 """The engine's buffers take no more than FSDP2's at its peak."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,30 @@ from mics_strategy.engine.reducer import Reducer
 from mics_strategy.engine.unit import Unit
 from tests.cuda_harness.runs import config_of, one_of_many, start
 from tests.engine import fsdp2_memory as memory
+
+PAGE = (Path(__file__).parents[2] / "docs" / "design" / "memory.md").read_text()
+
+
+def on_the_page() -> dict[str, dict[str, str]]:
+    """The cells of the table of the documentation, by model and row."""
+    header, _, *lines = PAGE[PAGE.index(f"| {memory.CORNER} |") :].partition("\n\n")[0].splitlines()
+    names, rows = header.strip("| ").split(" | ")[1:], [line.strip("| ").split(" | ") for line in lines]
+    return {name: {row: cells[index] for row, *cells in rows} for index, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("name", memory.SIZES)
+def test_the_page_says_what_our_buffers_and_shards_take(name: str) -> None:
+    column = on_the_page()[name]
+    own = {row: memory.cell(size) for row, size in memory.own_rows(name).items()}
+    assert {row: column.get(row) for row in own} == own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", memory.SIZES)
+def test_the_page_is_as_its_program_writes_it(name: str) -> None:
+    assert list(on_the_page()) == list(memory.SIZES)
+    column = {row: memory.cell(size) for row, size in memory.column_of(name).items()}
+    assert list(on_the_page()[name].items()) == list(column.items())
 
 
 @pytest.mark.parametrize(
