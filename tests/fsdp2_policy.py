@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -84,6 +85,7 @@ def trained_by_fsdp2(
     loss_in_autocast: bool,
     scaler: Any = None,
     norms: list[float] | None = None,
+    replicas: int = 1,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Parameters, and losses of steps of two micro-steps each and of an evaluation after them.
 
@@ -93,15 +95,17 @@ def trained_by_fsdp2(
         loss_in_autocast: Whether the loss is computed under autocast, else from outputs in fp32.
         scaler: Scaler of the loss, or None.
         norms: Takes the gradient norms before clipping to `MAX_NORM`; None does not clip.
+        replicas: Groups of ranks that each hold all shards (HSDP), which sum gradients in the last micro-step.
     """
     model = Tagger()
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of(replicas)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for index, (tokens, features, target) in enumerate(batches(dist.get_rank())):
+        model.set_requires_all_reduce(index % 2 == 1)
         with torch.autocast("cpu", dtype=dtype):
             scores = model(tokens, features)
             loss = loss_of(scores, tokens, target) if loss_in_autocast else None
@@ -123,6 +127,14 @@ def trained_by_fsdp2(
         with torch.autocast("cpu", dtype=dtype, enabled=loss_in_autocast):
             losses.append(loss_of(scores, tokens, target).item())
     return values, losses
+
+
+def mesh_of(replicas: int = 1) -> DeviceMesh:
+    """The mesh of `fully_shard`: of all ranks, or of replicas by shards."""
+    size = dist.get_world_size() // replicas
+    if replicas == 1:
+        return dist.init_device_mesh("cpu", (size,))
+    return dist.init_device_mesh("cpu", (replicas, size), mesh_dim_names=("replicate", "shard"))
 
 
 def full_values(model: nn.Module, prefix: str = "") -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ def _scaler() -> Any:
 
 
 def by_accelerate(ctx: RankContext, mixed_precision: str, norms: list[float] | None = None, **options: Any) -> Outcome:
-    acc = accelerator("zero3", accelerator_mixed_precision=mixed_precision, **options)
+    acc = accelerator(options.pop("config", "zero3"), accelerator_mixed_precision=mixed_precision, **options)
     if mixed_precision == "fp16":  # as on a GPU
         acc.native_amp, acc.scaler = True, _scaler()
     model = Tagger()
@@ -56,7 +56,8 @@ def by_accelerate(ctx: RankContext, mixed_precision: str, norms: list[float] | N
 
 def compared(ctx: RankContext, mixed_precision: str, options: dict[str, Any]) -> tuple[Outcome, Outcome]:
     scaler = _scaler() if mixed_precision == "fp16" else None
-    expected = trained_by_fsdp2(DTYPES[mixed_precision], torch.float32, loss_in_autocast=False, scaler=scaler)
+    dtypes = DTYPES[mixed_precision], torch.float32
+    expected = trained_by_fsdp2(*dtypes, loss_in_autocast=False, scaler=scaler, replicas=ctx.num_nodes)
     return by_accelerate(ctx, mixed_precision, **options), expected
 
 
@@ -77,6 +78,13 @@ def test_an_accelerator_trains_as_fsdp2_to_the_bit(
     ranks: RankPool, world_size: int, mixed_precision: str, options: dict[str, Any]
 ) -> None:
     for outcome, expected in run(ranks, world_size, compared, mixed_precision, options):
+        assert_equal_bits(outcome, expected)
+
+
+@pytest.mark.parametrize("mixed_precision", ["bf16", "fp16"])
+def test_mics_trains_as_fsdp2_over_replicas_and_shards_to_the_bit(ranks: RankPool, mixed_precision: str) -> None:
+    """A partition is a node of two ranks: in it, and between two nodes, a sum has one order."""
+    for outcome, expected in run(ranks, 4, compared, mixed_precision, {"config": "mics"}, ranks_per_node=2):
         assert_equal_bits(outcome, expected)
 
 

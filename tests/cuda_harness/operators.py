@@ -19,6 +19,7 @@ COLLECTIVES: dict[str, tuple[int, int]] = {
     "allgather_": (0, 1),
     "allgather_into_tensor_coalesced_": (0, 1),
     "allreduce_": (0, 0),
+    "allreduce_coalesced_": (0, 0),
     "alltoall_": (0, 1),
     "alltoall_base_": (0, 1),
     "broadcast_": (0, 0),
@@ -75,13 +76,19 @@ def operands(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[tup
 def num_kernels(name: str, inputs: list[tuple[torch.Tensor, bool]]) -> int:
     """Kernels that an operator launches on a GPU: one, but for copies of many tensors that differ in their strides.
 
-    `_foreach_copy_` then copies one tensor after the other (torch's `_check_tensors_share_sizes_and_strides`).
+    `_foreach_copy_` then copies one tensor after the other (torch's `_check_tensors_share_sizes_and_strides`, which
+    leaves out dimensions of size 1).
     """
     if name != "_foreach_copy_":
         return 1
     targets, sources = ([tensor for tensor, is_written in inputs if is_written is side] for side in (True, False))
-    strides = [(target.stride(), source.stride()) for target, source in zip(targets, sources, strict=True)]
-    return 1 if all(target == source for target, source in strides) else len(targets)
+    pairs = zip(targets, sources, strict=True)
+    return 1 if all(_rows(target) == _rows(source) for target, source in pairs) else len(targets)
+
+
+def _rows(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Size and stride of each dimension; those of size 1 have none that matters."""
+    return [(n, s if n > 1 else 0) for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 def ranges_of(tensor: torch.Tensor) -> list[Range]:

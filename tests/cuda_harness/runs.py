@@ -16,7 +16,7 @@ from tests.cuda_harness.pretence import equal_replicas, pretended_cuda
 from tests.engine.training import forget_meshes
 
 WIDTH, DEPTH = 16, 4  # a multiple of 8 ranks, so that every unit can travel without a flat form
-PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp-hpz", "mics", "paro-iig", "paro-nii")
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "zeropp", "zeropp-hpz", "mics", "paro-iig", "paro-nii")
 
 
 class Layer(nn.Module):

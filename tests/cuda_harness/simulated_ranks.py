@@ -13,27 +13,24 @@ from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
 from tests.cuda_harness.allocations import DEVICE, kind_of
 from tests.cuda_harness.machine import Machine
-from tests.cuda_harness.operators import tensors_in
 from tests.cuda_harness.pretence import equal_replicas, pretended_cuda
 from tests.cuda_harness.streams import alone, here
+from tests.cuda_harness.works import written_and_read
 from tests.rank_report import RankContext
 from tests.simulated import simulate
 
-# By the names of torch 2.13 and of those before: c10d's operator, and which argument is written, which is read.
-_METHODS: dict[str, tuple[str, int, int]] = {
-    "_allgather_base": ("_allgather_base_", 0, 1),
-    "_reduce_scatter_base": ("_reduce_scatter_base_", 0, 1),
-    "all_gather_single": ("_allgather_base_", 0, 1),
-    "all_gather_single_coalesced": ("allgather_into_tensor_coalesced_", 0, 1),
-    "all_to_all_single": ("alltoall_base_", 0, 1),
-    "allgather_into_tensor_coalesced": ("allgather_into_tensor_coalesced_", 0, 1),
-    "allreduce": ("allreduce_", 0, 0),
-    "alltoall": ("alltoall_", 0, 1),
-    "alltoall_base": ("alltoall_base_", 0, 1),
-    "broadcast": ("broadcast_", 0, 0),
-    "reduce_scatter_single": ("_reduce_scatter_base_", 0, 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced_", 0, 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced_", 0, 1),
+# By operators of c10d, the methods of a group: of torch 2.13, and of those before. Where a group of threads lacks one
+# of two names, C++ calls the other and wraps its work in another object, which is not the one that was noted.
+_METHODS: dict[str, tuple[str, ...]] = {
+    "_allgather_base_": ("all_gather_single", "_allgather_base"),
+    "_reduce_scatter_base_": ("reduce_scatter_single", "_reduce_scatter_base"),
+    "allgather_into_tensor_coalesced_": ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    "allreduce_": ("allreduce",),
+    "allreduce_coalesced_": ("allreduce_coalesced",),
+    "alltoall_": ("alltoall",),
+    "alltoall_base_": ("all_to_all_single", "alltoall_base"),
+    "broadcast_": ("broadcast",),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
 }
 
 _DECIDED_BY = "mics.control."  # groups whose values hosts look at
@@ -63,21 +60,21 @@ def simulate_gpus(
 
 @contextmanager
 def _noted(moves_data: bool) -> Iterator[None]:
+    methods = vars(threaded.ProcessLocalGroup)
     with ExitStack() as stack:
-        for name, how in _METHODS.items():
-            original = vars(threaded.ProcessLocalGroup).get(name)
-            if original is not None:
-                noting = _noting(original, how, moves_data)
-                stack.enter_context(mock.patch.object(threaded.ProcessLocalGroup, name, noting))
+        for operator, names in _METHODS.items():
+            original = next(methods[name] for name in names if name in methods)
+            for name in names:
+                if hasattr(threaded.ProcessLocalGroup, name):
+                    noting = _noting(original, operator, moves_data)
+                    stack.enter_context(mock.patch.object(threaded.ProcessLocalGroup, name, noting))
         yield
 
 
-def _noting(original: Callable[..., Any], how: tuple[str, int, int], moves_data: bool) -> Callable[..., Any]:
-    name, written, read = how
-
+def _noting(original: Callable[..., Any], operator: str, moves_data: bool) -> Callable[..., Any]:
     def method(group: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = [*args, *kwargs.values()]
-        outs, ins = tensors_in(arguments[written]), tensors_in(arguments[read])
+        outs, ins = written_and_read(operator, arguments)
         machine = here().machine
         if machine is None or not any(kind_of(tensor) == DEVICE for tensor in (*outs, *ins)):
             return original(group, *args, **kwargs)
@@ -87,7 +84,7 @@ def _noting(original: Callable[..., Any], how: tuple[str, int, int], moves_data:
                 work = original(group, *args, **kwargs)
         else:
             work = threaded.ret_work(None)
-        machine.follow(work, name, group, outs, ins, bool(getattr(options, "asyncOp", True)))
+        machine.follow(work, operator, group, outs, ins, bool(getattr(options, "asyncOp", True)))
         return work
 
     return method

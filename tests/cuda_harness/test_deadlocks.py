@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "prefetch": {"prefetch": 2},
     "bf16": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
     "micro_step": {"second_hop": "micro_step"},
+    "coalesced": {"coalesce": True},
     "two_nodes": {"partition_size": RANKS},
 }
 
@@ -54,8 +55,9 @@ def launch(preset: str, **options: Any) -> list[Machine]:
 
 CELLS = [
     *product(PRESETS, ("overlap", "no_overlap")),
-    *(("zero3", "one_stage"), ("zeropp", "overlap"), ("mics", "codecs"), ("mics", "two_nodes")),
+    *(("zero3", "one_stage"), ("mics", "codecs"), ("mics", "two_nodes")),
     *(("mics", "prefetch"), ("paro-nii", "int8"), ("paro-iig", "micro_step"), ("paro-nig", "bf16")),
+    *(("mics", "coalesced"), ("zero2", "coalesced"), ("zero3", "coalesced"), ("paro-iig", "coalesced")),
 ]
 
 
@@ -69,6 +71,7 @@ def test_ranks_that_use_different_layers_do_not_wait_in_a_circle(preset: str, op
     assert find_circle(launches) == []
     assert find_circle(launches, blocking=True) == []
     assert [machine.races for machine in machines] == [[]] * RANKS
+    assert [machine.works.num_in_flight for machine in machines] == [0] * RANKS
 
 
 def _two_hops(ctx: RankContext, machine: Machine, shares: bool) -> None:

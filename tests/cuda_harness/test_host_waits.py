@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cuda_harness.happens_before import HOST
 from tests.cuda_harness.runs import (
     PRESETS,
     Loop,
@@ -26,6 +27,7 @@ from tests.cuda_harness.runs import (
 OPTIONS: dict[str, dict[str, Any]] = {
     "no_overlap": {"overlap": "none"},
     "codecs": {"grad_codec": "int8", "codec_links": "all"},
+    "coalesced": {"coalesce": True},
 }
 COUNTS = "mics_strategy/engine/rank_agreement.py"
 START_UP = 4  # steps: in the first ones the engine looks at once whether ranks agree
@@ -63,10 +65,30 @@ def test_the_host_waits_for_the_counts_of_users_and_nothing_else(preset: str, lo
     assert [wait for wait in _waits(preset, loop) if COUNTS not in wait] == []
 
 
-def test_with_a_second_hop_in_every_backward_the_host_waits_for_the_one_before() -> None:
-    found = _waits("mics", declared, second_hop="micro_step")
-    assert len(found) == 1
-    assert found[0].startswith(f"synchronisation of an event of the same step at {COUNTS}")
+@pytest.mark.parametrize("preset", ["ddp", "zeropp", "mics", "paro-iig"])
+def test_with_a_second_hop_in_every_backward_the_host_waits_for_the_one_before(preset: str) -> None:
+    """For all of it, at the end of this one, so the device has all of this one to do meanwhile."""
+    waits, seen, ends = [], [], []
+    with one_of_many() as machine:
+        training = start(machine, config_of(preset, second_hop="micro_step"))
+        for _ in range(START_UP):
+            training.backward()
+            training.update()
+        compute, clocks = machine.default_stream(0).number, machine.orders.clocks
+        with machine.step():
+            for index in range(3):
+                ends.append(clocks[compute][compute])
+                with training.sharded.micro_step(index, of=3):
+                    training.loss().backward()
+                seen.append(clocks[HOST][compute])
+                waits.append(list(machine.waits))
+                machine.waits.clear()
+            training.update()
+    line = f"synchronisation of an event of the same step at {COUNTS}"
+    assert [[wait.rpartition(":")[0] for wait in found] for found in waits] == [[], [line], [line]]
+    assert seen[0] < ends[0]  # the update of the step before follows its last backward
+    assert seen[1:] == ends[1:]
+    assert machine.waits == []
 
 
 def _with_item(training: Training) -> None:

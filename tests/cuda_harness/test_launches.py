@@ -54,6 +54,15 @@ LAUNCHES: dict[tuple[str, str], Rows] = {
         "second_hop_all_reduce": (5, 1, 1),
     },
 }
+# The same where all parameters of a unit are sent in one launch: gathers then copy nothing, and sums what they add up.
+COALESCED: dict[str, Rows] = {
+    "mics": {
+        "param_all_gather": (7, 1, 0),
+        "grad_reduce_scatter": (5, 1, 1),
+        "second_hop_all_reduce": (5, 1, 1),
+    },
+    "zero3": {"param_all_gather": (7, 2, 0), "grad_reduce_scatter": (5, 2, 1)},
+}
 # A step on one node of 8 ranks, the model's and the optimizer's kernels included: collectives, kernels.
 ZERO3_TOTALS = (13, 94)
 FSDP2_TOTALS = (14, 82)
@@ -85,6 +94,14 @@ def test_gathers_first_hops_and_second_hops_have_streams_of_their_own(preset: st
 def test_a_unit_launches_as_many_as_before(preset: str, codec: str) -> None:
     log = log_of(preset, 16, PER_NODE, grad_codec=codec, width=NARROW)
     assert table(log) == LAUNCHES[preset, codec]
+
+
+@pytest.mark.parametrize("preset", COALESCED)
+def test_a_coalesced_unit_launches_as_many_as_before(preset: str) -> None:
+    log = log_of(preset, 16, PER_NODE, coalesce=True)
+    assert table(log) == COALESCED[preset]
+    names = [name for kind, _, name in log if kind == "collective" and name.startswith(("mics.param", "mics.grad"))]
+    assert all("_coalesced_" in name for name in names)
 
 
 def test_a_copy_inside_nodes_is_gathered_by_one_call() -> None:

@@ -210,6 +210,17 @@ def test_the_host_goes_on(machine: Machine, what: str) -> None:
     assert machine.waits == []
 
 
+@pytest.mark.parametrize(("shape", "kernels"), [((1, 4), 1), ((2, 2), 3)], ids=["one row", "rows with gaps"])
+def test_tensors_are_copied_one_by_one_where_strides_differ(
+    machine: Machine, shape: tuple[int, int], kernels: int
+) -> None:
+    table = ones(2, 12)
+    parts = [torch.as_strided(table, shape, (12, 1), 4 * index) for index in range(3)]
+    machine.log.clear()
+    torch._foreach_copy_(parts, [ones(*shape) for _ in parts])
+    assert [name for _, _, name in machine.log].count("_foreach_copy_") == kernels
+
+
 def test_ranges_are_those_of_rows() -> None:
     table = torch.zeros(4, 6)
     assert ranges_of(table) == [(0, 96)]

@@ -35,6 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"param_dtype": "bfloat16"},
     "bf16 wires": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
     "coalesced": {"coalesce": True},
+    "coalesced bf16 wires": {"coalesce": True, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
     "two stages": {"hierarchical": True},
     "one stage": {"hierarchical": False},
     "int8": {"weight_codec": "int8", "grad_codec": "int8", "codec_links": "all"},
@@ -55,7 +56,12 @@ WAYS += [(LOOPS[0], "reentrant"), (LOOPS[1], "non_reentrant"), (LOOPS[6], "reent
 def _cells() -> list[Any]:
     cells = []
     for (row, preset), (column, option) in product(enumerate(PRESETS), enumerate(OPTIONS)):
-        if preset == "ddp" and option in ("coalesced", "int8", "codecs"):  # nothing of it travels so
+        if preset == "ddp" and option in (
+            "coalesced",
+            "coalesced bf16 wires",
+            "int8",
+            "codecs",
+        ):  # nothing of it travels so
             continue
         loop, recomputes = WAYS[(5 * row + column) % len(WAYS)]
         name = f"{preset}-{option}-{loop.__name__}{'-' if recomputes else ''}{recomputes}".replace(" ", "_")

@@ -3,7 +3,7 @@
 The current stream waits for the end, the host does not; until then NCCL's stash keeps the tensors from being freed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -35,6 +35,11 @@ class Works:
         if end is not None:
             self._wait(end)
         stash.clear()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Collectives that no caller has waited for."""
+        return sum(bool(stash) for _, _, stash in self._works.values())
 
 
 @contextmanager
@@ -75,7 +80,7 @@ def is_async(operator: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     return bool(arguments.get("async_op", arguments.get("asyncOp", True)))
 
 
-def written_and_read(name: str, args: tuple) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def written_and_read(name: str, args: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors of a collective."""
     out, full = COLLECTIVES[name]
     return tensors_in(args[out]), tensors_in(args[full])

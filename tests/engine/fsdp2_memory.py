@@ -3,6 +3,7 @@
 ``python -m tests.engine.fsdp2_memory`` prints the table of ``docs/design/memory.md``.
 """
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +48,7 @@ SIZES: dict[str, dict[str, int]] = {  # arXiv:2302.13971 table 2, arXiv:2307.092
     "LLaMA 3 70B": {**_70B, "vocab_size": 128256},
 }
 SHARDS = ("master shards", "parameter shards", "gradients")
+CORNER, ALL_BUFFERS = "GB per rank", "**all buffers**"  # of the table
 
 
 def model_of(name: str, num_layers: int | None = None) -> Any:
@@ -98,6 +100,7 @@ def _fake_world() -> Iterator[None]:
         forget_meshes()
 
 
+@functools.cache
 def of_fsdp2(name: str, num_layers: int | None, *, wraps_ends: bool = False) -> int:
     """FSDP2's bytes per rank at the peak of one forward and backward over two tokens, without shards.
 
@@ -137,31 +140,45 @@ def buffers_of(estimate: MemoryEstimate) -> dict[str, int]:
     return {**buffers, "gradients of autograd": estimate.pending_grad_bytes}
 
 
+def own_rows(name: str) -> dict[str, float]:
+    """Bytes per rank of ours, by row of the table."""
+    estimate = of_mics(name)
+    buffers = {purpose: size for purpose, size in buffers_of(estimate).items() if size > 10**7}
+    shards = sum(estimate.bytes_by_purpose.get(purpose, 0) for purpose in SHARDS)
+    all_buffers = sum(buffers.values())
+    return {**buffers, ALL_BUFFERS: all_buffers, "shards": shards, "buffers and shards": all_buffers + shards}
+
+
+def column_of(name: str) -> dict[str, float]:
+    """Bytes per rank of a model, by row of the table, in its order."""
+    own, peak, wrapped = own_rows(name), of_fsdp2(name, LAYERS), of_fsdp2(name, LAYERS, wraps_ends=True)
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in model_of(name).parameters())
+    shards, both = own.pop("shards"), own.pop("buffers and shards")
+    fsdp2_shards = 2 * 4 * numel / RANKS_PER_NODE  # parameters and gradients in fp32
+    return {
+        **own,
+        "**FSDP2's at its peak**": peak,
+        "FSDP2's, embedding and head wrapped": wrapped,
+        "shards": shards,
+        "FSDP2's shards": fsdp2_shards,
+        "buffers and shards": both,
+        "FSDP2's, embedding and head wrapped, and shards": wrapped + fsdp2_shards,
+    }
+
+
+def cell(size: float) -> str:
+    """Bytes as the table has them, in GB."""
+    return f"{size / 1e9:.2f}"
+
+
 def main() -> None:
     """Print the table, a column for each model."""
-    columns: list[dict[str, float]] = []
-    for name in SIZES:
-        fsdp2_bytes, estimate = of_fsdp2(name, LAYERS), of_mics(name)
-        with torch.device("meta"):
-            numel = sum(parameter.numel() for parameter in model_of(name).parameters())
-        buffers = {purpose: size for purpose, size in buffers_of(estimate).items() if size > 10**7}
-        shards = sum(estimate.bytes_by_purpose.get(purpose, 0) for purpose in SHARDS)
-        fsdp2_shards = 2 * 4 * numel / RANKS_PER_NODE  # parameters and gradients in fp32
-        all_buffers, wrapped_bytes = sum(buffers.values()), of_fsdp2(name, LAYERS, wraps_ends=True)
-        sums = {
-            "**all buffers**": all_buffers,
-            "**FSDP2's at its peak**": fsdp2_bytes,
-            "FSDP2's, embedding and head wrapped": wrapped_bytes,
-            "shards": shards,
-            "FSDP2's shards": fsdp2_shards,
-            "buffers and shards": all_buffers + shards,
-            "FSDP2's, embedding and head wrapped, and shards": wrapped_bytes + fsdp2_shards,
-        }
-        columns.append({**buffers, **sums})
-    print(f"| GB per rank | {' | '.join(SIZES)} |")
+    columns = [column_of(name) for name in SIZES]
+    print(f"| {CORNER} | {' | '.join(SIZES)} |")
     print("|---" * (len(SIZES) + 1) + "|")
     for row in columns[0]:
-        print(f"| {row} | {' | '.join(f'{column[row] / 1e9:.2f}' for column in columns)} |")
+        print(f"| {row} | {' | '.join(cell(column[row]) for column in columns)} |")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
@@ -19,13 +18,14 @@ from torch.utils.data import DataLoader
 
 from mics_strategy import ConfigError
 from mics_strategy.lightning import validate
-from tests.fsdp2_policy import VOCABULARY, Batch, Tagger, batches, full_values, loss_of, trained_by_fsdp2
+from tests.fsdp2_policy import VOCABULARY, Batch, Tagger, batches, full_values, loss_of, mesh_of, trained_by_fsdp2
 from tests.lightning.fabric_runs import launched
 from tests.lightning.fabric_runs import mics as fabric_mics
 from tests.lightning.runs import mics, run, trainer
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 CASES = [("bf16-mixed", "float32"), ("bf16-mixed", "bfloat16"), ("16-mixed", "float32")]
 Outcome = tuple[dict[str, Tensor], list[float]]
 
@@ -74,13 +74,18 @@ def _scaler() -> Any:
     return torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
 
 
+def _preset(ctx: RankContext) -> str:
+    """Shards over all ranks, or in each of several nodes."""
+    return "zero3" if ctx.num_nodes == 1 else "mics"
+
+
 def by_trainer(ctx: RankContext, precision: str, reduce_dtype: str, module: Tagging | None = None) -> Outcome:
     plugin = MixedPrecision(precision, "cpu", _scaler() if precision == "16-mixed" else None)
     module = module if module is not None else Tagging()
     options: dict[str, Any] = {"plugins": [plugin], "use_distributed_sampler": False}
     if module.automatic_optimization:
         options["accumulate_grad_batches"] = 2
-    fitting = trainer(ctx, mics("zero3", reduce_dtype=reduce_dtype), **options)
+    fitting = trainer(ctx, mics(_preset(ctx), reduce_dtype=reduce_dtype), **options)
     fitting.fit(module, own_batches(ctx.rank))
     (logged,) = fitting.validate(module, own_batches(ctx.rank, 1), verbose=False)
     assert {p.dtype for p in module.parameters()} == {torch.float32}
@@ -95,7 +100,7 @@ def by_hand(ctx: RankContext, precision: str, reduce_dtype: str) -> Outcome:
 
 def by_fabric(ctx: RankContext, precision: str, reduce_dtype: str) -> Outcome:
     plugin = FabricMixedPrecision(precision, "cpu", _scaler() if precision == "16-mixed" else None)
-    fabric = launched(ctx, fabric_mics("zero3", reduce_dtype=reduce_dtype), plugins=[plugin])
+    fabric = launched(ctx, fabric_mics(_preset(ctx), reduce_dtype=reduce_dtype), plugins=[plugin])
     model = Tagger()
     wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     losses = []
@@ -122,7 +127,8 @@ def compared(ctx: RankContext, precision: str, reduce_dtype: str) -> dict[str, t
     for name, by_framework in frameworks.items():
         scaler = _scaler() if precision == "16-mixed" else None
         dtypes = DTYPES[precision], getattr(torch, reduce_dtype)
-        expected = trained_by_fsdp2(*dtypes, loss_in_autocast=name != "Fabric", scaler=scaler)
+        in_autocast = name != "Fabric"
+        expected = trained_by_fsdp2(*dtypes, loss_in_autocast=in_autocast, scaler=scaler, replicas=ctx.num_nodes)
         outcomes[name] = by_framework(ctx, precision, reduce_dtype), expected
     return outcomes
 
@@ -142,17 +148,42 @@ def test_training_is_that_of_fsdp2_to_the_bit(
                 assert is_rounded or torch.equal(values[name], value), name
 
 
-def true_precision(ctx: RankContext) -> tuple[Outcome, Outcome]:
-    """Masters in bf16, reductions in fp32; each batch is a step."""
-    module = Tagging()
-    trainer(ctx, mics("zero3"), precision="bf16-true", use_distributed_sampler=False).fit(module, own_batches(ctx.rank))
+@pytest.mark.parametrize("precision", DTYPES)
+def test_mics_trains_as_fsdp2_over_replicas_and_shards_to_the_bit(ranks: RankPool, precision: str) -> None:
+    """A partition is a node of two ranks: in it, and between two nodes, a sum has one order."""
+    for outcomes in run(ranks, 4, compared, precision, "float32", ranks_per_node=2):
+        for outcome, expected in outcomes.values():
+            assert_equal_bits(outcome, expected)
+
+
+def assert_equal_bits(outcome: Outcome, expected: Outcome, dtype: torch.dtype = torch.float32) -> None:
+    (values, losses), (expected_values, expected_losses) = outcome, expected
+    assert losses == expected_losses
+    assert list(values) == list(expected_values)
+    for name, value in expected_values.items():
+        assert value.dtype == dtype
+        assert torch.equal(values[name], value), name
+
+
+class TrueTagging(Tagging):
+    """With an epsilon that fp16 holds: squares of gradients underflow there."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3)
+
+
+def true_precision(ctx: RankContext, precision: str) -> tuple[Outcome, Outcome]:
+    """Masters in 16 bits, reductions in fp32; each batch is a step."""
+    module, dtype = TrueTagging(), TRUE_DTYPES[precision]
+    fitting = trainer(ctx, mics(_preset(ctx)), precision=precision, use_distributed_sampler=False)
+    fitting.fit(module, own_batches(ctx.rank))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    model, mesh = Tagger().bfloat16(), dist.init_device_mesh("cpu", (ctx.world_size,))
+    model, mesh = Tagger().to(dtype), mesh_of(ctx.num_nodes)
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3), []
     for tokens, features, target in batches(ctx.rank):
-        loss = loss_of(model(tokens, features.bfloat16()), tokens, target.bfloat16())
+        loss = loss_of(model(tokens, features.to(dtype)), tokens, target.to(dtype))
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -160,13 +191,13 @@ def true_precision(ctx: RankContext) -> tuple[Outcome, Outcome]:
     return (full_values(module, "model."), module.losses), (full_values(model), losses)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_true_precision_is_that_of_fsdp2_with_16_bit_masters_to_the_bit(ranks: RankPool, world_size: int) -> None:
-    for (values, losses), (expected, expected_losses) in run(ranks, world_size, true_precision):
-        assert losses == expected_losses
-        for name, value in expected.items():
-            assert value.dtype == torch.bfloat16
-            assert torch.equal(values[name], value), name
+@pytest.mark.parametrize(("world_size", "num_nodes"), [(1, 1), (2, 1), (4, 2)], ids=["1", "2", "2 nodes of 2"])
+@pytest.mark.parametrize("precision", TRUE_DTYPES)
+def test_true_precision_is_that_of_fsdp2_with_16_bit_masters_to_the_bit(
+    ranks: RankPool, precision: str, world_size: int, num_nodes: int
+) -> None:
+    for outcome, expected in run(ranks, world_size, true_precision, precision, ranks_per_node=world_size // num_nodes):
+        assert_equal_bits(outcome, expected, TRUE_DTYPES[precision])
 
 
 def _fitted(ctx: RankContext, model: nn.Module | None = None, resumed: Any = None, **options: Any) -> tuple[Any, Any]:
