@@ -149,21 +149,25 @@ def own_rows(name: str) -> dict[str, float]:
     return {**buffers, ALL_BUFFERS: all_buffers, "shards": shards, "buffers and shards": all_buffers + shards}
 
 
+def fsdp2_shards(name: str) -> float:
+    """Bytes per rank of FSDP2's parameters and gradients, in fp32."""
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in model_of(name).parameters())
+    return 2 * 4 * numel / RANKS_PER_NODE
+
+
 def column_of(name: str) -> dict[str, float]:
     """Bytes per rank of a model, by row of the table, in its order."""
     own, peak, wrapped = own_rows(name), of_fsdp2(name, LAYERS), of_fsdp2(name, LAYERS, wraps_ends=True)
-    with torch.device("meta"):
-        numel = sum(parameter.numel() for parameter in model_of(name).parameters())
     shards, both = own.pop("shards"), own.pop("buffers and shards")
-    fsdp2_shards = 2 * 4 * numel / RANKS_PER_NODE  # parameters and gradients in fp32
     return {
         **own,
         "**FSDP2's at its peak**": peak,
         "FSDP2's, embedding and head wrapped": wrapped,
         "shards": shards,
-        "FSDP2's shards": fsdp2_shards,
+        "FSDP2's shards": fsdp2_shards(name),
         "buffers and shards": both,
-        "FSDP2's, embedding and head wrapped, and shards": wrapped + fsdp2_shards,
+        "FSDP2's, embedding and head wrapped, and shards": wrapped + fsdp2_shards(name),
     }
 
 

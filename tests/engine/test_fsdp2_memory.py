@@ -43,6 +43,12 @@ def test_buffers_are_not_larger_than_those_of_fsdp2(name: str) -> None:
     assert sum(buffers.values()) <= memory.of_fsdp2(name, memory.LAYERS)
 
 
+@pytest.mark.parametrize("name", memory.SIZES)
+def test_shards_are_those_of_fsdp2_and_padding(name: str) -> None:
+    """Masters and gradients, with no copy of the masters in bf16."""
+    assert memory.own_rows(name)["shards"] == pytest.approx(memory.fsdp2_shards(name), rel=1e-4)
+
+
 def test_buffers_do_not_grow_with_the_number_of_layers() -> None:
     whole, short = (memory.buffers_of(memory.of_mics("LLaMA 7B", layers)) for layers in (None, memory.LAYERS))
     tables = {"used parameters"}  # one number for each parameter
