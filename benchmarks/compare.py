@@ -31,9 +31,10 @@ _DEEPSPEED = "deepspeed-mics"
 _LOSS_TOLERANCE = 1e-4
 _LEAST_STEPS = 5
 _LEGEND = """\
-step s: median over all measured steps of the slowest rank. sent MB: most that left one node in a step, counted on its
-link, headers included; plan MB: what our plan says of axes between nodes. peak MB: the largest rank's VmHWM; train MB:
-without interpreter and libraries. peer, floor: step s by that of the fastest peer, and by the floor."""
+step s: median over all measured steps of the slowest rank. cpu s: CPU time of all ranks in a step, which the machine's
+cores share. sent MB: most that left one node in a step, counted on its link, headers included; plan MB: what our plan
+says of axes between nodes. peak MB: the largest rank's VmHWM; train MB: without interpreter and libraries. peer, floor:
+step s by that of the fastest peer, and by the floor."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,6 +30,7 @@ class Round:
 
     Attributes:
         step_s: Of each measured step, the slowest rank's.
+        cpu_s: Of each measured step, the CPU time of all ranks.
         micro_steps_s: Of these, in forwards and backwards; the slowest rank's. Empty where the engine does not say.
         sent_bytes: Of each measured step, the most that left one node.
         planned_bytes: The same as the engine planned it; empty where it does not plan.
@@ -41,6 +42,7 @@ class Round:
     """
 
     step_s: list[float]
+    cpu_s: list[float]
     micro_steps_s: list[float]
     sent_bytes: list[int]
     planned_bytes: list[float]
@@ -132,6 +134,7 @@ def combine(records: list[RankRecord]) -> Round:
 
     return Round(
         step_s=[max(record.step_s[step] for record in records) for step in num_steps],
+        cpu_s=[sum(record.cpu_s[step] for record in records) for step in num_steps],
         micro_steps_s=by_step("micro_steps_s", lambda nodes: max(map(max, nodes))),
         sent_bytes=[max(ranks[0].sent_bytes[step] for ranks in by_node) for step in num_steps],
         planned_bytes=by_step("planned_bytes", lambda nodes: max(map(sum, nodes))),

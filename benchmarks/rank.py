@@ -55,6 +55,7 @@ class RankRecord:
         refused: Why the engine does not offer the configuration; "" where it does.
         losses: Of every step from the first, warm-up included; means of this rank's micro-steps.
         step_s: Of each step after the warm-up.
+        cpu_s: CPU time of all threads in each of these, without what the kernel does for the network.
         sent_bytes: That the node sent to others in each of these, by the counter of its link.
         facts: What the engine said of each of these.
         peak_bytes: The most memory that was resident (VmHWM).
@@ -65,6 +66,7 @@ class RankRecord:
     refused: str = ""
     losses: list[float] = dataclasses.field(default_factory=list)
     step_s: list[float] = dataclasses.field(default_factory=list)
+    cpu_s: list[float] = dataclasses.field(default_factory=list)
     sent_bytes: list[int] = dataclasses.field(default_factory=list)
     facts: list[dict[str, float]] = dataclasses.field(default_factory=list)
     peak_bytes: int = 0
@@ -90,12 +92,13 @@ def run(job: RankJob) -> RankRecord:
 def _step(engine: Engine, job: RankJob, step: int, record: RankRecord) -> None:
     batches = job.workload.batches(step, dist.get_rank())
     dist.barrier()
-    sent_bytes, start = own_link_bytes().sent, time.perf_counter()
+    sent_bytes, cpu_start, start = own_link_bytes().sent, time.process_time(), time.perf_counter()
     record.losses.append(engine.step(batches))
     elapsed_s = time.perf_counter() - start
     dist.barrier()  # what other ranks of the node still send belongs to the step
     if step >= job.warm_up:
         record.step_s.append(elapsed_s)
+        record.cpu_s.append(time.process_time() - cpu_start)
         record.sent_bytes.append(own_link_bytes().sent - sent_bytes)
         record.facts.append(dict(engine.facts))
 

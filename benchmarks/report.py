@@ -21,6 +21,7 @@ _HEADER = (
     "engine",
     "step s",
     "min-max",
+    "cpu s",
     "tokens/s",
     "sent MB",
     "plan MB",
@@ -53,6 +54,7 @@ class Row:
         is_exact: Whether its losses must be those of plain training in fp32.
         step_s: Median over all measured steps.
         step_s_range: The fastest and the slowest.
+        cpu_s: CPU time of all ranks in a step, median.
         tokens_per_s: Of all ranks together.
         sent_bytes: Median of the most that left one node in a step.
         planned_bytes: What the engine planned on axes between nodes; None where it does not plan.
@@ -70,6 +72,7 @@ class Row:
     is_exact: bool = False
     step_s: float = 0.0
     step_s_range: tuple[float, float] = (0.0, 0.0)
+    cpu_s: float = 0.0
     tokens_per_s: float = 0.0
     sent_bytes: float = 0.0
     planned_bytes: float | None = None
@@ -219,6 +222,7 @@ def _row(item: Measured, workload: Workload, num_tokens: int) -> Row:
         is_exact=_is_exact(item, workload),
         step_s=statistics.median(step_s),
         step_s_range=(min(step_s), max(step_s)),
+        cpu_s=statistics.median(value for one_round in item.rounds for value in one_round.cpu_s),
         tokens_per_s=num_tokens / statistics.median(step_s),
         sent_bytes=statistics.median(value for one_round in item.rounds for value in one_round.sent_bytes),
         planned_bytes=statistics.median(planned) if planned else None,
@@ -273,6 +277,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.label,
         f"{row.step_s:.3f}",
         f"{row.step_s_range[0]:.2f}-{row.step_s_range[1]:.2f}",
+        f"{row.cpu_s:.2f}",
         f"{row.tokens_per_s:.0f}",
         f"{row.sent_bytes / 1e6:.2f}",
         "-" if row.planned_bytes is None else f"{row.planned_bytes / 1e6:.2f}",

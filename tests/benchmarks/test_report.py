@@ -19,6 +19,7 @@ LOSSES = [5.0, 4.0]
 def round_of(step_s: list[float], losses: list[float] = LOSSES, planned_bytes: float | None = None) -> Round:
     return Round(
         step_s=step_s,
+        cpu_s=[2 * value for value in step_s],
         micro_steps_s=[0.5 * value for value in step_s],
         sent_bytes=[3_000_000] * len(step_s),
         planned_bytes=[] if planned_bytes is None else [planned_bytes] * len(step_s),
@@ -57,7 +58,7 @@ def report() -> Report:
 
 def test_rows_hold_medians_over_all_rounds(report: Report) -> None:
     ddp = next(row for row in report.rows if row.label == "ddp")
-    assert (ddp.step_s, ddp.step_s_range) == (3.0, (2.0, 9.0))
+    assert (ddp.step_s, ddp.step_s_range, ddp.cpu_s) == (3.0, (2.0, 9.0), 6.0)
     assert ddp.tokens_per_s == 4 * 2 * 16 / 3.0
 
 
@@ -78,7 +79,21 @@ def test_the_table_shows_rows_and_refusals(report: Report) -> None:
     lines = table(report).splitlines()
     assert lines[0].split()[:3] == ["engine", "step", "s"]
     (mics,) = [line.split() for line in lines if line.startswith("mics ")]
-    assert mics == ["mics", "1.500", "1.50-1.50", "85", "3.00", "2.90", "300", "20", "0.50", "4.05", "0.52", "4.0000"]
+    assert mics == [
+        "mics",
+        "1.500",
+        "1.50-1.50",
+        "3.00",
+        "85",
+        "3.00",
+        "2.90",
+        "300",
+        "20",
+        "0.50",
+        "4.05",
+        "0.52",
+        "4.0000",
+    ]
     assert "mics:grad_codec=int4  refused: `grad_codec='int4'` is not available." in lines
     assert report.is_sound
 
@@ -129,6 +144,7 @@ def test_ranks_are_combined_by_step_and_node() -> None:
             node=node,
             losses=[float(node)],
             step_s=[step_s],
+            cpu_s=[step_s / 4],
             sent_bytes=[sent],
             facts=facts,
             peak_bytes=9,
@@ -138,13 +154,13 @@ def test_ranks_are_combined_by_step_and_node() -> None:
     found = combine(
         [record(0, 1.0, 50, 10.0), record(0, 4.0, 50, 20.0), record(1, 2.0, 60, 5.0), record(1, 1.0, 60, 5.0)]
     )
-    assert (found.step_s, found.micro_steps_s, found.sent_bytes) == ([4.0], [2.0], [60])
+    assert (found.step_s, found.cpu_s, found.micro_steps_s, found.sent_bytes) == ([4.0], [2.0], [2.0], [60])
     assert (found.planned_bytes, found.losses) == ([30.0], [0.5])
     assert (found.peak_bytes, found.training_bytes) == (9, 5)
 
 
 def test_engines_without_a_plan_have_no_planned_bytes() -> None:
-    record = RankRecord(node=0, losses=[1.0], step_s=[1.0], sent_bytes=[1], facts=[{}])
+    record = RankRecord(node=0, losses=[1.0], step_s=[1.0], cpu_s=[1.0], sent_bytes=[1], facts=[{}])
     assert combine([record, record]).planned_bytes == []
 
 
