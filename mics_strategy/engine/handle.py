@@ -247,7 +247,9 @@ class Sharded:
     def plan(self) -> Plan:
         """Every collective of an optimizer step with as many micro-steps as the last one.
 
-        Before the first step it is a plan for one micro-step.
+        Before the first step it is a plan for one micro-step. Every micro-step is planned to run the same units in the
+        order of the first training pass, with the gradients that are required now. One that leaves units out, runs
+        others than its peers, is interrupted, or comes before a change of `requires_grad` sends something else.
         """
         order = self._engine.order
         in_order = tuple(range(len(self._units)))
@@ -274,7 +276,10 @@ class Sharded:
         return plan_step(tuple(units), self.scopes, step_order, owned)
 
     def traffic(self) -> tuple[TrafficRow, ...]:
-        """Issued and planned traffic of this rank in the last step, by collective."""
+        """Issued and planned traffic of this rank in the last step, by collective.
+
+        They differ after a step that was none of `plan`. What was issued is counted where it is issued.
+        """
         return compare(self.plan, self._target.last_step.issued)
 
     def profile(self, steps: int = 3, *, path: str | Path | None = None) -> Profile:
