@@ -51,7 +51,6 @@ class Row:
         label: The entry.
         kind: ``"ours"``, ``"peer"`` or ``"compute"``.
         outcome: ``""``, or why there are no numbers: ``"refused: ..."``, ``"failed: ..."``.
-        is_exact: Whether its losses must be those of plain training in fp32.
         step_s: Median over all measured steps.
         step_s_range: The fastest and the slowest.
         cpu_s: CPU time of all ranks in a step, median.
@@ -69,7 +68,6 @@ class Row:
     label: str
     kind: str
     outcome: str = ""
-    is_exact: bool = False
     step_s: float = 0.0
     step_s_range: tuple[float, float] = (0.0, 0.0)
     cpu_s: float = 0.0
@@ -219,7 +217,6 @@ def _row(item: Measured, workload: Workload, num_tokens: int) -> Row:
     return Row(
         label=item.entry.label,
         kind=kind,
-        is_exact=_is_exact(item, workload),
         step_s=statistics.median(step_s),
         step_s_range=(min(step_s), max(step_s)),
         cpu_s=statistics.median(value for one_round in item.rounds for value in one_round.cpu_s),

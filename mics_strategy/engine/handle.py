@@ -278,7 +278,7 @@ class Sharded:
     def traffic(self) -> tuple[TrafficRow, ...]:
         """Issued and planned traffic of this rank in the last step, by collective.
 
-        They differ after a step that was none of `plan`. What was issued is counted where it is issued.
+        They are equal for the steps that `plan` describes.
         """
         return compare(self.plan, self._target.last_step.issued)
 
