@@ -191,7 +191,11 @@ def true_precision(ctx: RankContext, precision: str) -> tuple[Outcome, Outcome]:
     return (full_values(module, "model."), module.losses), (full_values(model), losses)
 
 
-@pytest.mark.parametrize(("world_size", "num_nodes"), [(1, 1), (2, 1), (4, 2)], ids=["1", "2", "2 nodes of 2"])
+@pytest.mark.parametrize(
+    ("world_size", "num_nodes"),
+    [(1, 1), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)],
+    ids=["1", "2", "2 nodes of 2"],
+)
 @pytest.mark.parametrize("precision", TRUE_DTYPES)
 def test_true_precision_is_that_of_fsdp2_with_16_bit_masters_to_the_bit(
     ranks: RankPool, precision: str, world_size: int, num_nodes: int
