@@ -81,7 +81,7 @@ def test_an_accelerator_trains_as_fsdp2_to_the_bit(
         assert_equal_bits(outcome, expected)
 
 
-@pytest.mark.parametrize("mixed_precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("mixed_precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_mics_trains_as_fsdp2_over_replicas_and_shards_to_the_bit(ranks: RankPool, mixed_precision: str) -> None:
     """A partition is a node of two ranks: in it, and between two nodes, a sum has one order."""
     for outcome, expected in run(ranks, 4, compared, mixed_precision, {"config": "mics"}, ranks_per_node=2):

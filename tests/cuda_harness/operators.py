@@ -1,6 +1,7 @@
 """What does an operator of torch read and write, and where in memory?"""
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -74,15 +75,15 @@ def operands(operator: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[tup
 
 
 def num_kernels(name: str, inputs: list[tuple[torch.Tensor, bool]]) -> int:
-    """Kernels that an operator launches on a GPU: one, but for copies of many tensors that differ in their strides.
+    """Kernels that an operator launches on a GPU: one, but for operations on lists that differ in their strides.
 
-    `_foreach_copy_` then copies one tensor after the other (torch's `_check_tensors_share_sizes_and_strides`, which
-    leaves out dimensions of size 1).
+    They take one tensor after the other (torch's `_check_tensors_share_sizes_and_strides`, which leaves out dimensions
+    of size 1).
     """
-    if name != "_foreach_copy_":
-        return 1
     targets, sources = ([tensor for tensor, is_written in inputs if is_written is side] for side in (True, False))
-    pairs = zip(targets, sources, strict=True)
+    if not name.startswith("_foreach_") or not targets or len(sources) % len(targets):
+        return 1
+    pairs = zip(itertools.cycle(targets), sources, strict=False)  # one list after the other
     return 1 if all(_rows(target) == _rows(source) for target, source in pairs) else len(targets)
 
 

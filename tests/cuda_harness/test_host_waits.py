@@ -65,7 +65,8 @@ def test_the_host_waits_for_the_counts_of_users_and_nothing_else(preset: str, lo
     assert [wait for wait in _waits(preset, loop) if COUNTS not in wait] == []
 
 
-@pytest.mark.parametrize("preset", ["ddp", "zeropp", "mics", "paro-iig"])
+@pytest.mark.wide(every=2)
+@pytest.mark.parametrize("preset", ["mics", "ddp", "zeropp", "paro-iig"])
 def test_with_a_second_hop_in_every_backward_the_host_waits_for_the_one_before(preset: str) -> None:
     """For all of it, at the end of this one, so the device has all of this one to do meanwhile."""
     waits, seen, ends = [], [], []

@@ -148,7 +148,7 @@ def test_training_is_that_of_fsdp2_to_the_bit(
                 assert is_rounded or torch.equal(values[name], value), name
 
 
-@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("16-mixed", marks=pytest.mark.slow)])
 def test_mics_trains_as_fsdp2_over_replicas_and_shards_to_the_bit(ranks: RankPool, precision: str) -> None:
     """A partition is a node of two ranks: in it, and between two nodes, a sum has one order."""
     for outcomes in run(ranks, 4, compared, precision, "float32", ranks_per_node=2):
@@ -191,7 +191,11 @@ def true_precision(ctx: RankContext, precision: str) -> tuple[Outcome, Outcome]:
     return (full_values(module, "model."), module.losses), (full_values(model), losses)
 
 
-@pytest.mark.parametrize(("world_size", "num_nodes"), [(1, 1), (2, 1), (4, 2)], ids=["1", "2", "2 nodes of 2"])
+@pytest.mark.parametrize(
+    ("world_size", "num_nodes"),
+    [(1, 1), (2, 1), pytest.param(4, 2, marks=pytest.mark.slow)],
+    ids=["1", "2", "2 nodes of 2"],
+)
 @pytest.mark.parametrize("precision", TRUE_DTYPES)
 def test_true_precision_is_that_of_fsdp2_with_16_bit_masters_to_the_bit(
     ranks: RankPool, precision: str, world_size: int, num_nodes: int
