@@ -106,7 +106,8 @@ class UnshardedParams:
             return partial(torch._foreach_copy_, targets, sources)
         ends = [*(param_slice.offset for param_slice in slices[1:]), self._layout.shard_numel]
         gaps = [end - s.offset - s.chunk_numel for s, end in zip(slices, ends, strict=True)]
-        scratch = flat.new_empty(ranks * max(gaps))
+        with torch.inference_mode(False):
+            scratch = flat.new_empty(ranks * max(gaps))
         sizes, outs = [], []
         for target, gap in zip(targets, gaps, strict=True):
             rows = target.view(ranks, -1)

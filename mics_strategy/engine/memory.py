@@ -112,10 +112,11 @@ def carve_views(buffer: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) 
     all-gather into the same bytes for a modification.
     """
     views, start = [], 0
-    for numel, dtype in sizes:
-        piece = buffer.data[start : start + numel * dtype.itemsize]
-        views.append(piece.view(dtype).data)
-        start += packed_bytes([(numel, dtype)])
+    with torch.inference_mode(False):  # an evaluation may ask first, and training writes to them
+        for numel, dtype in sizes:
+            piece = buffer.data[start : start + numel * dtype.itemsize]
+            views.append(piece.view(dtype).data)
+            start += packed_bytes([(numel, dtype)])
     return views
 
 

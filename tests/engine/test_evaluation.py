@@ -97,6 +97,10 @@ def _fail_backward(training: Training, module: nn.Module, step: int) -> None:
         training.model.zero_grad()
 
 
+def nothing(training: Training, step: int) -> None:
+    pass
+
+
 BETWEEN = (
     no_grad,
     inference_mode,
@@ -134,6 +138,17 @@ def test_training_starts_after(ranks: RankPool, between: Between) -> None:
     run = Run(case=models.transformer, config=ShardConfig())
     for parameters in ranks(2, train_with, run, between, True):
         assert_same(parameters, plain(run, 2).parameters)
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero3", "zeropp-hpz", "zeropp", "paro-iig", "zero1"])
+def test_16_bit_parameters_train_after_inference_mode_as_without(ranks: RankPool, preset: str) -> None:
+    """The evaluation is the first that asks for the buffers of casts and payloads; training writes to them later."""
+    run = Run(case=models.transformer, config=ShardConfig.preset(preset, param_dtype="bfloat16"))
+    after, without = (
+        ranks(4, train_with, run, between, True, ranks_per_node=2) for between in (inference_mode, nothing)
+    )
+    for found, expected in zip(after, without, strict=True):
+        assert_same(found, expected, tolerance=0)
 
 
 def evaluate(ctx: RankContext, run: Run, mode: str) -> list[Tensor]:
