@@ -210,9 +210,16 @@ class Engine:
         if not self._global_order.is_agreed:
             self._global_order.agree(gather_objects(self.order.forward_units))
         self.reducer.finish()
-        for unit in self.units:  # also those gathered for other ranks: the optimizer will write to shards being sent
-            unit.finish_unshard()
+        self.finish_all_gathers()
         self.on_gradients()
+
+    def finish_all_gathers(self) -> None:
+        """Wait for all-gathers in flight: shards that they send will be written to.
+
+        Some are for other ranks alone, or left of a forward that an exception has ended.
+        """
+        for unit in self.units:
+            unit.finish_unshard()
 
     def post_step(self, parameters: Iterable[ShardedParameter]) -> None:
         """Count the step; forget pending calls; sync parameters if that is due now.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 from mics_strategy.comm.codecs import quantizer
+from mics_strategy.engine import parameter
 from mics_strategy.engine.rank_agreement import ReplicaCheck
 from tests.cuda_harness import kernels
 from tests.cuda_harness.allocations import DEVICE, HOST_MEMORY, PINNED, allocation_of, kind_of, real_device
@@ -51,6 +52,8 @@ def pretended_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.cuda, "default_generators", generators))
         stack.enter_context(mock.patch.object(torch.autograd, "backward", _backward(torch.autograd.backward)))
         stack.enter_context(mock.patch.object(dist, "get_backend", _backend(dist.get_backend)))
+        own_storage = _or_original(lambda view: view.data, parameter._with_own_storage)  # a slice of it is not marked
+        stack.enter_context(mock.patch.object(parameter, "_with_own_storage", own_storage))
         stack.enter_context(mock.patch.object(quantizer, "load_kernels", kernels.loader(quantizer.load_kernels)))
         stack.enter_context(watched(_works_here))
         yield

@@ -1,7 +1,7 @@
 """Trainings in which streams have much to do, and little is computed."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,6 +179,31 @@ def raising(training: Training) -> None:
         for optimizer in training.optimizers:
             optimizer.zero_grad()
         training.step()
+
+
+def interrupted(training: Training) -> None:
+    """A forward ends while units are gathered ahead, and the optimizer uses gradients that were final before."""
+    training.step()
+    with training.machine.step():
+        training.backward()
+        training.sharded.clip_grad_norm_(1.0)
+        interrupt(training)
+        for optimizer in training.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    training.step()
+
+
+def interrupt(training: Training) -> None:
+    """Begin a forward that an exception ends."""
+
+    def fail(*_: object) -> None:
+        raise InterruptedError
+
+    handle = training.model.layers[1].register_forward_hook(fail)
+    with suppress(InterruptedError):
+        training.loss()
+    handle.remove()
 
 
 def two_optimizers(training: Training) -> None:

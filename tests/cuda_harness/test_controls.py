@@ -7,8 +7,10 @@ from unittest import mock
 import pytest
 
 from mics_strategy.comm.work import Work
+from mics_strategy.engine.step import Engine
 from mics_strategy.engine.streams import OpChain
-from tests.cuda_harness.runs import config_of, declared, one_of_many, run, start
+from tests.cuda_harness.allocations import allocation_of
+from tests.cuda_harness.runs import config_of, declared, interrupted, one_of_many, run, start
 from tests.cuda_harness.streams import Stream
 from tests.cuda_harness.works import Works
 
@@ -29,6 +31,21 @@ def test_without_it_something_is_found(what: str, preset: str) -> None:
     with mock.patch.object(owner, name, instead):
         found = run(config_of(preset, **options), declared).races
     assert any(line.startswith("freed while in use" if name == "keep_alive" else "race") for line in found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_write_to_masters_that_are_gathered_is_found(dtype: str) -> None:
+    with mock.patch.object(Engine, "finish_all_gathers"):
+        found = run(config_of("mics", param_dtype=dtype), interrupted).races
+    assert any(line.startswith("race") for line in found)
+
+
+def test_sharded_parameters_are_the_memory_of_the_masters() -> None:
+    with one_of_many() as machine:
+        sharded = start(machine, config_of("mics")).sharded
+        for bucket in (bucket for unit in sharded.units for bucket in unit.buckets):
+            for parameter in bucket.sharded_params:
+                assert allocation_of(parameter.local) is allocation_of(bucket.master_shard)
 
 
 def test_it_was_there() -> None:

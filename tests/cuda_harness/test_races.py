@@ -18,6 +18,7 @@ from tests.cuda_harness.runs import (
     Loop,
     config_of,
     declared,
+    interrupted,
     left_out,
     raising,
     run,
@@ -73,6 +74,12 @@ def _cells() -> list[Any]:
 @pytest.mark.parametrize(("preset", "option", "loop", "recomputes"), _cells())
 def test_every_access_is_ordered(preset: str, option: str, loop: Loop, recomputes: str) -> None:
     assert run(config_of(preset, **OPTIONS[option]), loop, recomputes=recomputes).races == []
+
+
+@pytest.mark.parametrize("preset", ["mics", "zero3", "paro-iig"])
+@pytest.mark.parametrize("option", ["default", "bf16", "every backward"])
+def test_an_optimizer_writes_behind_the_gathers_of_an_interrupted_forward(preset: str, option: str) -> None:
+    assert run(config_of(preset, **OPTIONS[option]), interrupted).races == []
 
 
 @pytest.mark.wide

@@ -89,8 +89,8 @@ class ScatterTarget:
         self._numel = numel
         self._parts = parts
         self._targets = [target.view(-1) for _, target in parts]
-        self._sources: tuple[int, list[torch.Tensor]] = -1, []
-        self._calls: tuple[int, list[_ReadvCall]] = -1, []
+        self._sources: dict[int, list[torch.Tensor]] = {}  # by the address of the piece: buffers are few and permanent
+        self._calls: dict[int, list[_ReadvCall]] = {}
 
     def numel(self) -> int:
         """Elements of the piece, as `torch.Tensor.numel`."""
@@ -98,23 +98,24 @@ class ScatterTarget:
 
     def copy(self, piece: torch.Tensor) -> None:
         """Fill the tensors from a piece of this process, [numel]."""
-        if self._sources[0] != piece.data_ptr():  # its address rarely changes, so the views are cached
+        sources = self._sources.get(piece.data_ptr())
+        if sources is None:
             starts = [start for start, _ in self._parts]
             sources = [piece[start : start + out.numel()] for start, out in zip(starts, self._targets, strict=True)]
-            self._sources = piece.data_ptr(), sources
+            self._sources[piece.data_ptr()] = sources
         if self._targets:  # else a rank after the last row, whose shard is all padding
-            torch._foreach_copy_(self._targets, self._sources[1])
+            torch._foreach_copy_(self._targets, sources)
 
     def calls(self, addresses: Sequence[int]) -> list[_ReadvCall]:
         """The system calls that read the piece from that one address of another process."""
         (address,) = addresses
-        if self._calls[0] != address:
+        if address not in self._calls:
             ranges = [
                 (target.data_ptr(), address + start * self.dtype.itemsize, target.numel() * self.dtype.itemsize)
                 for start, target in self._parts
             ]
-            self._calls = address, [_ReadvCall(batch) for batch in _batches(ranges)]
-        return self._calls[1]
+            self._calls[address] = [_ReadvCall(batch) for batch in _batches(ranges)]
+        return self._calls[address]
 
 
 class _ReadvCall:

@@ -109,6 +109,7 @@ def _wrap_closure(swap: LocalParamSwap, target: OptimizerTarget, closure: Callab
         swap.sync_owned()
         result = closure()
         target.engine.finish_gradients()
+        target.engine.finish_all_gathers()
         swap.swap_in()
         return result
 
@@ -131,6 +132,7 @@ def _before_step(
         args, kwargs, swap = model.before(optimizer, args, kwargs)
         if swap is not None:
             swap.target.engine.finish_gradients()
+            swap.target.engine.finish_all_gathers()
             swap.swap_in()
     return args, kwargs
 
