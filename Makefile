@@ -15,9 +15,10 @@ $(STAMP): pyproject.toml constraints.txt
 # Three parts side by side, each with ranks of its own: while ranks of one wait, two cores are busy with the others.
 TEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
 FIRST_HALF = tests/engine/test_[0-9a-o]*.py
-ENGINE = tests/engine tests/cuda_harness tests/planner tests/recipes
-REST = tests $(ENGINE:%=--ignore=%) --ignore=tests/comm
-SLOW_ENGINE = tests/engine tests/lightning
+COMM = tests/comm tests/cuda_harness
+ENGINE = tests/engine tests/planner tests/recipes
+REST = tests $(COMM:%=--ignore=%) $(ENGINE:%=--ignore=%)
+SLOW_ENGINE = tests/engine tests/lightning tests/test_every_chain.py
 SLOW_RECIPES = tests/recipes tests/comm tests/planner tests/cuda_harness
 SLOW_REST = tests $(SLOW_ENGINE:%=--ignore=%) $(SLOW_RECIPES:%=--ignore=%)
 
@@ -26,7 +27,7 @@ test: venv
 	@$(MAKE) --jobs=3 --keep-going --output-sync=target test-comm test-engine test-rest
 
 test-comm: venv
-	$(TEST) -m "not slow" tests/comm $(FIRST_HALF)
+	$(TEST) -m "not slow" $(COMM) $(FIRST_HALF)
 
 test-engine: venv
 	$(TEST) -m "not slow" $(ENGINE) --ignore-glob=$(FIRST_HALF)
