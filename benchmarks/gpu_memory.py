@@ -31,7 +31,7 @@ class Measured:
 
     Attributes:
         rest: Between two steps.
-        activations: What a forward leaves for its backward.
+        activations: Those that a forward leaves for its backward.
         peak: At most in a step.
     """
 

@@ -21,9 +21,9 @@ class Shape:
     """A model, and what one step reads.
 
     Attributes:
-        width: Of the residual stream, a multiple of twice `heads`.
+        width: Width of the residual stream, a multiple of twice `heads`.
         layers: Blocks.
-        heads: Of the attention.
+        heads: Heads of the attention.
         feed_forward: Width of the gated layer.
         vocabulary: Tokens.
         sequence: Tokens of one sequence.

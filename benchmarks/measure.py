@@ -30,7 +30,7 @@ class Round:
 
     Attributes:
         step_s: Of each measured step, the slowest rank's.
-        cpu_s: Of each measured step, the CPU time of all ranks.
+        cpu_s: CPU time of all ranks in each measured step.
         micro_steps_s: Of these, in forwards and backwards; the slowest rank's. Empty where the engine does not say.
         sent_bytes: Of each measured step, the most that left one node.
         planned_bytes: The same as the engine planned it; empty where it does not plan.

@@ -23,7 +23,7 @@ class Workload:
     """A model's shape and what one optimizer step reads.
 
     Attributes:
-        width: Of the residual stream; a multiple of 64, or less than 64.
+        width: Width of the residual stream; a multiple of 64, or less than 64.
         layers: Blocks.
         vocabulary: Tokens.
         sequence: Tokens of one sequence.

@@ -47,7 +47,7 @@ class Event:
     Attributes:
         kind: `encode`, or the role of the collective.
         unit: Unit to which it belongs.
-        clock: For an encoding, all that it is ordered behind; for a collective, its end on the stream that it runs on.
+        clock: What an encoding is ordered behind; the end of a collective on the stream that it runs on.
     """
 
     kind: str
