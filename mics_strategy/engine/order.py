@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import Node
 
+from mics_strategy.engine.checkpointed_regions import CheckpointedRegions
 from mics_strategy.engine.schedule import reduction_order
 
 if TYPE_CHECKING:
+    from mics_strategy.engine.checkpointed_regions import CheckpointedRegion
     from mics_strategy.engine.unit import Unit
 
 
@@ -37,6 +39,7 @@ class ForwardCall:
         first_node: Sequence number of the first node that it added to autograd's graph.
         is_recomputed: Whether it recomputes activations in a backward.
         is_evaluation: Whether the model was in evaluation mode.
+        regions: Checkpointed regions around it, outermost first.
         leave: Number of the event at which it ended; -1 before.
         versions: Versions of the unit's buckets when it ended.
         graph_task: Id of the last autograd graph task that entered its backward; -1 for none.
@@ -47,6 +50,7 @@ class ForwardCall:
     first_node: int
     is_recomputed: bool
     is_evaluation: bool = False
+    regions: tuple[CheckpointedRegion, ...] = ()
     leave: int = -1
     versions: tuple[int, ...] = ()
     graph_task: int = -1
@@ -62,9 +66,15 @@ class ForwardCall:
 
 @dataclass(slots=True)
 class PendingBackwards:
-    """Forwards whose backward is still to come, in the order in which they ended."""
+    """Forwards whose backward is still to come, in the order in which they ended.
+
+    Attributes:
+        calls: The forwards.
+        regions: Checkpointed regions of the model.
+    """
 
     calls: list[ForwardCall] = field(default_factory=list)
+    regions: CheckpointedRegions = field(default_factory=CheckpointedRegions)
 
     def push(self, call: ForwardCall) -> None:
         """Add a forward that has ended."""
@@ -110,6 +120,15 @@ class PendingBackwards:
             if call.unit not in units:
                 units.append(call.unit)
         return units
+
+    def recomputed_before_backward(self) -> ForwardCall | None:
+        """The last call of a region that autograd recomputes; None where the engine began."""
+        if self.regions.is_recomputing:
+            return None
+        for call in reversed(self.calls):
+            if any(region.is_due and region.is_recomputing for region in call.regions):
+                return call
+        return None
 
     def clear(self) -> None:
         """Remove all calls."""

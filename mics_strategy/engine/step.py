@@ -30,6 +30,7 @@ from mics_strategy.engine.unit import GatherResources, Unit
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
+    from mics_strategy.engine.checkpointed_regions import CheckpointedRegion
     from mics_strategy.engine.grad_bucket import GradBucket
     from mics_strategy.engine.parameter import ShardedParameter
     from mics_strategy.engine.reducer import BackwardCount, Reducer
@@ -96,17 +97,13 @@ class Engine:
         self._clock += 1
         self.reset_after_error()
         unit.check_still_frozen()
-        if self._in_backward:
-            self.order.record_backward(unit.index)
-        self._start_unshard([unit])
+        regions = self._enter_regions(unit)
         is_recomputed = self.is_recomputing
         if not is_recomputed:
             self._record_forward(unit)
-            upcoming = [self.units[index] for index in self.order.upcoming(self.overlap.prefetch)]
-            self._start_unshard(self._free_to_prefetch(unit, upcoming))
-        elif unit.index in self._pass.checkpointed:
-            self._start_unshard(self._free_to_prefetch(unit, self._upcoming_in_backward(unit)))
-        unit.finish_unshard()  # after the next ones have started: they are encoded while this one is on the wire
+        self._unshard(unit, self._upcoming_in_forward(unit, is_recomputed=is_recomputed))
+        for region in regions:
+            region.save_mark()  # torch ends a recomputation with the last one
         unit.enter_forward()
         return ForwardCall(
             unit,
@@ -114,6 +111,7 @@ class Engine:
             first_node=_next_sequence_number(),
             is_recomputed=is_recomputed,
             is_evaluation=not self.units[0].module.training,
+            regions=regions,
         )
 
     def post_forward(self, call: ForwardCall, outputs: list[torch.Tensor]) -> None:
@@ -153,7 +151,7 @@ class Engine:
                 return
             call.graph_task = backward
             for other in self._pending.pop_until(call):
-                self._gather_for_peers(other)
+                self._gather_for_peers(other, call)
                 if other.enter < call.enter:  # around this call: autograd runs it without its outputs' hooks
                     other.unit.enter_backward(other.enter)
             self._retire_finished_units(call)
@@ -163,6 +161,8 @@ class Engine:
             if call.is_recomputed:
                 unit.earliest_enter = call.enter
                 _at_end_of_backward(lambda: self._release(unit))
+            else:
+                self._recompute(call.regions, call)
 
     def on_grad(self, unit: Unit, gradient: GradBucket, position: int, parameter: torch.Tensor) -> None:
         """Collect the gradient that autograd has accumulated on an unsharded parameter.
@@ -281,11 +281,17 @@ class Engine:
             self.order.record_backward(unit.index)
         self._start_unshard([unit])
         self._start_unshard(self._free_to_prefetch(unit, upcoming))
-        unit.finish_unshard()
+        unit.finish_unshard()  # after the next ones have started: they are encoded while this one is on the wire
 
     def _unshard_again(self, unit: Unit) -> None:
         if unit.unshard_state is not UnshardState.UNSHARDED:
             self._unshard(unit)
+
+    def _upcoming_in_forward(self, current: Unit, *, is_recomputed: bool) -> list[Unit]:
+        """The units that a forward needs after `current`, nearest first."""
+        if is_recomputed:
+            return self._upcoming_in_backward(current) if current.index in self._pass.checkpointed else []
+        return [self.units[index] for index in self.order.upcoming(self.overlap.prefetch)]
 
     def _upcoming_in_backward(self, current: Unit) -> list[Unit]:
         """The units that the backward needs after `current`, nearest first."""
@@ -322,13 +328,51 @@ class Engine:
             self.order.forget_backward()
         _at_end_of_backward(self.post_backward)
 
-    def _gather_for_peers(self, call: ForwardCall) -> None:
+    def _gather_for_peers(self, call: ForwardCall, following: ForwardCall | None = None) -> None:
         """All-gather for ranks that run the backward of `call`; this one skips it.
 
         Without it, or in another order, ranks wait for each other: each for a collective that its peer starts later.
+
+        Args:
+            call: Forward whose backward is skipped.
+            following: Forward whose backward this rank enters behind it; None at the end.
         """
         self._retire_finished_units(call)
         self._unshard(call.unit, self._upcoming_in_backward(call.unit))
+        self._recompute(call.regions, following)
+
+    def _recompute(self, regions: Iterable[CheckpointedRegion], entered: ForwardCall | None) -> None:
+        """Recompute regions that are due.
+
+        Where this rank's backward skips them, only all-gather, for its peers.
+
+        Args:
+            regions: Regions of a forward whose backward is entered or skipped, outermost first.
+            entered: Forward whose backward is entered now or next.
+        """
+        for region in regions:
+            if region.is_due:
+                region.is_due = False
+                is_needed = entered is not None and region in entered.regions
+                if not (is_needed and self._pending.regions.recompute(region)):
+                    for unit in region.units:
+                        self._unshard(unit)
+
+    def _enter_regions(self, unit: Unit) -> tuple[CheckpointedRegion, ...]:
+        """Enter the checkpointed regions around a forward.
+
+        None where parameters are never resharded. Where autograd has begun to recompute a region, as an operator behind
+        its last unit reads what the region saved, the backward of that unit is entered first.
+        """
+        if self._keeps_params_unsharded:
+            return ()
+        regions = self._pending.regions.begin_forward(unit)
+        call = self._pending.recomputed_before_backward() if self.is_recomputing else None
+        if call is not None:
+            for region in call.regions:
+                region.is_due = False
+            self.pre_backward(call)
+        return regions
 
     def _pre_double_backward(self, call: ForwardCall) -> None:
         """Unshard for a backward that differentiates the backward of `call`.

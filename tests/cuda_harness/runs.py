@@ -63,9 +63,9 @@ class Tower(nn.Module):
 
 @dataclass(slots=True)
 class Training:
-    """A sharded tower on a pretended GPU."""
+    """A sharded model on a pretended GPU: most often a tower."""
 
-    model: Tower
+    model: Any
     sharded: Sharded
     optimizers: list[torch.optim.Optimizer]
     machine: Machine

@@ -10,10 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mics_strategy import shard
 from tests.cuda_harness.launch_order import find_circle, find_mismatch
 from tests.cuda_harness.machine import Machine
-from tests.cuda_harness.runs import PRESETS, config_of, start
+from tests.cuda_harness.runs import PRESETS, Training, config_of, start
 from tests.cuda_harness.simulated_ranks import simulate_gpus
+from tests.engine.recomputed import BUILDS, WIDTH, Nest
+from tests.engine.training import forget_meshes
+from tests.models import Residual
 from tests.rank_report import RankContext
 
 RANKS, PER_NODE = 4, 2
@@ -65,13 +69,42 @@ CELLS = [
 @pytest.mark.parametrize(("preset", "option"), CELLS)
 def test_ranks_that_use_different_layers_do_not_wait_in_a_circle(preset: str, option: str) -> None:
     """Not even where every launch blocks, as under CUDA_LAUNCH_BLOCKING=1; and nothing races on any rank."""
-    machines = launch(preset, **OPTIONS[option])
+    _check(launch(preset, **OPTIONS[option]))
+
+
+def _check(machines: list[Machine]) -> None:
     launches = [machine.launches for machine in machines]
     assert find_mismatch(launches) == ""
     assert find_circle(launches) == []
     assert find_circle(launches, blocking=True) == []
     assert [machine.races for machine in machines] == [[]] * RANKS
     assert [machine.works.num_in_flight for machine in machines] == [0] * RANKS
+
+
+def _recomputing_job(ctx: RankContext, machine: Machine, preset: str, build: str, options: dict[str, Any]) -> None:
+    forget_meshes()
+    torch.manual_seed(3)
+    model = BUILDS[build]()
+    config = config_of(preset, ranks_per_node=PER_NODE, **options)
+    sharded = shard(model, config, units=[Residual, Nest], device=machine.device)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(model.parameters(), lr=0.01)]
+    batch = torch.randn(4, WIDTH).to(machine.device)
+    training = Training(model, sharded, optimizers, machine, batch, micro_steps=1)
+    for by_rank in STEPS:
+        training.options = {"unseen": by_rank.get(ctx.rank, ())}
+        training.step()
+
+
+@pytest.mark.wide(every=3)
+@pytest.mark.parametrize("option", ["overlap", "no_overlap"])
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("preset", ["zeropp", "paro-igg"])
+def test_ranks_that_use_different_recomputed_units_do_not_wait_in_a_circle(
+    preset: str, build: str, option: str
+) -> None:
+    """Checkpoints around several units, also nested ones."""
+    arguments = (preset, build, OPTIONS[option])
+    _check(simulate_gpus(RANKS, _recomputing_job, *arguments, ranks_per_node=PER_NODE, moves_data=False)[0])
 
 
 def _two_hops(ctx: RankContext, machine: Machine, shares: bool) -> None:
