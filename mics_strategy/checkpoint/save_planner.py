@@ -94,7 +94,8 @@ class ShardedSavePlanner(DefaultSavePlanner):
     def _piece(self, item: WriteItem) -> SaveItem:
         name, data = item.index.fqn, item.tensor_data
         num_bytes = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
-        return SaveItem(name, num_bytes, self._state.replica_of(name, self.state_dict[name]))
+        replica = self._state.replica_of(name, self.state_dict[name])
+        return SaveItem(name, num_bytes, replica, is_scalar=name in self._state.scalars)
 
     @override
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -161,11 +162,13 @@ class SaveItem:
         name: Name of the item, unique on a rank and equal on all ranks that hold the item.
         num_bytes: Size of the data in bytes; 0 if unknown.
         replica: Index of this rank's copy among the equal ones.
+        is_scalar: Whether it is one of `LocalState.scalars`, of which the first copy is written.
     """
 
     name: str
     num_bytes: int
     replica: ReplicaId
+    is_scalar: bool = False
 
 
 def items_to_write(items: Iterable[SaveItem]) -> set[str]:
@@ -173,7 +176,7 @@ def items_to_write(items: Iterable[SaveItem]) -> set[str]:
 
     Items are assigned largest first, each to the copy with the fewest bytes so far. Among copies with equally few bytes
     the checksum of the name decides, which also spreads items of unknown size. No copy writes more than an equal share
-    plus one item.
+    plus one item; the first one writes scalars, too.
 
     Args:
         items: All items that this rank holds. Ranks with other copies of an item hold the same items with the same
@@ -184,7 +187,8 @@ def items_to_write(items: Iterable[SaveItem]) -> set[str]:
     for item in sorted(items, key=lambda item: (-item.num_bytes, item.name)):
         load = loads.setdefault(item.replica.count, [0] * item.replica.count)
         first = zlib.crc32(item.name.encode()) % item.replica.count
-        writer = min(range(len(load)), key=lambda copy: (load[copy], (copy - first) % len(load)))
+        by_load = min(range(len(load)), key=lambda copy: (load[copy], (copy - first) % len(load)))
+        writer = 0 if item.is_scalar else by_load
         load[writer] += item.num_bytes
         if writer == item.replica.index:
             names.add(item.name)

@@ -59,10 +59,13 @@ class LocalState:
     Attributes:
         values: Nested dicts. Leaves are DTensors, plain tensors and other values.
         copies: Replica index and count of each plain tensor that only some ranks hold, by flat name.
+        scalars: Flat names of scalar parameters and of their states. Each rank of a partition updates a copy; sums of
+            gradients may differ in their last bits there, and forwards use the first copy.
     """
 
     values: StateDict
     copies: dict[str, ReplicaId] = field(default_factory=dict)
+    scalars: set[str] = field(default_factory=set)
 
     def replica_of(self, name: str, value: Any) -> ReplicaId:
         """Return which of the equal copies of a leaf this rank holds."""
@@ -99,6 +102,7 @@ def local_state(sharded: Sharded, optimizers: Optimizers, model_state: StateDict
     names = names_of(sharded.model)
     state = sharded.model.state_dict() if model_state is None else model_state
     local = LocalState({MODEL: {name: _detached(value) for name, value in state.items()}})
+    local.scalars.update(f"{MODEL}.{name}" for name, value in state.items() if _is_scalar(value))
     for key, optimizer in by_key(optimizers).items():
         check_known(optimizer)
         states: StateDict = {}
@@ -109,6 +113,8 @@ def local_state(sharded: Sharded, optimizers: Optimizers, model_state: StateDict
             states[name] = {k: value for k, value in state.items() if k not in rank_local_keys or is_quantized(value)}
             if owner is not None:
                 local.copies.update({f"{key}.state.{name}.{k}": ReplicaId(*sharded.replica) for k in state})
+            if owner is None and _is_scalar(parameter):
+                local.scalars.update(f"{key}.state.{name}.{k}" for k in state)
             copy = (
                 _replica_of(parameter)
                 if owner is None and isinstance(parameter, DTensor)
@@ -145,6 +151,10 @@ def _name(names: Mapping[int, str], parameter: Any, optimizer: Optimizer) -> str
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, DTensor) and value.dim() == 0
 
 
 def _replica_of(tensor: DTensor) -> ReplicaId:

@@ -71,10 +71,12 @@ class PendingBackwards:
     Attributes:
         calls: The forwards.
         regions: Checkpointed regions of the model.
+        skipped: Indices of units that the backward of another loss may still follow.
     """
 
     calls: list[ForwardCall] = field(default_factory=list)
     regions: CheckpointedRegions = field(default_factory=CheckpointedRegions)
+    skipped: set[int] = field(default_factory=set)
 
     def push(self, call: ForwardCall) -> None:
         """Add a forward that has ended."""
@@ -93,6 +95,7 @@ class PendingBackwards:
             last = self._pop()
             if last is call:
                 return
+            self.skipped.add(last.unit.index)
             yield last
 
     def drop_evaluations(self) -> None:
@@ -104,7 +107,9 @@ class PendingBackwards:
     def drain(self) -> Iterator[ForwardCall]:
         """Remove and yield all calls, latest first."""
         while self.calls:
-            yield self._pop()
+            last = self._pop()
+            self.skipped.add(last.unit.index)
+            yield last
 
     def _pop(self) -> ForwardCall:
         call = self.calls.pop()
@@ -134,6 +139,7 @@ class PendingBackwards:
         """Remove all calls."""
         for _ in self.drain():
             pass
+        self.skipped.clear()
 
     def mark_earliest_enters(self) -> None:
         """Set on each unit when the first of its pending forwards began."""

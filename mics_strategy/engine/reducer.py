@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mics_strategy.engine.first_hops import FirstHop, FirstHopOrder
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
 from mics_strategy.engine.rank_agreement import DesyncCheck, RankProgress, UsedParamMap
-from mics_strategy.engine.schedule import second_hop_order
+from mics_strategy.engine.schedule import reduces_every_unit, second_hop_order
 from mics_strategy.engine.second_hops import SecondHops
 from mics_strategy.engine.streams import current_stream
 
@@ -58,96 +59,6 @@ class ReducerBuffers:
     zero_grads: Callable[[], torch.Tensor]
     second_hop: StagingPool
     usage: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class FirstHop:
-    """A first hop in flight; `starts_second_hop` if the second may follow it at once."""
-
-    unit: Unit
-    chains: list[OpChain]
-    starts_second_hop: bool
-
-    @property
-    def may_start_second_hop(self) -> bool:
-        """Whether the second hop may follow at once."""
-        return self.starts_second_hop and bool(self.chains) and all(chain.has_completed for chain in self.chains)
-
-
-class FirstHopOrder:
-    """The order of first hops in one backward, the same on all ranks."""
-
-    def __init__(self) -> None:
-        self._waiting: list[Unit] = []
-        self._complete: set[int] = set()
-        self._started: set[int] = set()  # in this backward
-        self._started_in_step: set[int] = set()
-        self._num_backwards = 0  # in this step
-        self._repeated: list[tuple[int, int]] = []  # micro-step and unit, in this step
-
-    def begin(self, order: list[Unit], complete: set[int]) -> None:
-        """A backward begins.
-
-        Args:
-            order: Units to reduce, first to be reduced first.
-            complete: Indices of units that receive no gradients on this rank.
-        """
-        self._waiting, self._complete = order, complete
-        self._started.clear()
-        self._num_backwards += 1
-
-    def start(self, unit: Unit) -> bool:
-        """A first hop of `unit` starts. Returns whether it is another one."""
-        is_another = unit.index in self._started
-        if is_another:
-            self._repeated.append((self._num_backwards - 1, unit.index))
-        self._started.add(unit.index)
-        self._started_in_step.add(unit.index)
-        return is_another
-
-    def end_step(self) -> tuple[tuple[int, int], ...]:
-        """An optimizer has used the gradients. Returns repeated first hops."""
-        repeated, self._repeated = tuple(self._repeated), []
-        self._num_backwards = 0
-        return repeated
-
-    def take_started(self) -> list[int]:
-        """Indices of the units that had first hops since the last call, in order."""
-        started = sorted(self._started_in_step)
-        self._started_in_step.clear()
-        return started
-
-    def clear(self) -> None:
-        """Forget the units that wait."""
-        self._waiting = []
-
-    def includes(self, unit: Unit) -> bool:
-        """Whether `unit` still waits for its first hop."""
-        return unit in self._waiting
-
-    def complete(self, *units: Unit) -> None:
-        """Units receive no more gradients in this backward."""
-        self._complete.update(unit.index for unit in units)
-
-    def complete_all(self) -> None:
-        """No unit receives more gradients."""
-        self.complete(*self._waiting)
-
-    def take_due(self) -> Iterator[Unit]:
-        """Remove and yield the units whose first hops are due, up to the first incomplete."""
-        while self._waiting and self._waiting[0].index in self._complete:
-            yield self._waiting.pop(0)
-
-    def take_until(self, unit: Unit) -> list[Unit]:
-        """Remove and return `unit` and all units before it."""
-        count = self._waiting.index(unit) + 1
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
-        return taken
-
-    def incomplete_before(self, unit: Unit) -> list[Unit]:
-        """Units before `unit` that may still receive gradients."""
-        before = self._waiting[: self._waiting.index(unit)] if unit in self._waiting else []
-        return [other for other in before if other.index not in self._complete]
 
 
 @dataclass(slots=True)
@@ -270,7 +181,7 @@ class Reducer:
             for gradient in gradients:
                 gradient.collected.end()
         if self.boundary.is_last:
-            self._finish_all_first_hops()
+            self.finish_first_hops()
 
     def _acquire_buffer(self, unit: Unit) -> None:
         """Borrow the buffer in which this backward's gradients of `unit` are collected."""
@@ -343,7 +254,7 @@ class Reducer:
                 self._second_hops.wait(gradient)  # that of an earlier backward, which was also a boundary
                 yield from self._second_hops.take_turns(gradient)
 
-    def _finish_all_first_hops(self) -> None:
+    def finish_first_hops(self) -> None:
         """Wait for all first hops, and start the second hops that follow."""
         for due in self._finish_first_hops(len(self._first_hops)):
             self._second_hops.start(due)
@@ -364,7 +275,7 @@ class Reducer:
         """Make every gradient the mean over all ranks, and expose it. Collective."""
         self.is_dirty = False
         self.desync_check.raise_if_desynced()
-        self._finish_all_first_hops()
+        self.finish_first_hops()
         gradients = [gradient for unit_gradients in self.gradients.values() for gradient in unit_gradients]
         hops, counts, difference = self._second_hops, self.buffers.usage, self.desync_check.replicas.difference()
         units = self._order.take_started()
@@ -387,23 +298,30 @@ class Reducer:
 
     def wait(self) -> None:
         """Wait for all hops in flight, and for second hops due right behind them."""
-        self._finish_all_first_hops()
+        self.finish_first_hops()
         self._second_hops.wait_all()
 
     def zero_grad(self, gradient: GradBucket, position: int) -> None:
         """Drop one parameter's gradient, with its parts in flight."""
-        self._finish_all_first_hops()
+        self.finish_first_hops()
         self._second_hops.drop(gradient, position)
         gradient.zero_grad(position)
 
     def discard(self) -> None:
-        """Drop the gradients of an interrupted backward, after all that was started."""
-        self._finish_all_first_hops()
+        """Drop the gradients of an interrupted backward, after all that was started.
+
+        Where ranks may run different units, another one may have started more: zeros are reduced for the rest.
+        """
+        self.finish_first_hops()
         self._copy_collected()
-        self._order.clear()
         for gradients in self.gradients.values():
             for gradient in gradients:
                 gradient.collected.discard()
+        if self.groups.grad_comm is not None and reduces_every_unit(self.groups.scopes):
+            self._order.complete_all()
+            self.launch(self._order.take_due())
+            self.finish_first_hops()
+        self._order.clear()
 
 
 class BackwardCount:

@@ -190,6 +190,7 @@ class Engine:
             self._double_backward.end()
             self.reducer.end_backward()
             self.order.complete(followed_all=followed_all)
+            self._pending.skipped |= self._pass.checkpointed
             self._pass.clear()
             self._in_backward = False
             if self.overlap.second_hop_every_backward:
@@ -208,6 +209,7 @@ class Engine:
             for unit in self._global_order.take_rest():
                 unit.start_unshard(self._resources)
         if not self._global_order.is_agreed:
+            self.reducer.finish_first_hops()  # where a rank lacks one, the watchdog sees that others wait for it
             self._global_order.agree(gather_objects(self.order.forward_units))
         self.reducer.finish()
         self.finish_all_gathers()
@@ -320,11 +322,11 @@ class Engine:
         self.reducer.groups.record_backward()
         self.order.freeze()
         self._pending.mark_earliest_enters()
-        is_global = reduces_every_unit(self.reducer.groups.scopes)
-        order = self._global_order.units[::-1] if is_global else self._pending.reduction_order()
-        ran = self._pass.checkpointed.union(unit.index for unit in self.units if unit.num_pending_calls)
         turns = self._global_order.units[::-1]
-        if self.reducer.begin_backward(order, {unit.index for unit in self.units} - ran, turns):
+        order = turns if reduces_every_unit(self.reducer.groups.scopes) else self._pending.reduction_order()
+        ran = self._pass.checkpointed | self._pending.skipped
+        idle = {unit.index for unit in self.units if unit.num_pending_calls == 0} - ran
+        if self.reducer.begin_backward(order, idle, turns):
             self.order.forget_backward()
         _at_end_of_backward(self.post_backward)
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from mics_strategy import ShardConfig, Sharded, Topology, shard
 from mics_strategy.engine.boundary import AccumulationBoundary
+from mics_strategy.engine.first_hops import FirstHop
 from mics_strategy.engine.grad_bucket import GradBucket
-from mics_strategy.engine.reducer import FirstHop, Reducer
+from mics_strategy.engine.reducer import Reducer
 from mics_strategy.engine.schedule import RepeatedHops
 from tests import models
 from tests.engine import unusual

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mics_strategy import ShardConfig, Topology, shard
-from mics_strategy.engine.reducer import FirstHop
+from mics_strategy.engine.first_hops import FirstHop
 from tests import models
 from tests.engine.events import recorded
 from tests.engine.test_activation_checkpointing import FORMS
