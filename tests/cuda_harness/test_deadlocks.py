@@ -96,9 +96,8 @@ def _recomputing_job(ctx: RankContext, machine: Machine, preset: str, build: str
 
 
 @pytest.mark.wide(every=3)
-@pytest.mark.parametrize("option", ["overlap", "no_overlap"])
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("preset", ["zeropp", "paro-igg"])
+@pytest.mark.parametrize(("preset", "option"), [("zeropp", "overlap"), ("paro-igg", "no_overlap")])
 def test_ranks_that_use_different_recomputed_units_do_not_wait_in_a_circle(
     preset: str, build: str, option: str
 ) -> None:

@@ -231,7 +231,7 @@ LOOPS = {
     "two optimizers": ["data", *MICRO_STEP, *STEP_END, *STEP_END, "data", *MICRO_STEP, *STEP_END],
     "recomputing": [
         *("data", "forward first", "forward second", "loss", "backward second"),
-        *("backward first", "recompute first", "backward first", *STEP_END),
+        *("recompute first", "backward first", *STEP_END),
     ],
 }
 

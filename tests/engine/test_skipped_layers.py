@@ -83,7 +83,6 @@ CONFIGS = {
 CHECKPOINTS: dict[str, dict[int, bool]] = {
     "stored": {},
     "reentrant": {0: True, 1: True, 2: True, 3: True},
-    "both": {0: False, 1: True, 3: True},
 }
 CELLS = [
     (body, config, checkpointed)
@@ -198,9 +197,9 @@ def one_loss(rank: Rank, step: int) -> None:
 
 @pytest.mark.wide(every=4)
 @pytest.mark.parametrize("num_before", [0, 2], ids=["at first", "later"])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", ["zero2", "zero2, no overlap", "paro-nig"])
 @pytest.mark.parametrize("place", ["head", "blocks.1"])
-@pytest.mark.parametrize("failing", [ALL, frozenset({0}), frozenset({RANKS - 1})], ids=["all", "first", "last"])
+@pytest.mark.parametrize("failing", [ALL, frozenset({0})], ids=["all", "first"])
 def test_a_backward_that_fails(
     ranks: RankPool, failing: frozenset[int], place: str, config: str, num_before: int
 ) -> None:
