@@ -15,7 +15,7 @@ from tests.cuda_harness.launch_order import find_circle, find_mismatch
 from tests.cuda_harness.machine import Machine
 from tests.cuda_harness.runs import PRESETS, Training, config_of, start
 from tests.cuda_harness.simulated_ranks import simulate_gpus
-from tests.engine.recomputed import BUILDS, WIDTH, Nest
+from tests.engine.recomputed import BUILDS, WIDTH, Nest, Shift
 from tests.engine.training import forget_meshes
 from tests.models import Residual
 from tests.rank_report import RankContext
@@ -86,7 +86,7 @@ def _recomputing_job(ctx: RankContext, machine: Machine, preset: str, build: str
     torch.manual_seed(3)
     model = BUILDS[build]()
     config = config_of(preset, ranks_per_node=PER_NODE, **options)
-    sharded = shard(model, config, units=[Residual, Nest], device=machine.device)
+    sharded = shard(model, config, units=[Residual, Nest, Shift], device=machine.device)
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(model.parameters(), lr=0.01)]
     batch = torch.randn(4, WIDTH).to(machine.device)
     training = Training(model, sharded, optimizers, machine, batch, micro_steps=1)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -70,6 +71,24 @@ class Nests(nn.Module):
         return x
 
 
+class Shift(nn.Module):
+    """A unit whose forward saves nothing for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.full((WIDTH,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+def ending_with_shifts() -> nn.Module:
+    model = Layers(6, 3)
+    for index in (2, 5):
+        model.layers[index] = Shift()
+    return model
+
+
 BUILDS: dict[str, Callable[[], nn.Module]] = {
     "around_one": partial(Layers, 6, 1),
     "around_one_and_operator": partial(Layers, 6, 1, ends_with_op=True),
@@ -77,6 +96,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
     "around_two_and_operator": partial(Layers, 6, 2, ends_with_op=True),
     "around_three": partial(Layers, 6, 3),
     "around_three_and_each": partial(Layers, 6, 3, nests=True),
+    "around_two_and_shift": ending_with_shifts,
     "around_all": partial(Layers, 6, 6),
     "around_nested": Nests,
     "around_nested_twice": partial(Nests, 1),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import models
-from tests.engine.recomputed import BUILDS, Nest, Unseen
+from tests.engine.recomputed import BUILDS, Nest, Shift, Unseen
 from tests.engine.training import Run, assert_same_training, plain, presets, train_each
 from tests.models import Batch, Case, Residual
 from tests.ranks import RankPool
@@ -31,7 +31,7 @@ def unseen_on_some_ranks(build: Callable[[], nn.Module]) -> Case:
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return model(batch["x"], batch["unseen"]).square().mean()
 
-    return Case(build=seeded, batch=batch, loss=loss, units=(Residual, Nest))
+    return Case(build=seeded, batch=batch, loss=loss, units=(Residual, Nest, Shift))
 
 
 @pytest.mark.parametrize("build", BUILDS)

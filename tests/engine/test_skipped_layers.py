@@ -140,11 +140,19 @@ def test_several_losses(ranks: RankPool, body: Any, config: str, checkpointed: s
     check(ranks(RANKS, train, body, CONFIGS[config], blocks, ranks_per_node=2, timeout_s=25.0), expected(body, blocks))
 
 
-def test_blocks_that_one_backward_recomputes_twice_are_refused(ranks: RankPool) -> None:
+def sum_of_two_without_the_first_block(rank: Rank, step: int) -> None:
+    sum_of_two(Rank(rank.model, rank.rank, skipped=0), step)
+
+
+@pytest.mark.parametrize(
+    ("body", "blocks"),
+    [(sum_of_two, CHECKPOINTS["reentrant"]), (sum_of_two_without_the_first_block, {0: True})],
+    ids=["all", "first"],  # what is left over is waited for inside the backward; behind it
+)
+def test_blocks_that_one_backward_recomputes_twice_are_refused(ranks: RankPool, body: Any, blocks: Any) -> None:
     """Their gradients come twice, on ranks that do not skip them."""
-    blocks = CHECKPOINTS["reentrant"]
     raises_on_every_rank(
-        lambda: ranks(RANKS, train, sum_of_two, CONFIGS["zero2"], blocks, ranks_per_node=2, timeout_s=25.0),
+        lambda: ranks(RANKS, train, body, CONFIGS["zero2"], blocks, ranks_per_node=2, timeout_s=25.0),
         LifecycleError,
         match="use_reentrant=False",
     )
