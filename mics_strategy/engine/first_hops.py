@@ -71,10 +71,6 @@ class FirstHopOrder:
         self._started_in_step.clear()
         return started
 
-    def clear(self) -> None:
-        """Forget the units that wait."""
-        self._waiting = []
-
     def includes(self, unit: Unit) -> bool:
         """Whether `unit` still waits for its first hop."""
         return unit in self._waiting

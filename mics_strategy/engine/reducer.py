@@ -24,7 +24,7 @@ import torch
 from mics_strategy.engine.first_hops import FirstHop, FirstHopOrder
 from mics_strategy.engine.lifecycle import AccumulatorState, GradBufferState
 from mics_strategy.engine.rank_agreement import DesyncCheck, RankProgress, UsedParamMap
-from mics_strategy.engine.schedule import reduces_every_unit, second_hop_order
+from mics_strategy.engine.schedule import second_hop_order
 from mics_strategy.engine.second_hops import SecondHops
 from mics_strategy.engine.streams import current_stream
 
@@ -307,21 +307,19 @@ class Reducer:
         self._second_hops.drop(gradient, position)
         gradient.zero_grad(position)
 
-    def discard(self) -> None:
-        """Drop the gradients of an interrupted backward, after all that was started.
+    def end_interrupted_backward(self) -> None:
+        """End an interrupted backward: reduce what has arrived, as torch keeps it on parameters.
 
-        Where ranks may run different units, another one may have started more: zeros are reduced for the rest.
+        All that is due is reduced, as other ranks may have come further. Gradients that have come a second time are
+        dropped.
         """
+        self._order.complete_all()
+        self.launch(self._order.take_due())
         self.finish_first_hops()
         self._copy_collected()
         for gradients in self.gradients.values():
             for gradient in gradients:
                 gradient.collected.discard()
-        if self.groups.grad_comm is not None and reduces_every_unit(self.groups.scopes):
-            self._order.complete_all()
-            self.launch(self._order.take_due())
-            self.finish_first_hops()
-        self._order.clear()
 
 
 class BackwardCount:

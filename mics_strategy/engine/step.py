@@ -421,7 +421,7 @@ class Engine:
         self._pending.clear()
         for unit in self.units:
             unit.discard()
-        self.reducer.discard()
+        self.reducer.end_interrupted_backward()
 
 
 def _check_unchanged(call: ForwardCall) -> None:

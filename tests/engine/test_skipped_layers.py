@@ -199,6 +199,48 @@ def train_with_failures(
     return {name: whole(each) for name, each in model.named_parameters()}
 
 
+def step_with_a_failure(rank: Rank, failing: frozenset[int], place: str) -> None:
+    """Three micro-steps, of which the second fails on some ranks. No block is skipped unless it is `rank.skipped`."""
+    for micro_step in range(3):
+        does_fail = micro_step == 1 and rank.rank in failing
+        with fails_behind(rank.model.get_submodule(place)) if does_fail else nullcontext():
+            rank.loss(micro_step, skips=rank.skipped >= 0).backward()
+
+
+def gradients(ctx: RankContext, config: ShardConfig, failing: frozenset[int], place: str, skipped: int) -> Parameters:
+    forget_meshes()
+    model = built({})
+    shard(model, config, units=[Block])
+    step_with_a_failure(Rank(model, ctx.rank, skipped), failing, place)
+    return {name: whole(each.grad) for name, each in model.named_parameters()}
+
+
+@pytest.mark.wide(every=3)
+@pytest.mark.parametrize("place", ["head", "blocks.1"])
+@pytest.mark.parametrize(
+    ("config", "failing", "skipped"),
+    [
+        *[(config, failing, 3) for config in CONFIGS for failing in (ALL, frozenset({0}))],
+        *[(config, ALL, -1) for config in ("mics", "zero3", "zeropp-hpz")],
+    ],
+)
+def test_what_has_arrived_before_a_failure_counts(
+    ranks: RankPool, config: str, failing: frozenset[int], skipped: int, place: str
+) -> None:
+    """As torch leaves it on parameters, in a window that goes on."""
+    expected_sums: Parameters = {}
+    for rank in range(RANKS):
+        model = built({})
+        step_with_a_failure(Rank(model, rank, skipped), failing, place)
+        for name, each in model.named_parameters():
+            if each.grad is not None:
+                expected_sums[name] = expected_sums.get(name, torch.zeros_like(each)) + each.grad / RANKS
+    shard_config = CONFIGS.get(config) or ShardConfig.preset(config)
+    check(
+        ranks(RANKS, gradients, shard_config, failing, place, skipped, ranks_per_node=2, timeout_s=25.0), expected_sums
+    )
+
+
 def one_loss(rank: Rank, step: int) -> None:
     Rank(rank.model, rank.rank, skipped=3).loss(step).backward()
 
