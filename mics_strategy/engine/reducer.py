@@ -308,10 +308,10 @@ class Reducer:
         gradient.zero_grad(position)
 
     def end_interrupted_backward(self) -> None:
-        """End an interrupted backward: reduce what has arrived, as torch keeps it on parameters.
+        """Reduce what has arrived before an exception has ended a backward.
 
-        All that is due is reduced, as other ranks may have come further. Gradients that have come a second time are
-        dropped.
+        Torch keeps that on parameters, too. All that is due is reduced, as other ranks may have come further. Gradients
+        that have come a second time are dropped.
         """
         self._order.complete_all()
         self.launch(self._order.take_due())
