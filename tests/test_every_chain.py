@@ -97,7 +97,7 @@ def test_the_chains_are_all_there() -> None:
 @pytest.mark.parametrize(("nodes", "per_node"), REAL)
 def test_every_chain_of_real_ranks_trains_as_plain(ranks: RankPool, nodes: int, per_node: int) -> None:
     configs = list(chains(nodes, per_node))
-    _check(configs, ranks(nodes * per_node, _train_all, configs, ranks_per_node=per_node, timeout_s=58.0))
+    _check(configs, ranks(nodes * per_node, _train_all, configs, ranks_per_node=per_node))
     print(f"{len(configs)} chains on {nodes} nodes of {per_node} ranks")
 
 
@@ -105,7 +105,7 @@ def test_every_chain_of_real_ranks_trains_as_plain(ranks: RankPool, nodes: int, 
 @pytest.mark.parametrize(("nodes", "per_node"), REAL)
 def test_every_chain_of_real_ranks_sends_what_was_planned(ranks: RankPool, nodes: int, per_node: int) -> None:
     configs = list(chains(nodes, per_node))
-    for of_rank in ranks(nodes * per_node, _count_all, configs, ranks_per_node=per_node, timeout_s=58.0):
+    for of_rank in ranks(nodes * per_node, _count_all, configs, ranks_per_node=per_node):
         for config, found in zip(configs, of_rank, strict=True):
             assert all(issued == planned for issued, planned in found), config
 
@@ -113,7 +113,7 @@ def test_every_chain_of_real_ranks_sends_what_was_planned(ranks: RankPool, nodes
 def _simulate(ctx: RankContext, nodes: int, per_node: int, configs: list[ShardConfig]) -> int:
     """Job of a process that simulates all ranks itself. Returns the number of chains that were right."""
     mine = configs[ctx.rank :: ctx.world_size]
-    _check(mine, simulate(nodes * per_node, _train_all, mine, ranks_per_node=per_node, timeout_s=58.0))
+    _check(mine, simulate(nodes * per_node, _train_all, mine, ranks_per_node=per_node))
     return len(mine)
 
 
@@ -132,6 +132,6 @@ def _portions() -> list[tuple[int, int, list[ShardConfig]]]:
 def test_chains_of_simulated_ranks_train_as_plain(
     ranks: RankPool, nodes: int, per_node: int, configs: list[ShardConfig]
 ) -> None:
-    done = ranks(2, _simulate, nodes, per_node, configs, default_group=False, timeout_s=58.0)
+    done = ranks(2, _simulate, nodes, per_node, configs, default_group=False)
     assert sum(done) == len(configs)
     print(f"{len(configs)} chains on {nodes} nodes of {per_node} simulated ranks")

@@ -31,13 +31,13 @@ def values_of(items: Sequence[Any]) -> set[tuple[str, ...]]:
     return {item.values for item in items}
 
 
-def test_of_a_product_each_value_is_in_the_fast_tier_and_each_second_combination_in_the_slow_one() -> None:
+def test_of_a_product_each_tier_has_a_diagonal() -> None:
     items = cases(["abcd", "xyz"])
     slow, left_out = outside_fast_tier(items)
     fast = values_of(items) - values_of(slow) - values_of(left_out)
     assert fast == {("a", "x"), ("b", "y"), ("c", "z"), ("d", "x")}
-    assert values_of(slow) == {("a", "y"), ("b", "x"), ("b", "z"), ("c", "y"), ("d", "z")}
-    assert len(left_out) == 3
+    assert values_of(slow) == {("a", "y"), ("b", "z"), ("c", "x"), ("d", "y")}  # shares none with it
+    assert len(left_out) == 4
 
 
 def test_of_three_parametrizations_all_pairs_are_run() -> None:
@@ -46,7 +46,7 @@ def test_of_three_parametrizations_all_pairs_are_run() -> None:
     run = values_of(items) - values_of(outside_fast_tier(items).left_out)
     for first, second in combinations(range(3), 2):
         assert {(case[first], case[second]) for case in run} == {*product(axes[first], axes[second])}
-    assert len(run) < len(items)
+    assert len(run) <= 10  # of 18; no fewer than 9 could do
 
 
 def test_of_every_third_case_the_others_are_all_slow() -> None:

@@ -1,13 +1,14 @@
 """Which tests are in the fast tier, `make test`, and which only in `make test-all`?
 
-A test marked `slow` is in the slow tier. A test marked `wide`, as all of a module may be, is in both if it has several
-parametrizations: the fast tier takes a diagonal of their product, which has every value of every parameter, and the
-slow tier every second one of the other combinations, as a checkerboard does. With three parametrizations, two values
-of any two of them are together in a case. A test whose claim is about the whole product is not marked `wide`. Of a test
-marked `wide(every=3)` the fast tier takes every third case, and the slow tier the others.
+A test marked `slow` is in the slow tier. A test marked `wide`, as all of a module may be, is in both if it has
+several parametrizations: the fast tier takes a diagonal of their product, which has every value of every parameter.
+Of two parametrizations the slow tier takes another diagonal; of three or more, as few cases as bring together any two
+values of any two of them. A test whose claim is about the whole product is not marked `wide`. Of a test marked
+`wide(every=3)` the fast tier takes every third case, and the slow tier the others.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,11 +51,38 @@ def _divide_product(cases: Sequence[pytest.Item], tiers: Tiers) -> None:
     axes = [list(dict.fromkeys(values)) for values in zip(*coordinates, strict=True)]
     if len(axes) < 2:
         return
-    diagonal = {tuple(axis[i % len(axis)] for axis in axes) for i in range(max(map(len, axes)))}
-    for case, place in zip(cases, coordinates, strict=True):
-        if place not in diagonal:
-            is_dark = sum(axis.index(value) for axis, value in zip(axes, place, strict=True)) % 2
-            (tiers.slow if is_dark else tiers.left_out).append(case)
+    numbers = [tuple(axis.index(value) for axis, value in zip(axes, place, strict=True)) for place in coordinates]
+    fast, other = _diagonal(axes, 0), _diagonal(axes, 1)
+    chosen = other if len(axes) == 2 else _completing_pairs(numbers, fast)
+    for case, place in zip(cases, numbers, strict=True):
+        if place not in fast:
+            (tiers.slow if place in chosen else tiers.left_out).append(case)
+
+
+def _diagonal(axes: Sequence[Sequence[object]], shift: int) -> set[tuple[int, ...]]:
+    """Places with every value of every axis; of a shifted one the shortest axis runs ahead of the others."""
+    lengths = [len(axis) for axis in axes]
+    ahead = lengths.index(min(lengths))
+    return {
+        tuple((i + shift * (number == ahead)) % length for number, length in enumerate(lengths))
+        for i in range(max(lengths))
+    }
+
+
+def _completing_pairs(places: Sequence[tuple[int, ...]], given: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Few places that have, with the given ones, each pair of values of two axes; the best next one at a time."""
+    missing = {pair for place in places for pair in _pairs(place)}
+    missing.difference_update(*map(_pairs, given))
+    chosen = set()
+    while missing:
+        best = max(places, key=lambda place: len(missing & _pairs(place)))
+        chosen.add(best)
+        missing -= _pairs(best)
+    return chosen
+
+
+def _pairs(place: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    return set(combinations(enumerate(place), 2))
 
 
 def _coordinates(item: pytest.Item) -> tuple[tuple[int, ...], ...]:

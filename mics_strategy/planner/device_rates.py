@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mics_strategy.comm.codecs.format import Codec
 
 RUNS = 7  # of each measurement; the median counts
+_LONGEST_S = 0.05  # of runs in a row
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, start_together: Callable[[], None]) -> float:
@@ -46,10 +47,15 @@ def codec_rates(codec: Codec, device: torch.device, start_together: Callable[[],
 
 
 def median_seconds(
-    run: Callable[[], object], device: torch.device, start_together: Callable[[], None], in_a_row: int = RUNS
+    run: Callable[[], object], device: torch.device, start_together: Callable[[], None], in_a_row: int | None = None
 ) -> float:
-    """Median seconds of one of several runs in a row."""
+    """Median seconds of one of several runs in a row, of fewer where they take long."""
     run()
+    synchronize(device)
+    begin_s = time.perf_counter()
+    run()
+    synchronize(device)
+    in_a_row = max(1, min(in_a_row or RUNS, int(_LONGEST_S / (time.perf_counter() - begin_s))))
     times = []
     for _ in range(RUNS):
         start_together()

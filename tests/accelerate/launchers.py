@@ -52,10 +52,10 @@ def started(folder: Path, *command: object, **env: str) -> subprocess.Popen[str]
     )
 
 
-def ended(launcher: subprocess.Popen[str], timeout_s: float = 55) -> tuple[int, str]:
+def ended(launcher: subprocess.Popen[str]) -> tuple[int, str]:
     """Its exit code and all that was printed."""
     try:
-        text, _ = launcher.communicate(timeout=timeout_s)
+        text, _ = launcher.communicate()
     finally:
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)

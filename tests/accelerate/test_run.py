@@ -49,9 +49,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_script_finds_what_it_finds_without_us(
     here: Path, capsys: pytest.CaptureFixture[str], what: list[str]
 ) -> None:
-    plain = subprocess.run(
-        [sys.executable, *what, "--lr", "-m", "1"], capture_output=True, text=True, check=False, timeout=50
-    )
+    plain = subprocess.run([sys.executable, *what, "--lr", "-m", "1"], capture_output=True, text=True, check=False)
     assert plain.returncode == 4, plain.stderr
     with pytest.raises(SystemExit) as ended:
         main([*what, "--lr", "-m", "1"])

@@ -20,7 +20,6 @@ SMALL = "--width 128 --layers 3 --vocabulary 512 --sequence 32 --micro-batch 1 -
 
 @needs_testbed
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # sixteen processes import torch
 def test_engines_agree_and_ours_sends_what_it_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engines = "--peers ddp,fsdp2-hybrid-deferred --ours mics"
     arguments = f"--nodes 2 --ranks-per-node 2 --rate-mbit 400 --warm-up 1 {SMALL} {engines}"

@@ -65,7 +65,6 @@ def test_an_unknown_variant_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)  # four processes import torch and transformers
 def test_two_variants_learn_and_the_encoded_one_sends_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generated = f"data.source=grammar data.grammar_documents=200 data.cache_dir={tmp_path} data.validation_sequences=32"
     arguments = f"--variants int8-int4-half --seeds 3 --steps 9 --every 4 --timeout-s 200 --recipe {SMALL} {generated}"

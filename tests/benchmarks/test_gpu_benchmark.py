@@ -69,7 +69,6 @@ def test_every_operation_of_every_codec_is_measured(ranks: RankPool, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # C++ compilers
 def test_compiled_engines_are_compared_with_compiled_ones(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--smoke", "--parts", "engine", "--compile", "--output", str(tmp_path)]
     subprocess.run([sys.executable, "-m", "benchmarks.gpu", *options], cwd=ROOT, check=True)

@@ -84,7 +84,6 @@ def test_ranks_train_as_a_plain_process_and_wrong_gradients_are_found(ranks: Ran
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_command_starts_ranks(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--smoke", "--parts", "ranks", "--output", str(tmp_path)]
     subprocess.run([sys.executable, "-m", "benchmarks.gpu", *options], cwd=ROOT, check=True)

@@ -50,7 +50,7 @@ def test_by_default_there_are_thirty_configurations() -> None:
 
 @needs_testbed
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_planned_bytes_are_those_on_the_wire(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = "--width 128 --layers 2 --vocabulary 512 --sequence 32 --micro-batch 1 --accumulation 2 --steps 2"
     arguments = f"--rate-mbit 400 --ours mics --stage-s 0.1 --warm-up 1 {small}"

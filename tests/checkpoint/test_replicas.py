@@ -72,7 +72,7 @@ def _num_bytes(item: WriteItem) -> int:
 def test_of_512_ranks_none_writes_twice_or_more_than_its_share(ranks: RankPool) -> None:
     """All 64 ranks that hold one shard."""
     holders = range(7, WORLD_SIZE, PER_NODE)
-    (by_rank,) = ranks(1, planned, holders, default_group=False, timeout_s=58.0)
+    (by_rank,) = ranks(1, planned, holders, default_group=False)
     names = [name for items in by_rank for name, _ in items]
     assert len(names) == len(set(names)) == 3 * 24  # weights and biases, with both moments
     sizes = [sum(num_bytes for _, num_bytes in items) for items in by_rank]

@@ -39,7 +39,7 @@ def train_and_count(ctx: RankContext, configs: list[ShardConfig], accumulation: 
 def test_every_preset_on_eight_ranks(ranks: RankPool, per_node: int, accumulation: int) -> None:
     configs = [*map(ShardConfig.preset, PRESETS), *of_amsp(per_node)]
     expected = plain(Run(case=models.scalar, config=configs[0], accumulation=accumulation), 8).parameters
-    for of_rank in ranks(8, train_and_count, configs, accumulation, ranks_per_node=per_node, timeout_s=58.0):
+    for of_rank in ranks(8, train_and_count, configs, accumulation, ranks_per_node=per_node):
         for config, (as_planned, parameters) in zip(configs, of_rank, strict=True):
             assert as_planned, config
             assert_same(parameters, expected)

@@ -14,7 +14,6 @@ from tests.engine.odd_models import MIXTURES, OTHERS, UNSHARDED_ONLY, Case
 from tests.engine.unusual import batch, built
 from tests.ranks import RankPool
 
-pytestmark = pytest.mark.timeout(240)  # many trainings in a test
 PRESETS = odd_product.on_four_ranks()
 UNSHARDED = [name for name, config in PRESETS.items() if config.params == "none"]
 

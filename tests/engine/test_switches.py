@@ -110,7 +110,7 @@ def test_two_switches_of_three_nodes_train_as_plain_and_send_the_plan(config: Sh
 @pytest.mark.slow
 def test_every_preset_on_two_switches_of_two_nodes(ranks: RankPool) -> None:
     configs = configs_under(REAL, 4)
-    check(ranks(8, train_and_compare, configs, ranks_per_node=2, timeout_s=58.0), configs, 8)
+    check(ranks(8, train_and_compare, configs, ranks_per_node=2), configs, 8)
 
 
 def test_presets_on_two_switches_of_two_nodes(ranks: RankPool) -> None:

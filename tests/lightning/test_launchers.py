@@ -49,7 +49,7 @@ def _run_script(directory: Path) -> str:
         command, cwd=directory, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        _, errors = script.communicate(timeout=55)
+        _, errors = script.communicate()
     finally:
         if script.poll() is None:
             os.killpg(script.pid, signal.SIGKILL)

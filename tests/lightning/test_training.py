@@ -44,7 +44,7 @@ def _all_like_ddp(ctx: RankContext, configs: list[str]) -> None:
 def test_every_preset_accumulates_and_clips_as_ddp(ranks: RankPool) -> None:
     """But for those that round what they send."""
     exact = [name for name in ShardConfig.PRESETS if ShardConfig.preset(name).weight_codec == "none"]
-    run(ranks, 4, _all_like_ddp, [*exact, "auto"], ranks_per_node=2, timeout_s=58.0)
+    run(ranks, 4, _all_like_ddp, [*exact, "auto"], ranks_per_node=2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -66,7 +66,6 @@ def report() -> list[ValidatedRow]:
     return validate(read_rows(TABLE))
 
 
-@pytest.mark.timeout(300)
 def test_every_row_is_predicted_or_has_a_reason(report: list[ValidatedRow]) -> None:
     assert len(report) == 221
     for validated in report:
@@ -358,7 +357,6 @@ def test_published_broadcasts_between_nodes_are_at_line_rate() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_page_of_published_results_is_as_its_program_writes_it() -> None:
     text, plots = runpy.run_path(str(ROOT / "docs" / "papers.py"))["page"]()
     assert (ROOT / "docs" / "papers.md").read_text() == text, "run: python docs/papers.py"

@@ -310,7 +310,7 @@ def test_processes_that_start_together_prepare_once(repository: Path, tmp_path: 
     )
     command = [sys.executable, "-c", code]
     processes = [subprocess.Popen(command, cwd=repository, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    outputs = [process.communicate(timeout=50)[0].splitlines() for process in processes]
+    outputs = [process.communicate()[0].splitlines() for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert sum(line.startswith("preparing") for lines in outputs for line in lines) == 1
     assert len({lines[-1] for lines in outputs}) == 1

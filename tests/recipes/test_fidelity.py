@@ -154,13 +154,10 @@ def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def run(arguments: list[str], repository: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "recipes.fidelity", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
-    return subprocess.run(
-        command, cwd=repository, env=environment, capture_output=True, text=True, timeout=290, check=False
-    )
+    return subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_command_compares_trainings_of_two_ranks(repository: Path, cache_dir: Path, tmp_path: Path):
     small = ("--ranks=2", "--steps=4", "--source=grammar", "--global-batch=4", "--strategies=zero3,zeropp")
     result = run(["--family=bert", *small, f"--cache-dir={cache_dir}", f"--out={tmp_path}"], repository)
@@ -173,7 +170,6 @@ def test_the_command_compares_trainings_of_two_ranks(repository: Path, cache_dir
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
 def test_a_training_that_fails_shows_its_error(repository: Path, tmp_path: Path):
     result = run(["--source=grammar", "--cache-dir=/proc/none", f"--out={tmp_path}"], repository)
     assert result.returncode == 2

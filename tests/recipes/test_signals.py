@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 400  # more than are done before a signal arrives
 LOGGED = "--trainer.log_every_steps=1"
 
@@ -90,7 +90,7 @@ def test_sigterm_saves_and_the_printed_command_continues(
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)  # the process that the user has started
-    output, errors = process.communicate(timeout=200)
+    output, errors = process.communicate()
     assert process.returncode == 0, errors
     first, last = saved(tmp_path)
     assert f"SIGUSR1: checkpoint after step {first}" in output
@@ -102,7 +102,7 @@ def test_sigterm_saves_and_the_printed_command_continues(
     resume = [word for word in line.partition("mics pretrain ")[2].split() if word.startswith("--trainer.resume")]
     shorter = ("--trainer.max_steps=" + str(last + 2), *ALONE, *resume)
     continued = start(repository, (cache_dir, tmp_path), f"--trainer.framework={framework}", *options, *shorter)
-    _, errors = continued.communicate(timeout=200)
+    _, errors = continued.communicate()
     assert continued.returncode == 0, errors
     assert sorted(losses(tmp_path)) == [*range(1, last + 3)]
 
@@ -111,7 +111,7 @@ def test_a_signal_to_a_run_without_checkpoints_is_answered(repository: Path, cac
     process = start(repository, (cache_dir, tmp_path), "--trainer.framework=lightning", f"--trainer.max_steps={STEPS}")
     wait_for_step(tmp_path, 2, process)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM
     assert "SIGTERM: nothing is saved, because of `trainer.checkpoint_every_steps=never`" in output
     assert not (tmp_path / "checkpoints").exists()

@@ -349,7 +349,6 @@ def command(config: DataConfig, repository: Path, workers: int) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(170)
 def test_more_workers_than_files_write_what_one_writes(wikipedia: DataConfig, repository: Path, tmp_path: Path):
     whole = files_of(run(replace(wikipedia, cache_dir=str(tmp_path / "whole"))).folder)
     done = subprocess.run(
@@ -362,7 +361,6 @@ def test_more_workers_than_files_write_what_one_writes(wikipedia: DataConfig, re
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(170)
 def test_a_part_that_fails_is_reported_after_the_others(wikipedia: DataConfig, repository: Path):
     file = Path(wikipedia.paths[0]) / "20231101.en" / "train-00002-of-00005.parquet"
     file.write_bytes(b"PAR1" + file.read_bytes()[4:-4] + b"XXXX")
@@ -377,7 +375,6 @@ def test_a_part_that_fails_is_reported_after_the_others(wikipedia: DataConfig, r
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(170)
 def test_a_killed_preparation_leaves_no_worker_and_continues(wikipedia: DataConfig, repository: Path, tmp_path: Path):
     whole = files_of(run(replace(wikipedia, cache_dir=str(tmp_path / "whole"))).folder)
     parts = store_folder(wikipedia, VOCAB, "causal").with_suffix(".partial") / "parts"
@@ -400,7 +397,6 @@ def test_a_killed_preparation_leaves_no_worker_and_continues(wikipedia: DataConf
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(170)
 def test_a_killed_worker_is_reported_with_what_to_do(wikipedia: DataConfig, repository: Path):
     process = subprocess.Popen(
         command(wikipedia, repository, 2), cwd=repository, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -412,12 +408,11 @@ def test_a_killed_worker_is_reported_with_what_to_do(wikipedia: DataConfig, repo
         workers = [pid for pid, parent in members.items() if parent in server]
         time.sleep(0.01)
     os.kill(workers[0], signal.SIGKILL)
-    assert "error: One of 2 workers was killed, usually because memory" in process.communicate(timeout=100)[1]
+    assert "error: One of 2 workers was killed, usually because memory" in process.communicate()[1]
     assert process.returncode == 1
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(170)
 def test_two_ranks_train_on_a_prepared_store_and_not_without(wikipedia: DataConfig, repository: Path, tmp_path: Path):
     options = ("source", "cache_dir", "validation_share", "tokenizer", "sequence_length")
     train = [

@@ -53,7 +53,5 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("preset", ["ddp", "mics"])
 def test_capturable_optimizers_step_as_on_the_plain_model(tmp_path: Path, preset: str) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), preset, *NAMES]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=55, check=False
-    )
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

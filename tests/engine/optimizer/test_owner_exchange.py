@@ -166,7 +166,7 @@ def test_every_chain_trains_as_plain(ranks: RankPool, nodes: int, per_node: int)
     configs = [config.replace(optimizer_layout="tensors") for config in chains(nodes, per_node)]
     runs = [Run(case=models.scalar, config=config) for config in configs]
     expected = plain_with(runs[0], nodes * per_node, adafactor)
-    for of_rank in ranks(nodes * per_node, train_with, runs, adafactor, ranks_per_node=per_node, timeout_s=58.0):
+    for of_rank in ranks(nodes * per_node, train_with, runs, adafactor, ranks_per_node=per_node):
         for config, found in zip(configs, of_rank, strict=True):
             assert_same(found, expected, 1e-5), config
 
