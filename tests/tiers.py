@@ -4,7 +4,7 @@ A test marked `slow` is in the slow tier. A test marked `wide`, as all of a modu
 several parametrizations: the fast tier takes a diagonal of their product, which has every value of every parameter.
 Of two parametrizations the slow tier takes another diagonal; of three or more, as few cases as bring together any two
 values of any two of them. A test whose claim is about the whole product is not marked `wide`. Of a test marked
-`wide(every=3)` the fast tier takes every third case, and the slow tier the others.
+`wide(every=3)` the fast tier takes every third case, and the slow tier the ones behind them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,9 @@ def outside_fast_tier(items: Iterable[pytest.Item]) -> Tiers:
     for cases in tests.values():
         every = cases[0].get_closest_marker("wide").kwargs.get("every")
         if every is not None:
-            tiers.slow.extend(case for number, case in enumerate(cases) if number % every)
+            for number, case in enumerate(cases):
+                if number % every:
+                    (tiers.slow if number % every == 1 else tiers.left_out).append(case)
         else:
             _divide_product(cases, tiers)
     return tiers

@@ -55,8 +55,8 @@ def test_every_recipe_takes_two_steps(names: list[str], repository: Path, cache_
     check_runs(result.stdout, names, tmp_path)
 
 
-def test_every_fourth_recipe_takes_two_steps_with_accelerate(repository: Path, cache_dir: Path, tmp_path: Path):
-    names = NAMES[0::4]
+def test_every_eighth_recipe_takes_two_steps_with_accelerate(repository: Path, cache_dir: Path, tmp_path: Path):
+    names = NAMES[0::8]
     options = (f"--data.cache_dir={cache_dir}", f"--trainer.output_dir={tmp_path}/{{name}}", ACCELERATE)
     command = [sys.executable, "tests/recipes/run_recipes.py", *names, "--", *options]
     variables = {"PORTS": ",".join(free_ports(len(names))), "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
