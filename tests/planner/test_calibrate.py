@@ -122,6 +122,19 @@ def test_a_layer_takes_the_time_of_its_flop_and_of_its_memory_at_the_best_speed(
     assert sustained_share(device, torch.float32, "cpu", 6 * flop / 5e10) > 0.5
 
 
+@pytest.mark.parametrize(("run_s", "in_a_row"), [(0.001, 7), (0.02, 2), (0.2, 1)])
+def test_what_takes_long_is_run_fewer_times_in_a_row(
+    monkeypatch: pytest.MonkeyPatch, run_s: float, in_a_row: int
+) -> None:
+    ends_s = [0.0]  # of the runs
+    monkeypatch.setattr("time.perf_counter", lambda: ends_s[-1])
+    seconds = device_rates.median_seconds(
+        lambda: ends_s.append(ends_s[-1] + run_s), torch.device("cpu"), start_together=lambda: None
+    )
+    assert seconds == pytest.approx(run_s)
+    assert len(ends_s) - 1 == 2 + 7 * in_a_row  # two before, the second of them timed
+
+
 def refuse_a_peak(ctx: RankContext) -> str:
     options = CalibrationOptions(max_bytes=65536, stage_s=0.02, overlap_s=0.005, peak_flop_per_s=1e6)
     with few_runs(), pytest.raises(ConfigError) as refused:
