@@ -109,14 +109,6 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _stay_on_one_core(index: int) -> None:
-    """Where ranks share cores: threads of a rank wake one another, which takes least time on one core."""
-    if sys.platform == "linux":
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) < USUAL_RANKS:
-            os.sched_setaffinity(0, {cores[index % len(cores)]})
-
-
 def _serve(control: socket.socket) -> None:
     pids: list[int] = []
     while True:
@@ -141,7 +133,6 @@ def _fork_rank(control: socket.socket, fds: list[int], index: int, stack_dir: Pa
         return pid
     try:
         _die_with_parent()
-        _stay_on_one_core(index)
         control.close()
         for i, fd in enumerate(fds):
             if i != index:

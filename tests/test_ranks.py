@@ -87,11 +87,13 @@ def _leak_thread(ctx: RankContext) -> None:
 
 def _leak_group(ctx: RankContext) -> None:
     dist.init_process_group("gloo", timeout=None)
+    dist.barrier()  # a rank that ends sooner breaks the connections that the other is making
 
 
 def _own_group(ctx: RankContext) -> int:
     dist.init_process_group("gloo")
     size = dist.get_world_size()
+    dist.barrier()
     dist.destroy_process_group()
     return size
 
