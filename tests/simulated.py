@@ -165,7 +165,7 @@ def simulate(
     fn: Callable[..., Any],
     *args: object,
     ranks_per_node: int | None = None,
-    timeout_s: float = 50.0,
+    timeout_s: float = 250.0,
 ) -> list[Any]:
     """Run `fn(ctx, *args)` on `world_size` simulated ranks and return their results in order.
 

@@ -49,11 +49,19 @@ def test_of_three_parametrizations_all_pairs_are_run() -> None:
     assert len(run) <= 10  # of 18; no fewer than 9 could do
 
 
-def test_behind_every_third_case_is_a_slow_one() -> None:
+def test_of_every_third_value_the_others_are_all_slow() -> None:
     items = cases(["abcdef"], every=3)
     slow, left_out = outside_fast_tier(items)
-    assert values_of(slow) == {("b",), ("e",)}
-    assert values_of(left_out) == {("c",), ("f",)}
+    assert values_of(slow) == {("b",), ("c",), ("e",), ("f",)}
+    assert left_out == []
+
+
+def test_no_value_is_left_out_where_an_axis_is_as_long_as_the_step() -> None:
+    axes = ["abcd", "xyz"]
+    items = cases(axes, every=3)  # the fast tier has x only, and the cases behind it y
+    run = values_of(items) - values_of(outside_fast_tier(items).left_out)
+    assert [{case[number] for case in run} for number in range(2)] == [set("abcd"), set("xyz")]
+    assert len(run) < len(items)
 
 
 def test_one_parametrization_stays_in_the_fast_tier() -> None:

@@ -4,7 +4,8 @@ A test marked `slow` is in the slow tier. A test marked `wide`, as all of a modu
 several parametrizations: the fast tier takes a diagonal of their product, which has every value of every parameter.
 Of two parametrizations the slow tier takes another diagonal; of three or more, as few cases as bring together any two
 values of any two of them. A test whose claim is about the whole product is not marked `wide`. Of a test marked
-`wide(every=3)` the fast tier takes every third case, and the slow tier the ones behind them.
+`wide(every=3)` the fast tier takes every third case, and the slow tier the ones behind them. Every value of every
+parameter is in one of the two.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,12 +41,22 @@ def outside_fast_tier(items: Iterable[pytest.Item]) -> Tiers:
     for cases in tests.values():
         every = cases[0].get_closest_marker("wide").kwargs.get("every")
         if every is not None:
-            for number, case in enumerate(cases):
-                if number % every:
-                    (tiers.slow if number % every == 1 else tiers.left_out).append(case)
+            _divide_list(cases, every, tiers)
         else:
             _divide_product(cases, tiers)
     return tiers
+
+
+def _divide_list(cases: Sequence[pytest.Item], every: int, tiers: Tiers) -> None:
+    """The case behind each fast one is slow, and what brings a value of a parameter that no case before had."""
+    numbered = [(number % every, case, set(enumerate(_coordinates(case)))) for number, case in enumerate(cases)]
+    run = {value for turn, _, values in numbered if turn < 2 for value in values}
+    for turn, case, values in numbered:
+        if turn == 1 or (turn and not values <= run):
+            tiers.slow.append(case)
+            run |= values
+        elif turn:
+            tiers.left_out.append(case)
 
 
 def _divide_product(cases: Sequence[pytest.Item], tiers: Tiers) -> None:
