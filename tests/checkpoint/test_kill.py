@@ -41,7 +41,8 @@ def start_ranks(folder: Path, world_size: int) -> list[subprocess.Popen[str]]:
     ]
 
 
-@pytest.mark.parametrize(("killed", "seed"), [("rank 0", 1), ("rank 1", 2), ("all", 3)])
+@pytest.mark.parametrize("killed", ["rank 0", "rank 1", "all"])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_the_newest_checkpoint_is_whole_after_a_kill(tmp_path: Path, killed: str, seed: int) -> None:
     """The job is killed at a random instant while it saves, after up to fifty saves."""
     chance = random.Random(f"{killed} {seed}")
