@@ -54,22 +54,26 @@ class ReplicaRandom:
         return ReplicaRandom(self._seed, index, devices[0])
 
     @contextmanager
-    def drawing(self) -> Iterator[None]:
+    def drawing(self, *, is_whole: bool = False) -> Iterator[None]:
         """Seed the generators inside, and restore their states afterwards.
 
         Ranks enter it equally often.
+
+        Args:
+            is_whole: Whether every rank draws a whole tensor, so that all seeds are equal.
         """
-        states = self.begin()
+        states = self.begin(is_whole=is_whole)
         try:
             yield
         finally:
             self.end(states)
 
-    def begin(self) -> list[torch.Tensor]:
+    def begin(self, *, is_whole: bool = False) -> list[torch.Tensor]:
         """Seed the generators for the next draw. Returns their previous states."""
         self.num_draws += 1
         states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
-        seed = ((self._seed + _PRIME * self.num_draws) * _PRIME + self._index) % _NUM_SEEDS
+        index = -1 if is_whole else self._index
+        seed = ((self._seed + _PRIME * self.num_draws) * _PRIME + index) % _NUM_SEEDS
         torch.default_generator.manual_seed(seed)
         for device in self._devices:
             torch.cuda.default_generators[
@@ -141,6 +145,17 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
         return DTensor.full_tensor(tensor)
     ((mesh_dim, placement),) = shardings
     return _all_gather(tensor, tensor.device_mesh.get_group(mesh_dim), placement.dim)
+
+
+def mean_over_ranks(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The mean of the ranks' tensors of one shape. Collective over the ranks of the mesh.
+
+    Cost: an all-reduce of the tensor over each axis of the mesh.
+    """
+    total = tensor / mesh.size()
+    for dim in range(mesh.ndim):
+        dist.all_reduce(total, group=mesh.get_group(dim))
+    return total
 
 
 def _all_gather(tensor: DTensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:

@@ -1,0 +1,443 @@
+"""A DTensor on which every operation has the result that it has on the whole tensor.
+
+torch's DTensor leaves three things to its user, each of which is wrong without an error where a script does not know
+that its tensor is sharded: a reduction to a scalar holds this rank's part of it, a view of sharded rows is a copy whose
+writes are lost, and a gradient that reaches a gathered copy is this rank's own. Parameters, gradients and all that is
+computed from them are `ExactDTensor`s instead:
+
+- An operation that needs no other rank's rows runs on the shards, as torch's DTensor does. A reduction is finished at
+  once, so no result is partial.
+- Any other operation runs on whole tensors, which are gathered for it. Every rank computes the same result, and keeps
+  its rows of what the operation wrote.
+- A view of gathered rows remembers its base (`GatheredBase`): what is written to it is written to the base.
+- An operation with a plain tensor has a plain result, because that tensor is this rank's own. Its gradient is this
+  rank's, too: where a plain gradient arrives at a parameter, the mean over all ranks is taken (`mean_gradient`).
+
+Operations that gather are collective. Like every DTensor operation that communicates, they run on all ranks or on none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
+
+from mics_strategy.comm.placement import full_tensor, mean_over_ranks
+from mics_strategy.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from mics_strategy.comm.placement import ReplicaRandom
+
+_aten = torch.ops.aten
+_COMMUNICATES = (_aten.equal.default, _aten._local_scalar_dense.default)  # without a tensor as their result
+
+_FILLED_BY_BACKWARDS = (_aten.zeros_like.default, _aten.new_zeros.default)  # with gradients of this rank, perhaps
+
+
+@dataclass(slots=True)
+class WriteCount:
+    """Number of writes to the parameters of one bucket, besides torch's counts."""
+
+    num: int = 0
+
+
+class ExactDTensor(DTensor):
+    """A DTensor whose operations have the results of the whole tensor; see the module's docstring.
+
+    Attributes:
+        mics_random: Seeds for random numbers drawn into it, the same on all replicas of a shard.
+        mics_writes: Writes to the parameters whose memory it shares; None if it shares none.
+        mics_gathered: Base whose gathered rows it views; None if it views none.
+    """
+
+    mics_random: ReplicaRandom
+    mics_writes: WriteCount | None = None
+    mics_gathered: GatheredBase | None = None
+
+    @property
+    def data(self) -> torch.Tensor:
+        """An alias that shares the version counter, so the engine detects writes to it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise LifecycleError(
+                f"{self.mics_label} is sharded as {tuple(self.shape)} {self.dtype} and cannot become "
+                f"{tuple(value.shape)} {value.dtype}. Change the model before `shard()`."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    @property
+    def mics_label(self) -> str:
+        """Name of the tensor in errors."""
+        return "The tensor"
+
+    @override
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor on every rank. Collective over the ranks of its mesh.
+
+        Its gradient is this rank's own; the parameter receives the mean over all ranks.
+
+        Args:
+            grad_placements: Placements of the gradient, if it is none of this rank alone. See torch's DTensor.
+        """
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return full_tensor(self)
+        if grad_placements is not None:
+            return super().full_tensor(grad_placements=grad_placements)
+        return cast("torch.Tensor", _FullTensor.apply(self))  # type: ignore[no-untyped-call]
+
+    @override
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's part: its rows, or all of a replicated tensor."""
+        if grad_placements is None and torch.is_grad_enabled() and self.requires_grad and is_replicated(self):
+            return self.full_tensor()
+        return super().to_local(grad_placements=grad_placements)
+
+    @override
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """The tensor with other placements. Collective if they are fewer shards."""
+        result = super().redistribute(*args, **kwargs)
+        return as_exact(result, self.mics_random)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation of which at least one argument is an `ExactDTensor`."""
+        return _run(func, args, kwargs or {})
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        copied = memo[id(self)] = self.detach().clone()
+        return cast("DTensor", copied)
+
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as torch's DTensor, with this rank's part."""
+        return as_torch_dtensor(self).__reduce_ex__(protocol)
+
+
+def as_exact(tensor: DTensor, random: ReplicaRandom) -> ExactDTensor:
+    """Let a DTensor be an `ExactDTensor`, in place.
+
+    Args:
+        tensor: DTensor over the mesh of a sharded model.
+        random: Seeds of this rank's shard.
+    """
+    if not isinstance(tensor, ExactDTensor):
+        tensor.__class__ = ExactDTensor
+        cast("ExactDTensor", tensor).mics_random = random
+    return cast("ExactDTensor", tensor)
+
+
+def as_torch_dtensor(tensor: DTensor) -> DTensor:
+    """A tensor of torch's own class on the same memory."""
+    constructor: Any = DTensor
+    return cast("DTensor", constructor(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad))
+
+
+class _FullTensor(torch.autograd.Function):
+    """The whole tensor, whose gradient stays this rank's until it arrives at a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ExactDTensor) -> torch.Tensor:
+        whole = full_tensor(tensor)
+        return whole.view_as(whole)  # where nothing is sharded it is the local part, which autograd must not mark
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def mean_gradient(grad: torch.Tensor, like: ExactDTensor) -> torch.Tensor:
+    """The gradient of a parameter, in its placements. Collective if the gradient is plain.
+
+    Args:
+        grad: A DTensor, which is the same gradient on all ranks; or a plain tensor, which is this rank's own: the mean
+            over all ranks is taken.
+        like: The parameter.
+    """
+    if not isinstance(grad, DTensor):
+        grad = _replicated(mean_over_ranks(grad, like.device_mesh), like)
+    return cast("DTensor", grad).redistribute(placements=like.placements)
+
+
+@dataclass(slots=True, eq=False)
+class GatheredBase:
+    """A tensor and its gathered values, of which views were made.
+
+    The views share the memory of `whole`. A write to one of them is copied to this rank's part of the base; a write to
+    the base gathers again, before the next operation on a view.
+
+    Attributes:
+        base: Tensor that the views are of.
+        whole: Its values on this rank, [base.shape].
+        version: Version of the base whose values `whole` holds.
+    """
+
+    base: ExactDTensor
+    whole: torch.Tensor
+    version: tuple[int, int]
+
+    def refresh(self) -> None:
+        """Gather again if the base was written to. Collective if it was."""
+        if self.version != version_of(self.base):
+            self.whole.copy_(full_tensor(self.base))
+            self.version = version_of(self.base)
+
+    def write_back(self) -> None:
+        """Copy this rank's part of `whole` to the base."""
+        keep_part(self.base, self.whole)
+        number, writes = version_of(self.base)
+        self.version = (number + 1, writes)  # torch counts the operation, through the view, when it has ended
+
+
+def version_of(tensor: ExactDTensor) -> tuple[int, int]:
+    """Numbers that grow when a tensor is written to."""
+    number = 0 if tensor.is_inference() else tensor._version
+    return number, 0 if tensor.mics_writes is None else tensor.mics_writes.num
+
+
+def keep_part(tensor: ExactDTensor, whole: torch.Tensor) -> None:
+    """Copy this rank's part of a whole tensor into it. Sends nothing.
+
+    Args:
+        tensor: Tensor that is sharded or replicated, not partial.
+        whole: Its new values, the same on all ranks, [tensor.shape].
+    """
+    replicated = DTensor.from_local(whole, tensor.device_mesh, run_check=False)
+    tensor._local_tensor.copy_(replicated.redistribute(placements=tensor.placements)._local_tensor)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on shards if that is possible, else on whole tensors."""
+    if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
+        return _unscale(*args)
+    if torch.Tag.inplace_view in func.tags:
+        raise LifecycleError(
+            f"`{func._schema.name}` changes the shape of a sharded tensor in place, for which it has no memory. "
+            "Compute a new tensor: call the operation without the trailing underscore."
+        )
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    exact = [tensor for tensor in tensors if isinstance(tensor, ExactDTensor)]
+    for tensor in exact:
+        if tensor.mics_gathered is not None:
+            tensor.mics_gathered.refresh()
+    if _is_mixed(tensors) or (func in _FILLED_BY_BACKWARDS and _in_backward()):
+        result = _run_with_plain(func, args, kwargs)
+    elif _fills_with_random_numbers(func, kwargs) and exact[0].mics_gathered is None:
+        result = _fill(func, args, kwargs, exact[0])
+    elif torch.Tag.nondeterministic_seeded in func.tags or _needs_other_rows(func, args, kwargs):
+        result = _run_on_whole(func, args, kwargs, exact[0])
+    else:
+        result = _run_on_shards(func, args, kwargs, exact[0])
+    for tensor in _written(func, args, kwargs):
+        if tensor.mics_writes is not None:
+            tensor.mics_writes.num += 1
+        if tensor.mics_gathered is not None:
+            tensor.mics_gathered.write_back()
+    written = _written_arguments(func, args, kwargs)
+    return result if written is None else written
+
+
+def _is_mixed(tensors: list[torch.Tensor]) -> bool:
+    """Whether a plain tensor takes part, whose values may differ between ranks.
+
+    A plain scalar counts where gradients are computed. Elsewhere it is a factor that ranks agree on (a clipping
+    coefficient): the values of a parameter would differ between replicas otherwise.
+    """
+    plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    if any(tensor.dim() for tensor in plain):
+        return True
+    has_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return bool(plain) and (has_graph or _in_backward())
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _needs_other_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether DTensor would gather to run an operation, or does not support it."""
+    dispatcher: Any = DTensor._op_dispatcher
+    is_tensor = any("Tensor" in str(value.type) for value in func._schema.returns)
+    has_handler = is_tensor and func in dispatcher._custom_op_handlers
+    if func in _COMMUNICATES or has_handler or torch.Tag.out in func.tags:
+        return True
+    try:
+        info = dispatcher.unwrap_to_op_info(func, args, kwargs)
+        dispatcher.sharding_propagator.propagate(info)
+    except (NotImplementedError, RuntimeError, ValueError, AssertionError):  # it has no rule for these arguments
+        return True
+    sharding = info.output_sharding
+    if not sharding.needs_redistribute:
+        return False
+    wanted = tree_leaves(sharding.redistribute_schema.args_schema)
+    pairs = zip(info.flat_args_schema, wanted, strict=False)
+    return any(isinstance(have, DTensorSpec) and not have.is_replicated() and have != want for have, want in pairs)
+
+
+def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:
+    """Run an operation as torch's DTensor does; finish a reduction."""
+    shard_args, shard_kwargs = tree_map_only(ExactDTensor, as_torch_dtensor, (args, kwargs))
+    result = func(*shard_args, **shard_kwargs)
+    if isinstance(result, DTensor) and any(placement.is_partial() for placement in result.placements):
+        placements = [Replicate() if placement.is_partial() else placement for placement in result.placements]
+        result = result.redistribute(placements=placements)
+    result = tree_map_only(DTensor, lambda tensor: as_exact(tensor, like.mics_random), result)
+    if _is_view(func):
+        for view in _tensors(result):
+            view.mics_writes, view.mics_gathered = like.mics_writes, like.mics_gathered
+    return result
+
+
+def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:
+    """Run an operation on gathered tensors. Collective.
+
+    Every rank computes the same result, on replicas of `like`'s mesh.
+    """
+    wholes = _Wholes()
+    whole_args, whole_kwargs = tree_map_only(DTensor, wholes.of, (args, kwargs))
+    has_common_seed = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+    with like.mics_random.drawing(is_whole=True) if has_common_seed else nullcontext():
+        result = func(*whole_args, **whole_kwargs)
+    wholes.keep_parts(_written(func, args, kwargs))
+    result = tree_map_only(torch.Tensor, lambda whole: _replicated(whole, like), result)
+    if _is_view(func):
+        gathered = like.mics_gathered or GatheredBase(like, wholes.of(like), version_of(like))
+        for view in _tensors(result):
+            view.mics_gathered = gathered
+    return result
+
+
+def _run_with_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on this rank's plain tensors and gathered ones. Collective.
+
+    The results are plain. `copy_` from a plain tensor gathers nothing.
+
+    Raises:
+        LifecycleError: A backward writes a gradient of this rank's into a tensor of all ranks.
+    """
+    if _in_backward() and any(True for _ in _written(func, args, kwargs)):
+        raise LifecycleError(
+            f"`{func._schema.name}` in a backward would mix gradients of this rank with a sharded tensor. In the "
+            "loss, use `parameter.full_tensor()` instead of the parameter; write to a parameter after the backward."
+        )
+    if func is _aten.copy_.default and isinstance(args[0], ExactDTensor) and args[0].mics_gathered is None:
+        keep_part(args[0], torch.empty(args[0].shape, dtype=args[0].dtype, device=args[0].device).copy_(args[1]))
+        return args[0]
+    wholes = _Wholes()
+    whole_args, whole_kwargs = tree_map_only(DTensor, wholes.of, (args, kwargs))
+    result = func(*whole_args, **whole_kwargs)
+    wholes.keep_parts(_written(func, args, kwargs))
+    return result
+
+
+def _fills_with_random_numbers(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws one number for each element, with the default generator."""
+    is_seeded = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+    return is_seeded and (torch.Tag.inplace in func.tags or func._schema.name.endswith("_like"))
+
+
+def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:
+    """Draw random numbers into shards: equal ones on replicas, different ones on shards."""
+    local_args, local_kwargs = tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs))
+    with like.mics_random.drawing(is_whole=is_replicated(like)):
+        drawn = func(*local_args, **local_kwargs)
+    return as_exact(like_tensor(drawn, like), like.mics_random)
+
+
+class _Wholes:
+    """The gathered values of the arguments of one operation."""
+
+    def __init__(self) -> None:
+        self._wholes: dict[int, torch.Tensor] = {}
+
+    def of(self, tensor: DTensor) -> torch.Tensor:
+        """The values of a whole tensor. Collective if it is sharded."""
+        if isinstance(tensor, ExactDTensor) and tensor.mics_gathered is not None:
+            return tensor._local_tensor
+        if id(tensor) not in self._wholes:
+            self._wholes[id(tensor)] = full_tensor(tensor)
+        return self._wholes[id(tensor)]
+
+    def keep_parts(self, written: Iterator[ExactDTensor]) -> None:
+        """Copy this rank's part of the written values to the shards."""
+        for tensor in written:
+            if tensor.mics_gathered is None:
+                keep_part(tensor, self._wholes[id(tensor)])
+
+
+def is_replicated(tensor: DTensor) -> bool:
+    """Whether every rank holds the whole tensor."""
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
+def like_tensor(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor of the shape and placements of `like`, with local part `local`."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _replicated(whole: torch.Tensor, like: ExactDTensor) -> torch.Tensor:
+    """A tensor that is the same on all ranks, over the mesh of `like`; a sparse one stays plain."""
+    if whole.layout is not torch.strided:
+        return whole
+    return as_exact(DTensor.from_local(whole, like.device_mesh, run_check=False), like.mics_random)
+
+
+def _tensors(tree: Any) -> list[Any]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _is_view(func: Any) -> bool:
+    """Whether the results share memory with the first tensor."""
+    return any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ExactDTensor]:
+    """The tensors that an operation writes to."""
+    if func._schema.is_mutable:
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                yield from (tensor for tensor in _tensors(value) if isinstance(tensor, ExactDTensor))
+
+
+def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation that writes in place, or into `out=`, returns; None for any other."""
+    if not func._schema.is_mutable or not func._schema.returns:
+        return None
+    written = [
+        args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if len(written) < len(func._schema.returns):
+        return None
+    return written[0] if len(func._schema.returns) == 1 else tuple(written)
+
+
+def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Unscale gradients for a `GradScaler`, with overflows of all ranks. Collective.
+
+    DTensor's own implementation shares them along the placements of the first gradient only, and not at all if that is
+    a scalar's.
+    """
+    unscale = _aten._amp_foreach_non_finite_check_and_unscale_.default
+    unscale([grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads], found_inf, inv_scale)
+    mesh = next(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
+    names = mesh.mesh_dim_names or ()
+    placements = [Partial("max") if name == "shard" else Replicate() for name in names]
+    found_inf.copy_(DTensor.from_local(found_inf, mesh, placements, run_check=False).full_tensor())
