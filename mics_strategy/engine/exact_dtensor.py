@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
@@ -85,10 +86,10 @@ class ExactDTensor(DTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank. Collective over the ranks of its mesh.
 
-        Its gradient is this rank's own; the parameter receives the mean over all ranks.
+        It receives the mean of all ranks' gradients.
 
         Args:
-            grad_placements: Placements of the gradient, if it is none of this rank alone. See torch's DTensor.
+            grad_placements: Placements of the gradient, if it is not this rank's own. See torch's DTensor.
         """
         if not (torch.is_grad_enabled() and self.requires_grad):
             return full_tensor(self)
@@ -115,6 +116,15 @@ class ExactDTensor(DTensor):
     ) -> Any:
         """Run an operation of which at least one argument is an `ExactDTensor`."""
         return _run(func, args, kwargs or {})
+
+    if torch.__version__ < "2.12":  # which runs operations on any kind of DTensor by itself
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            """Run a function of torch, with its operations on an `ExactDTensor`."""
+            return _run_function(func, args, kwargs or {})
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -147,16 +157,17 @@ def as_torch_dtensor(tensor: DTensor) -> DTensor:
 
 
 class _FullTensor(torch.autograd.Function):
-    """The whole tensor, whose gradient stays this rank's until it arrives at a parameter."""
+    """The whole tensor, with the mean over all ranks of its gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ExactDTensor) -> torch.Tensor:
+        ctx.like = tensor.detach()
         whole = full_tensor(tensor)
         return whole.view_as(whole)  # where nothing is sharded it is the local part, which autograd must not mark
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
+        return mean_gradient(grad, ctx.like)
 
 
 def mean_gradient(grad: torch.Tensor, like: ExactDTensor) -> torch.Tensor:
@@ -250,6 +261,34 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result if written is None else written
 
 
+class _Operations(TorchDispatchMode):
+    """Operations of a function of torch, for a version that does not pass them to a kind of DTensor."""
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        has_exact = any(isinstance(leaf, ExactDTensor) for leaf in tree_leaves((args, kwargs)))
+        return _run(func, args, kwargs or {}) if has_exact else func(*args, **(kwargs or {}))
+
+
+def _run_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch on an `ExactDTensor`.
+
+    The backward of an operation with a plain tensor cannot be followed there, so it gets differentiable whole tensors.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if func.__name__ in ("__get__", "__set__"):  # of an attribute
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        has_plain = any(not isinstance(tensor, DTensor) for tensor in tensors)
+        if has_plain and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            args, kwargs = tree_map_only(ExactDTensor, ExactDTensor.full_tensor, (args, kwargs))
+            return func(*args, **kwargs)
+        with _Operations():  # type: ignore[no-untyped-call]
+            return func(*args, **kwargs)
+
+
 def _is_mixed(tensors: list[torch.Tensor]) -> bool:
     """Whether a plain tensor takes part, whose values may differ between ranks.
 
@@ -272,7 +311,7 @@ def _needs_other_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     dispatcher: Any = DTensor._op_dispatcher
     is_tensor = any("Tensor" in str(value.type) for value in func._schema.returns)
     has_handler = is_tensor and func in dispatcher._custom_op_handlers
-    if func in _COMMUNICATES or has_handler or torch.Tag.out in func.tags:
+    if func in _COMMUNICATES or has_handler or any(argument.is_out for argument in func._schema.arguments):
         return True
     try:
         info = dispatcher.unwrap_to_op_info(func, args, kwargs)
@@ -346,7 +385,7 @@ def _run_with_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _fills_with_random_numbers(func: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operation draws one number for each element, with the default generator."""
     is_seeded = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-    return is_seeded and (torch.Tag.inplace in func.tags or func._schema.name.endswith("_like"))
+    return is_seeded and func._schema.name.endswith(("_", "_like"))
 
 
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:
