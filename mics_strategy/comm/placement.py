@@ -152,7 +152,8 @@ def mean_over_ranks(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
     Cost: an all-reduce of the tensor over each axis of the mesh.
     """
-    total = tensor / mesh.size()
+    total = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    total.copy_(tensor).div_(mesh.size())  # a gradient may have no memory (autograd's zeros) or expanded dimensions
     for dim in range(mesh.ndim):
         dist.all_reduce(total, group=mesh.get_group(dim))
     return total

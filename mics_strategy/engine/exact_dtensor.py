@@ -105,10 +105,15 @@ class ExactDTensor(DTensor):
         return super().to_local(grad_placements=grad_placements)
 
     @override
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """The tensor with other placements. Collective if they are fewer shards."""
-        result = super().redistribute(*args, **kwargs)
-        return as_exact(result, self.mics_random)
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> DTensor:
+        """The tensor with other placements. Collective if they are fewer shards.
+
+        It is gathered as in `full_tensor`, since torch's own gather is not safe on gloo (`comm.placement`).
+        """
+        tensor: DTensor = self
+        if placements is not None and tuple(placements) != self.placements and not is_replicated(self):
+            tensor = DTensor.from_local(self.full_tensor(), self.device_mesh, run_check=False)
+        return as_exact(DTensor.redistribute(tensor, device_mesh, placements, **kwargs), self.mics_random)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -180,7 +185,7 @@ def mean_gradient(grad: torch.Tensor, like: ExactDTensor) -> torch.Tensor:
     """
     if not isinstance(grad, DTensor):
         grad = _replicated(mean_over_ranks(grad, like.device_mesh), like)
-    return cast("DTensor", grad).redistribute(placements=like.placements)
+    return as_exact(cast("DTensor", grad), like.mics_random).redistribute(placements=like.placements)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,217 @@
+"""Every operation of torch's own list of operators, on sharded parameters and gradients, beside plain tensors.
+
+The samples are those with which torch tests its operators (`op_db`). One model holds all of them as parameters.
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
+
+from mics_strategy import MiCSError, ShardConfig, shard
+from tests.rank_report import RankContext
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One call of an operator.
+
+    Attributes:
+        name: Name of the operator.
+        call: The operator, or the variant that writes into its first argument.
+        values: First argument, in fp64.
+        args: The others, positional ones and keywords.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    values: Tensor
+    args: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def on(self, tensor: Tensor) -> Any:
+        """The result on a tensor of these values, which may be written to."""
+        args, kwargs = tree_map_only(Tensor, lambda value: value.detach().clone(), self.args)
+        return self.call(tensor, *args, **kwargs)
+
+
+@dataclass(slots=True)
+class Found:
+    """What a sweep has found: how many samples are right, which are refused by whom, which are wrong."""
+
+    num_right: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of deprecated operators and of what torch's own tests import."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def samples(every: int, *, in_place: bool, differentiable: bool) -> list[Sample]:
+    """The first sample of every so many-th operator with one in fp64 that draws no random numbers."""
+    from torch.testing._internal.common_methods_invocations import op_db  # takes seconds, so only where needed
+
+    chosen = []
+    for op in op_db[::every]:
+        if torch.float64 not in op.supported_dtypes("cpu") or (differentiable and not op.supports_autograd):
+            continue
+        if "empty" in op.name or op.name.startswith("unsafe_"):
+            continue  # no values to compare; views that torch tells not to write to
+        for sample in itertools.islice(_dense_samples(op), 1):
+            args = (tuple(sample.args), dict(sample.kwargs))
+            calls = {op.name: op.op, f"{op.name}_": op.inplace_variant if in_place else None}
+            made = [Sample(name, call, sample.input.detach(), args) for name, call in calls.items() if call is not None]
+            chosen += [one for one in made if _is_deterministic(one)]
+    return chosen
+
+
+def _dense_samples(op: Any) -> Iterator[Any]:
+    for sample in op.sample_inputs("cpu", torch.float64):
+        values = sample.input
+        if isinstance(values, Tensor) and values.layout is torch.strided and values.dtype == torch.float64:
+            if values.numel():
+                yield sample
+
+
+class _Draws(TorchDispatchMode):
+    """Notes whether an operation draws random numbers."""
+
+    has_drawn = False
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _is_deterministic(sample: Sample) -> bool:
+    try:
+        with _Draws() as draws:
+            sample.on(sample.values.clone())
+    except (RuntimeError, AssertionError):
+        return False  # in place, on a shape that does not hold the result, or for GPUs alone
+    return not draws.has_drawn
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two results are close: shapes, dtypes and values, and scalars as a script reads them."""
+    leaves = [tree_leaves(result) for result in (one, other)]
+    if len(leaves[0]) != len(leaves[1]):
+        return False
+    for left, right in zip(*leaves, strict=True):
+        if isinstance(left, Tensor) != isinstance(right, Tensor):
+            return False
+        if not isinstance(left, Tensor):
+            if left != right and left == left:
+                return False
+            continue
+        if left.dim() == 0 and not left.is_complex() and left.item() != left.item() and right.item() == right.item():
+            return False
+        found = [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in (left, right)]
+        if found[0].shape != found[1].shape or found[0].dtype != found[1].dtype:
+            return False
+        try:
+            torch.testing.assert_close(*(leaf.detach() for leaf in found), equal_nan=True, rtol=1e-7, atol=1e-9)
+        except AssertionError:
+            return False
+        if left.dim() == 0 and abs(complex(left.item()) - complex(found[1].item())) > 1e-7 * abs(found[1].item()):
+            return False
+    return True
+
+
+class Holder(nn.Module):
+    """A model whose parameters are the samples' values."""
+
+    def __init__(self, chosen: list[Sample]) -> None:
+        super().__init__()
+        self.held = nn.ParameterList([nn.Parameter(sample.values.clone()) for sample in chosen])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@_quiet()
+def sweep_values(ctx: RankContext, preset: str, every: int) -> Found:
+    """Each operator on a parameter, and on its gradient; a result that is a view is written to."""
+    chosen = samples(every, in_place=True, differentiable=False)
+    model = Holder(chosen)
+    shard(model, ShardConfig.preset(preset))
+    found = Found()
+    for sample, parameter in zip(chosen, model.held, strict=True):
+        parameter.grad = sample.values.clone()
+        for kind, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
+            with torch.no_grad():
+                _compare(sample, kind, tensor, found)
+    return found
+
+
+def _compare(sample: Sample, kind: str, tensor: Tensor, found: Found) -> None:
+    plain = sample.values.clone()
+    expected = sample.on(plain)
+    shared = {plain.untyped_storage().data_ptr()}
+    views = [i for i, leaf in enumerate(tree_leaves(expected)) if _address(leaf) in shared]
+    try:
+        result = sample.on(tensor)
+    except (MiCSError, RuntimeError, NotImplementedError) as error:
+        found.refused[sample.name] = f"{type(error).__name__}: {error}"
+        return
+    is_right = _equal((result, tensor), (expected, plain))
+    if is_right and views:
+        leaves = tree_leaves(result), tree_leaves(expected)
+        for leaf in (leaves[0][views[-1]], leaves[1][views[-1]]):
+            leaf.mul_(3)
+        is_right = _equal((tensor, result), (plain, expected))
+    found.num_right += is_right
+    if not is_right:
+        found.wrong.append(f"{sample.name} of a {kind} {tuple(plain.shape)}")
+
+
+def _address(leaf: object) -> int:
+    is_dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided and bool(leaf.numel())
+    overlaps = is_dense and 0 in leaf.stride() and leaf.numel() > 1  # expanded: torch refuses writes
+    return leaf.untyped_storage().data_ptr() if is_dense and not overlaps else -1
+
+
+@_quiet()
+def sweep_gradients(ctx: RankContext, preset: str, every: int) -> Found:
+    """Each operator in a loss in which every rank weighs its results differently."""
+    chosen = samples(every, in_place=False, differentiable=True)
+    model = Holder(chosen)
+    shard(model, ShardConfig.preset(preset))
+    found = Found()
+    for sample, parameter in zip(chosen, model.held, strict=True):
+        plain = sample.values.clone().requires_grad_()
+        losses = [_weighted(sample.on(plain), rank) for rank in range(ctx.world_size)]
+        if not isinstance(losses[0], Tensor):
+            continue  # it has no differentiable result
+        (sum(losses) / ctx.world_size).backward()
+        try:
+            _weighted(sample.on(parameter), ctx.rank).backward()
+            is_right = _equal(parameter.grad, plain.grad)
+        except (MiCSError, RuntimeError, NotImplementedError) as error:
+            found.refused[sample.name] = f"{type(error).__name__}: {error}"
+            continue
+        found.num_right += is_right
+        if not is_right:
+            found.wrong.append(f"gradient of {sample.name} {tuple(plain.shape)}")
+    return found
+
+
+def _weighted(result: Any, rank: int) -> Any:
+    generator = torch.Generator().manual_seed(rank)
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    real = [leaf for leaf in outputs if leaf.is_floating_point()]
+    return sum((leaf * torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator)).sum() for leaf in real)

@@ -1,0 +1,239 @@
+"""What a script does by hand to sharded parameters and gradients, beside one plain process in fp64."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import SGD
+
+from mics_strategy import ShardConfig, shard
+from tests.ranks import RankContext, RankPool
+
+PRESETS = ("zero3", "mics", "paro-nig", "ddp")
+STEPS = 3
+
+
+class Model(nn.Module):
+    """Layers of a shape that ranks divide unevenly, and a head that the loss uses without a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 4))
+        self.head = nn.Linear(4, 5, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.scale
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def plain_loss(model: Model, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+# -- losses ---------------------------------------------------------------------------------------------------------
+
+
+def full_tensor_in_a_loss(model: Model, x: Tensor) -> Tensor:
+    return (model(x) @ whole(model.head.weight).t()).square().mean()
+
+
+def weight_in_a_loss(model: Model, x: Tensor) -> Tensor:
+    return nn.functional.linear(model(x), model.head.weight).square().mean()
+
+
+def norm_times_data(model: Model, x: Tensor) -> Tensor:
+    return plain_loss(model, x) * model.head.weight.norm() + x.mean() * model.scale.square()
+
+
+def penalty_of_rows(model: Model, x: Tensor) -> Tensor:
+    return plain_loss(model, x) + 0.1 * model.head.weight[1:4].square().sum() + model.layers[0].weight[6].sum()
+
+
+def rows_looked_up(model: Model, x: Tensor) -> Tensor:
+    rows = model.head.weight[(x[:, 0].abs() * 3).long() % 5]
+    return plain_loss(model, x) + (rows * x).mean()
+
+
+def fast_weights(model: Model, x: Tensor) -> Tensor:
+    weight = whole(model.head.weight)
+    inner = (model(x) @ weight.t()).square().mean()
+    (grad,) = torch.autograd.grad(inner, weight, create_graph=True)
+    return (model(x) @ (weight - 0.1 * grad).t()).pow(4).mean()
+
+
+# -- between backward and step, and after the step ------------------------------------------------------------------
+
+
+def rows_of_gradients_are_cleared(model: Model) -> None:
+    model.layers[0].weight.grad[:3].zero_()
+    model.head.weight.grad[4] *= 2
+
+
+def data_of_gradients_is_set(model: Model) -> None:
+    for parameter in model.parameters():
+        parameter.grad.data = parameter.grad.data * 0.1
+
+
+def plain_gradients_are_set(model: Model) -> None:
+    for parameter in model.parameters():
+        parameter.grad = whole(parameter.grad).sign()
+
+
+def step_is_skipped_by_a_guard(model: Model) -> None:
+    gradients = [parameter.grad for parameter in model.parameters()]
+    if any(bool((grad > 0.2).any()) or grad.isnan().any() for grad in gradients):
+        model.zero_grad()
+
+
+def gradients_are_clipped_by_hand(model: Model) -> None:
+    total = sum(float(parameter.grad.norm()) ** 2 for parameter in model.parameters()) ** 0.5
+    for parameter in model.parameters():
+        parameter.grad.mul_(min(1.0, 0.01 / total))
+
+
+@torch.no_grad()
+def rows_are_written(model: Model) -> None:
+    model.layers[0].weight.data[2].zero_()
+    model.layers[2].weight[1:3].mul_(0.5)
+    model.head.weight.select(0, 4).fill_(0.3)
+    model.head.weight.t()[2].add_(1)
+    model.layers[0].weight.flatten()[-2:].sub_(1)
+    model.layers[2].weight.diagonal().mul_(2)
+    model.head.weight[0, 1] = 7
+    model.layers[0].bias[model.layers[0].bias < 0] = 0.1
+    for part in model.layers[2].bias.chunk(2):
+        part.clamp_(max=0.2)
+
+
+@torch.no_grad()
+def views_follow_their_parameter(model: Model) -> None:
+    weight = model.layers[0].weight
+    row, rows = weight[6], weight[2:6]
+    weight.mul_(2)
+    row.add_(rows.sum())
+    rows.mul_(row.norm())
+
+
+@torch.no_grad()
+def vector_is_written(model: Model) -> None:
+    vector = whole(parameters_to_vector(model.parameters()))
+    vector_to_parameters(vector * 0.9, model.parameters())
+
+
+@torch.no_grad()
+def weights_are_renormalised(model: Model) -> None:
+    weight = model.head.weight
+    weight.div_(weight.norm(dim=1, keepdim=True).clamp(min=1e-7))
+    model.layers[0].weight.copy_(model.layers[0].weight / model.layers[0].weight.norm(dim=0))
+
+
+@torch.no_grad()
+def values_are_initialised(model: Model) -> None:
+    nn.init.eye_(model.layers[0].weight)
+    nn.init.ones_(model.layers[2].weight)
+    nn.init.orthogonal_(plain := torch.empty(5, 4, dtype=torch.float64), generator=torch.Generator().manual_seed(1))
+    model.head.weight.copy_(plain)
+
+
+def plain_state_is_loaded(model: Model) -> None:
+    state = {name: whole(value).clone() * 0.9 for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+LOSSES = (full_tensor_in_a_loss, weight_in_a_loss, norm_times_data, penalty_of_rows, rows_looked_up, fast_weights)
+BEFORE_STEPS = (
+    rows_of_gradients_are_cleared,
+    data_of_gradients_is_set,
+    plain_gradients_are_set,
+    step_is_skipped_by_a_guard,
+    gradients_are_clipped_by_hand,
+)
+AFTER_STEPS = (
+    rows_are_written,
+    views_follow_their_parameter,
+    vector_is_written,
+    weights_are_renormalised,
+    values_are_initialised,
+    plain_state_is_loaded,
+)
+Loop = tuple[Callable[[Model, Tensor], Tensor], Callable[[Model], None] | None, Callable[[Model], None] | None]
+LOOPS: dict[str, Loop] = {
+    **{loss.__name__: (loss, None, None) for loss in LOSSES},
+    **{change.__name__: (plain_loss, change, None) for change in BEFORE_STEPS},
+    **{change.__name__: (weight_in_a_loss, None, change) for change in AFTER_STEPS},
+}
+
+
+def _batch(step: int, rank: int) -> Tensor:
+    return torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _train(model: Model, loop: Loop, losses_of: Callable[[Model, int], list[Tensor]]) -> dict[str, Tensor]:
+    _, before_step, after_step = loop
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        losses = losses_of(model, step)
+        (sum(losses) / len(losses)).backward()
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if before_step is not None:
+            before_step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if after_step is not None:
+            after_step(model)
+    return {name: whole(value).detach() for name, value in model.state_dict().items()}
+
+
+def train_both(ctx: RankContext, preset: str, name: str) -> None:
+    """Train sharded, and in one plain process on the batches of all ranks; compare."""
+    loop = LOOPS[name]
+    torch.manual_seed(0)
+    plain = Model().double()
+    sharded = copy.deepcopy(plain)
+    shard(sharded, ShardConfig.preset(preset))
+    found = _train(sharded, loop, lambda model, step: [loop[0](model, _batch(step, ctx.rank))])
+    expected = _train(
+        plain, loop, lambda model, step: [loop[0](model, _batch(step, rank)) for rank in range(ctx.world_size)]
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.one_job
+@pytest.mark.wide
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_a_script_does_by_hand_trains_as_one_process(ranks: RankPool, preset: str, name: str) -> None:
+    ranks(4, train_both, preset, name, ranks_per_node=2)
+
+
+def draw(ctx: RankContext, preset: str) -> list[Tensor]:
+    """Draw into parameters in several ways, after ranks have drawn different numbers of numbers."""
+    model = Model()
+    shard(model, ShardConfig.preset(preset))
+    torch.manual_seed(ctx.rank)
+    torch.rand(ctx.rank + 1)
+    with torch.no_grad():
+        nn.init.trunc_normal_(model.layers[0].weight)
+        model.layers[2].weight.mul_(nn.functional.dropout(model.layers[2].weight * 0 + 1))
+        model.head.weight[2].normal_()
+        model.scale.uniform_()
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_random_numbers_drawn_by_hand_are_equal_on_replicas(ranks: RankPool, preset: str) -> None:
+    first, *others = ranks(4, draw, preset, ranks_per_node=2)
+    for other in others:
+        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+    truncated = first[1]
+    assert len(truncated.unique()) == truncated.numel()  # shards draw different numbers

@@ -1,0 +1,52 @@
+"""Operators of torch on sharded parameters and gradients have the results of whole tensors, or are refused.
+
+Values, scalars, writes, writes through views, and gradients in a loss of which every rank has another one.
+"""
+
+import pytest
+
+from tests.engine.operator_sweep import Found, sweep_gradients, sweep_values
+from tests.ranks import RankPool
+
+RESHAPES = {
+    "as_strided_",
+    "resize_",
+    "resize_as_",
+    "squeeze_",
+    "t_",
+    "transpose_",
+    "unsqueeze_",
+    "swapaxes_",
+    "squeeze",
+}
+REFUSED = RESHAPES | {"stft", "nanquantile"}  # which use one of them inside
+REFUSED_IN_BACKWARDS = {"cumprod", "nanquantile", "stft"}  # written for this rank's gradient
+
+
+def _check(found: list[Found], refused: set[str], least: int) -> None:
+    for of_rank in found:
+        assert of_rank.wrong == []
+        unexpected = {name: text for name, text in of_rank.refused.items() if name not in refused}
+        assert unexpected == {}
+        assert of_rank.num_right >= least
+
+
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+def test_some_operators_have_the_values_of_a_plain_tensor(ranks: RankPool, preset: str) -> None:
+    _check(ranks(2, sweep_values, preset, 20), REFUSED, least=60)
+
+
+def test_some_operators_have_the_mean_gradient_of_a_plain_tensor(ranks: RankPool) -> None:
+    _check(ranks(2, sweep_gradients, "zero3", 20), REFUSED_IN_BACKWARDS, least=25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "num_ranks"), [("zero3", 3), ("mics", 4)])
+def test_every_operator_has_the_values_of_a_plain_tensor(ranks: RankPool, preset: str, num_ranks: int) -> None:
+    _check(ranks(num_ranks, sweep_values, preset, 1, ranks_per_node=2 if num_ranks == 4 else None), REFUSED, least=900)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["mics", "ddp"])
+def test_every_operator_has_the_mean_gradient_of_a_plain_tensor(ranks: RankPool, preset: str) -> None:
+    _check(ranks(4, sweep_gradients, preset, 1, ranks_per_node=2), REFUSED_IN_BACKWARDS, least=400)
