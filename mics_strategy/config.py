@@ -112,6 +112,9 @@ class ShardConfig:
         optimizer_layout: ``"rows"`` shards every tensor. ``"tensors"`` assigns each tensor that an optimizer must
             update as a whole (Muon, Adafactor, ...) to one rank of the optimizer scope; other tensors are sharded by
             rows.
+        update_locality: Elements on which the update of one element depends, for optimizers that are not known:
+            ``"element"`` (its own) or ``"tensor"`` (those of its tensor, which requires that ``optimizer_layout`` is
+            ``"tensors"``). ``"auto"``: optimizers that are not known are refused.
         second_hop: Time at which gradients are reduced beyond their scope: ``"boundary"`` (once per optimizer step) or
             ``"micro_step"`` (after every backward, the schedule with which MiCS compares itself).
         overlap: Communication that may overlap compute: ``"all"``, ``"none"`` or a set of ``{"gather", "reduce",
@@ -152,6 +155,7 @@ class ShardConfig:
     param_dtype: str | torch.dtype = "auto"
     reduce_dtype: str | torch.dtype = "auto"
     optimizer_layout: str = "rows"
+    update_locality: str = "auto"
     second_hop: str = "boundary"
     overlap: str | frozenset[str] | set[str] = "all"
     prefetch: int = 1
@@ -178,6 +182,7 @@ class ShardConfig:
         _check_choice("codec_links", self.codec_links, ("slow", "all"))
         _check_choice("grad_codec_hops", self.grad_codec_hops, ("all", "first", "second"))
         _check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
+        _check_choice("update_locality", self.update_locality, ("auto", "element", "tensor"))
         _check_choice("second_hop", self.second_hop, ("boundary", "micro_step"))
         if isinstance(self.topology, Mapping):
             object.__setattr__(self, "topology", topology_of(self.topology))

@@ -445,20 +445,17 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         area="optimizer locality",
-        claim="Muon is taken for an optimizer of whole tensors",
-        old='("muon", "shampoo", "soap", "kfac", "galore")',
-        new="()",
+        claim="options that couple elements are not known",
+        old="if is_compared and name not in",
+        new="if False and name not in",
         tests=("tests/engine/optimizer/test_locality.py",),
     ),
     Mutation(
         area="optimizer locality",
-        claim="an optimizer that looks along the last dimension is found",
-        old="for dim in (0, -1)]",
-        new="for dim in (0,)]",
-        tests=(
-            "tests/engine/optimizer/test_locality.py",
-            "tests/engine/optimizer/test_owner_exchange.py",
-        ),
+        claim="hooks of an optimizer see sharded parameters",
+        old="move_to_end(_OWN_KEY, last=is_last)",
+        new="move_to_end(_OWN_KEY, last=not is_last)",
+        tests=("tests/engine/optimizer/test_step_hooks.py",),
     ),
     Mutation(
         area="optimizer locality",

@@ -40,7 +40,7 @@ TRAININGS = [(aligned, "8bit"), (aligned, "4bit"), (aligned, "fp8"), (unaligned,
 
 
 def run_of(case: Any, preset: str = "zero1") -> Run:
-    return Run(case=case, config=ShardConfig.preset(preset))
+    return Run(case=case, config=ShardConfig.preset(preset, update_locality="element"))
 
 
 def begin(ctx: RankContext, run: Run, make: MakeOptimizer) -> Training:

@@ -244,10 +244,11 @@ def up_and_down(loop: Loop) -> Seen:
 
 @pytest.mark.parametrize("make", [_WritesThroughData, _NestsItsStates], ids=["data", "nested-states"])
 def test_an_optimizer_may_be_written_as_on_plain_parameters(ranks: RankPool, make: MakeOptimizer) -> None:
-    runs = [Run(case=models.scalar, config=config) for config in presets(PRESETS)]
+    runs = [Run(case=models.scalar, config=config) for config in presets(PRESETS, update_locality="element")]
     assert_same_loop(ranks, 2, runs, in_their_own_way, make)
 
 
 def test_parameters_may_be_moved_and_put_back_between_steps(ranks: RankPool) -> None:
-    runs = [Run(case=models.mlp, config=config, accumulation=2) for config in presets(PRESETS)]
+    configs = presets(PRESETS, update_locality="element")
+    runs = [Run(case=models.mlp, config=config, accumulation=2) for config in configs]
     assert_same_loop(ranks, 4, runs, up_and_down)

@@ -58,7 +58,7 @@ def trained(
     """Job: this rank's shards after some steps, and a number of its own generator."""
     forget_meshes()
     model = Stack()
-    shard(model, ShardConfig.preset(preset, **options), units=[Block])
+    shard(model, ShardConfig.preset(preset, update_locality="element", **options), units=[Block])
     torch.manual_seed(ctx.rank)
     optimizer = Langevin(model.parameters(), lr=0.01)
     for _ in range(steps):

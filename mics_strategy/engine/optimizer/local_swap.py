@@ -45,7 +45,7 @@ class _SwappedParam:
         owner: Rank that updates the whole tensor; None where every rank updates its rows.
         states: States as DTensors, by name, while the optimizer holds local ones.
         is_stepped: Whether the parameter has a gradient in this step.
-        shows_grad: Whether the local tensor was given the gradient.
+        shown_grad: Gradient that the local tensor was given; None without one.
     """
 
     sharded: ShardedParameter
@@ -54,25 +54,26 @@ class _SwappedParam:
     owner: int | None = None
     states: dict[Any, DTensor] = field(default_factory=dict)
     is_stepped: bool = False
-    shows_grad: bool = False
+    shown_grad: torch.Tensor | None = None
 
     def swap_grad_in(self) -> None:
         """Set the gradient on the local tensor."""
         grad = self.sharded.raw_grad
         self.is_stepped = grad is not None
         # Only the owner sees whether a step clears a whole tensor's gradient, so every rank keeps it.
-        self.shows_grad = self.is_stepped and self.owner is None
         if self.owner is None:
-            self.local.grad = grad._local_tensor if isinstance(grad, DTensor) else grad  # `to_local` costs more
+            self.shown_grad = grad._local_tensor if isinstance(grad, DTensor) else grad  # `to_local` costs more
+            self.local.grad = self.shown_grad
 
     def swap_grad_out(self) -> None:
-        """Clear the gradient if the local tensor has lost it.
+        """Set the gradient to that of the local tensor if this is another one, or None.
 
-        The step cleared it, or `zero_grad` after a step that raised.
+        The step replaced or cleared it, or `zero_grad` after a step that raised.
         """
-        if self.shows_grad and self.local.grad is None:
-            self.sharded.grad = None
-        self.local.grad = None
+        grad = self.local.grad
+        if self.shown_grad is not None and grad is not self.shown_grad:
+            self.sharded.grad = None if grad is None else self.sharded.like_self(grad)
+        self.local.grad = self.shown_grad = None
 
     def restore_storage(self) -> None:
         """Copy the values where ``parameter.data = ...`` has replaced the memory."""
@@ -156,8 +157,7 @@ class LocalParamSwap:
             return
         _check_param_groups_only(optimizer)
         if not target.has_whole_states:
-            fallback = UpdateLocality.PER_TENSOR if target.optimizer_layout == "tensors" else UpdateLocality.ELEMENTWISE
-            localities = locality_by_group(optimizer, target.device, fallback)
+            localities = locality_by_group(optimizer, target.update_locality)
             _check_locality(optimizer, localities, target.optimizer_layout)
             grouped = zip(optimizer.param_groups, localities, strict=True)
             whole_params = [
@@ -190,6 +190,8 @@ class LocalParamSwap:
 
         Collective where tensors are updated on their owners.
         """
+        if self.is_local:
+            return
         for group in self._optimizer.param_groups:
             group["params"] = self._locals_of(group["params"])
         for exchange in self.exchanges:
@@ -315,9 +317,8 @@ def _check_locality(optimizer: Optimizer, localities: list[UpdateLocality], opti
     name = type(optimizer).__name__
     if UpdateLocality.GLOBAL in localities:
         raise ConfigError(
-            f"{name} couples parameters: in a dry run on small tensors, the update of one tensor depended on other "
-            f"tensors. Each rank steps on its own shards only. Use {_ELEMENTWISE}, or replicate the optimizer states "
-            "with `optimizer='none'`."
+            f"{name} couples parameters: the update of one tensor depends on other tensors. Each rank steps on its own "
+            f"shards only. Use {_ELEMENTWISE}, or replicate the optimizer states with `optimizer='none'`."
         )
     if UpdateLocality.PER_TENSOR in localities and optimizer_layout == "rows":
         raise ConfigError(

@@ -1,9 +1,20 @@
 """Steps of any torch optimizer on shards, and the norm of their gradients.
 
-Outside of a step an optimizer holds sharded parameters: clipping, gradient scalers, state dicts and schedulers work on
-DTensors. Inside of a step it holds plain local tensors (see `local_swap`). The swap happens in torch's global step
-hooks, or after the closure if there is one. So every call of ``step`` is covered, for optimizers built after `shard()`
-and for adopted ones.
+Only the body of ``step`` sees plain local tensors (see `local_swap`). Everywhere else an optimizer holds sharded
+parameters: clipping, gradient scalers, state dicts, schedulers and step hooks work on DTensors. Four hooks enclose the
+body, so every call of ``step`` is covered, for optimizers built after `shard()` and for adopted ones. torch runs global
+hooks, the optimizer's own hooks, the body, its own hooks and global hooks, in this order:
+
+    _before_body   first global pre-hook   checks; shows sharded parameters to the other hooks; adds the next two
+    _swap_in       last own pre-hook       swaps in, or after the closure if there is one
+    _swap_out      first own post-hook     swaps out; records the step
+    _after_body    last global post-hook   swaps in again for the rest of an enclosing body
+
+The body of a subclass may call the step of its parent, which runs all hooks again. That is no step of its own. Tensors
+stay local there, unless other hooks see them.
+
+An optimizer that steps another one on the same parameters (Lookahead, SAM) has no local tensors: its body computes with
+DTensors, and the other one's step swaps.
 
 The norm takes one pass over this rank's shards and one all-reduce over the ranks with different shards. Replicas are
 left out, because they would count every shard again.
@@ -15,9 +26,10 @@ import functools
 import math
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -28,6 +40,8 @@ from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from mics_strategy.comm.process_groups import ProcessGroups
     from mics_strategy.engine.optimizer.target import OptimizerTarget
 
@@ -52,11 +66,34 @@ class StepHooks:
         swap.prepare()
         return swap
 
+    def show_sharded(self, optimizer: Optimizer, is_nested: bool) -> None:
+        """Swap out of an optimizer whose step raised, or whose body calls the step of its parent class. Collective.
+
+        As in torch, updates made before an error count.
+
+        Raises:
+            ConfigError: Gradients that the body has changed are on the owners of whole tensors.
+        """
+        swap = self._swaps.get(optimizer)
+        if swap is None:
+            return
+        if is_nested and swap.exchanges:
+            raise ConfigError(
+                f"`{type(optimizer).__name__}.step` calls the step of its parent class, which runs the hooks of steps "
+                "again. They need gradients that are on the owners of whole tensors. Remove the step hooks and act "
+                "before or after `step()`, or replicate the optimizer states with `optimizer='none'`."
+            )
+        swap.sync_owned()
+
+    def show_local(self, optimizer: Optimizer) -> None:
+        """Swap into an optimizer whose step goes on. Collective."""
+        swap = self._swaps.get(optimizer)
+        if swap is not None:
+            swap.swap_in()
+
     def check(self, optimizer: Optimizer) -> None:
         """Raise for an optimizer that still holds plain parameters from before `shard()`."""
-        target, swap = self._target(), self._swaps.get(optimizer)
-        if swap is not None:
-            swap.sync_owned()  # after a step that raised; as in torch, updates made before the error count
+        target = self._target()
         if target is not None:
             _check_not_stale(optimizer, target.sharded_param_for)
 
@@ -119,16 +156,35 @@ def _wrap_closure(swap: LocalParamSwap, target: OptimizerTarget, closure: Callab
 _all_models: weakref.WeakKeyDictionary[StepHooks, None] = weakref.WeakKeyDictionary()  # in the order of shard()
 
 
-def _before_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if _is_nested(optimizer):
-        return args, kwargs
+_OWN_KEY = -1  # of the hooks that every stepped optimizer is given; torch counts its keys from 0
+
+
+def _before_body(optimizer: Optimizer, *_: Any) -> None:
+    is_nested = _is_nested(optimizer)
     models = list(_all_models)
+    if not is_nested or _has_other_hooks(optimizer):
+        for model in reversed(models):  # random generators are restored in reverse order
+            model.show_sharded(optimizer, is_nested)
+    if is_nested:
+        return
     for model in models:
         model.check(optimizer)
+    if not _has_sharded_params(optimizer):
+        return
     _check_no_foreign_params(optimizer)
-    for model in models:
+    if not steps_another(optimizer):
+        for hooks, hook, is_last in (
+            (optimizer._optimizer_step_pre_hooks, _swap_in, True),
+            (optimizer._optimizer_step_post_hooks, _swap_out, False),
+        ):
+            hooks[_OWN_KEY] = hook
+            cast("OrderedDict[int, Any]", hooks).move_to_end(_OWN_KEY, last=is_last)
+
+
+def _swap_in(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    for model in list(_all_models):
         args, kwargs, swap = model.before(optimizer, args, kwargs)
         if swap is not None:
             swap.target.engine.finish_gradients()
@@ -137,14 +193,57 @@ def _before_step(
     return args, kwargs
 
 
-def _after_step(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
-    if not _is_nested(optimizer):
-        for model in reversed(list(_all_models)):  # random generators are restored in reverse order
-            model.after(optimizer)
+def _swap_out(optimizer: Optimizer, *_: Any) -> None:
+    is_nested = _is_nested(optimizer)
+    if is_nested and not _has_other_hooks(optimizer):
+        return
+    if is_nested:  # hooks registered in the meantime must see sharded parameters
+        _global_hooks(_AFTER_BODY).move_to_end(_AFTER_BODY.id)
+    for model in reversed(list(_all_models)):
+        model.show_sharded(optimizer, is_nested) if is_nested else model.after(optimizer)
+
+
+def _after_body(optimizer: Optimizer, *_: Any) -> None:
+    if _has_other_hooks(optimizer) and _is_nested(optimizer):
+        for model in list(_all_models):
+            model.show_local(optimizer)
+
+
+def _global_hooks(handle: RemovableHandle) -> OrderedDict[int, Any]:
+    """The dict of global hooks in which `handle` is registered."""
+    return cast("OrderedDict[int, Any]", handle.hooks_dict_ref())
+
+
+def _has_other_hooks(optimizer: Optimizer) -> bool:
+    """Whether a step of `optimizer`, which has our own hooks, runs any others."""
+    return any(
+        len(hooks) > 1
+        for hooks in (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+            _global_hooks(_BEFORE_BODY),
+            _global_hooks(_AFTER_BODY),
+        )
+    )
+
+
+def _has_sharded_params(optimizer: Optimizer) -> bool:
+    return any(isinstance(parameter, ShardedParameter) for g in optimizer.param_groups for parameter in g["params"])
+
+
+def steps_another(optimizer: Optimizer) -> bool:
+    """Whether an optimizer holds another one with some of the same parameters, as Lookahead does."""
+    others = [value for value in vars(optimizer).values() if isinstance(value, Optimizer) and value is not optimizer]
+    if not others:
+        return False
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(
+        id(parameter) in ids for other in others for group in other.param_groups for parameter in group["params"]
+    )
 
 
 def _check_no_foreign_params(optimizer: Optimizer) -> None:
-    """Raise for an optimizer with both sharded and plain parameters.
+    """Raise for an optimizer with sharded parameters that also holds plain ones.
 
     Gradients of plain parameters are not synchronized, so the plain parameters would diverge between ranks.
 
@@ -154,11 +253,8 @@ def _check_no_foreign_params(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: A trainable parameter belongs to no sharded model. The error names the first one.
     """
-    groups = [group["params"] for group in optimizer.param_groups]
-    if not any(isinstance(parameter, ShardedParameter) for group in groups for parameter in group):
-        return
-    for index, group in enumerate(groups):
-        for position, parameter in enumerate(group):
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
             if parameter.requires_grad and not isinstance(parameter, ShardedParameter):
                 raise ConfigError(
                     f"Parameter {position} of group {index} of {type(optimizer).__name__}, shape "
@@ -206,8 +302,9 @@ def _is_nested(optimizer: Optimizer) -> bool:
 
 
 # Registered once for all models: torch iterates over its hooks while one runs, so none may be added or removed later.
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)
+_BEFORE_BODY = register_optimizer_step_pre_hook(_before_body)
+_AFTER_BODY = register_optimizer_step_post_hook(_after_body)
+_global_hooks(_BEFORE_BODY).move_to_end(_BEFORE_BODY.id, last=False)
 
 
 def adopt(optimizer: Optimizer, target: OptimizerTarget, hooks: StepHooks) -> None:

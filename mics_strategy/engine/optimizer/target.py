@@ -50,6 +50,7 @@ class OptimizerTarget:
         device: Device of the parameters.
         random: Random states of the shards.
         optimizer_layout: The layout that the user configured, `"rows"` or `"tensors"`.
+        update_locality: The locality that the user declared, or `"auto"`.
         has_whole_states: Whether every rank holds complete optimizer states.
         steps_done: Optimizer steps so far.
         last_step: Backwards and collectives of the last step.
@@ -68,6 +69,7 @@ class OptimizerTarget:
         self.device = context.device
         self.random = context.groups.trainable_placement.random
         self.optimizer_layout = context.config.optimizer_layout
+        self.update_locality = context.config.update_locality
         self.has_whole_states = context.groups.scopes.optimizer == 1
         self.steps_done = 0
         self.last_step = LastStep(num_backwards=1, repeated=NONE_REPEATED, issued=Counter())

@@ -35,32 +35,9 @@ class Lamb(Simple):
         return p.grad * p.norm() / p.grad.norm()
 
 
-class ByRow(Simple):
-    """Scaled by the norm of each row."""
-
-    def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        return p.grad / p.grad.norm(dim=-1, keepdim=True) if p.dim() else p.grad
-
-
 class Clipping(Simple):
     """Scaled by the norm of everything."""
 
     def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         grads = [q.grad for other in self.param_groups for q in other["params"] if q.grad is not None]
         return p.grad / nn.utils.get_total_norm(grads)
-
-
-class CountingAll(Simple):
-    """Adds up a number over all tensors, which changes nothing yet."""
-
-    def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        group["seen"] = group.get("seen", 0.0) + float(p.grad.square().sum())
-        return p.grad
-
-
-class Late(Simple):
-    """As Lamb from the second step on."""
-
-    def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        step = self.state[p]["step"] = self.state[p].get("step", 0) + 1
-        return p.grad * p.norm() if step > 1 else p.grad

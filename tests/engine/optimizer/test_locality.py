@@ -1,186 +1,119 @@
-"""Dry runs determine the update locality of an optimizer."""
+"""Update localities of optimizers are known by class and options, or declared; all others are refused."""
 
-import copy
-import logging
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import pytorch_optimizer as po
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch import nn
+from torch.optim import SGD, AdamW, Muon, Optimizer
+from torchao.optim import AdamW8bit
+from transformers.optimization import Adafactor
 
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
-from tests.engine.optimizer.not_elementwise import ByRow, Clipping, CountingAll, Lamb, Late, Simple
-from tests.engine.training import OPTIMIZERS
+from mics_strategy.errors import ConfigError
+from tests.engine.optimizer.not_elementwise import Lamb, Simple
 
-CPU = torch.device("cpu")
-
-
-class ByFlag(Simple):
-    """One way or the other, as the group says."""
-
-    def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        return p.grad * p.norm() if group["is_whole"] else p.grad
-
-
-class Wrapper(Optimizer):
-    """Shares groups and states of another optimizer, and steps it."""
-
-    def __init__(self, base: Optimizer) -> None:
-        self.base = base
-        super().__init__(base.param_groups, base.defaults)
-        self.param_groups = base.param_groups
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        self.base.step()
-
-
-class Stubborn(Simple):
-    """Cannot be copied."""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params)
-        self.thing = (each for each in ())
-
-
-steps_seen = 0
-shapes_seen: list[int] = []
-
-
-def note(tensor: Tensor) -> None:
-    """What an author writes to find out what his optimizer does."""
-    global steps_seen
-    steps_seen += 1
-    shapes_seen.append(tensor.dim())
-
-
-def counting(kinds: list[type[Optimizer]]) -> type[Optimizer]:
-    calls = 0
-
-    class Counting(Simple):
-        """Counts in its class, in its instance, in its module and around itself."""
-
-        of_class = 0
-        seen: dict[str, int] = {}  # noqa: RUF012
-
-        def __init__(self, params: Iterable[Any]) -> None:
-            super().__init__(params)
-            self.of_instance = 0
-
-        def change(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-            nonlocal calls
-            note(p)
-            calls += 1
-            Counting.of_class += 1
-            type(self).of_class += 1
-            self.seen["steps"] = self.seen.get("steps", 0) + 1
-            self.of_instance += 1
-            return super().change(p, group) * p.norm()
-
-        @staticmethod
-        def calls() -> int:
-            return calls
-
-    kinds.append(Counting)
-    return Counting
-
-
-def test_a_dry_run_does_not_change_the_authors_counters(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "mics_strategy")
-    made: list[Any] = []
-    optimizer = counting(made)(parameters())
-    assert locality_by_group(optimizer, CPU) == [UpdateLocality.PER_TENSOR]
-    (kind,) = made
-    assert (kind.calls(), kind.of_class, kind.seen, steps_seen, shapes_seen) == (0, 0, {}, 0, [])
-    assert vars(optimizer)["of_instance"] == 0
-    assert "Counting is not known. A dry run on small tensors" in caplog.text
-    assert "the class itself" not in caplog.text
+ELEMENT, TENSOR, GLOBAL = UpdateLocality
 
 
 def parameters() -> list[nn.Parameter]:
-    return [nn.Parameter(torch.ones(shape)) for shape in ((8, 3), (5,), (), (6, 4), (2, 3, 3, 3))]
+    return [nn.Parameter(torch.ones(shape)) for shape in ((8, 3), (6, 4))]
 
 
-def locality_of(make: Callable[[list[nn.Parameter]], Optimizer]) -> list[UpdateLocality]:
-    return locality_by_group(make(parameters()), CPU)
+def locality_of(make: Callable[..., Optimizer], declared: str = "auto", **options: Any) -> UpdateLocality:
+    [locality] = locality_by_group(make(parameters(), **options), declared)
+    return locality
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_of_torch_are_elementwise(name: str) -> None:
-    """Tried as a class that is not torch's own."""
-    make: Any = OPTIMIZERS[name]
-    cls = type("Other", (make.func,), {})
-    assert locality_of(lambda params: cls(params, **make.keywords)) == [UpdateLocality.ELEMENTWISE]
-
-
-@pytest.mark.parametrize("cls", [Lamb, ByRow, Late, torch.optim.Adafactor])
-def test_dry_run_finds_per_tensor_updates(cls: type[Optimizer]) -> None:
-    assert locality_of(cls) == [UpdateLocality.PER_TENSOR]
-
-
-def test_row_local_updates_are_not_elementwise() -> None:
-    """Tensors may be cut along another dimension than the first."""
-    assert locality_of(lambda params: ByRow([p for p in params if p.dim() == 2])) == [UpdateLocality.PER_TENSOR]
-
-
-@pytest.mark.parametrize("cls", [Clipping, CountingAll])
-def test_dry_run_finds_global_updates(cls: type[Optimizer]) -> None:
-    assert locality_of(cls) == [UpdateLocality.GLOBAL]
-
-
-def test_muon_needs_whole_tensors() -> None:
-    assert locality_of(lambda params: torch.optim.Muon([p for p in params if p.dim() == 2])) == [
-        UpdateLocality.PER_TENSOR
-    ]
-
-
-def test_a_known_name_decides_where_a_dry_run_is_too_short() -> None:
-    assert locality_of(type("DistributedShampoo", (Simple,), {})) == [UpdateLocality.PER_TENSOR]
-
-
-def test_every_group_has_its_own_locality() -> None:
-    def make(params: list[nn.Parameter]) -> Optimizer:
-        groups = [{"params": params[:2], "is_whole": True}, {"params": params[2:], "is_whole": False}]
-        return ByFlag(groups)
-
-    assert locality_of(make) == [UpdateLocality.PER_TENSOR, UpdateLocality.ELEMENTWISE]
-
-
-def test_a_learning_rate_of_zero_does_not_hide_locality() -> None:
-    assert locality_of(partial(Lamb, lr=0.0)) == [UpdateLocality.PER_TENSOR]
+class AdamWOfMine(AdamW):
+    """A subclass may change the update."""
 
 
 @pytest.mark.parametrize(
-    ("base", "expected"),
-    [(SGD, UpdateLocality.ELEMENTWISE), (Lamb, UpdateLocality.PER_TENSOR), (Clipping, UpdateLocality.GLOBAL)],
+    ("make", "expected"),
+    [
+        (AdamW, ELEMENT),
+        (AdamW8bit, ELEMENT),
+        (po.Adan, ELEMENT),
+        (Muon, TENSOR),
+        (Adafactor, TENSOR),
+        (po.Shampoo, TENSOR),
+        (po.Prodigy, GLOBAL),
+    ],
 )
-def test_a_wrapper_has_the_locality_of_the_wrapped_optimizer(base: type[Optimizer], expected: UpdateLocality) -> None:
-    assert locality_of(lambda params: Wrapper(base(params, lr=0.1))) == [expected]
+def test_classes_are_known_by_name(make: Callable[..., Optimizer], expected: UpdateLocality) -> None:
+    assert locality_of(make) is expected
+
+
+@pytest.mark.parametrize("make", [AdamWOfMine, Simple, Lamb])
+def test_a_class_that_is_not_known_is_refused(make: Callable[..., Optimizer]) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=f"{make.__name__}` depends.*update_locality='element'.*='tensor'.*_layout='tensors'.*optimizer='none'",
+    ):
+        locality_of(make)
+
+
+@pytest.mark.parametrize(("declared", "expected"), [("element", ELEMENT), ("tensor", TENSOR)])
+def test_a_declaration_counts_for_classes_that_are_not_known(declared: str, expected: UpdateLocality) -> None:
+    assert locality_of(AdamWOfMine, declared) is expected
+    assert locality_of(po.Lion, declared, cautious=True) is expected
+
+
+@pytest.mark.parametrize(("make", "expected"), [(SGD, ELEMENT), (Muon, TENSOR), (po.Prodigy, GLOBAL)])
+@pytest.mark.parametrize("declared", ["element", "tensor"])
+def test_a_declaration_changes_no_known_class(
+    make: Callable[..., Optimizer], expected: UpdateLocality, declared: str
+) -> None:
+    assert locality_of(make, declared) is expected
 
 
 @pytest.mark.parametrize(
-    "make", [lambda params: type("Other", (AdamW,), {})(params), Lamb, lambda params: Wrapper(SGD(params, lr=0.1))]
+    ("make", "option"),
+    [
+        (po.AdaBelief, {"adanorm": True}),
+        (po.Lion, {"cautious": True}),
+        (po.Lion, {"use_gc": True}),
+        (po.ADOPT, {"stable_adamw": True}),
+        (po.Adan, {"max_grad_norm": 1.0}),
+        (po.Lamb, {"pre_norm": True}),
+    ],
+    ids=str,
 )
-def test_a_dry_run_changes_nothing(make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-    params = parameters()
-    optimizer = make(params)
-    LambdaLR(optimizer, lambda step: 0.5)  # replaces `step` of the object
-    for p in params:
-        p.grad = torch.ones_like(p)
-    before, random_state = copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
-    calls: list[int] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
-    locality_by_group(optimizer, CPU)
-    assert calls == []
-    assert optimizer.state_dict() == before
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(torch.equal(p, torch.ones_like(p)) and torch.equal(p.grad, torch.ones_like(p)) for p in params)
+def test_options_that_couple_elements_are_not_known(make: Callable[..., Optimizer], option: dict[str, Any]) -> None:
+    [(name, value)] = option.items()
+    with pytest.raises(ConfigError, match=f"{make.__name__}` with `{name}={value!r}`"):
+        locality_of(make, **option)
 
 
-def test_a_failed_dry_run_warns_with_the_assumed_locality(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert locality_of(Stubborn) == [UpdateLocality.ELEMENTWISE]
-    assert "The dry run of Stubborn on small tensors failed" in caplog.text
+def test_options_are_those_of_the_group() -> None:
+    one, other = parameters()
+    optimizer = po.Lion([{"params": [one], "cautious": True}, {"params": [other]}])
+    assert locality_by_group(optimizer, "tensor") == [TENSOR, ELEMENT]
+
+
+def test_a_group_of_muon_for_adam_is_elementwise() -> None:
+    one, other = parameters()
+    optimizer = po.Muon([{"params": [one], "use_muon": True}, {"params": [other], "use_muon": False}])
+    assert locality_by_group(optimizer, "auto") == [TENSOR, ELEMENT]
+
+
+class Args:
+    """As bitsandbytes keeps its options."""
+
+    def __init__(self, optim_bits: int, block_wise: bool) -> None:
+        self.optim_bits, self.block_wise = optim_bits, block_wise
+
+
+def _init(self: Any, params: Any, lr: float = 0.1, optim_bits: int = 32, block_wise: bool = True) -> None:
+    Simple.__init__(self, params, lr)
+    self.args = Args(8, block_wise)
+
+
+def test_options_kept_in_one_object_are_read() -> None:
+    cls = type("AdamW8bit", (Simple,), {"__init__": _init, "__module__": "bitsandbytes.optim.adamw"})
+    assert locality_of(cls) is ELEMENT
+    with pytest.raises(ConfigError, match="AdamW8bit` with `block_wise=False`"):
+        locality_of(cls, block_wise=False)

@@ -123,7 +123,7 @@ BODIES: dict[str, Body] = {
 def test_odd_optimizer_behaves_as_on_the_plain_model(
     ranks: RankPool, case: Callable[[], models.Case], body: str
 ) -> None:
-    runs = [Run(case=case, config=config, accumulation=2) for config in presets(NAMES)]
+    runs = [Run(case=case, config=config, accumulation=2) for config in presets(NAMES, update_locality="element")]
     assert_same_loop(ranks, 2, runs, BODIES[body])
 
 

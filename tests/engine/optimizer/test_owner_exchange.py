@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_optimizer import Prodigy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, AdamW, Muon, Optimizer
@@ -53,7 +54,7 @@ class MuonAndAdam(Muon):
 
 
 def layout(preset: str = "mics", **options: Any) -> ShardConfig:
-    return ShardConfig.preset(preset, optimizer_layout="tensors", **options)
+    return ShardConfig.preset(preset, optimizer_layout="tensors", update_locality="tensor", **options)
 
 
 def begin(ctx: RankContext, run: Run, make: Make) -> Training:
@@ -425,21 +426,6 @@ def test_a_parameter_that_replaces_another_gets_an_owner(ranks: RankPool) -> Non
     assert_identical(ranks(2, exchange_parameters, run, Lamb)[0], plain_exchange_parameters(run, 2, Lamb))
 
 
-class LambThatCannotBeTried(Lamb):
-    """Holds something that cannot be copied."""
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        super().__init__(params)
-        self.thing = (each for each in ())
-
-
-def test_a_failed_dry_run_assumes_the_locality_of_the_layout(ranks: RankPool) -> None:
-    run = Run(case=exact, config=layout("zero3"))
-    assert_identical(
-        ranks(2, train_with, [run], LambThatCannotBeTried)[1][0], plain_with(run, 2, LambThatCannotBeTried)
-    )
-
-
 def step_once(ctx: RankContext, run: Run, make: Make) -> None:
     begin(ctx, run, make).step(0)
 
@@ -455,12 +441,13 @@ def adopt_only(ctx: RankContext, run: Run, make: Make) -> None:
 @pytest.mark.parametrize(
     ("make", "optimizer_layout", "message"),
     [
-        (Lamb, "rows", "Lamb needs whole tensors.*optimizer_layout='tensors'.*optimizer='none'"),
-        (Clipping, "rows", "Clipping couples parameters.*depended on other tensors.*optimizer='none'"),
-        (Clipping, "tensors", "Clipping couples parameters.*depended on other tensors.*optimizer='none'"),
+        (Adafactor, "rows", "Adafactor needs whole tensors.*optimizer_layout='tensors'.*optimizer='none'"),
+        (Lamb, "rows", "not known.*not_elementwise.Lamb` depends.*update_locality='element'.*optimizer='none'"),
+        (Lamb, "tensors", "not known.*not_elementwise.Lamb` depends.*update_locality='tensor'.*optimizer='none'"),
+        (Prodigy, "tensors", "Prodigy couples parameters.*depends on other tensors.*optimizer='none'"),
         (torch.optim.LBFGS, "tensors", "LBFGS needs whole tensors of all parameters together"),
     ],
-    ids=["whole-on-rows", "all-on-rows", "all-on-tensors", "LBFGS"],
+    ids=["whole-on-rows", "unknown-on-rows", "unknown-on-tensors", "all-on-tensors", "LBFGS"],
 )
 def test_an_optimizer_with_too_wide_locality_is_refused(
     ranks: RankPool, job: Any, make: Make, optimizer_layout: str, message: str

@@ -1,0 +1,170 @@
+"""Every optimizer of torch, schedulefree and pytorch_optimizer trains as in one process, or is refused.
+
+In fp64, and with steps after a spike of the gradients: an update that depends on a norm only above a threshold, or only
+after some steps, then differs from the update in one process.
+"""
+
+import inspect
+from functools import partial
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import schedulefree
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mics_strategy import ShardConfig, shard
+from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
+from mics_strategy.errors import ConfigError
+from tests.engine.training import forget_meshes, whole
+from tests.ranks import RankContext, RankPool
+
+SCALES = (1, 1, 5, 1, 200, 1, 1e-3, 1e-3, 50, 1, 1, 20, 1, 1)
+LAYOUTS = {UpdateLocality.ELEMENTWISE: "rows", UpdateLocality.PER_TENSOR: "tensors"}
+REFERENCES = ("Closure", "SAM", "AliG", "LBFGS")  # parts of names of optimizers that want a closure
+STEPS_ANOTHER = "FriendlySAM LookSAM Lookahead PCGrad SAM ScheduleFreeWrapper"
+RAISE = "Magma OrthoGrad TRAC"  # as those, with operators that DTensor does not have
+# Take a model, or another package or process group, or have loops of their own.
+NOT_BUILT = "AdaLOMO AdamMini LOMO DeMo DistributedMuon GSAM SafeFP16Optimizer WSAM"
+
+
+def named(package: str, names: str) -> list[str]:
+    return [f"{package}.{name}" for name in names.split()]
+
+
+def classes() -> dict[str, type[Optimizer]]:
+    found = {}
+    for package in (torch.optim, schedulefree, pytorch_optimizer):
+        for name, value in vars(package).items():
+            if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer:
+                found.setdefault(value, f"{package.__name__}.{name}")
+    return {name: value for value, name in found.items()}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def make(name: str, parameters: list[nn.Parameter], **options: Any) -> Any:
+    cls: Any = classes()[name]
+    accepted = inspect.signature(cls.__init__).parameters
+    chosen = {"lr": 0.01, "num_iterations": 28, "num_data": 8, "base_optimizer": torch.optim.AdamW}
+    options |= {option: value for option, value in chosen.items() if option in accepted}
+    matrices, others = [p for p in parameters if p.dim() == 2], [p for p in parameters if p.dim() != 2]
+    if "muon" in cls.__module__:
+        return cls([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}], **options)
+    if name in ("torch.optim.Muon", "pytorch_optimizer.SpectralSphere"):
+        return cls(matrices, **options)
+    if not {"optimizer", "base"}.isdisjoint(accepted):
+        return cls(torch.optim.AdamW(parameters, lr=0.01), **options)
+    return cls(parameters, **options)
+
+
+def train(name: str, model: nn.Module, ranks: list[int], num_steps: int) -> list[Tensor]:
+    optimizer = make(name, list(model.parameters()))
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+
+    def closure(step: int) -> Tensor:
+        optimizer.zero_grad()
+        for rank in ranks:
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            loss = model(torch.randn(4, 6, generator=generator, dtype=torch.float64)).square().mean()
+            (loss * SCALES[step % len(SCALES)] / len(ranks)).backward()
+        return loss.detach()
+
+    for step in range(num_steps):
+        if any(part in name for part in REFERENCES):
+            optimizer.step(partial(closure, step))
+        else:
+            closure(step)
+            optimizer.step()
+    return [whole(p) for p in model.parameters()]
+
+
+def locality_of(name: str) -> UpdateLocality | None:
+    """The largest of its groups; None where it is not known."""
+    try:
+        return max(locality_by_group(make(name, list(build().parameters())), "auto"))
+    except ConfigError:
+        return None
+
+
+def train_each(ctx: RankContext, layouts: dict[str, str], num_steps: int) -> dict[str, list[Tensor] | Exception]:
+    found: dict[str, list[Tensor] | Exception] = {}
+    for name, layout in layouts.items():
+        forget_meshes()
+        model = build()
+        shard(model, ShardConfig(optimizer_layout=layout, replica_check="never"))
+        try:
+            found[name] = train(name, model, [ctx.rank], num_steps)
+        except (ConfigError, RuntimeError, AssertionError, UserWarning) as error:
+            found[name] = error
+    return found
+
+
+def differing(found: dict[str, Any], num_steps: int) -> dict[str, Any]:
+    """Relative distance, or the error, of those that did not train as in one process."""
+    worst: dict[str, Any] = {}
+    for name, values in found.items():
+        expected = train(name, build(), [0, 1], num_steps)
+        worst[name] = values if isinstance(values, Exception) else max(map(distance, values, expected))
+        assert any(map(distance, expected, build().parameters())), f"{name} changes nothing"
+    return {name: value for name, value in worst.items() if isinstance(value, Exception) or not value < 1e-9}
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).detach().abs().max() / expected.detach().abs().max().clamp(min=1e-12))
+
+
+def known() -> dict[str, str]:
+    """The layout that each known optimizer needs."""
+    skipped = named("pytorch_optimizer", f"{STEPS_ANOTHER} {RAISE} {NOT_BUILT}")
+    localities = {name: locality_of(name) for name in classes() if name not in skipped}
+    return {name: LAYOUTS[locality] for name, locality in localities.items() if locality in LAYOUTS}
+
+
+@pytest.mark.slow
+def test_known_optimizers_train_as_in_one_process(ranks: RankPool) -> None:
+    layouts = known()
+    assert list(layouts.values()).count("rows") >= 60
+    assert list(layouts.values()).count("tensors") >= 40
+    for found in ranks(2, train_each, layouts, 14):
+        assert not differing(found, 14)
+
+
+REPRESENTATIVES = {
+    "torch.optim.Rprop": "rows",
+    "torch.optim.Muon": "tensors",
+    "schedulefree.AdamWScheduleFree": "rows",
+    "pytorch_optimizer.Adan": "rows",
+    "pytorch_optimizer.AdaShift": "tensors",
+    "pytorch_optimizer.Muon": "tensors",
+    "pytorch_optimizer.SAM": "rows",
+}
+
+
+def test_some_optimizers_train_as_in_one_process(ranks: RankPool) -> None:
+    for found in ranks(2, train_each, REPRESENTATIVES, 12):
+        assert not differing(found, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["rows", "tensors"])
+def test_all_others_are_refused(ranks: RankPool, layout: str) -> None:
+    skipped = [*known(), *named("pytorch_optimizer", f"{STEPS_ANOTHER} {RAISE} {NOT_BUILT}")]
+    others = [name for name in classes() if name not in skipped]
+    assert len(others) >= 20
+    for found in ranks(2, train_each, dict.fromkeys(others, layout), 1):
+        assert [name for name, error in found.items() if not isinstance(error, ConfigError)] == []
+
+
+@pytest.mark.slow
+def test_optimizers_that_step_another_train_as_in_one_process_or_raise(ranks: RankPool) -> None:
+    names = named("pytorch_optimizer", f"{STEPS_ANOTHER} {RAISE}")
+    for found in ranks(2, train_each, dict.fromkeys(names, "rows"), 14):
+        assert list(differing(found, 14)) == named("pytorch_optimizer", RAISE)
+        assert all(isinstance(found[name], Exception) for name in named("pytorch_optimizer", RAISE))
