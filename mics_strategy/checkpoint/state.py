@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from mics_strategy.checkpoint import rank_local
 from mics_strategy.engine.optimizer.quantized import is_quantized, to_local
 from mics_strategy.engine.parameter import ShardedParameter
+from mics_strategy.engine.state_dict import check_same_kind
 from mics_strategy.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -255,6 +256,9 @@ class LoadTarget:
                 f"The checkpoint has no `{key}`; it was saved with {count} optimizers. Pass {count} optimizers, in "
                 "the same order."
             )
+        groups = self._groups(f"{key}.param_groups")
+        for group in groups:
+            check_same_kind(optimizer, (option.partition(".")[0] for option in group))
         states: StateDict = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -271,7 +275,7 @@ class LoadTarget:
                     }
                     if targets or exact:
                         states[name] = {k: target for k, target in targets.items() if k not in exact}
-        return {"state": states, "param_groups": self._groups(f"{key}.param_groups")}
+        return {"state": states, "param_groups": groups}
 
     def _request_rank_local(self, position: int, optimizer: Optimizer, source: rank_local.StateSource) -> set[str]:
         """Request rank-local states; return the names of those that need no values."""

@@ -7,7 +7,7 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -179,8 +179,10 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict, owner
         owner_of: Function from a parameter to its owner; see `full_optimizer_state_dict`.
 
     Raises:
-        CheckpointError: The state dict holds another number of parameters.
+        CheckpointError: The state dict holds another number of parameters, or is that of another kind of optimizer.
     """
+    for group in state["param_groups"]:
+        check_same_kind(optimizer, group)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     num_saved = sum(len(group["params"]) for group in state["param_groups"])
     if num_saved != len(parameters):
@@ -197,6 +199,31 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict, owner
         elif owner == parameter.mics_index:
             pieces[index] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
     optimizer.load_state_dict({**state, "state": pieces})
+
+
+def check_same_kind(optimizer: Optimizer, saved_options: Iterable[str]) -> None:
+    """Raise if saved states belong to another kind of optimizer.
+
+    Kinds differ in their numbers: SGD has a momentum, AdamW has betas. Flags are not compared, as versions add some.
+
+    Args:
+        optimizer: Optimizer that loads the states.
+        saved_options: Names of the options of a saved parameter group.
+
+    Raises:
+        CheckpointError: An option that the optimizer was built with was not saved.
+    """
+    saved = set(saved_options)
+    numbers = {
+        k for k, v in optimizer.defaults.items() if isinstance(v, (int, float, tuple)) and not isinstance(v, bool)
+    }
+    if numbers - saved:
+        raise CheckpointError(
+            f"The saved states are not those of {type(optimizer).__name__}, which has "
+            f"{', '.join(f'`{name}`' for name in sorted(numbers - saved))}: the saved optimizer has only "
+            f"{', '.join(f'`{name}`' for name in sorted(saved - {'params', 'param_names'}))}. Build the optimizer that "
+            "was saved, or load the model alone."
+        )
 
 
 def _to_rank_zero(value: torch.Tensor) -> torch.Tensor:
