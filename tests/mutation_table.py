@@ -453,8 +453,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         area="optimizer locality",
         claim="hooks of an optimizer see sharded parameters",
-        old="move_to_end(_OWN_KEY, last=is_last)",
-        new="move_to_end(_OWN_KEY, last=not is_last)",
+        old="pre_hooks.move_to_end(_OWN_KEY)",
+        new="pre_hooks.move_to_end(_OWN_KEY, last=False)",
         tests=("tests/engine/optimizer/test_step_hooks.py",),
     ),
     Mutation(

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from mics_strategy.checkpoint import rank_local
+from mics_strategy.engine.optimizer.kinds import check_same_kind, has_states_elsewhere
 from mics_strategy.engine.optimizer.quantized import is_quantized, to_local
 from mics_strategy.engine.parameter import ShardedParameter
-from mics_strategy.engine.state_dict import check_same_kind
 from mics_strategy.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -184,8 +184,14 @@ def check_known(optimizer: Optimizer) -> None:
     """Check that all states of an optimizer can be saved and loaded.
 
     Raises:
-        CheckpointError: A state has another tensor type; the error names it.
+        CheckpointError: A state has another tensor type, which the error names, or another optimizer holds states.
     """
+    if has_states_elsewhere(optimizer):
+        raise CheckpointError(
+            f"{type(optimizer).__name__} steps another optimizer, which holds states of its own, and checkpoints do "
+            "not support that. Save only the weights, or save `optimizer.state_dict()` on each rank; that loads on the "
+            "same ranks with the same scopes."
+        )
     for states in optimizer.state.values():
         others = [(key, value) for key, value in states.items() if not is_quantized(value)]
         for key, leaf in ((key, leaf) for key, value in others for leaf in tree_leaves(value)):

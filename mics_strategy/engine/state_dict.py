@@ -7,7 +7,7 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
 from mics_strategy.comm.placement import full_tensor
+from mics_strategy.engine.optimizer.kinds import check_same_kind
 from mics_strategy.engine.optimizer.quantized import concat_quantized, is_quantized, slice_quantized, to_local
 from mics_strategy.engine.parameter import ShardedParameter, is_sharded
 from mics_strategy.errors import CheckpointError
@@ -199,31 +200,6 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict, owner
         elif owner == parameter.mics_index:
             pieces[index] = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
     optimizer.load_state_dict({**state, "state": pieces})
-
-
-def check_same_kind(optimizer: Optimizer, saved_options: Iterable[str]) -> None:
-    """Raise if saved states belong to another kind of optimizer.
-
-    Kinds differ in their numbers: SGD has a momentum, AdamW has betas. Flags are not compared, as versions add some.
-
-    Args:
-        optimizer: Optimizer that loads the states.
-        saved_options: Names of the options of a saved parameter group.
-
-    Raises:
-        CheckpointError: An option that the optimizer was built with was not saved.
-    """
-    saved = set(saved_options)
-    numbers = {
-        k for k, v in optimizer.defaults.items() if isinstance(v, (int, float, tuple)) and not isinstance(v, bool)
-    }
-    if numbers - saved:
-        raise CheckpointError(
-            f"The saved states are not those of {type(optimizer).__name__}, which has "
-            f"{', '.join(f'`{name}`' for name in sorted(numbers - saved))}: the saved optimizer has only "
-            f"{', '.join(f'`{name}`' for name in sorted(saved - {'params', 'param_names'}))}. Build the optimizer that "
-            "was saved, or load the model alone."
-        )
 
 
 def _to_rank_zero(value: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ def _known_locality(cls: type[Optimizer]) -> UpdateLocality | None:
 
 
 def _unknown_option(optimizer: Optimizer, group: dict[str, Any], known: UpdateLocality) -> str | None:
-    """An option with which a class was not verified, as ``name=value``; None without one."""
+    """An option, as ``name=value``, with which a class was not verified, or None."""
     cls = type(optimizer)
     if cls.__module__.partition(".")[0] in _ANY_OPTIONS:
         return None

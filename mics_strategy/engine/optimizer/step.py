@@ -35,6 +35,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mics_strategy.engine.optimizer.kinds import has_states_elsewhere, stepped_by
 from mics_strategy.engine.optimizer.local_swap import LocalParamSwap, deref
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError
@@ -67,7 +68,9 @@ class StepHooks:
         return swap
 
     def show_sharded(self, optimizer: Optimizer, is_nested: bool) -> None:
-        """Swap out of an optimizer whose step raised, or whose body calls the step of its parent class. Collective.
+        """Swap out of an optimizer, so that hooks see sharded parameters. Collective.
+
+        Its step has raised, or its body calls the step of its parent class.
 
         As in torch, updates made before an error count.
 
@@ -172,13 +175,12 @@ def _before_body(optimizer: Optimizer, *_: Any) -> None:
     if not _has_sharded_params(optimizer):
         return
     _check_no_foreign_params(optimizer)
-    if not steps_another(optimizer):
-        for hooks, hook, is_last in (
-            (optimizer._optimizer_step_pre_hooks, _swap_in, True),
-            (optimizer._optimizer_step_post_hooks, _swap_out, False),
-        ):
-            hooks[_OWN_KEY] = hook
-            cast("OrderedDict[int, Any]", hooks).move_to_end(_OWN_KEY, last=is_last)
+    if not stepped_by(optimizer):
+        pre_hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
+        post_hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks)
+        pre_hooks[_OWN_KEY], post_hooks[_OWN_KEY] = _swap_in, _swap_out
+        pre_hooks.move_to_end(_OWN_KEY)
+        post_hooks.move_to_end(_OWN_KEY, last=False)
 
 
 def _swap_in(
@@ -229,17 +231,6 @@ def _has_other_hooks(optimizer: Optimizer) -> bool:
 
 def _has_sharded_params(optimizer: Optimizer) -> bool:
     return any(isinstance(parameter, ShardedParameter) for g in optimizer.param_groups for parameter in g["params"])
-
-
-def steps_another(optimizer: Optimizer) -> bool:
-    """Whether an optimizer holds another one with some of the same parameters, as Lookahead does."""
-    others = [value for value in vars(optimizer).values() if isinstance(value, Optimizer) and value is not optimizer]
-    if not others:
-        return False
-    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return any(
-        id(parameter) in ids for other in others for group in other.param_groups for parameter in group["params"]
-    )
 
 
 def _check_no_foreign_params(optimizer: Optimizer) -> None:
@@ -316,8 +307,14 @@ def adopt(optimizer: Optimizer, target: OptimizerTarget, hooks: StepHooks) -> No
         hooks: Step hooks of the model.
 
     Raises:
-        ConfigError: The optimizer holds a parameter of another model, or needs more than the tensors on a rank.
+        ConfigError: The optimizer holds a parameter of another model, needs more than the tensors on a rank, or steps
+            another optimizer.
     """
+    if has_states_elsewhere(optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} steps another optimizer, which holds states of its own. Build both after "
+            "`shard()`."
+        )
     sharded_by_plain: dict[torch.Tensor, ShardedParameter] = {}
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):

@@ -6,6 +6,7 @@ after some steps, then differs from the update in one process.
 
 import inspect
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mics_strategy import ShardConfig, shard
+from mics_strategy.checkpoint.save import save_checkpoint
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
-from mics_strategy.errors import ConfigError
+from mics_strategy.errors import CheckpointError, ConfigError
 from tests.engine.training import forget_meshes, whole
 from tests.ranks import RankContext, RankPool
 
@@ -168,3 +170,20 @@ def test_optimizers_that_step_another_train_as_in_one_process_or_raise(ranks: Ra
     for found in ranks(2, train_each, dict.fromkeys(names, "rows"), 14):
         assert list(differing(found, 14)) == named("pytorch_optimizer", RAISE)
         assert all(isinstance(found[name], Exception) for name in named("pytorch_optimizer", RAISE))
+
+
+def keep_lookahead(ctx: RankContext, folder: Path) -> list[str]:
+    plain = build()
+    before, model = pytorch_optimizer.Lookahead(torch.optim.AdamW(plain.parameters())), build()
+    handles = shard(plain, ShardConfig()), shard(model, ShardConfig())
+    after = pytorch_optimizer.Lookahead(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ConfigError) as adopting:
+        handles[0].adopt(before)
+    with pytest.raises(CheckpointError) as saving:
+        save_checkpoint(folder, handles[1], [after])
+    return [str(adopting.value), str(saving.value)]
+
+
+def test_states_of_an_optimizer_in_another_are_not_lost(ranks: RankPool, tmp_path: Path) -> None:
+    for errors in ranks(2, keep_lookahead, tmp_path / "saved"):
+        assert all("Lookahead steps another optimizer, which holds states of its own" in error for error in errors)
