@@ -128,6 +128,9 @@ class ShardConfig:
             they differ, for example after random numbers that each rank drew independently. ``"start"``: the first 10
             optimizer steps. A number: the first 10, and every so many steps. ``"never"``: none. A check reads the
             shards once and sends nothing more.
+        check: ``"poison"`` shows reads that torch cannot see (through a NumPy array or an address) of parameters that
+            are not unsharded: they are NaN then, integers -1. Every rank has memory for all parameters. Right trainings
+            stay bitwise the same. ``"none"``: tensors raise an error in such reads, and nothing else does.
         world_size: Number of ranks that the scopes were planned for; a job of another size is refused. ``"any"``: no
             job is refused.
 
@@ -161,6 +164,7 @@ class ShardConfig:
     prefetch: int = 1
     broadcast_buffers: bool = True
     replica_check: str | int = "start"
+    check: str = "none"
     world_size: str | int = "any"
 
     PRESETS: ClassVar[tuple[str, ...]] = (*_PRESET_LETTERS, *(f"paro-{letters}" for letters in _PARO_LETTERS))
@@ -184,6 +188,7 @@ class ShardConfig:
         _check_choice("optimizer_layout", self.optimizer_layout, ("rows", "tensors"))
         _check_choice("update_locality", self.update_locality, ("auto", "element", "tensor"))
         _check_choice("second_hop", self.second_hop, ("boundary", "micro_step"))
+        _check_choice("check", self.check, ("none", "poison"))
         if isinstance(self.topology, Mapping):
             object.__setattr__(self, "topology", topology_of(self.topology))
         elif not (isinstance(self.topology, (Topology, Switches)) or self.topology == "auto"):

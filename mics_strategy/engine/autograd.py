@@ -3,7 +3,8 @@
 Autograd's graph saves unsharded parameters. Units share slots, so the memory of a saved parameter may hold another
 unit's values when a backward reads it. Three parts:
 
-- `SavedVersions` makes autograd refuse such a parameter. Autograd saves version counters and compares them when it
+- `SavedVersions` makes autograd refuse such a parameter, and one with other values; `storage_guard` refuses it to
+  everybody else. Autograd saves version counters and compares them when it
   reads. The counter of a parameter is at a number of its own while its unit is resharded, and at the saved number while
   the unit is unsharded with the same values.
 - `DoubleBackward` unshards units for a second backward. The first backward (`create_graph=True`) runs the nodes of the
@@ -30,6 +31,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from mics_strategy.engine.parameter import ShardedParameter, fast_attributes
+from mics_strategy.engine.storage_guard import explain_refusal
 from mics_strategy.errors import LifecycleError
 
 _RESHARDED = 2**31  # above every count of writes; torch's counters have 32 bits
@@ -108,14 +110,20 @@ class SavedVersions:
             return tuple(map(_VERSION, self._parameters))
 
 
-def resharded_unit(error: RuntimeError) -> str | None:
-    """Name of the unit whose resharded parameters autograd has refused in `error`.
-
-    None for any other error.
-    """
+def _explain_resharded(error: RuntimeError) -> str | None:
+    """What to do about autograd's refusal of resharded parameters; else None."""
     match = re.search(r"is at version (\d+); expected version", str(error))
     owner = _owners.get(int(match[1])) if match else None
-    return None if owner is None else owner.unit
+    if owner is None:
+        return None
+    return (
+        f"A backward needed the parameters of unit `{owner.unit}` when they were not unsharded. Either it has entered "
+        "the unit other than through the tensors that the unit's forward had returned (through one that a hook, an "
+        "attribute or a loop in a backward hook kept), or several units are recomputed together, or compiled autograd "
+        "runs it. Return that tensor from the unit's forward, name the class of the inner module that returns it in "
+        "`shard(units=...)`, keep the model's output in the loss (`+ 0 * output.sum()`), checkpoint one unit at a "
+        "time, or keep parameters unsharded with `params='none'`. Switch compiled autograd off."
+    )
 
 
 class HasNodes(Protocol):
@@ -185,16 +193,10 @@ def _wrapped(original: Function, call: Callable[..., Any]) -> Function:
         try:
             return call(original, *args, **kwargs)
         except RuntimeError as error:
-            unit = resharded_unit(error)
-            if unit is None:
+            explanation = _explain_resharded(error) or explain_refusal(error)
+            if explanation is None:
                 raise
-            raise LifecycleError(
-                f"A backward needed the parameters of unit `{unit}` when they were not unsharded. Either it entered "
-                "the unit other than through the tensors that its forward had returned (through one that a hook or an "
-                "attribute kept), or several units are recomputed together. Return that tensor from the unit's "
-                "forward, keep the model's output in the loss (`+ 0 * output.sum()`), checkpoint one unit at a time, "
-                "or keep parameters unsharded with `params='none'`."
-            ) from error
+            raise LifecycleError(explanation) from error
 
     wrapper.mics_wraps = original  # type: ignore[attr-defined]
     return wrapper

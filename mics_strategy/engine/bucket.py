@@ -28,6 +28,7 @@ from mics_strategy.engine.autograd import SavedVersions, UnshardedParameter
 from mics_strategy.engine.exact_dtensor import WriteCount
 from mics_strategy.engine.parameter import fast_attributes
 from mics_strategy.engine.schedule import ParamVersions, full_numel, unshard_role
+from mics_strategy.engine.storage_guard import StorageGuard
 from mics_strategy.engine.zero_copy import plan_in_place_gather
 from mics_strategy.errors import LifecycleError
 
@@ -57,28 +58,57 @@ def param_comms(groups: ProcessGroups, *, trainable: bool) -> dict[str, AnyCommu
 class UnshardedParams:
     """The unsharded parameters of one bucket, in its unsharded buffer.
 
+    They cannot be accessed while resharded, unless the optimizer's own memory holds them (see `storage_guard`).
+
     Args:
         spec: Names, shapes, dtypes.
         buffer: [unpadded_numel] in the compute dtype.
+        is_master: Whether the buffer is the master shard itself, whose values are always current.
+        poisons: Whether values that are no longer valid are overwritten with NaN, and integers with -1.
 
     Attributes:
         buffer: See `Args`.
+        is_master: See `Args`.
         params: The parameters as modules use them. Each has a version counter of its own: a forward that writes to one
             does not modify the others.
-        views: The same memory, for the engine's writes, which autograd does not count.
+        views: The same memory, for the engine's reads and writes at any time, which autograd does not count.
         saved_versions: Version counters of `params`.
     """
 
-    def __init__(self, spec: BucketSpec, buffer: torch.Tensor) -> None:
+    def __init__(
+        self, spec: BucketSpec, buffer: torch.Tensor, *, is_master: bool = False, poisons: bool = False
+    ) -> None:
         self.buffer = buffer
-        views = spec.layout.unpadded_views(buffer)
+        self.is_master = is_master
+        self._guard = None if is_master or buffer.is_meta else StorageGuard(buffer)
+        guarded = buffer if self._guard is None else self._guard.tensor
         self.params: list[nn.Parameter] = [
-            UnshardedParameter(view.data, requires_grad=spec.trainable) for view in views
+            UnshardedParameter(view.data, requires_grad=spec.trainable) for view in spec.layout.unpadded_views(guarded)
         ]
-        self.views = [view.data for view in views]
+        self.views = [view.data for view in spec.layout.unpadded_views(buffer)]
         self.saved_versions = SavedVersions(spec.name, self.params)
         self._layout = spec.layout
         self._copies: dict[int, Callable[[], object]] = {}
+        self._poisoned = buffer.view(torch.uint8) if poisons else None
+        self.reshard()
+
+    def unshard(self, content: int) -> None:
+        """Allow accesses: the buffer holds the parameters at version `content`."""
+        self.saved_versions.unshard(content)
+        if self._guard is not None:
+            self._guard.open()
+
+    def reshard(self) -> None:
+        """Refuse accesses until the buffer holds the parameters again."""
+        self.saved_versions.reshard()
+        if self._guard is not None:
+            self._guard.close()
+        if self._poisoned is not None:
+            self._poisoned.fill_(0xFF)  # NaN in fp64, fp32, fp16 and bf16
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor, which has a storage, is one of `params` or a view of one."""
+        return self._guard is not None and self._guard.guards(tensor)
 
     def copy_from(self, flat: torch.Tensor) -> None:
         """Copy the parameters out of a flat buffer, [full_numel].
@@ -137,11 +167,11 @@ class Bucket:
         master_shard: [shard_numel], a piece of the optimizer arena.
         param_shard: [numel_at(params scope)], or None (see the module's docstring).
         secondary_shard: [numel_at(secondary scope)] in the compute dtype, or None.
-        unsharded_buffer: [unpadded_numel] in the compute dtype: a piece of a slot, or memory of its own.
+        unsharded: The unsharded parameters, in a slot or in memory of their own.
 
     Attributes:
         placement: Shard that this rank holds.
-        unsharded: The unsharded parameters.
+        unsharded: See `Args`.
         sharded_params: The sharded parameters, views of `master_shard`.
         writes: Writes to the sharded parameters that torch's version counters may miss.
         versions: Versions of the parameters in the buffers.
@@ -154,7 +184,7 @@ class Bucket:
         master_shard: torch.Tensor,
         param_shard: torch.Tensor | None,
         secondary_shard: torch.Tensor | None,
-        unsharded_buffer: torch.Tensor,
+        unsharded: UnshardedParams,
     ) -> None:
         self.spec = spec
         self.layout = spec.layout
@@ -163,7 +193,7 @@ class Bucket:
         self.master_shard = master_shard
         self.param_shard = param_shard
         self.secondary_shard = secondary_shard
-        self.unsharded = UnshardedParams(spec, unsharded_buffer)
+        self.unsharded = unsharded
         self.sharded_params: list[ShardedParameter] = []
         self.writes = WriteCount()
         self.versions = ParamVersions(has_secondary=secondary_shard is not None)
@@ -203,18 +233,6 @@ class Bucket:
             if list(map(_REQUIRES_GRAD, sharded_params)) != list(map(_REQUIRES_GRAD, unsharded_params)):
                 for sharded, unsharded in zip(sharded_params, unsharded_params, strict=True):
                     unsharded.requires_grad_(sharded.requires_grad)
-
-    @property
-    def is_aliased(self) -> bool:
-        """Whether the unsharded parameters are the master shard itself.
-
-        Then nothing is copied or sent.
-        """
-        return (
-            self.unsharded.buffer.data_ptr() == self.master_shard.data_ptr()
-            and self.unsharded.buffer.dtype == self.master_shard.dtype
-            and self.layout.full_numel > 0
-        )
 
     @property
     def casts_each_gather(self) -> bool:
@@ -267,7 +285,7 @@ class Bucket:
         if self.param_shard is not None:
             if self.param_shard.data_ptr() != self.master_shard.data_ptr():
                 self.param_shard.copy_(self.master_shard)
-        elif not (self.is_aliased or self.casts_each_gather):
+        elif not (self.unsharded.is_master or self.casts_each_gather):
             self.unsharded.buffer.copy_(self.master_shard)
 
     def unshard(self, flat: torch.Tensor, cast: torch.Tensor) -> Work | None:

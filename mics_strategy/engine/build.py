@@ -17,7 +17,7 @@ import torch
 from mics_strategy.config import ShardConfig, sum_dtype_of
 from mics_strategy.engine.backward_grads import GradStaging
 from mics_strategy.engine.boundary import AccumulationBoundary
-from mics_strategy.engine.bucket import Bucket, param_comms
+from mics_strategy.engine.bucket import Bucket, UnshardedParams, param_comms
 from mics_strategy.engine.feedback import make_feedback
 from mics_strategy.engine.grad_bucket import GradBucket, GradMemory
 from mics_strategy.engine.layout import BucketSpec, make_layout, num_first_hop_chunks, split_into_buckets
@@ -109,23 +109,36 @@ def build_units(modules: list[UnitSpec], specs: list[list[BucketSpec]], context:
     secondary_shards = _allocate_secondary_shards(all_specs, context)
     slots = _slots(modules, specs, context)
     if context.groups.scopes.params == 1:
-        unsharded = _persistent_param_buffers(all_specs, masters, context)
+        unsharded = _persistent_params(all_specs, masters, context)
     else:
         unsharded = [
-            view
-            for unit_specs, slot in zip(specs, slots, strict=True)
-            for view in carve_views(slot.buffer, [(s.layout.unpadded_numel, s.param_dtype) for s in unit_specs])
+            params for unit_specs, slot in zip(specs, slots, strict=True) for params in _lent(unit_specs, slot, context)
         ]
     columns = zip(all_specs, masters, param_shards, secondary_shards, unsharded, strict=True)
     buckets = iter(
         [
-            Bucket(spec, context.groups, master, param_shard, secondary, buffer)
-            for spec, master, param_shard, secondary, buffer in columns
+            Bucket(spec, context.groups, master, param_shard, secondary, params)
+            for spec, master, param_shard, secondary, params in columns
         ]
     )
     return [
         Unit(module.name, index, module.module, [next(buckets) for _ in unit_specs], slot)
         for index, (module, unit_specs, slot) in enumerate(zip(modules, specs, slots, strict=True))
+    ]
+
+
+def _lent(specs: list[BucketSpec], slot: Slot, context: BuildContext) -> list[UnshardedParams]:
+    """The parameters of one unit, in its slot.
+
+    With `check="poison"` in memory of their own: values of the slot's next resident would overwrite the NaN.
+    """
+    sizes = [(spec.layout.unpadded_numel, spec.param_dtype) for spec in specs]
+    poisons, buffer = context.config.check == "poison", slot.buffer
+    if poisons:
+        buffer = context.memory.zeros("poisoned parameters", packed_bytes(sizes), torch.uint8, context.device)
+    return [
+        UnshardedParams(spec, view, poisons=poisons)
+        for spec, view in zip(specs, carve_views(buffer, sizes), strict=True)
     ]
 
 
@@ -150,17 +163,20 @@ def _allocate_secondary_shards(specs: list[BucketSpec], context: BuildContext) -
     return [*arena(context.memory, "secondary shards", sizes, context.device)]
 
 
-def _persistent_param_buffers(
+def _persistent_params(
     specs: list[BucketSpec], masters: list[torch.Tensor], context: BuildContext
-) -> list[torch.Tensor]:
-    """Memory of the parameters with `params="none"`.
+) -> list[UnshardedParams]:
+    """The parameters with `params="none"`.
 
-    It is the masters' own where they are whole and have the compute dtype.
+    Their memory is the masters' own where those are whole and have the compute dtype.
     """
     is_new = [spec.layout.ranks != 1 or spec.param_dtype != spec.master_dtype for spec in specs]
     sizes = [(spec.layout.unpadded_numel, spec.param_dtype) for spec, new in zip(specs, is_new, strict=True) if new]
     pieces = iter(arena(context.memory, "unsharded parameters", sizes, context.device))
-    return [(next(pieces) if new else master).data for master, new in zip(masters, is_new, strict=True)]
+    return [
+        UnshardedParams(spec, (next(pieces) if new else master).data, is_master=not new)
+        for spec, master, new in zip(specs, masters, is_new, strict=True)
+    ]
 
 
 def _slots(modules: list[UnitSpec], specs: list[list[BucketSpec]], context: BuildContext) -> list[Slot]:

@@ -13,6 +13,7 @@ graph.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mics_strategy.engine.storage_guard import explain_refusal
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
@@ -112,8 +114,9 @@ def _hook_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) 
     def after(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> Any:
         if not active_calls:
             return None
+        _add_explanation(sys.exc_info()[1])
         tensors = list(tensors_in(outputs))
-        returns_slot_views = unit.slot.is_shared and any(map(unit.slot.holds, tensors))
+        returns_slot_views = any(map(unit.lends, tensors))
         if returns_slot_views:
             outputs = _clone_slot_views(unit, outputs)
             tensors = list(tensors_in(outputs))
@@ -126,6 +129,13 @@ def _hook_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) 
     return active_calls
 
 
+def _add_explanation(error: BaseException | None) -> None:
+    """Add to a forward's error what to do, where a parameter was read too late."""
+    explanation = explain_refusal(error)
+    if error is not None and explanation is not None and explanation not in getattr(error, "__notes__", ()):
+        error.add_note(explanation)
+
+
 def _clone_slot_views(unit: Unit, outputs: T) -> T:
     """The outputs of a unit, with copies of tensors that are in its slot.
 
@@ -136,13 +146,12 @@ def _clone_slot_views(unit: Unit, outputs: T) -> T:
     Raises:
         LifecycleError: Such a tensor is in a container that cannot be copied.
     """
-    slot = unit.slot
 
     def clone_slot_view(leaf: object) -> object:
-        return leaf.clone() if isinstance(leaf, torch.Tensor) and slot.holds(leaf) else leaf
+        return leaf.clone() if isinstance(leaf, torch.Tensor) and unit.lends(leaf) else leaf
 
     copies = cast("T", tree_map(clone_slot_view, outputs))
-    if any(map(slot.holds, tensors_in(copies))):
+    if any(map(unit.lends, tensors_in(copies))):
         raise LifecycleError(
             f"Unit `{unit.name}` returns a parameter of its own, or a view of one, inside a {type(outputs).__name__}. "
             "Other units will overwrite it. Return a copy (`.clone()`), or return it in a tuple, list or dict."

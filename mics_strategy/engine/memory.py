@@ -20,9 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import nn
 
-from mics_strategy.engine.autograd import UnshardedParameter
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
@@ -173,15 +171,6 @@ class Slot:
     buffer: torch.Tensor
     is_shared: bool = False
     resident: Resident | None = None
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is stored in this slot."""
-        *_, tensor = levels_of(tensor)
-        return (
-            type(tensor) in (torch.Tensor, nn.Parameter, UnshardedParameter)
-            and tensor.layout is torch.strided
-            and tensor.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
-        )
 
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)

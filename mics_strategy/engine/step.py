@@ -240,8 +240,9 @@ class Engine:
         self._pending.clear()
         self._pass.clear()
         self._global_order.restart()
-        if self.overlap.sync_at_once:
-            for unit in self.units:
+        for unit in self.units:
+            unit.reshard_if_changed()
+            if self.overlap.sync_at_once:
                 unit.sync_params(self._resources)
 
     @property

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from mics_strategy.engine.autograd import UnshardedParameter
 from mics_strategy.engine.lifecycle import PHASE_TRANSITIONS, UNSHARD_TRANSITIONS, UnitPhase, UnshardState, transition
-from mics_strategy.engine.memory import CachedViews, Slot, StagingPool
+from mics_strategy.engine.memory import CachedViews, Slot, StagingPool, levels_of
 from mics_strategy.engine.plan import ROOT_NAME, BucketPlan, UnitPlan
 from mics_strategy.engine.schedule import needs_unshard
 from mics_strategy.engine.streams import Op, OpChain, OpStream, outside_transforms
@@ -92,6 +93,17 @@ class Unit:
         """Whether an all-gather of parameters needs a flat buffer."""
         return self._staging.needs_flat
 
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter, or a view of one, in a shared slot."""
+        if not self.slot.is_shared:
+            return False
+        *_, tensor = levels_of(tensor)
+        return (
+            type(tensor) in (torch.Tensor, nn.Parameter, UnshardedParameter)
+            and tensor.layout is torch.strided
+            and any(bucket.unsharded.holds(tensor) for bucket in self.buckets)
+        )
+
     def start_unshard(self, resources: GatherResources) -> None:
         """Start the all-gather, unless the slot already holds the current parameters.
 
@@ -104,10 +116,7 @@ class Unit:
             self.finish_unshard()
             self._pending_unshard = None
             self._take_slot()
-            for bucket in self.buckets:
-                bucket.unsharded.saved_versions.reshard()  # also if memory of its own gets other values
-            if self.unshard_state is UnshardState.UNSHARDED:
-                self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "reshard", self.name)
+            self._reshard()
             self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "start_unshard", self.name)
             ops: list[Op] = []
             for bucket, flat, cast_shard in self._staging.acquire(resources, self.finish_unshard):
@@ -147,13 +156,10 @@ class Unit:
             self._pending_unshard.wait()
             self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "finish_unshard", self.name)
             for bucket in self.buckets:
-                bucket.unsharded.saved_versions.unshard(bucket.versions.unsharded)
+                bucket.unsharded.unshard(bucket.versions.unsharded)
 
     def evict(self) -> None:
-        """Give up the slot.
-
-        Autograd then refuses a backward that needs the parameters (see `autograd`).
-        """
+        """Give up the slot."""
         self.finish_unshard()
         if self.phase is UnitPhase.FORWARD:
             raise LifecycleError(
@@ -161,10 +167,19 @@ class Unit:
                 "same time must be nested in one another. Pass the outer class to `shard(units=...)`, or raise "
                 "`prefetch`."
             )
+        self._reshard()
+
+    def reshard_if_changed(self) -> None:
+        """Refuse accesses to values that are older than the parameters."""
+        if self.unshard_state is UnshardState.UNSHARDED and needs_unshard(self.buckets, is_resident=True):
+            self._reshard()
+
+    def _reshard(self) -> None:
+        """Refuse accesses to the unsharded parameters (see `storage_guard`)."""
         if self.unshard_state is UnshardState.UNSHARDED:
             self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "reshard", self.name)
         for bucket in self.buckets:
-            bucket.unsharded.saved_versions.reshard()
+            bucket.unsharded.reshard()
 
     def check_still_frozen(self) -> None:
         """Check that no parameter requires gradients without memory for them.
@@ -195,7 +210,7 @@ class Unit:
                 for bucket in self.buckets:
                     bucket.keep_writes()
             except LifecycleError:
-                self.unshard_state = transition(UNSHARD_TRANSITIONS, self.unshard_state, "reshard", self.name)
+                self._reshard()
                 raise  # the refused values are gathered over before the next use
             finally:
                 if self.phase is UnitPhase.IDLE:

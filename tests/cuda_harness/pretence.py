@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 from mics_strategy.comm.codecs import quantizer
-from mics_strategy.engine import parameter
+from mics_strategy.engine import parameter, storage_guard
 from mics_strategy.engine.rank_agreement import ReplicaCheck
 from tests.cuda_harness import kernels
-from tests.cuda_harness.allocations import DEVICE, HOST_MEMORY, PINNED, allocation_of, kind_of, real_device
+from tests.cuda_harness.allocations import DEVICE, HOST_MEMORY, PINNED, allocate, allocation_of, kind_of, real_device
 from tests.cuda_harness.machine import Mode
 from tests.cuda_harness.streams import Event, Stream, as_thread, current_stream, here, index_of, machine
 from tests.cuda_harness.works import Works, watched
@@ -54,9 +54,23 @@ def pretended_cuda() -> Iterator[None]:
         stack.enter_context(mock.patch.object(dist, "get_backend", _backend(dist.get_backend)))
         own_storage = _or_original(lambda view: view.data, parameter._with_own_storage)  # a slice of it is not marked
         stack.enter_context(mock.patch.object(parameter, "_with_own_storage", own_storage))
+        guarded = _or_original(_same_allocation(storage_guard._with_own_storage), storage_guard._with_own_storage)
+        stack.enter_context(mock.patch.object(storage_guard, "_with_own_storage", guarded))
         stack.enter_context(mock.patch.object(quantizer, "load_kernels", kernels.loader(quantizer.load_kernels)))
         stack.enter_context(watched(_works_here))
         yield
+
+
+def _same_allocation(alias: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Mark the storage of an alias as the pretended memory that it is."""
+
+    def marked(memory: torch.Tensor) -> torch.Tensor:
+        aliased, allocation = alias(memory), allocation_of(memory)
+        if allocation is not None:
+            allocate(aliased, allocation)
+        return aliased
+
+    return marked
 
 
 def _works_here() -> Works | None:
