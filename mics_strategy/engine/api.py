@@ -24,7 +24,6 @@ from mics_strategy.engine.build import (
     make_bucket_specs,
 )
 from mics_strategy.engine.handle import Sharded
-from mics_strategy.engine.hooks import install
 from mics_strategy.engine.memory import MemoryTracker
 from mics_strategy.engine.setup import guards, materialize
 from mics_strategy.engine.setup.generation import prepare_generation
@@ -187,11 +186,6 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     sharded = Sharded(model, context, engine, modules)
     weak = weakref.ref(sharded)
 
-    def before_root_forward() -> None:
-        handle = weak()
-        if handle is not None:
-            handle.pre_forward()
-
     def reset_after_error() -> None:
         handle = weak()
         if handle is not None:
@@ -200,14 +194,13 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     sharded.set_references()
     if context.config.broadcast_buffers:
         sharded.synchronize_buffers()
-    install(engine, before_root_forward)
     wrap_autograd()
     guards.block_conversions(unit.module for unit in built_units)
     guards.block_copies({unit.module for unit in built_units} | {model})
     guards.block_saving_shards(model.modules())
     guards.reset_before_access(model, reset_after_error)
     guards.mark_sharded(model, sharded)
-    prepare_generation(model, is_forward_collective=sharded.scopes.params > 1)
+    prepare_generation(model, sharded.register_forward_method, is_forward_collective=sharded.scopes.params > 1)
     if context.device.type == "cuda":
         context.groups.resources.connect()
     context.groups.traffic_log.drain()

@@ -118,11 +118,11 @@ def _explain_resharded(error: RuntimeError) -> str | None:
         return None
     return (
         f"A backward needed the parameters of unit `{owner.unit}` when they were not unsharded. Either it has entered "
-        "the unit other than through the tensors that the unit's forward had returned (through one that a hook, an "
-        "attribute or a loop in a backward hook kept), or several units are recomputed together, or compiled autograd "
-        "runs it. Return that tensor from the unit's forward, name the class of the inner module that returns it in "
-        "`shard(units=...)`, keep the model's output in the loss (`+ 0 * output.sum()`), checkpoint one unit at a "
-        "time, or keep parameters unsharded with `params='none'`. Switch compiled autograd off."
+        "the unit other than through the tensors that the unit's forward had returned (through one that a hook or an "
+        "attribute kept), or several units are recomputed together, or compiled autograd runs it. Return that tensor "
+        "from the unit's forward, name the class of the inner module that returns it in `shard(units=...)`, keep the "
+        "model's output in the loss (`+ 0 * output.sum()`), checkpoint one unit at a time, or keep parameters "
+        "unsharded with `params='none'`. Switch compiled autograd off."
     )
 
 

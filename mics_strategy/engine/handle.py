@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -15,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mics_strategy.comm.consensus import run_on_all_ranks
 from mics_strategy.engine import state_dict as state
-from mics_strategy.engine.hooks import EngineLink
+from mics_strategy.engine.hooks import EngineLink, install, register_forward_method
 from mics_strategy.engine.module_buffers import ModuleBuffers
 from mics_strategy.engine.optimizer.step import StepHooks, adopt, clip_to_norm, total_norm
 from mics_strategy.engine.optimizer.target import OptimizerTarget
@@ -60,6 +61,7 @@ class Sharded:
         self._step_hooks = StepHooks(self._target)
         self.buffers = ModuleBuffers(model, context, engine)
         self._profile: Profile | None = None
+        self._forward_hooks = install(engine, weakref.WeakMethod(self.pre_forward))
 
     def _link(self, modules: list[UnitSpec]) -> WeakIdKeyDictionary:
         """Connect sharded parameters with the engine; returns them by their plain ones."""
@@ -106,6 +108,20 @@ class Sharded:
     def units(self) -> list[Unit]:
         """Units in module order, the root first."""
         return self._units
+
+    def register_forward_method(self, module: nn.Module, name: str) -> None:
+        """Let a method run as a forward does: with unsharded parameters, on every rank.
+
+        For parts of a model that are called without its forward, such as `model.encode(x)`, in training or evaluation.
+
+        Args:
+            module: The model or a module of it, which has the method.
+            name: Name of the method.
+
+        Raises:
+            ConfigError: `module` is not in this model, or has no such method.
+        """
+        register_forward_method(self.model, self._forward_hooks, module, name)
 
     def pre_forward(self) -> None:
         """Prepare a root forward: check the model once per step, synchronize buffers.

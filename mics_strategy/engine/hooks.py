@@ -13,6 +13,10 @@ graph.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,12 +25,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from mics_strategy.engine.storage_guard import explain_refusal
-from mics_strategy.errors import LifecycleError
+from mics_strategy.errors import ConfigError, LifecycleError
 
 if TYPE_CHECKING:
+    from weakref import WeakMethod
+
     from mics_strategy.engine.bucket import Bucket
     from mics_strategy.engine.grad_bucket import GradBucket
     from mics_strategy.engine.order import ForwardCall
@@ -35,25 +41,33 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+_CHECKPOINT_MODULE = "torch.distributed._composable.checkpoint_activation"
 _MAX_DEPTH = 3  # of objects in attributes of objects
 _NO_OUTPUT = (type(None), bool, int, float, complex, str, bytes, type, FunctionType, MethodType, nn.Module)
 
 
-def install(engine: Engine, before_root_forward: Callable[[], None]) -> None:
+def install(engine: Engine, before_root_forward: WeakMethod[Callable[[], None]]) -> dict[nn.Module, ForwardHooks]:
     """Register the hooks on the units of `engine`.
 
     Args:
         engine: Engine that the hooks call.
-        before_root_forward: Called first when the root's forward begins.
+        before_root_forward: Method that is called first when the root's forward begins.
+
+    Returns:
+        The hooks around forwards, by module of the unit.
     """
     modules = {unit.module for unit in engine.units}
+    forward_hooks = {}
     for unit in engine.units:
-        active_calls = _hook_forward(engine, unit, before_root_forward if unit.index == 0 else None)
+        hooks = ForwardHooks(engine, unit, before_root_forward if unit.index == 0 else None)
+        hooks.register()
+        forward_hooks[unit.module] = hooks
         if unit.slot.is_shared and not unit.trainable_buckets:
-            _hook_inner_modules(engine, unit.module, active_calls, modules)
+            _hook_inner_modules(engine, unit.module, hooks.active_calls, modules)
         for gradient in engine.reducer.gradients.get(unit.index, []):
             for position, parameter in enumerate(gradient.bucket.unsharded.params):
                 parameter.register_post_accumulate_grad_hook(_gradient_hook(engine, unit, gradient, position))
+    return forward_hooks
 
 
 def _gradient_hook(engine: Engine, unit: Unit, gradient: GradBucket, position: int) -> Callable[[torch.Tensor], None]:
@@ -93,40 +107,121 @@ def _hook_inner_modules(
             _hook_inner_modules(engine, child, active_calls, units)
 
 
-def _hook_forward(engine: Engine, unit: Unit, first: Callable[[], None] | None) -> list[ForwardCall]:
-    """Register hooks around the forward of a unit.
+class ForwardHooks:
+    """The hooks around the forward of one unit.
 
-    Returns the list of its calls that have not ended.
+    Args:
+        engine: Engine that they call.
+        unit: The unit.
+        first: Method that is called first; None for nothing.
+
+    Attributes:
+        active_calls: Calls that have not ended.
     """
-    active_calls: list[ForwardCall] = []
-    compute_dtype = next((b.spec.param_dtype for b in unit.buckets if b.needs_cast), None)
 
-    def before(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def __init__(self, engine: Engine, unit: Unit, first: WeakMethod[Callable[[], None]] | None) -> None:
+        self.active_calls: list[ForwardCall] = []
+        self._engine = engine
+        self._unit = unit
+        self._first = first
+        self._compute_dtype = next((b.spec.param_dtype for b in unit.buckets if b.needs_cast), None)
+        disable: Any = torch.compiler.disable
+        self._before, self._after = disable(self._enter), disable(self._leave)
+
+    def register(self) -> None:
+        """Register them on the module, around all other hooks, also later ones.
+
+        So hooks of users see unsharded parameters. Only torch's composable `checkpoint` opens its region outside of
+        them: the recomputation runs them as well.
+        """
+        module = self._unit.module
+        before = module.register_forward_pre_hook(self._before, with_kwargs=True)
+        after = module.register_forward_hook(self._after, always_call=True)
+
+        def order() -> None:
+            hooks: Any = module._forward_pre_hooks
+            hooks.move_to_end(before.id, last=False)
+            for hook_id in [i for i, hook in hooks.items() if getattr(hook, "__module__", "") == _CHECKPOINT_MODULE]:
+                hooks.move_to_end(hook_id, last=False)
+            cast("Any", module._forward_hooks).move_to_end(after.id)
+
+        def then_order(register: Callable[..., T]) -> Callable[..., T]:
+            @functools.wraps(register)
+            def register_inside(*args: Any, **kwargs: Any) -> T:
+                handle = register(*args, **kwargs)
+                order()
+                return handle
+
+            return register_inside
+
+        order()
+        for name in ("register_forward_pre_hook", "register_forward_hook"):
+            object.__setattr__(module, name, then_order(getattr(module, name)))
+
+    def around(self, method: Callable[..., T]) -> Callable[..., T]:
+        """A function that runs `method` as a forward of the unit, unless one is running."""
+
+        @functools.wraps(method)
+        def run_in_forward(*args: Any, **kwargs: Any) -> T:
+            if self.active_calls:
+                return method(*args, **kwargs)
+            args, kwargs = self._before(self._unit.module, args, kwargs) or (args, kwargs)
+            outputs: Any = None
+            try:
+                outputs = method(*args, **kwargs)
+            finally:
+                copies = self._after(self._unit.module, args, outputs)
+            return cast("T", outputs if copies is None else copies)
+
+        return run_in_forward
+
+    def _enter(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Begin a forward; returns its arguments in the compute dtype, or None."""
+        first = None if self._first is None else self._first()
         if first is not None:
             first()
-        active_calls.append(engine.pre_forward(unit))
-        if compute_dtype is None or torch.is_autocast_enabled(unit.buckets[0].master_shard.device.type):
+        self.active_calls.append(self._engine.pre_forward(self._unit))
+        dtype = self._compute_dtype
+        if dtype is None or torch.is_autocast_enabled(self._unit.buckets[0].master_shard.device.type):
             return None
-        return cast_floating(args, compute_dtype), cast_floating(kwargs, compute_dtype)
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
 
-    def after(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> Any:
-        if not active_calls:
+    def _leave(self, _: nn.Module, __: tuple[Any, ...], outputs: Any) -> Any:
+        """End a forward, which may have raised; returns other outputs, or None."""
+        if not self.active_calls:
             return None
         _add_explanation(sys.exc_info()[1])
         tensors = list(tensors_in(outputs))
-        returns_slot_views = any(map(unit.lends, tensors))
+        returns_slot_views = any(map(self._unit.lends, tensors))
         if returns_slot_views:
-            outputs = _clone_slot_views(unit, outputs)
+            outputs = _clone_slot_views(self._unit, outputs)
             tensors = list(tensors_in(outputs))
-        engine.post_forward(active_calls.pop(), tensors)
+        self._engine.post_forward(self.active_calls.pop(), tensors)
         return outputs if returns_slot_views else None
 
-    disable: Any = torch.compiler.disable
-    unit.module.register_forward_pre_hook(disable(before), prepend=True, with_kwargs=True)
-    unit.module.register_forward_hook(disable(after), always_call=True)
-    return active_calls
+
+def register_forward_method(
+    model: nn.Module, forward_hooks: dict[nn.Module, ForwardHooks], module: nn.Module, name: str
+) -> None:
+    """See `Sharded.register_forward_method`.
+
+    The method runs in a forward of the unit that holds the module's parameters, inside of one of the root.
+    """
+    path = next((path for path, inner in model.named_modules() if inner is module), None)
+    method = getattr(module, name, None)
+    if path is None or method is None:
+        raise ConfigError(
+            f"`register_forward_method` got `{name}` of a {type(module).__name__}, which "
+            f"{'is no module of this sharded model' if path is None else 'has no such method'}. Pass the model or a "
+            "module inside of it, and the name of one of its methods."
+        )
+    outward = [model.get_submodule(path.rsplit(".", depth)[0]) for depth in range(path.count(".") + 1)]
+    owner = next((inner for inner in outward if inner in forward_hooks), model)
+    for unit_module in dict.fromkeys((owner, model)):
+        method = forward_hooks[unit_module].around(method)
+    object.__setattr__(module, name, method)
 
 
 def _add_explanation(error: BaseException | None) -> None:
@@ -160,10 +255,25 @@ def _clone_slot_views(unit: Unit, outputs: T) -> T:
 
 
 def cast_floating(tree: T, dtype: torch.dtype) -> T:
-    """A copy of `tree` with its floating-point tensors in `dtype`."""
+    """A copy of `tree` with its floating-point tensors in `dtype`.
 
-    def cast_leaf(leaf: object) -> object:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+    A dataclass without such tensors is not copied: a cache counts on its identity.
+    """
+
+    def cast_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if isinstance(leaf, type) or not dataclasses.is_dataclass(leaf):
+            return leaf
+        fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+        leaves, structure = tree_flatten(fields)
+        cast_leaves = [cast_leaf(inner) for inner in leaves]
+        if all(map(operator.is_, leaves, cast_leaves)):
+            return leaf
+        copied = copy.copy(leaf)
+        for name, value in tree_unflatten(cast_leaves, structure).items():
+            object.__setattr__(copied, name, value)  # also of a frozen one
+        return copied
 
     return cast("T", tree_map(cast_leaf, tree))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -261,6 +261,10 @@ class Engine:
             return False
         for tensor in made:
             tensor.register_hook(partial(self.pre_backward, call))
+            hooks: Any = tensor._backward_hooks
+            for hook_id in [*hooks] if len(hooks) > 1 else ():  # a user's hook may run nodes of the unit: it runs last
+                if getattr(hooks[hook_id], "func", None) != self.pre_backward:
+                    hooks[hook_id] = hooks.pop(hook_id)
         return True
 
     def _record_forward(self, unit: Unit) -> None:

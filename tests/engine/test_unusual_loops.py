@@ -11,6 +11,7 @@ from mics_strategy.errors import LifecycleError
 from tests.engine import unusual
 from tests.engine.training import forget_meshes
 from tests.ranks import RankContext, RankPool, raises_on_every_rank
+from tests.seeds import seed_generators
 
 SETTINGS = {
     "mics": ShardConfig.preset("mics"),
@@ -113,6 +114,61 @@ def test_local_gradients_of_sharded_parameters_are_refused(ranks: RankPool, job:
     raises_on_every_rank(
         lambda: ranks(2, job), LifecycleError, match="gradient of the sharded parameter `inner.weight`.*backward"
     )
+
+
+class Step(nn.Module):
+    """A function whose fixed point is looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return (0.3 * self.inner(z) + self.outer(x)).tanh()
+
+
+class Equilibrium(nn.Module):
+    """A deep equilibrium layer: its backward solves for the gradient in a loop of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = Step()
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(5):
+                z = self.step(z, x)
+        z = self.step(z, x)
+        start = z.detach().requires_grad_()
+        end = self.step(start, x)
+
+        def solve(grad: Tensor) -> Tensor:
+            solution = grad
+            for _ in range(5):
+                solution = torch.autograd.grad(end, start, solution, retain_graph=True)[0] + grad
+            return solution
+
+        z.register_hook(solve)
+        return z
+
+
+def trained_equilibrium(ctx: RankContext, unit: type[nn.Module]) -> float:
+    forget_meshes()
+    models = []
+    for _ in range(2):
+        seed_generators()
+        models.append(nn.Sequential(*(Equilibrium() for _ in range(4))).double())
+    shard(models[0], "zero3", units=[unit])
+    for model in models:
+        model(torch.ones(2, 4, dtype=torch.float64)).square().sum().backward()
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    return max(float((p.grad.full_tensor() - r.grad).abs().max()) for p, r in pairs)
+
+
+@pytest.mark.parametrize("unit", [Step, Equilibrium])
+def test_a_deep_equilibrium_trains_as_the_plain_one(ranks: RankPool, unit: type[nn.Module]) -> None:
+    assert max(ranks(2, trained_equilibrium, unit)) < 1e-12
 
 
 def gradient_of_a_penalty(ctx: RankContext) -> Tensor:

@@ -9,7 +9,7 @@ of a forward of the root, in which the root unit is unsharded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -25,14 +25,18 @@ _PER_RANK_METHODS = (
 )  # these run forwards in a thread, a different number on each rank
 
 
-def prepare_generation(model: nn.Module, *, is_forward_collective: bool) -> None:
+def prepare_generation(
+    model: nn.Module, register_forward_method: Callable[[nn.Module, str], None], *, is_forward_collective: bool
+) -> None:
     """Wrap `model.generate` of transformers so that it works on shards.
 
     Args:
         model: Sharded model. Models without transformers' `generate` are not changed.
+        register_forward_method: See `Sharded.register_forward_method`.
         is_forward_collective: Whether forwards are collective, so that all ranks must run the same number.
     """
     if hasattr(model, "generation_config") and callable(getattr(model, "generate", None)):
+        register_forward_method(model, "generate")
         _wrap_generate(model, model.generate, is_forward_collective)
     for module in model.modules() if is_forward_collective else ():
         for name in _PER_RANK_METHODS:
@@ -49,21 +53,11 @@ def _raise_on_per_rank_method(*_: Any, **__: Any) -> NoReturn:
 
 def _wrap_generate(model: nn.Module, generate: Any, is_forward_collective: bool) -> None:
     @functools.wraps(generate)
-    def generate_in_forward(*args: Any, **kwargs: Any) -> Any:
-        forward = model.forward
-
-        def run_generate(*args: Any, **kwargs: Any) -> Any:
-            model.forward = forward  # `generate` calls it
+    def generate_together(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), _synced_generation(model) if is_forward_collective else nullcontext():
             return generate(*args, **kwargs)
 
-        model.forward = run_generate
-        try:
-            with torch.no_grad(), _synced_generation(model) if is_forward_collective else nullcontext():
-                return model(*args, **kwargs)
-        finally:
-            model.forward = forward
-
-    model.generate = generate_in_forward  # type: ignore[assignment]
+    model.generate = generate_together  # type: ignore[assignment]
 
 
 @contextmanager
