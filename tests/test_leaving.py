@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 
 SCRIPT = """
-import atexit, sys
+import atexit, os, sys
 from pathlib import Path
 
 def print_threads():
@@ -36,6 +36,10 @@ sharded = shard(model, "zero3", units=[torch.nn.Linear])
 model(torch.ones(2, 4)).sum().backward()
 sharded.full_state_dict()
 print_threads()
+if ending == "forks" and os.fork() == 0:
+    sys.exit(3)
+if ending == "forks":
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 if ending == "fails" and rank == 0:
     sharded.mark_modified()
     model(torch.ones(2, 4))  # gathers that rank 1 never takes part in
@@ -52,7 +56,7 @@ def _endings(directory: Path, ending: str) -> list[tuple[int, list[int]]]:
         for rank in range(2)
     ]
     try:
-        printed = [rank.communicate()[0] for rank in ranks]
+        printed = [rank.communicate(timeout=50)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -70,3 +74,9 @@ def test_a_rank_whose_peer_has_left_ends_too(tmp_path: Path) -> None:
     (exit_code, _), (other, _) = _endings(tmp_path, "fails")
     assert exit_code == 1
     assert other == 0
+
+
+def test_a_forked_child_ends_as_it_wants(tmp_path: Path) -> None:
+    for exit_code, (_, *of_child, _) in _endings(tmp_path, "forks"):
+        assert exit_code == 0
+        assert of_child[-1] == 3

@@ -10,8 +10,10 @@ without an error, for a mesh whose order differs from its group's.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import inspect
+import os
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -66,6 +68,7 @@ class CommResources:
 
     Attributes:
         rank: Rank of this process.
+        process_id: Process that has the communication threads. A forked child has none of them.
         is_point_to_point: Whether tensors are sent point to point, in chunks, instead of by the backend's collectives.
         watchdog: Finds out whether ranks have diverged.
         traffic_log: Log of the collectives that were submitted.
@@ -80,6 +83,7 @@ class CommResources:
         self.is_point_to_point = is_point_to_point(dist.group.WORLD, self.device.type)
         self.traffic_log = TrafficLog()
         self._number = _count_models()
+        self.process_id = os.getpid()
         self.watchdog = DesyncWatchdog(str(self._number), self.rank)
         self.workspaces = {queue: Workspace() for queue in _QUEUES}
         self.queues: list[CollectiveQueue] = []
@@ -321,11 +325,16 @@ def _close_gloo() -> None:
 
     A thread that frees a tensor later aborts the process (torch 2.13).
 
-    Unfinished collectives belong to a job that has failed; closing would wait for them, up to the timeout.
+    Unfinished collectives belong to a job that has failed; closing would wait for them, up to the timeout. A forked
+    child has none of the threads; there nothing may wait for them.
     """
-    for resources in list(_on_gloo):
+    owned = [resources for resources in _on_gloo if resources.process_id == os.getpid()]
+    if len(owned) < len(_on_gloo):
+        for group in dist.distributed_c10d._world.pg_map:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # its destructor would join the parent's threads
+    for resources in owned:
         resources.stop()
     if not has_pending_work():
-        for resources in list(_on_gloo):
+        for resources in owned:
             resources.close()
         _groups.clear()

@@ -117,7 +117,7 @@ class ProcessGroupMixin(Base):
         device = self.root_device
         self._process_group_backend = self._process_group_backend or self.framework.default_backend(device)
         if not is_initialized():
-            atexit.register(_destroy_gloo_group)
+            atexit.register(_destroy_gloo_group, os.getpid())
         self.framework.init_dist_connection(
             self.cluster_environment,
             self._process_group_backend,
@@ -154,9 +154,13 @@ class ProcessGroupMixin(Base):
         return self.framework.reduce_if_distributed(tensor, group, reduce_op=reduce_op)
 
 
-def _destroy_gloo_group() -> None:
-    """End the threads of a gloo default group before the interpreter exits."""
-    if is_initialized() and dist.get_backend() == "gloo":
+def _destroy_gloo_group(process_id: int) -> None:
+    """End the threads of a gloo default group before the interpreter exits.
+
+    Args:
+        process_id: Process that has the threads. A forked child has none of them.
+    """
+    if process_id == os.getpid() and is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 
