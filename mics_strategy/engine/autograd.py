@@ -13,7 +13,8 @@ unit's values when a backward reads it. Three parts:
   before that node, and before each node that it makes. Sequence numbers tell which forward has made a node.
 - `wrap_autograd` translates the `inputs` of `torch.autograd.backward` and `grad` from sharded to unsharded parameters,
   and the errors of both. Without it ``loss.backward(inputs=list(model.parameters()))`` computes nothing and raises
-  nothing. The wrappers are installed once, with the first sharded model, and do not change other calls.
+  nothing. It wraps the function that both call, so a script may have imported them by name before. It is installed
+  once, with the first sharded model, and does not change other calls.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
 from mics_strategy.engine.parameter import ShardedParameter, fast_attributes
 from mics_strategy.engine.storage_guard import explain_refusal
@@ -181,61 +182,41 @@ Function = Callable[..., Any]
 
 
 def wrap_autograd() -> None:
-    """Wrap `torch.autograd.backward` and `torch.autograd.grad` once."""
-    if not hasattr(torch.autograd.backward, "mics_wraps"):
-        torch.autograd.backward = _wrapped(torch.autograd.backward, _backward)
-        torch.autograd.grad = _wrapped(torch.autograd.grad, _grad)
+    """Wrap the entry of `torch.autograd.backward` and `grad` into autograd's engine, once."""
+    autograd: Any = torch.autograd  # both functions look the entry up here when they are called
+    if not hasattr(autograd._engine_run_backward, "mics_wraps"):
+        autograd._engine_run_backward = _wrapped(autograd._engine_run_backward)
 
 
-def _wrapped(original: Function, call: Callable[..., Any]) -> Function:
+def _wrapped(original: Function) -> Function:
     @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def run_backward(outputs: Any, *args: Any, **options: Any) -> Any:
+        gradients, retain_graph, create_graph, inputs, *others = args
+        sharded = [tensor for tensor in inputs if isinstance(tensor, ShardedParameter)]
+        accumulates = options.get("accumulate_grad", False)
+        in_graph = (*inputs, *_in_graph(sharded)) if accumulates else inputs
         try:
-            return call(original, *args, **kwargs)
+            results = original(outputs, gradients, retain_graph, create_graph, in_graph, *others, **options)
         except RuntimeError as error:
+            if sharded and not accumulates and "appears to not have been used in the graph" in str(error):
+                raise _no_local_gradient(sharded[0]) from error
             explanation = _explain_resharded(error) or explain_refusal(error)
             if explanation is None:
                 raise
             raise LifecycleError(explanation) from error
+        for tensor, grad in zip(inputs, () if accumulates else results, strict=False):
+            if grad is None and isinstance(tensor, ShardedParameter):
+                raise _no_local_gradient(tensor)
+        return results
 
-    wrapper.mics_wraps = original  # type: ignore[attr-defined]
-    return wrapper
-
-
-def _backward(original: Function, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
-    if inputs is not None:
-        input_list = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
-        kwargs["inputs"] = [*input_list, *_in_graph(input_list)]
-    original(*args, **kwargs)
+    run_backward.mics_wraps = original  # type: ignore[attr-defined]
+    return run_backward
 
 
-def _in_graph(inputs: Iterable[Any]) -> list[torch.Tensor]:
-    """The unsharded parameters of those inputs that are sharded parameters.
-
-    Forwards use the unsharded ones.
-    """
-    sharded = [tensor for tensor in inputs if isinstance(tensor, ShardedParameter)]
+def _in_graph(sharded: Iterable[ShardedParameter]) -> list[torch.Tensor]:
+    """The unsharded parameters of sharded ones. Forwards use the unsharded ones."""
     unsharded = [parameter.mics_link.unsharded(parameter.mics_position) for parameter in sharded]
     return [parameter for parameter in unsharded if parameter is not None]
-
-
-def _grad(original: Function, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    input_list = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
-    sharded = [tensor for tensor in input_list if isinstance(tensor, ShardedParameter)]
-    if not sharded:
-        return original(outputs, inputs, *args, **kwargs)
-    if kwargs.get("materialize_grads"):
-        raise _no_local_gradient(sharded[0])
-    try:
-        grads = original(outputs, inputs, *args, **kwargs)
-    except RuntimeError as error:
-        if "appears to not have been used in the graph" not in str(error):
-            raise
-        raise _no_local_gradient(sharded[0]) from error
-    for tensor, grad in zip(input_list, grads, strict=True):
-        if grad is None and isinstance(tensor, ShardedParameter):
-            raise _no_local_gradient(tensor)
-    return grads
 
 
 def _no_local_gradient(parameter: ShardedParameter) -> LifecycleError:

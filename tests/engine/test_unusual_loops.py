@@ -5,6 +5,7 @@ from functools import lru_cache
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import grad  # before any model is sharded, as scripts do
 
 from mics_strategy import ShardConfig, shard
 from mics_strategy.errors import LifecycleError
@@ -98,7 +99,7 @@ def asked_for_a_gradient(ctx: RankContext, **options: bool) -> None:
     forget_meshes()
     model = unusual.Stack()
     shard(model, "mics", units=[unusual.Block])
-    torch.autograd.grad(model(torch.ones(2, unusual.WIDTH)).sum(), list(model.parameters()), **options)
+    grad(model(torch.ones(2, unusual.WIDTH)).sum(), list(model.parameters()), **options)
 
 
 def asked_for_an_unused_gradient(ctx: RankContext) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import backward  # before any model is sharded, as scripts do
 from torch.utils.checkpoint import checkpoint
 
 from mics_strategy import ConfigError, ShardConfig, shard
@@ -232,6 +233,10 @@ def inputs_named(model: nn.Module, x: Tensor, step: int) -> None:
     model(x).square().mean().backward(inputs=list(model.parameters()))
 
 
+def inputs_named_of_an_imported_backward(model: nn.Module, x: Tensor, step: int) -> None:
+    backward(model(x).square().mean(), inputs=dict(model.named_parameters()))
+
+
 def some_inputs_named(model: Any, x: Tensor, step: int) -> None:
     chosen = [*model.blocks[1].parameters(), model.head.bias]
     model(x).square().mean().backward(inputs=chosen)
@@ -304,6 +309,7 @@ LOOPS: dict[str, Loop] = {
     "teacher first": Loop(build=Stack, body=teacher_first),
     "some weights lent": Loop(build=Stack, body=some_weights_lent),
     "inputs named": Loop(build=Stack, body=inputs_named),
+    "inputs named, backward imported": Loop(build=Stack, body=inputs_named_of_an_imported_backward),
     "some inputs named": Loop(build=Stack, body=some_inputs_named),
     "writes in forward": Loop(build=lambda: Stack(ClampedBlock), body=squares, units=(ClampedBlock,)),
     "writes in micro-steps": Loop(build=lambda: Stack(ClampedBlock), body=two_micro_steps, units=(ClampedBlock,)),
