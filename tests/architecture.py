@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("config", "topology", "scopes", "timeline", "text_table", "tuning.threshold"),
         *("comm.route", "comm.traffic", "comm.codecs", "comm.workspace", "comm.scratch", "comm.residuals"),
-        *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule", "engine.units"),
+        *("engine.layout", "engine.lifecycle", "engine.plan", "engine.schedule", "engine.units", "engine.aliases"),
         *("planner.cost", "checkpoint.manifest", "checkpoint.reshard"),
     ),
     ("comm", "tuning.autotune"),

@@ -15,6 +15,7 @@ from mics_strategy.comm.consensus import check_equal, run_and_gather
 from mics_strategy.comm.process_groups import ProcessGroups
 from mics_strategy.comm.resources import CommResources
 from mics_strategy.config import ShardConfig
+from mics_strategy.engine.aliases import retire
 from mics_strategy.engine.autograd import wrap_autograd
 from mics_strategy.engine.build import (
     BuildContext,
@@ -200,6 +201,7 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     guards.block_saving_shards(model.modules())
     guards.reset_before_access(model, reset_after_error)
     guards.mark_sharded(model, sharded)
+    retire((entry.name, entry.parameter) for module in modules for entry in module.parameters)
     prepare_generation(model, sharded.register_forward_method, is_forward_collective=sharded.scopes.params > 1)
     if context.device.type == "cuda":
         context.groups.resources.connect()

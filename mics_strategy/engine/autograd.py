@@ -182,7 +182,7 @@ Function = Callable[..., Any]
 
 
 def wrap_autograd() -> None:
-    """Wrap the entry of `torch.autograd.backward` and `grad` into autograd's engine, once."""
+    """Wrap autograd's entry of `torch.autograd.backward` and `grad`, once."""
     autograd: Any = torch.autograd  # both functions look the entry up here when they are called
     if not hasattr(autograd._engine_run_backward, "mics_wraps"):
         autograd._engine_run_backward = _wrapped(autograd._engine_run_backward)

@@ -215,7 +215,7 @@ def add_sharded_parameters(units: list[Unit], modules: list[UnitSpec], context: 
                     requires_grad=requires_grad[param_slice.name],
                 )
                 bucket.sharded_params.append(sharded)
-        unit.register_sharded()
+        unit.register_sharded({entry.name: entry.aliases for entry in module.parameters})
 
 
 def build_engine(units: list[Unit], modules: list[UnitSpec], context: BuildContext) -> Engine:

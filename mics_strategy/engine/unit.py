@@ -7,7 +7,7 @@ backward, the first ones at the start of the next micro-step) are not gathered a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -24,6 +24,7 @@ from mics_strategy.engine.streams import Op, OpChain, OpStream, outside_transfor
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
+    from mics_strategy.engine.aliases import Alias
     from mics_strategy.engine.bucket import Bucket
     from mics_strategy.engine.grad_bucket import GradBucket
     from mics_strategy.engine.parameter import ShardedParameter
@@ -82,6 +83,7 @@ class Unit:
         self._forward_depth = 0
         self._pending_unshard: OpChain | None = None
         self._locations: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] | None = None
+        self._aliases: list[tuple[Alias, nn.Parameter, nn.Parameter]] = []
 
     @property
     def trainable_buckets(self) -> list[Bucket]:
@@ -237,10 +239,23 @@ class Unit:
         self.phase = UnitPhase.IDLE
         self._restore_sharded()
 
-    def register_sharded(self) -> None:
-        """Register the sharded parameters, whatever is registered now."""
+    def register_sharded(self, aliases: Mapping[str, Iterable[Alias]]) -> None:
+        """Register the sharded parameters, whatever is registered now.
+
+        Args:
+            aliases: Other references that modules hold, by name of the parameter. They follow the parameter from now.
+        """
         for module, attribute, _, sharded in self._attributes():
             module._parameters[attribute] = sharded
+        for bucket in self.buckets:
+            forms = zip(bucket.layout.param_slices, bucket.unsharded.params, bucket.sharded_params, strict=True)
+            self._aliases += [
+                (alias, unsharded, cast("nn.Parameter", sharded))
+                for param_slice, unsharded, sharded in forms
+                for alias in aliases[param_slice.name]
+            ]
+        for alias, _, sharded in self._aliases:
+            alias.container[alias.key] = sharded
 
     def _register_unsharded(self) -> None:
         for bucket in self.buckets:
@@ -248,11 +263,15 @@ class Unit:
         for module, attribute, unsharded, sharded in self._attributes():
             if module._parameters[attribute] is sharded:  # not what `torch.func.functional_call` has put there
                 module._parameters[attribute] = unsharded
+        for alias, unsharded, sharded in self._aliases:
+            alias.replace(sharded, unsharded)
 
     def _restore_sharded(self) -> None:
         for module, attribute, unsharded, sharded in self._attributes():
             if module._parameters[attribute] is unsharded:
                 module._parameters[attribute] = sharded
+        for alias, unsharded, sharded in self._aliases:
+            alias.replace(unsharded, sharded)
 
     def _attributes(self) -> list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]:
         """Attributes of modules that refer to a parameter, with both of its forms.

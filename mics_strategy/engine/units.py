@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as _UncalledLinear
 
+from mics_strategy.engine.aliases import Alias, find_aliases
 from mics_strategy.errors import ConfigError
 
 UnitRule = str | int | type[nn.Module] | Iterable[type[nn.Module] | str] | Callable[[nn.Module], bool]
@@ -35,11 +36,13 @@ class ParamRef:
         name: First name of the parameter in the model.
         parameter: Plain parameter.
         locations: Every (module, attribute) that refers to it.
+        aliases: Other references to it that modules hold.
     """
 
     name: str
     parameter: nn.Parameter
     locations: list[tuple[nn.Module, str]] = field(default_factory=list)
+    aliases: list[Alias] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -203,6 +206,9 @@ def _assign_parameters(model: nn.Module, enclosing: dict[str, tuple[UnitSpec, ..
             if (module, attribute) not in entry.locations:
                 entry.locations.append((module, attribute))
             chains_of[parameter].append(enclosing[path])
+    for alias, parameter in find_aliases(model):
+        if parameter in owned:
+            owned[parameter].aliases.append(alias)
     for parameter, entry in owned.items():
         chains = chains_of[parameter]
         shared = [levels[0] for levels in zip(*chains, strict=False) if all(unit is levels[0] for unit in levels)]

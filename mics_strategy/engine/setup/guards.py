@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mics_strategy.engine.aliases import check_memory
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError, LifecycleError
 
@@ -52,6 +53,7 @@ def check_model(module: nn.Module, target: torch.device) -> None:
             )
     for name, parameter in module.named_parameters():
         _check_parameter(name, parameter, target)
+    check_memory(module)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, target: torch.device) -> None:

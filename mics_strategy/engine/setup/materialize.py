@@ -172,6 +172,8 @@ def _put_parameters(unit: UnitSpec, parameters: dict[str, nn.Parameter]) -> None
         if entry.name in parameters:
             for module, attribute in entry.locations:
                 module._parameters[attribute] = parameters[entry.name]
+            for alias in entry.aliases:
+                alias.container[alias.key] = parameters[entry.name]
 
 
 def modules_of(unit: UnitSpec) -> list[nn.Module]:
