@@ -174,13 +174,14 @@ class Rendezvous:
         self._name = name
         self._num_calls = 0
 
-    def missing_ranks(self, timeout_s: float) -> list[int]:
+    def missing_ranks(self, timeout_s: float, check_absent: Callable[[list[int]], None] = lambda _: None) -> list[int]:
         """Wait until all ranks have called this method equally often.
 
         Returns the ranks that have not in time.
 
         Args:
             timeout_s: Longest wait for the last rank, seconds.
+            check_absent: Called now and then with the ranks that are missing. It raises if they will not come.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if world_size == 1:
@@ -189,10 +190,16 @@ class Rendezvous:
         self._num_calls += 1
         keys = [f"mics_strategy/{self._name}/{number}/{other}" for other in range(world_size)]
         store.set(keys[rank], "")
-        deadline_s = time.monotonic() + timeout_s
+        now_s = time.monotonic()
+        deadline_s, check_s = now_s + timeout_s, now_s + _LONG_S
         while not store.check(keys):  # a blocking wait would keep the store from other threads
-            if time.monotonic() > deadline_s:
-                return [other for other, key in enumerate(keys) if not store.check([key])]
+            now_s = time.monotonic()
+            if now_s > min(deadline_s, check_s):
+                missing = [other for other, key in enumerate(keys) if not store.check([key])]
+                if now_s > deadline_s:
+                    return missing
+                check_absent(missing)
+                check_s = now_s + _LONG_S
             time.sleep(_PAUSE_S)
         if number:
             store.delete_key(f"mics_strategy/{self._name}/{number - 1}/{rank}")  # all ranks have seen it

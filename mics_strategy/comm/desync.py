@@ -16,7 +16,7 @@ import threading
 import time
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -202,6 +202,23 @@ class DesyncWatchdog:
         if self._reported is not None:
             self._reported = None
             self._bounded.run_within(lambda: self._store.set(self._key(self._rank), ""))
+
+    def check_absent(self, problem: str, ranks: Iterable[int]) -> None:
+        """Check that ranks may still come to where this rank waits without a collective.
+
+        Args:
+            problem: What it means that they do not come, for errors.
+            ranks: Ranks for which this one waits.
+
+        Raises:
+            LifecycleError: One of them waits for a collective that this rank has not submitted.
+        """
+        reports = [report for rank in ranks if (report := self._report_of(rank)) is not None]
+        for op in (report.op for report in reports):
+            if self._rank in op.ranks and self._counts[op.queue_key] <= op.number:
+                self._store.set(self._key("desync"), problem)
+        if message := self._desync_message():
+            raise LifecycleError(message)
 
     def _compare(self, op: OpId) -> str:
         self._publish_report(op)

@@ -68,6 +68,7 @@ class CommResources:
 
     Attributes:
         rank: Rank of this process.
+        number: Number of models that this job has sharded before.
         process_id: Process that has the communication threads. A forked child has none of them.
         is_point_to_point: Whether tensors are sent point to point, in chunks, instead of by the backend's collectives.
         watchdog: Finds out whether ranks have diverged.
@@ -82,9 +83,9 @@ class CommResources:
         self.device = torch.device(device)
         self.is_point_to_point = is_point_to_point(dist.group.WORLD, self.device.type)
         self.traffic_log = TrafficLog()
-        self._number = _count_models()
+        self.number = _count_models()
         self.process_id = os.getpid()
-        self.watchdog = DesyncWatchdog(str(self._number), self.rank)
+        self.watchdog = DesyncWatchdog(str(self.number), self.rank)
         self.workspaces = {queue: Workspace() for queue in _QUEUES}
         self.queues: list[CollectiveQueue] = []
         self._transports: list[Transport] = []
@@ -146,7 +147,7 @@ class CommResources:
             queue = InlineQueue(name, binding, workspace, self.traffic_log)
         else:
             if name not in self._threads:
-                self._threads[name] = CommThread(f"{name} {self._number}", self.watchdog)
+                self._threads[name] = CommThread(f"{name} {self.number}", self.watchdog)
             queue = ThreadQueue(self._threads[name], binding, workspace, self.traffic_log)
         self.queues.append(queue)
         return queue
@@ -184,7 +185,7 @@ class CommResources:
         all-reduces by their number in the group, and every model has a thread that submits them.
         """
         if backend_of(dist.group.WORLD, self.device.type) == "gloo":
-            return role if role != "second_hop_all_reduce" else f"{role} {self._number}"
+            return role if role != "second_hop_all_reduce" else f"{role} {self.number}"
         return next((family for family, roles in _FAMILIES.items() if role in roles), role)
 
     @property

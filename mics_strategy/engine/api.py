@@ -26,6 +26,7 @@ from mics_strategy.engine.build import (
 )
 from mics_strategy.engine.handle import Sharded
 from mics_strategy.engine.memory import MemoryTracker
+from mics_strategy.engine.module_buffers import BufferSpec, agreed_specs, buffer_specs
 from mics_strategy.engine.setup import guards, materialize
 from mics_strategy.engine.setup.generation import prepare_generation
 from mics_strategy.engine.setup.resolve import (
@@ -90,6 +91,7 @@ def shard(
         )
     (resolved, target, modules), by_rank = run_and_gather(lambda: _checked(model, config, units, device, initializer))
     check_equal([setup.arguments for setup in by_rank])
+    agreed_specs([setup.buffers for setup in by_rank])
     if target.type == "cuda":
         torch.cuda.set_device(target)  # streams, contexts and new tensors of the process belong there
     topology = resolve_topology(resolved, [setup.node for setup in by_rank])
@@ -111,12 +113,14 @@ class _RankSetup:
         node: Name of the rank's node.
         device: Memory, which may differ between ranks.
         seed: Seed of the rank's random numbers.
+        buffers: Module buffers of the model. Persistent ones must be equal on all ranks.
     """
 
     arguments: dict[str, str]
     node: str
     device: RankDevice
     seed: int
+    buffers: dict[str, BufferSpec]
 
 
 def _checked(
@@ -144,7 +148,13 @@ def _checked(
         "units": ", ".join(module.name for module in modules),
         "cluster": device_of_rank.cluster,
     }
-    setup = _RankSetup(arguments=arguments, node=node_name(), device=device_of_rank, seed=torch.initial_seed())
+    setup = _RankSetup(
+        arguments=arguments,
+        node=node_name(),
+        device=device_of_rank,
+        seed=torch.initial_seed(),
+        buffers=buffer_specs(model),
+    )
     return (resolved, target, modules), setup
 
 

@@ -11,25 +11,99 @@ final, once per optimizer step. There rank 0 broadcasts the buffers in that even
 One broadcast sends all buffers that may have changed. torch does not count writes by kernels and through ``.data``, so
 every small buffer is sent. Large ones (masks, tables) are compared with the values last sent, and one small all-reduce
 determines which of them are sent.
+
+Ranks have agreed on the buffers in a broadcast, so its size is the same on all ranks whatever happens to the modules.
+Where a persistent buffer is registered or replaced later by one of another shape, all ranks must do so, and agree anew.
+A non-persistent one is then a cache of its rank, such as a table that grows with the longest sequence so far. It is not
+synchronized, and neither are sparse buffers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from mics_strategy.comm.consensus import Rendezvous, gather_objects
 from mics_strategy.comm.control import ControlGroup, as_dense
+from mics_strategy.comm.transport import timeout_of
 from mics_strategy.engine.lifecycle import UnitPhase
+from mics_strategy.errors import ConfigError, LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.engine.build import BuildContext
     from mics_strategy.engine.step import Engine
 
 LARGE_BYTES = 1 << 16  # size from which a buffer is compared before it is sent
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """Properties of a buffer that ranks must share before it can be sent.
+
+    Attributes:
+        shape: Its shape; 1 in dimensions that are expanded.
+        dtype: Its dtype.
+        is_persistent: Whether it is part of the state dict.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_persistent: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a broadcast of it sends."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"shape {self.shape}, {self.dtype}"
+
+
+def buffer_specs(model: nn.Module) -> dict[str, BufferSpec]:
+    """Specs of the buffers of a model that a broadcast can send."""
+    return {name: spec for name, (spec, _) in _dense_buffers(model).items()}
+
+
+def agreed_specs(by_rank: Sequence[dict[str, BufferSpec]]) -> dict[str, BufferSpec]:
+    """The buffers that rank 0 sends. All ranks must have the same persistent ones.
+
+    Args:
+        by_rank: Specs of each rank's buffers, by name.
+
+    Raises:
+        ConfigError: A rank has another shape or dtype, or lacks one. The error names the buffer and both ranks.
+    """
+    persistent = [{name: spec for name, spec in specs.items() if spec.is_persistent} for specs in by_rank]
+    for rank, specs in enumerate(persistent):
+        for name in (*persistent[0], *specs):
+            if specs.get(name) != persistent[0].get(name):
+                first, other = (one.get(name, "none") for one in (persistent[0], specs))
+                raise ConfigError(
+                    f"The buffer `{name}` differs between ranks: {first} on rank 0, {other} on rank {rank}. Rank 0's "
+                    "buffers count on all ranks. Register it with the same shape on every rank, or with "
+                    "`persistent=False`: then each rank keeps its own."
+                )
+    return by_rank[0]
+
+
+def _dense_buffers(model: nn.Module) -> dict[str, tuple[BufferSpec, torch.Tensor]]:
+    """Spec and values of each buffer with values in dense memory, by its first name."""
+    found: dict[int, tuple[str, BufferSpec, torch.Tensor]] = {}
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in found and buffer.layout is torch.strided and buffer.numel():
+                dense = as_dense(buffer)
+                spec = BufferSpec((*dense.shape,), buffer.dtype, name not in module._non_persistent_buffers_set)
+                found[id(buffer)] = (f"{path}.{name}" if path else name, spec, dense)
+    return {name: (spec, dense) for name, spec, dense in found.values()}
 
 
 class ModuleBuffers:
@@ -57,6 +131,8 @@ class ModuleBuffers:
         self._may_differ = True  # before the first synchronization, and after every training forward
         self._last_sent: dict[str, torch.Tensor] = {}  # values of large buffers when they were last sent
         self._flat = torch.empty(0, dtype=torch.uint8, device=device)
+        self._rendezvous = Rendezvous(f"buffers/{context.groups.resources.number}")
+        self._agreed = agreed_specs(gather_objects(buffer_specs(model)))
         engine.on_gradients = self._on_gradients
 
     def pre_forward(self) -> None:
@@ -93,41 +169,88 @@ class ModuleBuffers:
             One broadcast of all small and all changed large buffers; with large buffers, one all-reduce of a flag each.
             Memory: a copy of the sent buffers, and one of each large buffer.
         """
-        if self._may_differ and self._groups.world_group is not None:
-            named = {name: buffer for name, buffer in self._model.named_buffers() if buffer.numel()}
-            if named:
-                versioned = tuple(buffer for buffer in named.values() if not buffer.is_inference())
+        control = self._groups.world_group
+        if self._may_differ and control is not None:
+            found = _dense_buffers(self._model)
+            self._agree(found)
+            if self._agreed:
+                buffers = {name: buffer for name, (spec, buffer) in found.items() if self._agreed.get(name) == spec}
+                versioned = tuple(buffer for buffer in buffers.values() if not buffer.is_inference())
                 # Inference tensors may be written in inference mode only, and have no version.
                 with torch.inference_mode(), _unsafe_preserve_version_counter(versioned):
-                    dense = {name: as_dense(buffer) for name, buffer in named.items()}
-                    self._broadcast_values(dense, self._groups.world_group)
+                    self._broadcast_values(buffers, control)
         self._may_differ = False
 
-    def _broadcast_values(self, named: dict[str, torch.Tensor], control: ControlGroup) -> None:
-        large = {name: buffer for name, buffer in named.items() if _num_bytes(buffer) >= LARGE_BYTES}
-        for name in self._unchanged(large, control):
-            del named[name], large[name]
-        buffers = sorted(named.values(), key=lambda buffer: -buffer.itemsize)  # aligns every view
-        size = sum(map(_num_bytes, buffers))
-        if self._flat.numel() != size:
-            self._flat = torch.empty(size, dtype=torch.uint8, device=self._device)
-        pieces = _carve(self._flat, buffers)
-        if control.index == 0:
-            for piece, buffer in zip(pieces, buffers, strict=True):
-                piece.copy_(buffer)
-        if size:
-            control.broadcast(self._flat, "buffers")
-        if control.index:
-            for piece, buffer in zip(pieces, buffers, strict=True):
-                buffer.copy_(piece)
-        self._last_sent.update({name: buffer.clone() for name, buffer in large.items()})
+    def _agree(self, found: dict[str, tuple[BufferSpec, torch.Tensor]]) -> None:
+        """Agree on buffers again if persistent ones have other shapes than agreed.
 
-    def _unchanged(self, large: dict[str, torch.Tensor], control: ControlGroup) -> list[str]:
-        """Names of large buffers with the last sent values on all ranks. Collective."""
+        Collective then.
+
+        Raises:
+            LifecycleError: Other ranks have not changed theirs.
+            ConfigError: Ranks have changed theirs differently.
+        """
+        specs = {name: spec for name, (spec, _) in found.items()}
+        changed = [
+            name
+            for name in {**specs, **self._agreed}
+            if specs.get(name) != self._agreed.get(name) and _is_persistent(specs.get(name), self._agreed.get(name))
+        ]
+        if not changed:
+            return
+        problem = (
+            f"The persistent buffer `{changed[0]}` was registered or replaced after `shard()` on rank "
+            f"{self._groups.rank} ({specs.get(changed[0], 'none')}), and not on all other ranks. Rank 0's buffers "
+            "count on all ranks. Register it on every rank, with one shape, or with `persistent=False`: then each rank "
+            "keeps its own."
+        )
+        timeout_s = timeout_of(dist.group.WORLD, self._device.type).total_seconds()
+        if self._rendezvous.missing_ranks(timeout_s, partial(self._groups.resources.watchdog.check_absent, problem)):
+            raise LifecycleError(problem)
+        self._agreed = agreed_specs(gather_objects(specs))
+
+    def _broadcast_values(self, buffers: dict[str, torch.Tensor], control: ControlGroup) -> None:
+        """Broadcast rank 0's values of the agreed buffers. A rank with others takes part.
+
+        Args:
+            buffers: This rank's buffers as agreed, by name.
+            control: Group of all ranks.
+        """
+        sent = dict(self._agreed)
+        large = [name for name, spec in sent.items() if spec.num_bytes >= LARGE_BYTES]
+        for name in self._unchanged(large, buffers, control):
+            del sent[name]
+        names = sorted(sent, key=lambda name: -sent[name].dtype.itemsize)  # aligns every view
+        local = [name for name in names if not sent[name].is_persistent]  # rank 0 may have another one now
+        size = sum(sent[name].num_bytes for name in names)
+        if self._flat.numel() != size + len(local):
+            self._flat = torch.empty(size + len(local), dtype=torch.uint8, device=self._device)
+        pieces = dict(zip(names, _carve(self._flat[:size], [sent[name] for name in names]), strict=True))
+        is_sent = dict(zip(local, self._flat[size:].view(torch.bool), strict=True))
+        if control.index == 0:
+            for name, flag in is_sent.items():
+                flag.fill_(name in buffers)
+            for name in pieces.keys() & buffers.keys():
+                pieces[name].copy_(buffers[name])
+        if self._flat.numel():
+            control.broadcast(self._flat, "buffers")
+        for name in pieces.keys() & buffers.keys() if control.index else ():
+            buffer = buffers[name]
+            if name in is_sent:
+                torch.where(is_sent[name], pieces[name], buffer, out=buffer)
+            else:
+                buffer.copy_(pieces[name])
+        self._last_sent.update({name: buffers[name].clone() for name in large if name in sent and name in buffers})
+
+    def _unchanged(self, large: list[str], buffers: dict[str, torch.Tensor], control: ControlGroup) -> list[str]:
+        """Names of large buffers with the last sent values on all ranks. Collective.
+
+        A buffer that this rank does not have as agreed counts as such.
+        """
         if not large:
             return []
         changed = torch.tensor(
-            [not _is_same(buffer, self._last_sent.get(name)) for name, buffer in large.items()],
+            [name in buffers and not _is_same(buffers[name], self._last_sent.get(name)) for name in large],
             dtype=torch.int32,
             device=self._device,
         )
@@ -135,8 +258,8 @@ class ModuleBuffers:
         return [name for name, flag in zip(large, flags, strict=True) if not flag]
 
 
-def _num_bytes(buffer: torch.Tensor) -> int:
-    return buffer.numel() * buffer.itemsize
+def _is_persistent(*specs: BufferSpec | None) -> bool:
+    return any(spec is not None and spec.is_persistent for spec in specs)
 
 
 def _is_same(buffer: torch.Tensor, other: torch.Tensor | None) -> bool:
@@ -146,9 +269,7 @@ def _is_same(buffer: torch.Tensor, other: torch.Tensor | None) -> bool:
     return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (buffer, other)))
 
 
-def _carve(flat: torch.Tensor, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of `flat` with the dtypes and shapes of `buffers`."""
-    sizes = [_num_bytes(buffer) for buffer in buffers]
-    return [
-        piece.view(buffer.dtype).view(buffer.shape) for piece, buffer in zip(flat.split(sizes), buffers, strict=True)
-    ]
+def _carve(flat: torch.Tensor, specs: Sequence[BufferSpec]) -> list[torch.Tensor]:
+    """Views of `flat` with the dtypes and shapes of buffers."""
+    sizes = [spec.num_bytes for spec in specs]
+    return [piece.view(spec.dtype).view(spec.shape) for piece, spec in zip(flat.split(sizes), specs, strict=True)]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from mics_strategy import ConfigError, ShardConfig, Topology, shard
+from mics_strategy import ConfigError, LifecycleError, ShardConfig, Topology, shard
 from mics_strategy.comm.transport import Transport
 from tests.engine.training import forget_meshes
-from tests.ranks import RankContext, RankPool
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
 
 NODES = Topology(ranks_per_node=2)
 CONFIGS = {
@@ -138,7 +138,7 @@ def test_buffers_in_training_are_those_of_ddp(
     ranks: RankPool, name: str, accumulation: int, says: bool, recomputes: bool
 ) -> None:
     sizes = ranks(4, compare, name, accumulation, says, recomputes, ranks_per_node=2)
-    changing = 2 * (4 * 6 * 4 + 8 * 6 + 6 + 4 * 4 * 2 + 8)
+    changing = 2 * (4 * 6 * 4 + 8 * 6 + 6 + 4 * 4 * 2 + 8) + 2  # and a flag for each buffer that is not persistent
     is_whole = CONFIGS[name].params == "none"
     num_sent = 4 if is_whole else 3 if says or accumulation == 1 else 3 * accumulation + 2
     assert sizes[0] == [changing] * num_sent  # without the tables, which were sent when the model was sharded
@@ -223,6 +223,85 @@ def test_buffers_made_in_inference_mode_are_synchronized(ranks: RankPool) -> Non
     assert first == [first[0]] * 4
     assert second == [second[0]] * 2 + [first[0]] * 2
     assert first[0] != second[0]
+
+
+class Registering(nn.Module):
+    """Grows a cache with its input, counts its forwards, and registers a buffer of a rank in the second one."""
+
+    def __init__(self, persistent: dict[int, bool]) -> None:
+        super().__init__()
+        self.persistent = persistent
+        self.num_forwards = 0
+        self.mix = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("adjacency", torch.eye(4).to_sparse())
+        self.grow(2)
+
+    def grow(self, length: int) -> None:
+        self.register_buffer("cosines", torch.cos(torch.arange(length)), persistent=False)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        length = 3 + (x[0, 0].abs() * 100).int().item() % (9 + 9 * rank)
+        if length > len(self.cosines):
+            self.grow(length)
+        self.seen += 1 + rank
+        self.num_forwards += 1
+        if self.num_forwards > 1 and rank in self.persistent and not hasattr(self, "late"):
+            self.register_buffer("late", torch.full((3,), float(rank)), persistent=self.persistent[rank])
+        return torch.sparse.mm(self.adjacency, self.mix(x).T).T * self.cosines[:length].sum()
+
+
+def registering(ctx: RankContext, preset: str, persistent: dict[int, bool], shapes: int = 1) -> dict[str, Tensor]:
+    forget_meshes()
+    torch.manual_seed(5)
+    model = Registering(persistent)
+    model.seen = torch.zeros(shapes) if shapes > 1 else model.seen
+    plain = copy.deepcopy(model)
+    shard(model, preset, units=[Registering])
+    for step in range(5):
+        x = batch(ctx.rank, step)
+        torch.testing.assert_close(model(x, ctx.rank), plain(x, ctx.rank))
+        model(x, ctx.rank).sum().backward()
+        assert model.mix.weight.grad is not None  # gradients are final
+    return contents(model)
+
+
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+def test_caches_that_grow_on_each_rank_are_its_own(ranks: RankPool, preset: str) -> None:
+    first, second = ranks(2, registering, preset, {0: False})
+    assert len(first["cosines"]) != len(second["cosines"])
+    assert "late" in first
+    assert "late" not in second
+
+
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+def test_persistent_buffers_that_all_ranks_register_later_are_rank_0s(ranks: RankPool, preset: str) -> None:
+    first, second = ranks(2, registering, preset, {0: True, 1: True})
+    assert first["late"].tolist() == second["late"].tolist() == [0.0] * 3
+
+
+def registering_on_one_rank(ctx: RankContext) -> None:
+    registering(ctx, "zero3", {1: True})
+
+
+def test_a_persistent_buffer_that_one_rank_registers_is_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(
+        lambda: ranks(2, registering_on_one_rank, timeout_s=40.0),
+        LifecycleError,
+        match=r"buffer `late` was registered or replaced after `shard\(\)` on rank 1 .*`persistent=False`",
+    )
+
+
+def of_another_shape(ctx: RankContext) -> None:
+    registering(ctx, "zero3", {}, shapes=2 + ctx.rank)
+
+
+def test_persistent_buffers_of_different_shapes_are_refused(ranks: RankPool) -> None:
+    raises_on_every_rank(
+        lambda: ranks(2, of_another_shape),
+        ConfigError,
+        match=r"buffer `seen` differs between ranks: shape \(2,\).* on rank 0, shape \(3,\).* on rank 1",
+    )
 
 
 class Nested(nn.Module):

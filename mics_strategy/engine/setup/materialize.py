@@ -284,7 +284,7 @@ def is_uninitialized(module: nn.Module) -> bool:
 
 
 def _has_no_value(tensor: torch.Tensor) -> bool:
-    if not tensor.numel() or tensor.is_meta:
+    if not tensor.numel() or tensor.is_meta or tensor.layout is not torch.strided:
         return False
     if tensor.dtype in _NO_VALUE:
         return bool((tensor == _NO_VALUE[tensor.dtype]).all())
