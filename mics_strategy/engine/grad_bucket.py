@@ -37,6 +37,7 @@ from mics_strategy.engine.memory import GradCopies
 from mics_strategy.engine.parameter import fast_attributes, grad_as_dtensor
 from mics_strategy.engine.schedule import first_hop_chunks
 from mics_strategy.engine.zero_copy import plan_in_place_reduce
+from mics_strategy.errors import ConfigError
 
 if TYPE_CHECKING:
     from mics_strategy.comm.work import Work
@@ -131,7 +132,12 @@ class GradBucket:
         """Take one parameter's gradient; the caller then drops its own reference.
 
         It is kept as it is until `copy_kept`, unless it is part of a graph: then it may be modified.
+
+        Raises:
+            ConfigError: The gradient is sparse.
         """
+        if grad.layout is not torch.strided:
+            raise sparse_gradients(self.bucket.layout.param_slices[position].name)
         collected = self.collected
         earlier = collected.kept.pop(position, None)
         if earlier is None and not self.flags.has(GradFlag.ARRIVED, position):
@@ -399,3 +405,10 @@ class GradBucket:
             views = self._padding_views[buffer.data_ptr()] = layout.padding_views(buffer, rows)
         if views:
             torch._foreach_zero_(views)
+
+
+def sparse_gradients(name: str) -> ConfigError:
+    """The error for a module or parameter with sparse gradients."""
+    return ConfigError(
+        f"`{name}` makes sparse gradients, which cannot be reduce-scattered. Build or call it with `sparse=False`."
+    )

@@ -169,6 +169,22 @@ def accumulated_hook_before(ctx: RankContext) -> None:
     shard(model)
 
 
+class _SparseCall(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(9, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(x, self.table, sparse=True)
+
+
+def sparse_call(ctx: RankContext) -> None:
+    forget_meshes()
+    model = nn.Sequential(_SparseCall(), nn.Linear(4, 4))
+    shard(model)
+    model(torch.tensor([1 + ctx.rank])).sum().backward()
+
+
 # -- things done to a sharded model -------------------------------------------------------------------------
 
 
@@ -326,6 +342,7 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (part_of_it_sharded, ConfigError, r"`0` is sharded already"),
     (sparse_embedding, ConfigError, r"`0` makes sparse gradients.*`sparse=False`"),
     (sparse_bag_on_one_rank, ConfigError, r"sparse.*found on rank 1"),
+    (sparse_call, ConfigError, r"`0.table` makes sparse gradients.*`sparse=False`"),
     (complex_parameter, ConfigError, r"`0` is complex"),
     (dtensor_parameter, ConfigError, r"`0` is a DTensor.*Shard the plain model"),
     (lazy_parameter, ConfigError, r"`0.weight` is a UninitializedParameter.*Initialize"),

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mics_strategy.engine.aliases import check_memory
+from mics_strategy.engine.grad_bucket import sparse_gradients
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError, LifecycleError
 
@@ -41,9 +42,7 @@ def check_model(module: nn.Module, target: torch.device) -> None:
                 f"`{name or type(child).__name__}` is sharded already. Call `shard()` once, on the outermost model."
             )
         if getattr(child, "sparse", False) is True and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
-            raise ConfigError(
-                f"`{name}` makes sparse gradients, which cannot be reduce-scattered. Build it with `sparse=False`."
-            )
+            raise sparse_gradients(name)
         if getattr(child, "max_norm", None) is not None and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             raise ConfigError(
                 f"`{name}` renormalizes the rows that a batch looks up (`max_norm={child.max_norm}`). Each rank has "
