@@ -31,6 +31,7 @@ def _install() -> None:
     framework.patch_function("save_fsdp_optimizer", checkpoints.save_optimizer)
     framework.patch_function("load_fsdp_optimizer", checkpoints.load_optimizer)
     _patch_assert_close()
+    framework.patch_fsdp_version()
     framework.on_construct(_check_foreign)
     framework.patch_constructor(_class_for)  # last, so that after a failure above jobs with MiCS stop
 

@@ -20,7 +20,13 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import AutocastKwargs, DistributedType, InitProcessGroupKwargs, TorchDynamoPlugin
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+    TorchDynamoPlugin,
+)
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from typing_extensions import override
@@ -241,6 +247,25 @@ def on_construct(check: Callable[[Accelerator, Any], None]) -> None:
 
     checked.mics_stock = stock  # type: ignore[attr-defined]
     Accelerator.__init__ = checked
+
+
+def patch_fsdp_version() -> None:
+    """Let stock FSDP plugins read ``fsdp_version: mics`` of the launcher, as FSDP2. Idempotent.
+
+    A script may build one itself. `MiCSPlugin.from_fsdp_plugin` then converts it.
+    """
+    stock = FullyShardedDataParallelPlugin.__post_init__
+    if hasattr(stock, "mics_stock"):
+        return
+
+    @functools.wraps(stock)
+    def read_environment(self: Any) -> None:
+        if launch.is_enabled() and self.fsdp_version is None:
+            self.fsdp_version = 2
+        stock(self)
+
+    read_environment.mics_stock = stock  # type: ignore[attr-defined]
+    FullyShardedDataParallelPlugin.__post_init__ = read_environment
 
 
 def patch_function(name: str, replacement: Callable[..., Any]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, StateDictType
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from mics_strategy import Codec, ConfigError, ShardConfig
@@ -137,6 +137,16 @@ def test_a_precision_policy_gives_the_dtypes() -> None:
 def test_precision_that_contradicts_itself_is_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         MiCSPlugin(**options)
+
+
+def test_a_stock_plugin_of_a_script_reads_the_launchers_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "mics")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "zero3")
+    stock = FullyShardedDataParallelPlugin(state_dict_type="FULL_STATE_DICT")
+    plugin = MiCSPlugin.from_fsdp_plugin(stock)
+    assert plugin.config == ShardConfig.preset("zero3")
+    assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
 
 
 def test_a_stock_plugin_is_upgraded_with_what_both_share() -> None:
