@@ -37,6 +37,7 @@ from mics_strategy.engine.setup.resolve import (
     resolve_topology,
     target_device,
 )
+from mics_strategy.engine.state_dict import load_full_values
 from mics_strategy.engine.units import UnitRule, UnitSpec, find_units
 from mics_strategy.errors import ConfigError
 from mics_strategy.scopes import Scopes, unused_codecs
@@ -88,6 +89,11 @@ def shard(
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
             "`shard()` was called before the process group exists. Call `torch.distributed.init_process_group()` first."
+        )
+    if torch.get_default_device().type == "meta":
+        raise ConfigError(
+            "`shard()` was called under `torch.device('meta')`, where all new tensors are without memory. Build the "
+            "model there, and call `shard()` after the context has ended."
         )
     (resolved, target, modules), by_rank = run_and_gather(lambda: _checked(model, config, units, device, initializer))
     check_equal([setup.arguments for setup in by_rank])
@@ -206,8 +212,10 @@ def _build(model: nn.Module, modules: list[UnitSpec], context: BuildContext, ini
     if context.config.broadcast_buffers:
         sharded.synchronize_buffers()
     wrap_autograd()
+    guards.refuse_other_engines()
     guards.block_conversions(unit.module for unit in built_units)
-    guards.block_copies({unit.module for unit in built_units} | {model})
+    guards.block_copies(model.modules())
+    load_full_values(model)
     guards.block_saving_shards(model.modules())
     guards.reset_before_access(model, reset_after_error)
     guards.mark_sharded(model, sharded)

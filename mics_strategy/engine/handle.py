@@ -359,6 +359,8 @@ class Sharded:
     def load_full_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> Any:
         """Load a plain state dict that every rank passes as a whole.
 
+        `model.load_state_dict` does the same, but for codecs of differences: their next param sync is then not exact.
+
         Args:
             state_dict: State dict of the plain model, memory-mapped if it is large.
             strict: Whether missing and unexpected keys raise.
@@ -366,7 +368,7 @@ class Sharded:
         Returns:
             Missing and unexpected keys, as `torch.nn.Module.load_state_dict` does.
         """
-        result = state.load_full_state_dict(self.model, state_dict, strict=strict)
+        result = self.model.load_state_dict(state_dict, strict=strict)
         self.set_references()
         return result
 

@@ -116,13 +116,6 @@ class ShardedParameter(ExactDTensor):
     register_hook = _refuse_hook
     register_post_accumulate_grad_hook = _refuse_hook
 
-    @override
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise LifecycleError(
-            f"`{self.mics_name}` is sharded and cannot be deep-copied with its model. "
-            "Copy the plain model before `shard()`, or build a new model and load `full_state_dict()`."
-        )
-
 
 def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether ranks hold different parts of a parameter."""

@@ -47,23 +47,23 @@ def full_state_dict(model: nn.Module) -> StateDict:
     return result if dist.get_rank() == 0 else {}
 
 
-def load_full_state_dict(model: nn.Module, state: StateDict, *, strict: bool) -> Any:
-    """Load a plain state dict that every rank passes as a whole.
+def load_full_values(model: nn.Module) -> None:
+    """Let `load_state_dict` of each module load full tensors, of which it copies this rank's part.
 
-    Args:
-        model: Sharded model.
-        state: State dict of the plain model.
-        strict: Whether missing and unexpected keys raise.
-
-    Returns:
-        Missing and unexpected keys, as `torch.nn.Module.load_state_dict` does.
-
-    Raises:
-        RuntimeError: An entry is missing, unexpected or has another shape; raised by torch.
+    Every rank must pass the same values. Values are copied with ``assign=True`` as well: the parameters stay.
     """
-    own_state = model.state_dict(keep_vars=True)
-    pieces = {name: _piece(value, own_state.get(name)) for name, value in state.items()}
-    return model.load_state_dict(pieces, strict=strict)
+    for module in model.modules():
+        if any(isinstance(parameter, ShardedParameter) for parameter in module._parameters.values()):
+            module.register_load_state_dict_pre_hook(_narrow_values)
+
+
+def _narrow_values(
+    module: nn.Module, state: StateDict, prefix: str, metadata: dict[str, Any], *_: Any, **__: Any
+) -> None:
+    metadata["assign_to_params_buffers"] = False
+    for name, parameter in module._parameters.items():
+        if f"{prefix}{name}" in state:
+            state[f"{prefix}{name}"] = _piece(state[f"{prefix}{name}"], parameter)
 
 
 def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, groups: ProcessGroups) -> StateDict:

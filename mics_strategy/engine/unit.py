@@ -260,9 +260,15 @@ class Unit:
     def _register_unsharded(self) -> None:
         for bucket in self.buckets:
             bucket.copy_requires_grad()
-        for module, attribute, unsharded, sharded in self._attributes():
-            if module._parameters[attribute] is sharded:  # not what `torch.func.functional_call` has put there
-                module._parameters[attribute] = unsharded
+        try:
+            for module, attribute, unsharded, sharded in self._attributes():
+                if module._parameters[attribute] is sharded:  # not what `torch.func.functional_call` has put there
+                    module._parameters[attribute] = unsharded
+        except KeyError as error:
+            raise LifecycleError(
+                f"Unit `{self.name}` has lost its parameter {error} after `shard()`, to a parametrization, a weight "
+                "norm, pruning or a script. Change the model first, then shard it."
+            ) from error
         for alias, unsharded, sharded in self._aliases:
             alias.replace(sharded, unsharded)
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.utils import parametrize
 
 from mics_strategy import ShardConfig, Topology, shard
 from mics_strategy.errors import ConfigError, LifecycleError, MiCSError
@@ -317,6 +319,54 @@ def foreign_optimizer_on_one_rank(ctx: RankContext) -> None:
     sharded.adopt(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1) if ctx.rank == 1 else plain)
 
 
+def sharded_under_meta(ctx: RankContext) -> None:
+    with torch.device("meta"):
+        _mlp()
+
+
+def sharded_around_ddp(ctx: RankContext) -> None:
+    shard(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))))
+
+
+def ddp_around_it(ctx: RankContext) -> None:
+    nn.parallel.DistributedDataParallel(_mlp())
+
+
+def fsdp_around_it(ctx: RankContext) -> None:
+    FullyShardedDataParallel(_mlp(), device_id=torch.device("cpu"))
+
+
+def fsdp2_on_it(ctx: RankContext) -> None:
+    fully_shard(_mlp(), mesh=init_device_mesh("cpu", (ctx.world_size,)))
+
+
+def block_by_block(ctx: RankContext) -> None:
+    forget_meshes()
+    model = models.mlp().build()
+    shard(model[2])
+    shard(model)
+
+
+class _Symmetric(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + weight
+
+
+def parametrized(ctx: RankContext) -> None:
+    model = _mlp()
+    parametrize.register_parametrization(model[0], "weight", _Symmetric())
+    model(torch.zeros(1, 5))
+
+
+def parametrization_removed(ctx: RankContext) -> None:
+    forget_meshes()
+    model = models.mlp().build()
+    parametrize.register_parametrization(model[0], "weight", _Symmetric())
+    shard(model)
+    parametrize.remove_parametrizations(model[0], "weight")
+    model(torch.zeros(1, 5))
+
+
 REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (partition_that_does_not_divide, ConfigError, r"`partition_size=3` does not divide the 4 ranks.*Use 1, 2, 4"),
     (partition_that_straddles, ConfigError, r"`ranks_per_node=3` does not divide the 4 ranks"),
@@ -361,6 +411,14 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (converted, LifecycleError, r"`0.weight` is sharded as torch.float32 on cpu and cannot become torch.float16"),
     (inner_module_converted, LifecycleError, r"cannot become torch.float64|`2.up.weight` was .*converted"),
     (unfrozen, LifecycleError, r"`0.weight` was frozen when the model was sharded.*Unfreeze it before"),
+    (sharded_under_meta, ConfigError, r"under `torch.device\('meta'\)`.*call `shard\(\)` after"),
+    (sharded_around_ddp, ConfigError, r"`0` is a DistributedDataParallel.*Shard the plain model"),
+    (ddp_around_it, ConfigError, r"A DistributedDataParallel was built on parameters that `shard\(\)` has sharded"),
+    (fsdp_around_it, ConfigError, r"A FullyShardedDataParallel was built on parameters.*Use it as it is"),
+    (fsdp2_on_it, ConfigError, r"A FSDPParamGroup was built on parameters.*Use it as it is"),
+    (block_by_block, ConfigError, r"`2` is sharded already. Call `shard\(\)` once, on the outermost model"),
+    (parametrized, LifecycleError, r"has lost its parameter 'weight' after `shard\(\)`.*Change the model first"),
+    (parametrization_removed, LifecycleError, r"`0.weight` was added, replaced"),
     (micro_step_out_of_range, ConfigError, r"`micro_step\(3, of=3\)`.*Use 0 to 2"),
     (norm_of_nothing, ConfigError, r"`norm_type=0.0` is not a norm"),
     (norm_of_infinity, LifecycleError, r"gradient norm is (inf|nan)"),

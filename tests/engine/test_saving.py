@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from mics_strategy import LifecycleError, ShardConfig, Topology, shard
+from mics_strategy import ShardConfig, Topology, shard
 from tests.engine.training import forget_meshes, whole
 from tests.ranks import RankContext, RankPool
 
@@ -71,8 +71,9 @@ def save_and_copy(ctx: RankContext, config: ShardConfig, folder: Path) -> dict[s
                 found = torch.load(folder / f"one {ctx.rank}", weights_only=True)
                 assert same(found, each.detach()), name
                 assert found.requires_grad is needs_grad
-    with pytest.raises(LifecycleError, match="cannot be deep-copied"):
-        copy.deepcopy(model[0].weight)
+        copied = copy.deepcopy([parameter])[0]
+        assert same(copied, parameter.detach())
+        assert copied.to_local().data_ptr() != parameter.to_local().data_ptr() or not parameter.to_local().numel()
     return {name: whole(value) for name, value in state.items()}
 
 
@@ -120,3 +121,54 @@ def of_fsdp2(ctx: RankContext, folder: Path) -> bool:
 
 def test_saved_tensors_equal_those_of_fsdp2(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks(4, of_fsdp2, tmp_path) == [True] * 4
+
+
+def load_full(ctx: RankContext, config: ShardConfig, way: str) -> tuple[dict[str, Tensor], bool]:
+    """Load the plain model's state dict, and train on."""
+    forget_meshes()
+    model, best = build(), {name: value + 1 for name, value in build().state_dict().items()}
+    shard(model, config, units=[nn.Linear])
+    parameters = list(model.parameters())
+    if way == "in parts":
+        for name, module in model.named_children():
+            prefix = f"{name}."
+            module.load_state_dict({k.removeprefix(prefix): v for k, v in best.items() if k.startswith(prefix)})
+    else:
+        model.load_state_dict(best, assign=way == "assigned")
+    values = {name: whole(value) for name, value in model.state_dict().items()}
+    model(torch.randn(4, 8)).sum().backward()
+    return values, all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("way", ["copied", "assigned", "in parts"])
+def test_full_tensors_are_loaded_into_shards(ranks: RankPool, way: str) -> None:
+    for preset in CONFIGS:
+        for values, are_same in ranks(4, load_full, CONFIGS[preset], way):
+            assert are_same
+            assert all(torch.equal(values[name], value + 1) for name, value in build().state_dict().items())
+
+
+class CopyingModel(nn.Linear):
+    """Copies its state dict, as some LightningModules do."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return copy.deepcopy(super().state_dict(*args, **kwargs))
+
+
+def full_state_of_a_copying_model(ctx: RankContext) -> dict[str, Tensor]:
+    forget_meshes()
+    torch.manual_seed(0)
+    sharded = shard(CopyingModel(8, 5), "zero3")
+    state = sharded.full_state_dict()
+    with torch.no_grad():
+        for parameter in sharded.model.parameters():
+            parameter.zero_()
+    sharded.load_full_state_dict(sharded._groups.world_group.broadcast_object(state, 0))
+    return {name: whole(value) for name, value in sharded.model.named_parameters()}
+
+
+def test_a_model_that_copies_its_state_dict_is_saved_and_loaded(ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    expected = dict(nn.Linear(8, 5).named_parameters())
+    for found in ranks(2, full_state_of_a_copying_model):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())

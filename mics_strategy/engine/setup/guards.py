@@ -8,6 +8,7 @@ this rank alone, or no rank, would train one that was added, replaced or convert
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,10 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from mics_strategy.engine.aliases import check_memory
 from mics_strategy.engine.grad_bucket import sparse_gradients
@@ -24,6 +28,8 @@ from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError, LifecycleError
 
 _MARK = "_mics_sharded"
+_WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel)
+_OTHER_ENGINES: tuple[Any, ...] = (*_WRAPPERS, FSDPParamGroup)  # the last one is of `fully_shard`
 
 
 def check_model(module: nn.Module, target: torch.device) -> None:
@@ -40,6 +46,11 @@ def check_model(module: nn.Module, target: torch.device) -> None:
         if hasattr(child, _MARK):
             raise ConfigError(
                 f"`{name or type(child).__name__}` is sharded already. Call `shard()` once, on the outermost model."
+            )
+        if isinstance(child, _WRAPPERS):
+            raise ConfigError(
+                f"`{name or 'model'}` is a {type(child).__name__}, which would synchronize gradients as well. Shard "
+                "the plain model inside of it (`.module`), and train that one."
             )
         if getattr(child, "sparse", False) is True and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             raise sparse_gradients(name)
@@ -97,6 +108,29 @@ def count_meta_tensors(module: nn.Module) -> str:
     """The number of tensors on the meta device, as a text."""
     num = sum(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     return f"{num} parameters and buffers without values"
+
+
+def refuse_other_engines() -> None:
+    """Make torch's own data parallel engines raise for sharded parameters, once."""
+    for engine in _OTHER_ENGINES:
+        if not hasattr(engine.__init__, "mics_wraps"):
+            engine.__init__ = _without_sharded_parameters(engine.__init__)
+
+
+def _without_sharded_parameters(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def construct(self: object, *args: Any, **kwargs: Any) -> None:
+        target = args[0] if args else next(iter(kwargs.values()), ())
+        parameters = target.parameters() if isinstance(target, nn.Module) else target
+        if any(isinstance(parameter, ShardedParameter) for parameter in parameters):
+            raise ConfigError(
+                f"A {type(self).__name__} was built on parameters that `shard()` has sharded. A sharded model is data "
+                "parallel already. Use it as it is, or use the other engine on the plain model."
+            )
+        stock(self, *args, **kwargs)
+
+    construct.mics_wraps = stock  # type: ignore[attr-defined]
+    return construct
 
 
 def mark_sharded(module: nn.Module, handle: object) -> None:
