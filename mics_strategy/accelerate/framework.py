@@ -250,7 +250,7 @@ def on_construct(check: Callable[[Accelerator, Any], None]) -> None:
 
 
 def patch_fsdp_version() -> None:
-    """Let stock FSDP plugins read ``fsdp_version: mics`` of the launcher, as FSDP2. Idempotent.
+    """Let stock FSDP plugins read ``fsdp_version: mics`` as FSDP2. Idempotent.
 
     A script may build one itself. `MiCSPlugin.from_fsdp_plugin` then converts it.
     """

@@ -11,6 +11,7 @@ import torch
 
 from mics_strategy.engine.lifecycle import GRAD_BUFFER_TRANSITIONS, GradBufferState, GradFlags, transition
 from mics_strategy.engine.streams import order_behind
+from mics_strategy.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,3 +105,10 @@ class BackwardGrads:
         self.kept = {}
         if self.state is not GradBufferState.REDUCING:
             self.state = transition(GRAD_BUFFER_TRANSITIONS, self.state, "discard", self._name)
+
+
+def sparse_gradients(name: str) -> ConfigError:
+    """The error for a module or parameter with sparse gradients."""
+    return ConfigError(
+        f"`{name}` makes sparse gradients, which cannot be reduce-scattered. Build or call it with `sparse=False`."
+    )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from mics_strategy.engine.backward_grads import BackwardGrads, GradStaging
+from mics_strategy.engine.backward_grads import BackwardGrads, GradStaging, sparse_gradients
 from mics_strategy.engine.feedback import GradFeedback, predivisor_of
 from mics_strategy.engine.lifecycle import (
     ACCUMULATOR_TRANSITIONS,
@@ -37,7 +37,6 @@ from mics_strategy.engine.memory import GradCopies
 from mics_strategy.engine.parameter import fast_attributes, grad_as_dtensor
 from mics_strategy.engine.schedule import first_hop_chunks
 from mics_strategy.engine.zero_copy import plan_in_place_reduce
-from mics_strategy.errors import ConfigError
 
 if TYPE_CHECKING:
     from mics_strategy.comm.work import Work
@@ -405,10 +404,3 @@ class GradBucket:
             views = self._padding_views[buffer.data_ptr()] = layout.padding_views(buffer, rows)
         if views:
             torch._foreach_zero_(views)
-
-
-def sparse_gradients(name: str) -> ConfigError:
-    """The error for a module or parameter with sparse gradients."""
-    return ConfigError(
-        f"`{name}` makes sparse gradients, which cannot be reduce-scattered. Build or call it with `sparse=False`."
-    )

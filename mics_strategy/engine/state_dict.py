@@ -48,9 +48,10 @@ def full_state_dict(model: nn.Module) -> StateDict:
 
 
 def load_full_values(model: nn.Module) -> None:
-    """Let `load_state_dict` of each module load full tensors, of which it copies this rank's part.
+    """Let `load_state_dict` of each module load full tensors.
 
-    Every rank must pass the same values. Values are copied with ``assign=True`` as well: the parameters stay.
+    It copies this rank's part. Every rank must pass the same values. With ``assign=True`` values are copied as well: the
+    parameters stay.
     """
     for module in model.modules():
         if any(isinstance(parameter, ShardedParameter) for parameter in module._parameters.values()):

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mics_strategy.engine.aliases import check_memory
-from mics_strategy.engine.grad_bucket import sparse_gradients
+from mics_strategy.engine.backward_grads import sparse_gradients
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError, LifecycleError
 
