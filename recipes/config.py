@@ -1,25 +1,28 @@
-"""What does a recipe ask for?
+"""The fields of a recipe, and how a file and a command line fill them.
 
 One frozen dataclass per subject. A YAML file fills them, dotted options on the command line override single
 fields (`--optimizer.lr=1e-3`), an unknown name is an error, and `--print_config` shows the result with all
-defaults.
+defaults. A recipe is data: see `plain_data`.
 """
 
-import argparse
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from jsonargparse import ArgumentParser
-
+from . import command_line
 from .data.config import DataConfig
 from .errors import RecipeError
 from .errors import require as _require
 from .loggers import LoggerName
 from .models.config import CAUSAL_FAMILIES, ModelConfig
+from .plain_data import Plain, build, dump, mapping_of, merge, parse, read_file, shown, typed
 from .schedule import ScheduleName, lr_share
+from .strategy import StrategyConfig, is_ours
+
+_DESCRIPTION = "Pretrain a model: RECIPE (name or file) [--ci] [--dry-run] [options], or --list [--json]."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,7 @@ class OptimizerConfig:
         betas: decay of the two moments.
         eps: added to the root of the second moment.
         weight_decay: for matrices; norms, biases and embeddings have none.
-        clip_norm: largest norm of the gradient of all parameters together; `inf` only measures it.
+        clip_norm: largest norm of the gradient of all parameters together; `.inf` only measures it.
     """
 
     lr: float = 3e-3
@@ -126,22 +129,6 @@ class ScheduleConfig:
         return lr_share(
             self.name, step, total=total, warmup=self.warmup_steps, decay=self.decay_steps, floor=self.floor
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyConfig:
-    """How ranks share the work.
-
-    Args:
-        name: any strategy name that Lightning knows. `mics` and `mics_<preset>` are this project's.
-        shard: fields of `mics_strategy.ShardConfig` on top of the preset; other strategies ignore them.
-        ranks_per_node: what counts as a node; `auto` asks the launcher, a number imitates nodes on one
-            machine (`mics` only).
-    """
-
-    name: str = "mics"
-    shard: dict[str, Any] = field(default_factory=dict)
-    ranks_per_node: int | Literal["auto"] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,22 +262,23 @@ class Recipe:
     sample: SampleConfig = field(default_factory=SampleConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     expected: ExpectedConfig = field(default_factory=ExpectedConfig)
-    cuda: dict[str, Any] = field(default_factory=dict)
-    ci: dict[str, Any] = field(default_factory=dict)
+    cuda: dict[str, Plain] = field(default_factory=dict)
+    ci: dict[str, Plain] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse options of different blocks that contradict each other."""
+        """Refuse a name that is no folder's, and options of different blocks that contradict each other."""
+        is_name = self.name.isprintable() and "/" not in self.name and re.search(r"[A-Za-z0-9]", self.name)
+        _require(bool(is_name), "name", self.name, "one line with a letter or a digit, without slashes")
         self._check_family()
         self.global_batch  # noqa: B018  # raises where tokens and sequences do not fit
-        is_ours = self.strategy.name == "mics" or self.strategy.name.startswith("mics_")
-        if self.model.meta_start and not is_ours:
+        if self.model.meta_start and not is_ours(self.strategy):
             raise RecipeError(
                 f"`model.meta_start=true` with `strategy.name={self.strategy.name}`: only `mics` strategies "
                 "initialize a model that was built without memory. Use `--model.meta_start=false` or a `mics` one."
             )
 
         if self.trainer.export_hf:
-            self._check_export(is_ours)
+            self._check_export()
 
     @property
     def global_batch(self) -> int:
@@ -302,14 +290,14 @@ class Recipe:
         """Tokens of a sequence, or pixels along the edge of an image."""
         return self.data.images.size if self.model.reads_images else self.data.sequence_length
 
-    def _check_export(self, is_ours: bool) -> None:
+    def _check_export(self) -> None:
         if self.model.reads_images:
             raise RecipeError(
                 f"`trainer.export_hf=true` with `model.family={self.model.family}`: transformers does not have this "
                 "family. Use `--trainer.export_hf=false` and checkpoints; docs/runs.md says how to read them."
             )
         name = self.strategy.name
-        if not is_ours and name != "auto" and not name.startswith("ddp"):
+        if not is_ours(self.strategy) and name != "auto" and not name.startswith("ddp"):
             raise RecipeError(
                 f"`trainer.export_hf=true` with `strategy.name={name}`: no rank has all weights at the end. Use a "
                 "`mics` strategy or `ddp`, or `--trainer.export_hf=false`."
@@ -337,7 +325,7 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """Return this recipe as a file that `--config` reads back."""
-        return yaml.safe_dump(_plain(asdict(self)), sort_keys=False)
+        return dump(asdict(self))
 
 
 def load_recipe(arguments: Sequence[str], *, has_cuda: bool) -> Recipe:
@@ -353,44 +341,57 @@ def load_recipe(arguments: Sequence[str], *, has_cuda: bool) -> Recipe:
         block, and that over the file.
 
     Raises:
-        RecipeError: A value cannot be used, or `--ci` was given and the recipe has no such block.
-        SystemExit: Unknown name or wrong type (2), or `--help` and `--print_config` (0).
+        RecipeError: A name is unknown, a value cannot be used, or `--ci` was given and the recipe has no such block.
+        SystemExit: `--help` and `--print_config` (0).
     """
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", action="append", default=[])
-    finder.add_argument("--ci", action="store_true")
-    options, overrides = finder.parse_known_args(list(arguments))
-    files = [f"--config={file}" for file in options.config]
-    quiet = [text for text in overrides if not text.startswith(("--print_config", "--help", "-h"))]
-    ci: list[str] = []
-    if options.ci:
-        block = _parse([*files, *quiet]).ci
-        if not block:
-            raise RecipeError(f"`--ci` was given, but {' and '.join(options.config) or 'no file'} has no block `ci`.")
-        ci = [f"--config={yaml.safe_dump(block)}"]
-    if has_cuda:
-        first = _parse([*files, *ci, *quiet])
-        if first.trainer.accelerator != "cpu" and first.cuda:
-            files.append(f"--config={yaml.safe_dump(first.cuda)}")
-    return _parse([*files, *ci, *overrides])
+    options = command_line.split(arguments)
+    if "help" in options.flags:
+        print(command_line.help_text(Recipe, "mics pretrain", _DESCRIPTION), end="")
+        sys.exit(0)
+    values: dict[str, Any] = {}
+    for text in options.configs:
+        is_inline = text.startswith("{")
+        file = (
+            mapping_of(parse(text, "`--config`"), Recipe, "`--config`") if is_inline else read_file(Path(text), Recipe)
+        )
+        values = merge(values, typed(file, Recipe), Recipe)
+    blocks = ("cuda",) * has_cuda + ("ci",) * ("ci" in options.flags)
+    recipe = resolve(values, typed(options.overrides, Recipe), blocks)
+    if "print_config" in options.flags:
+        print(recipe.to_yaml(), end="")
+        sys.exit(0)
+    return recipe
 
 
-def _parse(arguments: list[str]) -> Recipe:
-    parser = ArgumentParser(
-        prog="mics pretrain",
-        description="Pretrain a model: RECIPE (name or file) [--ci] [--dry-run] [options], or --list [--json].",
-    )
-    parser.add_argument("--config", action="config", help="YAML file of a recipe; may be given several times")
-    parser.add_class_arguments(Recipe)
-    values = parser.instantiate(parser.parse_args(arguments))
-    return Recipe(**{item.name: values[item.name] for item in fields(Recipe)})
+def resolve(values: Mapping[str, Any], overrides: Mapping[str, Any], blocks: Collection[str]) -> Recipe:
+    """Make a recipe of the typed fields of its file.
+
+    Args:
+        values: Fields of the file.
+        overrides: Fields of the command line, which win.
+        blocks: Blocks of the file that apply, `cuda` and `ci`; `cuda` unless the accelerator is `cpu`.
+
+    Raises:
+        RecipeError: A name in a block is unknown, a value cannot be used, or there is no block `ci`.
+    """
+    fields = {name: _block(name, values) for name in ("cuda", "ci")}
+    if "ci" in blocks:
+        if not fields["ci"]:
+            raise RecipeError(f"`--ci` was given, but recipe {shown(values.get('name', ''))} has no block `ci`.")
+        overrides = merge(fields["ci"], overrides, Recipe)
+    if "cuda" in blocks:
+        accelerator = merge(values, overrides, Recipe).get("trainer", {}).get("accelerator", "auto")
+        values = values if accelerator == "cpu" else merge(values, fields["cuda"], Recipe)
+    return build(merge(values, overrides, Recipe), Recipe)
 
 
-def _plain(value: Any) -> Any:
-    """Turn tuples into lists, which is what YAML has."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+def _block(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the typed fields of the block `cuda` or `ci`, whether or not this run takes them."""
+    block = typed(values.get(name, {}), Recipe, f"{name}.")
+    nested = next((inner for inner in ("name", "cuda", "ci") if inner in block), None)
+    if nested:
+        raise RecipeError(f"`{name}.{nested}` cannot be used: a block has fields of the run. Remove it.")
+    return block
 
 
 def recipe_files(root: Path) -> list[Path]:

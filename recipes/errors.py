@@ -20,6 +20,5 @@ def require(is_met: bool, name: str, value: object, rule: str) -> None:
         RecipeError: `is_met` is false.
     """
     if not is_met:
-        raise RecipeError(
-            f"`{name}={value}` cannot be used: it must be {rule}. Change it in the YAML or with --{name}."
-        )
+        text = value if str(value).isprintable() else repr(value)
+        raise RecipeError(f"`{name}={text}` cannot be used: it must be {rule}. Change it in the YAML or with --{name}.")

@@ -1,14 +1,36 @@
-"""How does the `strategy` block of a recipe become what Lightning's Trainer takes?"""
+"""The `strategy` block of a recipe, and what Lightning's Trainer takes in its place."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from mics_strategy import ShardConfig, Topology
 
-from .config import StrategyConfig
 from .errors import RecipeError
+from .plain_data import Plain
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """How ranks share the work.
+
+    Args:
+        name: any strategy name that Lightning knows. `mics` and `mics_<preset>` are this project's.
+        shard: fields of `mics_strategy.ShardConfig` on top of the preset; other strategies ignore them.
+        ranks_per_node: what counts as a node; `auto` asks the launcher, a number imitates nodes on one
+            machine (`mics` only).
+    """
+
+    name: str = "mics"
+    shard: dict[str, Plain] = field(default_factory=dict)
+    ranks_per_node: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Refuse fields that the engine does not have."""
+        if is_ours(self):
+            shard_config(self)
 
 
 def build_strategy(config: StrategyConfig, checkpoint_format: str = "full") -> "Strategy | str":

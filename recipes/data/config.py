@@ -79,6 +79,8 @@ class DataConfig:
         require(self.validation_sequences >= 0, "data.validation_sequences", self.validation_sequences, "at least 0")
         if self.num_shards != "all":
             require(self.num_shards >= 1, "data.num_shards", self.num_shards, "`all` or at least 1")
+        for package in self.packages:  # the parent of a dotted name would be imported
+            require(package.isidentifier(), "data.packages", package, "names of packages without dots")
         self._check_options_of_the_source()
 
     @property

@@ -63,25 +63,53 @@ def test_print_config_shows_defaults(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([DEMO, "--model.sizee=3"], "unrecognized arguments: --model.sizee=3"),
-        ([DEMO, "--config={model: {sizee: 3}}"], "sizee"),
-        ([DEMO, "--model.hidden_size=wide"], "hidden_size"),
-        ([DEMO, "--strategy.shard=3"], "shard"),
+        (["--model.hidden=3"], r"`model\.hidden` is no field.*Did you mean `model\.hidden_size`"),
+        (["--config={model: {sizee: 3}}"], r"`model\.sizee` is no field"),
+        (["--model.hidden_size=wide"], r"`model\.hidden_size` is `wide`.*a whole number or `auto`"),
+        (["--strategy.shard=3"], r"`strategy\.shard` is `3`.*a mapping"),
+        (["--data.packages=[1]"], r"`data\.packages` is `\[1\]`.*a list of text"),
+        (["--data.packages=[os.path]"], r"`data\.packages=os\.path` cannot be used: it must be names .* without dots"),
+        (["--optimizer.betas=[0.9]"], r"`optimizer\.betas` is `\[0\.9\]`.*a list of 2 times a number"),
+        (["--optimizer.lr=true"], r"`optimizer\.lr` is `True`.*a number"),
+        (["--model=3"], r"`model` is `3` instead of a mapping"),
+        (["--model.num_layers"], r"`--model\.num_layers` was given without a value"),
+        (["--strategy.shard=1", "--strategy.shard.params=2"], r"sets a part of a field that is set as a whole"),
+        (["model.num_layers=3"], r"`model\.num_layers=3` is no option"),
+        (["--name=a/b"], r"`name=a/b` cannot be used"),
     ],
 )
-def test_unknown_names_and_wrong_types_end_the_program(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
-    with pytest.raises(SystemExit, match="2"):
-        load_recipe(arguments, has_cuda=False)
-    assert message in capsys.readouterr().err
+def test_unknown_names_and_wrong_types_are_refused(arguments: list[str], message: str):
+    with pytest.raises(RecipeError, match=message):
+        load_recipe([DEMO, *arguments], has_cuda=False)
 
 
-def test_an_unknown_name_in_the_cuda_block_is_found_on_a_gpu(tmp_path: Path):
+def test_a_value_may_follow_its_option():
+    assert load_recipe([DEMO, "--model.num_layers", "6"], has_cuda=False).model.num_layers == 6
+
+
+def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="0"):
+        load_recipe([DEMO, "--help"], has_cuda=False)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--data.images.size VALUE height and width. (a whole number; default: 224)" in text
+    assert "--model.hidden_size VALUE Width; text families. (a whole number or `auto`; default: auto)" in text
+    assert "VALUE (" not in text  # a field without a description
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+@pytest.mark.parametrize("block", ["cuda", "ci"])
+def test_an_unknown_name_in_a_block_is_found_on_every_machine(block: str, has_cuda: bool, tmp_path: Path):
     file = tmp_path / "wrong.yaml"
-    file.write_text("name: wrong\ncuda: {model: {sizee: 3}}\n")
-    with pytest.raises(SystemExit, match="2"):
-        load_recipe([f"--config={file}"], has_cuda=True)
+    file.write_text(f"name: wrong\n{block}: {{model: {{sizee: 3}}}}\n")
+    with pytest.raises(RecipeError, match=rf"`{block}\.model\.sizee` is no field"):
+        load_recipe([f"--config={file}"], has_cuda=has_cuda)
+
+
+def test_a_block_has_no_blocks(tmp_path: Path):
+    file = tmp_path / "wrong.yaml"
+    file.write_text("name: wrong\ncuda: {ci: {}}\n")
+    with pytest.raises(RecipeError, match=r"`cuda\.ci` cannot be used"):
+        load_recipe([f"--config={file}"], has_cuda=False)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +150,8 @@ def test_presets_are_named_as_in_lightning():
 
 
 def test_an_unknown_field_of_the_shard_config_is_refused():
-    recipe = load_recipe([DEMO, "--strategy.shard.partition=2"], has_cuda=False)
     with pytest.raises(ConfigError, match=r"Unknown option 'partition'.*partition_size"):
-        shard_config(recipe.strategy)
+        load_recipe([DEMO, "--strategy.shard.partition=2"], has_cuda=False)
 
 
 def test_other_strategies_are_left_to_lightning():
@@ -195,5 +222,5 @@ def test_a_batch_may_be_given_in_tokens():
 def test_a_recipe_without_a_ci_block_says_so(tmp_path: Path):
     file = tmp_path / "own.yaml"
     file.write_text("name: own\n")
-    with pytest.raises(RecipeError, match=r"--ci.*own\.yaml has no block `ci`"):
+    with pytest.raises(RecipeError, match=r"--ci.* recipe `own` has no block `ci`"):
         load_recipe([f"--config={file}", "--ci"], has_cuda=False)
