@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -242,4 +243,4 @@ def launch_line(path: Path, answers: LaunchAnswers) -> str:
     """Return the command that starts the job."""
     on_cpu = "ACCELERATE_USE_CPU=true " if answers.device == "cpu" else ""
     rank = " --machine_rank RANK" if answers.num_machines > 1 else ""
-    return f"{on_cpu}accelerate launch --config_file {path}{rank} train.py"
+    return f"{on_cpu}accelerate launch --config_file {shlex.quote(str(path))}{rank} train.py"

@@ -1,15 +1,17 @@
 """Files that start a recipe on a cluster: `mics launch KIND RECIPE --nodes N`.
 
-The files are templates in `clusters/`. Each starts one torchrun per node, gives it the address of the first node,
-continues from the newest checkpoint, and passes the signal of a time limit to the ranks. What a cluster of the kind
-cannot do, or the recipe cannot do on so many ranks, is refused before a file is written.
+The files are templates in `clusters/`. A template writes no bare string: every one passes a filter that quotes it for
+the language in which it stands, or refuses it. Each file starts one torchrun per node, gives it the address of the
+first node, continues from the newest checkpoint, and passes the signal of a time limit to the ranks. What a cluster of
+the kind cannot do, or the recipe cannot do on so many ranks, is refused before a file is written.
 """
 
 import argparse
+import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -22,6 +24,7 @@ from .batch import BatchPlan
 from .config import Recipe, load_recipe
 from .errors import RecipeError, require
 from .files import find_recipe
+from .plain_data import shown
 
 _TEMPLATES = Path(__file__).parent / "clusters"
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,3}):(\d\d):(\d\d)")
@@ -104,11 +107,11 @@ class Job:
     """Facts of one job for the templates.
 
     Attributes:
-        name: Name of letters, digits and hyphens, at most 40 characters.
+        name: Name of small letters, digits and hyphens, at most 40 characters, which begins with a letter.
         title: Recipe and cluster, for a comment.
         nodes: Nodes.
         gpus_per_node: Ranks of a node.
-        arguments: Arguments of the program, quoted for a shell.
+        arguments: Arguments of the program.
         seconds: Time limit.
         shared: Folder that all nodes share, for checkpoints and tokens.
         uses_efa: Whether the variables of EFA are set.
@@ -118,7 +121,7 @@ class Job:
     title: str
     nodes: int
     gpus_per_node: int
-    arguments: str
+    arguments: Sequence[str]
     seconds: int
     shared: str
     uses_efa: bool
@@ -127,6 +130,41 @@ class Job:
     def shared_root(self) -> str:
         """First folder of the path of `shared`, where the file system is mounted."""
         return str(PurePosixPath(*PurePosixPath(self.shared).parts[:2]))
+
+
+class _Quoted(str):
+    """Text that a filter has quoted for the language in which it stands."""
+
+
+def _filter(quote: Callable[[str], str]) -> Callable[[object], _Quoted]:
+    """Return a filter of the templates that refuses what a line of some language cannot hold."""
+
+    def quoted(value: object) -> _Quoted:
+        text = str(value)
+        if not text.isprintable() or "\\" in text or '"""' in text:
+            raise RecipeError(
+                f"{shown(text)} cannot be written into the file. Use text without line breaks, backslashes and triple "
+                "quotes."
+            )
+        return _Quoted(quote(text))
+
+    return quoted
+
+
+def _pragma(text: str) -> str:
+    """Return a value of a line that SLURM splits into options: a word."""
+    if not re.fullmatch(r"[\w.,:@%+-]+", text):
+        raise RecipeError(f"{shown(text)} cannot be written into a line of #SBATCH. Use one word without quotes.")
+    return text
+
+
+_FILTERS = {"sh": shlex.quote, "yaml": json.dumps, "py": repr, "comment": str, "pragma": _pragma}
+
+
+def _only_quoted(value: object) -> object:
+    if isinstance(value, str) and not isinstance(value, _Quoted):
+        raise TypeError(f"A template writes {value!r} without a filter. Use one of {', '.join(_FILTERS)}.")
+    return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,7 +230,10 @@ def render(options: argparse.Namespace, overrides: Sequence[str]) -> str:
         setattr(options, name, getattr(options, name) or value)
     options.port, options.efa = options.port or 29500, options.efa or 0
     job = _job(options, kind, overrides)
-    environment = Environment(loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined)
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, finalize=_only_quoted, autoescape=False
+    )
+    environment.filters.update({name: _filter(quote) for name, quote in _FILTERS.items()})
     return environment.get_template(kind.template).render(job=job, options=options, kind=kind) + "\n"
 
 
@@ -222,11 +263,13 @@ def _check_options(options: argparse.Namespace, kind: Kind, overrides: Sequence[
         value = getattr(options, name)
         require(value is None or value >= 1, name.replace("_", "-"), value, "at least 1")
     require(options.max_restarts >= 0, "max-restarts", options.max_restarts, "at least 0")
-    is_path = options.shared is None or PurePosixPath(options.shared).is_absolute()
-    require(is_path, "shared", options.shared, "an absolute path")
-    words = (*overrides, *(str(value) for value in vars(options).values()))
-    is_plain = not any(mark in word for word in words for mark in ("\n", '"""', "\\"))
-    require(is_plain, "options", words, "without line breaks, backslashes and triple quotes")
+    require(options.efa is None or options.efa >= 0, "efa", options.efa, "at least 0")
+    shared = options.shared or kind.shared
+    is_path = PurePosixPath(shared).is_absolute() and not {*shared} & {*":,"}  # both separate mounts
+    require(is_path, "shared", shared, "an absolute path without colons and commas")
+    expanded = [word for word in (shared, *overrides) if "$" in word] if options.kind == "trainjob" else []
+    if expanded:
+        raise RecipeError(f"{shown(expanded[0])} has a `$`, which Kubernetes expands in commands. Remove it.")
 
 
 def _job(options: argparse.Namespace, kind: Kind, overrides: Sequence[str]) -> Job:
@@ -260,15 +303,21 @@ def _job(options: argparse.Namespace, kind: Kind, overrides: Sequence[str]) -> J
     defaults = [f"--{field}={value}" for field, value in placed.items()]
     words = [name, *(["--ci"] if options.ci else []), *defaults, *overrides]
     return Job(
-        name=re.sub(r"[^a-z0-9]+", "-", recipe.name.lower()).strip("-")[:40],
+        name=_job_name(recipe.name),
         title=f"{recipe.name} on {nodes} x {ranks} ranks: {plan}",
         nodes=nodes,
         gpus_per_node=ranks,
-        arguments=shlex.join(words),
+        arguments=words,
         seconds=_seconds(options.time),
         shared=shared,
         uses_efa=kind.has_efa or options.efa > 0,
     )
+
+
+def _job_name(name: str) -> str:
+    """Return a name for SLURM, Kubernetes and AWS."""
+    words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (words if words[0].isalpha() else f"mics-{words}")[:40].strip("-")
 
 
 def _size(options: argparse.Namespace, recipe: Recipe) -> tuple[int, int]:

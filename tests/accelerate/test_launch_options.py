@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -335,3 +336,8 @@ def test_an_end_of_answers_writes_nothing(
 def test_impossible_answers_are_refused(given: dict[str, object], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         LaunchAnswers(**{"device": "gpu", "processes_per_machine": 8, "precision": "no", **given})
+
+
+def test_the_shown_command_quotes_the_path_of_the_file() -> None:
+    file = Path("my configs/$(a); b.yaml")
+    assert str(file) in shlex.split(launch_line(file, default_answers()))
