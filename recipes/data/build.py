@@ -211,7 +211,7 @@ def _record(draft: Path, name: str, dtype: str) -> PartRecord | None:
     file = part_file(draft, name, "json")
     try:
         record = PartRecord.from_json(json.loads(file.read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         record = None
     if record is None or record.name != name or part_fault(draft, record, dtype, with_digest=True):
         file.unlink(missing_ok=True)

@@ -13,9 +13,11 @@ A store is a folder:
 
 import hashlib
 import json
+import math
 import os
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,35 @@ from tokenizers import Tokenizer
 from ..errors import RecipeError
 from .source import SPLITS, Split
 from .stream import TokenStream, map_tokens
-from .tokenizer import SpecialTokens
+from .tokenizer import SpecialTokens, read_tokenizer
 
 FORMAT = 2  # counts up when equal keys would give other tokens or files
 MANIFEST, TOKENIZER, PARTS = "manifest.json", "tokenizer.json", "parts"
+DTYPES = ("<u2", "<u4")
+_NAME, _DIGEST = re.compile(r"\w[\w.-]*"), re.compile(r"[0-9a-f]{32}")
 _VERIFIED_AT_EACH_START = 64_000_000  # bytes
 _CHUNK = 1 << 22
+
+
+def _check(name: str, value: object, is_met: object) -> None:
+    """Refuse a value; `Manifest.read` and the readers of records say in which file it is.
+
+    Raises:
+        ValueError: `is_met` is false.
+    """
+    if not is_met:
+        raise ValueError(f"`{name}` is {value!r}")
+
+
+def _check_fields(record: "SplitRecord | PartRecord | Manifest") -> None:
+    """Refuse fields that are not of their types, and numbers that are no counts, shares or amounts."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.type in (int, float):
+            is_number = type(value) is int or (type(value) is field.type and math.isfinite(value))
+            _check(field.name, value, is_number and value >= 0)
+        elif field.type is str:
+            _check(field.name, value, type(value) is str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +72,11 @@ class SplitRecord:
     num_tokens: int
     num_bytes: int
     digest: str
+
+    def __post_init__(self) -> None:
+        """Refuse what no preparation writes."""
+        _check_fields(self)
+        _check("digest", self.digest, _DIGEST.fullmatch(self.digest))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +98,11 @@ class PartRecord:
     num_empty: int
     information_nats: float
     lowest_hash: int
+
+    def __post_init__(self) -> None:
+        """Refuse what no preparation writes."""
+        _check_fields(self)
+        _check("name", self.name, _NAME.fullmatch(self.name))
 
     def split(self, split: Split) -> SplitRecord:
         """Return the record of one split."""
@@ -113,6 +148,15 @@ class Manifest:
     validation_share: float
     parts: tuple[PartRecord, ...]
 
+    def __post_init__(self) -> None:
+        """Refuse what no preparation writes."""
+        _check_fields(self)
+        _check("dtype", self.dtype, self.dtype in DTYPES)
+        ids = (self.special.end, self.special.first, self.special.mask, *self.special.ids)
+        _check("special", ids, all(type(token) is int and 0 <= token < 2**32 for token in ids))
+        names = [part.name for part in self.parts]
+        _check("parts", names, len({*names}) == len(names))
+
     @property
     def digest(self) -> str:
         """Blake2b of everything here, 16 bytes in hexadecimal digits."""
@@ -139,19 +183,21 @@ class Manifest:
             RecipeError: It is missing, damaged, or of another version.
         """
         file = folder / MANIFEST
+        if (fault := file_fault(folder, file)) is not None:
+            raise damaged(folder, fault)
         try:
             fields = json.loads(file.read_bytes())
             checksum = fields.pop("checksum")
             if fields["format"] != FORMAT:
                 raise RecipeError(
-                    f"The token store {folder} has format {fields['format']}, this version reads {FORMAT}. "
+                    f"The token store {folder} has format {fields['format']!r}, this version reads {FORMAT}. "
                     f"Delete the folder and prepare it again."
                 )
             del fields["totals"]
             parts = tuple(PartRecord.from_json(part) for part in fields["parts"])
             special = SpecialTokens(**{**fields["special"], "ids": tuple(fields["special"]["ids"])})
             manifest = cls(**{**fields, "parts": parts, "special": special})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if isinstance(error, RecipeError):
                 raise
             raise damaged(folder, f"{file.name} cannot be read ({type(error).__name__}: {error})") from error
@@ -202,11 +248,11 @@ def open_tokenizer(folder: Path, digest: str) -> Tokenizer:
         RecipeError: It is missing, or is not the one that made the tokens.
     """
     file = folder / TOKENIZER
-    if not file.is_file():
-        raise damaged(folder, f"{TOKENIZER} is missing")
+    if (fault := file_fault(folder, file)) is not None:
+        raise damaged(folder, fault)
     if digest_of(file) != digest:
         raise damaged(folder, f"{TOKENIZER} does not match its checksum")
-    return Tokenizer.from_file(str(file))
+    return read_tokenizer(file)
 
 
 def part_fault(folder: Path, part: PartRecord, dtype: str, *, with_digest: bool) -> str:
@@ -214,13 +260,22 @@ def part_fault(folder: Path, part: PartRecord, dtype: str, *, with_digest: bool)
     for split in SPLITS:
         file, record = part_file(folder, part.name, split), part.split(split)
         num_bytes = record.num_tokens * int(dtype[-1])
-        if not file.is_file():
-            return f"{file.name} is missing"
+        if (fault := file_fault(folder, file)) is not None:
+            return fault
         if file.stat().st_size != num_bytes:
             return f"{file.name} has {file.stat().st_size:,} bytes instead of {num_bytes:,}"
         if with_digest and digest_of(file) != record.digest:
             return f"{file.name} does not match its checksum"
     return ""
+
+
+def file_fault(folder: Path, file: Path) -> str | None:
+    """Say why a file is none of a store's; None for a regular file inside the folder."""
+    if not file.is_file():
+        return f"{file.name} is missing"
+    if not file.resolve().is_relative_to(folder.resolve()):
+        return f"{file.name} is a link that leads out of the folder"
+    return None
 
 
 def part_file(folder: Path, name: str, kind: str) -> Path:

@@ -118,6 +118,18 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, objective: Object
     return tokenizer
 
 
+def read_tokenizer(file: Path) -> Tokenizer:
+    """Read a tokenizer.json.
+
+    Raises:
+        RecipeError: The file holds something else.
+    """
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers has no class of its own for it
+        raise RecipeError(f"`{file}` is not a tokenizer.json ({error}). Name another file, or use `bpe`.") from error
+
+
 def load_tokenizer(request: TokenizerRequest) -> Tokenizer:
     """Load a tokenizer that exists.
 
@@ -129,7 +141,7 @@ def load_tokenizer(request: TokenizerRequest) -> Tokenizer:
     """
     path = Path(request.name).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
-    tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else _from_hub(request)
+    tokenizer = read_tokenizer(file) if file.is_file() else _from_hub(request)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     size = vocabulary_size(tokenizer)
