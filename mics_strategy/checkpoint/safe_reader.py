@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from mics_strategy.checkpoint import atomic
+from mics_strategy.checkpoint.chunks import check_metadata
 from mics_strategy.checkpoint.manifest import NAME as MANIFEST
 from mics_strategy.checkpoint.manifest import is_inside
 from mics_strategy.errors import CheckpointError
@@ -41,15 +42,52 @@ _METADATA_CLASSES = {
     "collections": {"OrderedDict"},
 }
 
+_UNLISTED = ("__bases__", "__name__", "__qualname__", "__defaults__", "__kwdefaults__")  # attributes outside `vars`
+
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler of torch's checkpoint metadata that refuses any other class."""
+    """Unpickler of torch's metadata that refuses other classes, and changes to these."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        super().__init__(file)
+        self._attributes: dict[Any, dict[str, Any]] = {}  # of every class and function, when it was found
 
     @override
     def find_class(self, module: str, name: str) -> Any:
-        if name in _METADATA_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it needs the class {module}.{name}")
+        if name not in _METADATA_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"it needs the class {module}.{name}")
+        found = super().find_class(module, name)
+        if hasattr(found, "__dict__"):
+            self._attributes.setdefault(found, _attributes_of(found))
+        return found
+
+    def load_unchanged(self) -> Any:
+        """Load the file, and undo what it assigns to classes, as a pickle can.
+
+        Raises:
+            pickle.UnpicklingError: The file assigns to a class, or needs another one.
+        """
+        try:
+            return self.load()
+        finally:
+            changes = [change for found, before in self._attributes.items() for change in _undo(found, before)]
+            if changes:
+                raise pickle.UnpicklingError(f"it assigns to {', '.join(changes)}")
+
+
+def _attributes_of(found: Any) -> dict[str, Any]:
+    return {**vars(found), **{name: getattr(found, name) for name in _UNLISTED if hasattr(found, name)}}
+
+
+def _undo(found: Any, before: dict[str, Any]) -> list[str]:
+    """Restore the attributes of a class or function; return the changed names."""
+    changed = [name for name, value in _attributes_of(found).items() if before.get(name, found) != value]
+    for name in changed:
+        if name in before:
+            setattr(found, name, before[name])
+        else:
+            delattr(found, name)
+    return [f"{found.__name__}.{name}" for name in changed]
 
 
 class SafeReader(FileSystemReader):
@@ -60,16 +98,17 @@ class SafeReader(FileSystemReader):
         """Read the metadata of the folder.
 
         Raises:
-            CheckpointError: The metadata cannot be read, holds other classes, or names files that do not belong to the
-                checkpoint: outside of the folder, or not in the manifest if there is one.
+            CheckpointError: The metadata cannot be read, holds other classes, lacks or repeats a part of a tensor, or
+                names files that do not belong to the checkpoint: outside of the folder, or not in the manifest if there
+                is one.
         """
         folder = Path(self.path)
         file = folder / METADATA
         files = atomic.read_manifest(folder).files if atomic.is_checkpoint(folder) else None
         try:
             with file.open("rb") as opened:
-                metadata = _MetadataUnpickler(opened).load()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError, IndexError) as error:
+                metadata = _MetadataUnpickler(opened).load_unchanged()
+        except Exception as error:  # unpickling raises what the constructors of the classes raise
             raise CheckpointError(
                 f"`{file}` is not checkpoint metadata ({error}). It is damaged, or was changed to run code when it is "
                 "loaded. Use another checkpoint."
@@ -78,7 +117,13 @@ class SafeReader(FileSystemReader):
             raise CheckpointError(
                 f"`{file}` holds a {type(metadata).__name__} instead of checkpoint metadata. Use another checkpoint."
             )
-        names = {str(entry.relative_path) for entry in (metadata.storage_data or {}).values()}
+        try:
+            check_metadata(metadata)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"`{file}` does not describe a complete checkpoint: {error}. It is damaged. Use another checkpoint."
+            ) from error
+        names = {str(entry.relative_path) for entry in metadata.storage_data.values()}
         for name in sorted(names | ({METADATA} if files is not None else set())):
             check_listed(folder, name, files)
         return metadata
