@@ -439,7 +439,7 @@ def _check_hierarchical(value: object) -> None:
 
 
 def _as_dtype(name: str, value: str | torch.dtype) -> str | torch.dtype:
-    dtype = getattr(torch, value, None) if isinstance(value, str) and value != "auto" else value
+    dtype = vars(torch).get(value) if isinstance(value, str) and value != "auto" else value
     if dtype != "auto" and dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ConfigError(
             f"`{name}={value!r}` is not a floating dtype. Use 'auto', 'float32', 'bfloat16' or 'float16'."

@@ -165,7 +165,7 @@ def _name(value: object) -> str:
 
 
 def _torch(cls: type[T], name: Any) -> T:
-    return _typed(cls, getattr(torch, _typed(str, name)))
+    return _typed(cls, vars(torch).get(_typed(str, name)))  # `getattr` would import submodules
 
 
 def _typed(cls: type[T] | tuple[type[T], ...], value: Any) -> T:

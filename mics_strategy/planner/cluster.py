@@ -39,7 +39,7 @@ from mics_strategy.planner.measured import (
     parse_overlaps,
     parse_stages,
 )
-from mics_strategy.planner.quantities import Quantity, parse_quantity
+from mics_strategy.planner.quantities import LARGEST, Quantity, parse_quantity
 
 if TYPE_CHECKING:
     from mics_strategy.comm.codecs.format import Codec
@@ -172,12 +172,12 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("ranks_per_node", "num_nodes"):
             _check_count(name, getattr(self, name), f"cluster {self.name}")
-        if not self.slowest_node_factor >= 1:
+        if not _is_factor(self.slowest_node_factor):
             raise ConfigError(
                 f"`slowest_node_factor={self.slowest_node_factor}` of cluster {self.name} makes its slowest node "
                 "faster than the others. Use 1 or more."
             )
-        if not self.overlap_slowdown >= 1:
+        if not _is_factor(self.overlap_slowdown):
             raise ConfigError(
                 f"`overlap_slowdown={self.overlap_slowdown}` of cluster {self.name} makes compute faster while a "
                 "collective runs. Use 1 or more."
@@ -189,6 +189,8 @@ class Cluster:
                 f"{self.num_nodes} nodes were asked for, and cluster {self.name} was calibrated on one, "
                 f"{self.origin.hosts[0]}: the links between nodes were not measured. Calibrate on 2 nodes or more."
             )
+        if self.nodes_per_switch != 0:
+            _check_count("nodes_per_switch", self.nodes_per_switch, f"cluster {self.name}")
         if (self.nodes_per_switch > 0) != (self.inter_switch is not None):
             raise ConfigError(
                 f"`nodes_per_switch={self.nodes_per_switch}` of cluster {self.name} and its `inter_switch` do not "
@@ -314,8 +316,8 @@ class Cluster:
 def _read_file(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"`{path}` is no file with a cluster. Give the path of a TOML, JSON or YAML file.")
-    text = path.read_text()
     try:
+        text = path.read_text()
         if path.suffix == ".toml":
             return tomllib.loads(text)
         if path.suffix == ".json":
@@ -326,13 +328,19 @@ def _read_file(path: Path) -> Any:
             raise ConfigError(f"`{path}` needs PyYAML, which is not installed. Install it, or write JSON or TOML.")
         yaml: Any = importlib.import_module("yaml")
         try:
+            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+                raise ConfigError(f"`{path}` has an alias (`*name`). Write the fields in its place, or use `like`.")
             return yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"`{path}` is not valid YAML: {error}. Correct the file.") from error
-    except ValueError as error:  # of the decoders, and this module's own
+    except (OSError, ValueError, RecursionError) as error:  # of the decoders, and this module's own
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"`{path}` is not valid {path.suffix[1:].upper()}: {error}. Correct the file.") from error
+
+
+def _is_factor(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value < LARGEST
 
 
 def _check_count(name: str, value: Any, where: str) -> None:
@@ -344,7 +352,7 @@ def _check_fields(fields: Mapping[str, Any], known: tuple[str, ...], required: t
     for name in fields:
         if name not in known:
             raise ConfigError(f"`{name}` is no field of {where}.{nearest(str(name), known)}")
-    missing = [name for name in required if name not in fields]
+    missing = [name for name in required if fields.get(name) is None]
     if missing:
         raise ConfigError(f"`{missing[0]}` of {where} is missing. State it; required are {', '.join(required)}.")
 

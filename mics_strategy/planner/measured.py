@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mics_strategy.comm.route import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from mics_strategy.errors import ConfigError
+from mics_strategy.planner.quantities import LARGEST
 
 FORMAT = 1  # of the file; raised when its fields change their meaning
 _LARGEST_SLOWDOWN = 10.0
@@ -173,9 +173,9 @@ def _parse_stage(entry: Any, where: str) -> MeasuredStage:
             f"`size={size!r}` and `ranks_of_node={ranks!r}` of {where} are not numbers of ranks, the second one a "
             "divisor of the first. Calibrate again."
         )
-    rows = tuple((row[0], row[1]) for row in _list(fields["seconds_by_bytes"]) if isinstance(row, list | tuple))
-    numbers = all(_is_count(num_bytes) and _is_positive(seconds) for num_bytes, seconds in rows)
-    if not rows or not numbers or [row[0] for row in rows] != sorted({row[0] for row in rows}):
+    rows = tuple(tuple(_list(row)) for row in _list(fields["seconds_by_bytes"]))
+    are_numbers = all(len(row) == 2 and _is_count(row[0]) and _is_positive(row[1]) for row in rows)
+    if not rows or not are_numbers or [row[0] for row in rows] != sorted({row[0] for row in rows}):
         raise ConfigError(
             f"`seconds_by_bytes` of {where} is no table of ascending bytes and of seconds above 0. Calibrate again."
         )
@@ -245,8 +245,18 @@ def parse_origin(value: Any, where: str) -> CalibrationOrigin:
         datetime.date.fromisoformat(fields["date"])
     except (TypeError, ValueError) as error:
         raise ConfigError(f"`date={fields['date']!r}` of {where} is no day. Write it like 2026-01-31.") from error
+    texts = (fields["torch_version"], fields["package_version"], fields["dtype"], *_list(fields["hosts"]))
+    rates = fields["flop_per_s"]
+    are_numbers = (
+        isinstance(rates, Mapping) and _is_count(fields["world_size"]) and all(map(_is_positive, rates.values()))
+    )
+    if not are_numbers or not all(isinstance(text, str) for text in texts) or not _list(fields["hosts"]):
+        raise ConfigError(
+            f"{where} states hosts, ranks, versions or FLOP per second in another form than `mics calibrate` writes. "
+            "Calibrate again."
+        )
     return CalibrationOrigin(
-        **{name: fields[name] for name in _ORIGIN_FIELDS[3:]}, date=fields["date"], hosts=tuple(fields["hosts"])
+        **{name: fields[name] for name in _ORIGIN_FIELDS[3:]}, date=fields["date"], hosts=tuple(_list(fields["hosts"]))
     )
 
 
@@ -271,4 +281,4 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LARGEST

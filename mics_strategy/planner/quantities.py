@@ -17,6 +17,7 @@ from mics_strategy.errors import ConfigError
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+LARGEST = 1e300  # no float holds an integer of any size
 
 
 class Quantity(enum.Enum):
@@ -56,7 +57,7 @@ def parse_quantity(value: Any, kind: Quantity, where: str) -> float:
 def _number(value: Any, kind: Quantity) -> float:
     """The number in base units; NaN where the value is no quantity."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) < LARGEST else math.inf
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(\S*)\s*", value) if isinstance(value, str) else None
     if match is None:
         return math.nan

@@ -129,11 +129,37 @@ def test_measured_seconds_count_and_ranks_of_a_node_tell_spans_of_one_size_apart
         ({"overlap_slowdown": 0.5}, "makes compute faster"),
         ({"backend": "mpi"}, "`backend='mpi'`"),
         ({"speed": 1}, "`speed` is no field"),
+        ({"inter_node": None}, "`inter_node` of cluster .* is missing"),
+        ({"nodes_per_switch": "2"}, "`nodes_per_switch='2'`"),
+        ({"slowest_node_factor": "1"}, "`slowest_node_factor=1`"),
+        ({"overlap_slowdown": 10**400}, "`overlap_slowdown="),
+        ({"calibration": {**fields()["calibration"], "hosts": 3}}, "another form than `mics calibrate` writes"),
+        ({"calibration": {**fields()["calibration"], "flop_per_s": 3}}, "another form than `mics calibrate` writes"),
+        ({"measured_stages": [{**fields()["measured_stages"][0], "seconds_by_bytes": [[9]]}]}, "ascending"),
+        ({"measured_codecs": [{**CODEC, "decoded_per_s": 10**400}]}, "is no speed"),
+        ({"intra_node": {"bandwidth": 10**400, "latency": 1, "source": ""}}, "not a quantity above 0"),
     ],
 )
 def test_a_wrong_or_foreign_file_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("c.yaml", b"a: &a [x, x]\nb: [*a, *a]\n", "has an alias"),
+        ("c.json", b"[" * 100_000, "not valid JSON"),
+        ("c.json", b"\xff{}", "not valid JSON"),
+        ("c.toml", b"a = " + b"[" * 100_000, "not valid TOML"),
+        ("c.yaml", b"name: !!python/object/apply:os.getcwd []", "not valid YAML"),
+    ],
+    ids=["aliases", "nested JSON", "bytes", "nested TOML", "an object"],
+)
+def test_a_file_that_is_no_data_is_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        Cluster.load(tmp_path / name)
 
 
 def test_other_ranks_of_a_node_or_another_backend_are_refused(tmp_path: Path) -> None:
