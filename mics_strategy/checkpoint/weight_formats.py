@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mics_strategy.checkpoint import atomic
+from mics_strategy.checkpoint.manifest import is_inside
 from mics_strategy.checkpoint.safe_reader import SafeReader, read
 from mics_strategy.checkpoint.state import MODEL
 from mics_strategy.engine.parameter import ShardedParameter
@@ -188,7 +189,12 @@ def open_source(path: Path, *, weights_only: bool) -> Source:
         if (path / name).is_file():
             return MappedFiles({path / name: _opener(path / name, weights_only)})
     if (path / _LATEST_UNIVERSAL).is_file():
-        path = path / (path / _LATEST_UNIVERSAL).read_text().strip()
+        name = (path / _LATEST_UNIVERSAL).read_text().strip()
+        if not is_inside(name):
+            raise CheckpointError(
+                f"`{path / _LATEST_UNIVERSAL}` names {name!r}, which is outside its folder. {_REMEDY}"
+            )
+        path = path / name
     if (path / _UNIVERSAL).is_dir():
         return MappedFiles(_universal(path / _UNIVERSAL, weights_only), may_be_flat=True)
     raise _unknown(path)

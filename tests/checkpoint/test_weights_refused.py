@@ -64,6 +64,11 @@ def outside(path: Path) -> Path:
     return path
 
 
+def latest_elsewhere(path: Path) -> Path:
+    (path / "latest_universal").write_text("../elsewhere\n")
+    return path
+
+
 def in_old_format(state: State, path: Path) -> Path:
     torch.save(state, path, _use_new_zipfile_serialization=False)
     return path
@@ -86,6 +91,10 @@ BAD: dict[str, tuple[Callable[[State, Path], Path], str]] = {
     "a part truncated": (lambda s, p: cut_part(FORMATS["safetensors parts"](s, p), PART), f"{PART}` cannot be read"),
     "a torch part missing": (lambda s, p: without(FORMATS["torch parts"](s, p), BIN), f"{BIN}` is missing, but"),
     "a part elsewhere": (lambda s, p: outside(p), "which is outside its folder"),
+    "a universal checkpoint elsewhere": (
+        lambda s, p: latest_elsewhere(p),
+        "'../elsewhere', which is outside its folder",
+    ),
     "no index": (lambda s, p: Path((p / INDEX).write_text("{") and p), f"{INDEX}` cannot be read"),
     "DeepSpeed's parts": (lambda s, p: left_by_zero(p), "`zero_to_fp32.py` that DeepSpeed has written"),
     "a tensor missing": (lambda s, p: saved_at(less(s, HEAD), p / "x.pt"), f"`{HEAD}`: only in the model"),
