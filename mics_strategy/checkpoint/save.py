@@ -85,6 +85,7 @@ class PendingSave:
 _pending: weakref.WeakKeyDictionary[Sharded, PendingSave] = weakref.WeakKeyDictionary()
 _host_memory: weakref.WeakKeyDictionary[Sharded, HostCopyPool] = weakref.WeakKeyDictionary()
 
+_channels: weakref.WeakKeyDictionary[Sharded, StoreChannel] = weakref.WeakKeyDictionary()  # of the last save
 
 def save_checkpoint(
     path: str | os.PathLike[str],
@@ -121,8 +122,6 @@ def save_checkpoint(
         writes: about 1 / world_size of the state. For quantized states, it also holds the values. The memory is reused.
     """
     finish_saves(sharded)
-    if optimizers:
-        sharded.warn_pending_gradients()
     sharded.synchronize_buffers()
     check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # otherwise a name may have no writer
     planner = _on_all_ranks(lambda: _make_planner(sharded, optimizers, model_state, asynchronous))
@@ -137,8 +136,10 @@ def save_checkpoint(
         extra=rank_extra if dist.get_rank() == 0 else {},
         channel=StoreChannel(dist.distributed_c10d._get_default_store(), draft.name, dist.get_rank()),
         rank=dist.get_rank(),
+        previous_channel=_channels.get(sharded),
     )
     pending = PendingSave(target)
+    _channels[sharded] = job.channel
     if asynchronous:
         _pending[sharded] = pending
         threading.Thread(target=pending.run, args=(job.write,), name=f"save {target.name}").start()
@@ -237,6 +238,7 @@ def _make_planner(
     local = local_state(sharded, optimizers, None if model_state is None else dict(model_state))
     if optimizers:  # without optimizers, no training is resumed
         states = local.values[RNG_KEY] = save_rng(dist.get_rank(), sharded.generators)
+        sharded.warn_pending_gradients()
         local.copies.update({f"{RNG_KEY}.{name}": SOLE for name in states})
         add_feedback(local, sharded, dist.get_rank())
         local.values.update(references_of(sharded))
@@ -275,6 +277,7 @@ class _SaveJob:
     extra: Mapping[str, Any]
     channel: StoreChannel
     rank: int
+    previous_channel: StoreChannel | None  # of a save that every rank has left
 
     def write(self) -> None:
         """Write this rank's shard; rank 0 also commits. Ends with the whole save."""
@@ -312,6 +315,8 @@ class _SaveJob:
         """Commit when all ranks have written; return an error text, empty on success."""
         try:
             reports = []
+            if self.previous_channel is not None:
+                self.previous_channel.delete("outcome")  # not earlier, because no rank knows when the last one reads it
             for rank in range(self.manifest.world_size):
                 message = self.channel.recv(f"share {rank}", rank)
                 self.channel.delete(f"share {rank}")

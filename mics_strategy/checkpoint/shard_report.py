@@ -223,13 +223,15 @@ class StoreChannel:
         done = threading.Event()
 
         def beat() -> None:
-            count = 0
-            while not done.wait(_HEARTBEAT_S):
-                count += 1
-                try:
-                    self.send(f"heartbeat {self._rank}", str(count).encode())
-                except CheckpointError:
-                    return  # the receiver of this store raises
+            topic, count = f"heartbeat {self._rank}", 0
+            try:
+                while not done.wait(_HEARTBEAT_S):
+                    count += 1
+                    self.send(topic, str(count).encode())
+                if count:
+                    self.delete(topic)
+            except CheckpointError:
+                return  # the receiver of this store raises
 
         thread = threading.Thread(target=beat, name=f"heartbeat of {self._name}")
         thread.start()
