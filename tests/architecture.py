@@ -46,7 +46,7 @@ PLANNER_IMPORTED_BY = (  # the engine, for "auto" only
 )
 # These folders may import the package's public names (mics_strategy itself) and their framework.
 # One way to raise on all ranks together, and one meaning of mixed precision.
-ADAPTERS_MAY_IMPORT = ("comm.consensus", "mixed_precision")
+ADAPTERS_MAY_IMPORT = ("checkpoint.random_states", "comm.consensus", "mixed_precision")
 FRAMEWORKS = {
     "lightning": ("lightning", "pytorch_lightning", "lightning_fabric"),
     "accelerate": ("accelerate", "transformers"),

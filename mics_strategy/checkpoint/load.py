@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mics_strategy.checkpoint import atomic
 from mics_strategy.checkpoint.feedback import FeedbackSource
-from mics_strategy.checkpoint.rank_local import RNG_KEY, request_rng, restore_rng
+from mics_strategy.checkpoint.random_states import RNG_KEY, request_rng, restore_rng
 from mics_strategy.checkpoint.references import request_references, restore_references
 from mics_strategy.checkpoint.safe_reader import SafeReader, check_listed, read
 from mics_strategy.checkpoint.save import EXTRA, finish_saves

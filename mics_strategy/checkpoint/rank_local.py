@@ -1,4 +1,4 @@
-"""Rank-local states in a checkpoint: of optimizers, and of random generators.
+"""Rank-local states of optimizers in a checkpoint.
 
 A rank-local state of an optimizer is valid on one shard of a parameter only. A *quantized* state is saved twice. Its
 values have the name that every state has, so that they load on any ranks and in any tool. Its codes and scales are
@@ -7,18 +7,10 @@ and scales unchanged; any other rank quantizes the values again.
 
 Tensors in a dict, list or tuple, and tensors whose shape is not that of the rank's shard, cannot be resharded. They are
 saved by shard key only.
-
-Every rank saves the states of its random number generators. With the same number of ranks, each rank restores its own.
-With another number, each rank derives new seeds from rank 0's states, so that ranks differ from one another and every
-resume is reproducible.
 """
 
 from __future__ import annotations
 
-import io
-import random
-import sys
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +27,6 @@ from mics_strategy.engine.parameter import ShardedParameter, is_sharded
 from mics_strategy.errors import CheckpointError
 
 KEY = "kept"
-RNG_KEY = "random"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,61 +188,3 @@ def quantizes_like(optimizer: Optimizer, position: int, saved: Sequence[str]) ->
 
 def _on_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
-
-
-def save_rng(rank: int, generators: Sequence[torch.Generator]) -> dict[str, bytes]:
-    """Return the generator states of this rank, which no other rank holds, by name.
-
-    Args:
-        rank: Rank of this process.
-        generators: Generators of the model, for stochastic rounding.
-    """
-    numpy, buffer = sys.modules.get("numpy"), io.BytesIO()
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        states["numpy"] = [name, keys.tolist(), *rest]
-    if generators:
-        states["codecs"] = [generator.get_state() for generator in generators]
-    torch.save(states, buffer)
-    return {str(rank): buffer.getvalue()}
-
-
-def request_rng(rank: int, world_size: int, saved_world_size: int) -> dict[str, None]:
-    """Name the states that this rank needs, with None as their values."""
-    return {str(rank if world_size == saved_world_size else 0): None}
-
-
-def restore_rng(loaded: Mapping[str, bytes], rank: int, generators: Sequence[torch.Generator]) -> None:
-    """Set the generators of this rank.
-
-    The model's own are set if it has as many as were saved.
-
-    Args:
-        loaded: Entry that `request_rng` named, with its value; may be empty.
-        rank: Rank of this process.
-        generators: Generators of the model, for stochastic rounding.
-    """
-    if not loaded:
-        return
-    [(name, encoded)] = loaded.items()
-    if name != str(rank):
-        seed = zlib.crc32(encoded + str(rank).encode())
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed)
-        return
-    states = torch.load(io.BytesIO(encoded), weights_only=True)
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if len(states.get("codecs", ())) == len(generators):
-        for generator, state in zip(generators, states.get("codecs", ()), strict=True):
-            generator.set_state(state)
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states and "numpy" in sys.modules:
-        kind, keys, *rest = states["numpy"]
-        sys.modules["numpy"].random.set_state((kind, keys, *rest))

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from mics_strategy.checkpoint import atomic, shard_report
 from mics_strategy.checkpoint.feedback import add_feedback
 from mics_strategy.checkpoint.manifest import Manifest
-from mics_strategy.checkpoint.rank_local import RNG_KEY, class_name, save_rng
+from mics_strategy.checkpoint.random_states import RNG_KEY, save_rng
+from mics_strategy.checkpoint.rank_local import class_name
 from mics_strategy.checkpoint.references import references_of
 from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlanner, check_replica_counts
 from mics_strategy.checkpoint.shard_report import ShardReport, StoreChannel
@@ -84,8 +85,8 @@ class PendingSave:
 
 _pending: weakref.WeakKeyDictionary[Sharded, PendingSave] = weakref.WeakKeyDictionary()
 _host_memory: weakref.WeakKeyDictionary[Sharded, HostCopyPool] = weakref.WeakKeyDictionary()
-
 _channels: weakref.WeakKeyDictionary[Sharded, StoreChannel] = weakref.WeakKeyDictionary()  # of the last save
+
 
 def save_checkpoint(
     path: str | os.PathLike[str],
@@ -135,11 +136,11 @@ def save_checkpoint(
         manifest=_manifest_of(sharded, optimizers),
         extra=rank_extra if dist.get_rank() == 0 else {},
         channel=StoreChannel(dist.distributed_c10d._get_default_store(), draft.name, dist.get_rank()),
-        rank=dist.get_rank(),
         previous_channel=_channels.get(sharded),
+        rank=dist.get_rank(),
     )
-    pending = PendingSave(target)
     _channels[sharded] = job.channel
+    pending = PendingSave(target)
     if asynchronous:
         _pending[sharded] = pending
         threading.Thread(target=pending.run, args=(job.write,), name=f"save {target.name}").start()
@@ -237,8 +238,8 @@ def _make_planner(
 ) -> ShardedSavePlanner:
     local = local_state(sharded, optimizers, None if model_state is None else dict(model_state))
     if optimizers:  # without optimizers, no training is resumed
-        states = local.values[RNG_KEY] = save_rng(dist.get_rank(), sharded.generators)
         sharded.warn_pending_gradients()
+        states = local.values[RNG_KEY] = save_rng(dist.get_rank(), sharded.generators)
         local.copies.update({f"{RNG_KEY}.{name}": SOLE for name in states})
         add_feedback(local, sharded, dist.get_rank())
         local.values.update(references_of(sharded))
@@ -276,8 +277,8 @@ class _SaveJob:
     manifest: Manifest
     extra: Mapping[str, Any]
     channel: StoreChannel
-    rank: int
     previous_channel: StoreChannel | None  # of a save that every rank has left
+    rank: int
 
     def write(self) -> None:
         """Write this rank's shard; rank 0 also commits. Ends with the whole save."""
@@ -314,9 +315,9 @@ class _SaveJob:
     def _finalize(self) -> str:
         """Commit when all ranks have written; return an error text, empty on success."""
         try:
-            reports = []
             if self.previous_channel is not None:
                 self.previous_channel.delete("outcome")  # not earlier, because no rank knows when the last one reads it
+            reports = []
             for rank in range(self.manifest.world_size):
                 message = self.channel.recv(f"share {rank}", rank)
                 self.channel.delete(f"share {rank}")

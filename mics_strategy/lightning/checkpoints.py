@@ -2,7 +2,7 @@
 
 By default a checkpoint is one ordinary file, like that of plain data parallelism: full tensors and unsharded names, so
 that any strategy can load it. Every rank maps the file into memory and reads its shards from it, after the hooks have
-seen the full state.
+seen the full state. One more entry holds the random states of all ranks, which other strategies ignore.
 
 With ``state_dict_type="sharded"`` a checkpoint is a folder to which every rank writes its shards. Hooks then see
 DTensors, and may remove or change them. Both formats load, whichever is saved.
@@ -33,11 +33,12 @@ from mics_strategy.comm.consensus import Rendezvous
 from mics_strategy.lightning import validate
 from mics_strategy.lightning.checkpoint_file import CheckpointFileMixin, as_path, check_not_folder, is_local
 from mics_strategy.lightning.framework import TrainerFramework, unwrap_optimizer
+from mics_strategy.lightning.random_states import RNG_KEY, RandomStatesMixin
 
 ARRIVAL_TIMEOUT = timedelta(seconds=30)
 
 
-class TrainerCheckpointMixin(CheckpointFileMixin):
+class TrainerCheckpointMixin(RandomStatesMixin, CheckpointFileMixin):
     """Saving and loading of the Trainer's strategy. Mixed into a Lightning strategy."""
 
     framework: ClassVar[TrainerFramework]
@@ -143,6 +144,7 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
             return
         if "optimizer_states" in checkpoint:
             self.sharded.warn_pending_gradients()
+            checkpoint = {**checkpoint, RNG_KEY: self.random_states()}
         self.write_file(checkpoint, path, storage_options)
 
     def _save_shards(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
@@ -272,8 +274,12 @@ class TrainerCheckpointMixin(CheckpointFileMixin):
                 f"{len(self.optimizers)}. Return {len(states)} optimizers, or load only the weights."
             )
         if self._opened is not None:
+            before = self.local_random_states()
             self._opened.load(self.sharded, self._stepping, has_model=False)
+            self.schedule_random_states(self.local_random_states())
+            self.set_random_states(before)
             return
+        self.schedule_random_states(self.needed_random_states(checkpoint.get(RNG_KEY, {})))
         self.sharded.steps_done = checkpoint.get("global_step", 0)
         for optimizer, state in zip(self.optimizers, states, strict=True):
             if optimizer.param_groups:

@@ -54,6 +54,7 @@ class TrainerFramework(Framework):
     unfreezing_callbacks: tuple[type[Any], ...]
     optimizer_wrapper: type[Any]
     worker_output: type[Any]
+    set_sampler_epoch: Callable[[object, int], None]
     fitting: Any
     interrupted: Any
     callback: type[Any]
@@ -93,6 +94,7 @@ def load_framework(name: str) -> TrainerFramework:
         wrapping_checkpoint_io=(trainer("plugins.io.wrapper:_WrappingCheckpointIO"),),
         optimizer_wrapper=trainer("core.optimizer:LightningOptimizer"),
         worker_output=trainer("strategies.launchers.multiprocessing:_WorkerOutput"),
+        set_sampler_epoch=_find(NAMESPACES[name], "utilities.data:_set_sampler_epoch"),
         fitting=trainer("trainer.states:TrainerFn").FITTING,
         interrupted=trainer("trainer.states:TrainerStatus").INTERRUPTED,
         callback=callbacks.Callback,
@@ -196,6 +198,36 @@ def throttle_sigterm_check(trainer: Any, every_n_steps: int) -> None:
             check(loop)
 
     loop._broadcast_sigterm_tensor = check_every_n_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochState:
+    """Where a checkpoint was saved in the Trainer's loops.
+
+    Attributes:
+        next_epoch: Epoch of the next batch.
+        is_inside_epoch: Whether more batches of an epoch follow, from an iterator that existed before the save.
+        ignores_draws: Whether draws of the resumed Trainer's first iterator do not count: inside an epoch, and in the
+            validation at its end, after which Lightning creates another iterator.
+    """
+
+    next_epoch: int
+    is_inside_epoch: bool
+    ignores_draws: bool
+
+
+def epoch_state(trainer: Any) -> EpochState:
+    """Return the position that the Trainer's loops have loaded."""
+    epochs = trainer.fit_loop.epoch_progress.current
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    is_unfinished = epochs.processed < epochs.ready
+    is_inside_epoch = is_unfinished and not batches.is_last_batch
+    is_batch_over = batches.current.completed == batches.current.processed  # false in `on_train_batch_end`
+    return EpochState(
+        next_epoch=epochs.processed + int(is_unfinished and not is_inside_epoch),
+        is_inside_epoch=is_inside_epoch,
+        ignores_draws=is_inside_epoch or (is_unfinished and is_batch_over),
+    )
 
 
 def disable_inference_mode(trainer: Any) -> None:

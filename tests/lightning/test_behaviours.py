@@ -5,7 +5,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 LIST = TESTS.parent / "docs" / "lightning-behaviours.md"
-NUM_BEHAVIOURS = 78
+NUM_BEHAVIOURS = 79
 
 
 def test_every_behaviour_has_a_line() -> None:

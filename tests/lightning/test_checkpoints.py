@@ -55,7 +55,7 @@ def _saved(ranks: RankPool, tmp_path: Path, strategy: str, world_size: int = 4, 
 def test_a_checkpoint_is_the_one_that_ddp_writes(ranks: RankPool, tmp_path: Path) -> None:
     found = _saved(ranks, tmp_path, "mics", ranks_per_node=2)
     expected = _saved(ranks, tmp_path, "ddp", ranks_per_node=2)
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys() | {"mics_random_states"}
     assert_same(found["state_dict"], expected["state_dict"])
     assert list(found["state_dict"]) == list(Regression().state_dict())
     for mine, theirs in zip(found["optimizer_states"], expected["optimizer_states"], strict=True):
