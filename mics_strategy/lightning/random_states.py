@@ -76,7 +76,11 @@ class RandomStatesMixin(Base):
         return states
 
     def needed_random_states(self, saved: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Select the states that this rank needs from those of all saved ranks; `saved` may be empty."""
+        """Select the states that this rank needs.
+
+        Args:
+            saved: States of all ranks of the save, by rank; may be empty.
+        """
         requested = request_rng(dist.get_rank(), dist.get_world_size(), len(saved))
         return {name: saved[name] for name in requested if name in saved}
 
