@@ -110,7 +110,9 @@ class ShardedParameter(ExactDTensor):
     def _refuse_hook(self, *_: Any, **__: Any) -> NoReturn:
         raise LifecycleError(
             f"A gradient hook on the sharded parameter `{self.mics_name}` would never run, because autograd sees the "
-            "unsharded parameter. Read `grad` after the backward, or register a hook on the module's outputs."
+            "unsharded parameter. Read `grad`, change it and step optimizers after the backward (gradients stay in "
+            "buffers that `shard()` allocated, so a step in the backward would free no memory), or register a hook on "
+            "the module's outputs."
         )
 
     register_hook = _refuse_hook

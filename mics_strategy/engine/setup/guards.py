@@ -93,8 +93,8 @@ def _check_parameter(name: str, parameter: nn.Parameter, target: torch.device) -
         raise ConfigError(f"`{name}` has layout {parameter.layout}. Make it dense (`torch.strided`).")
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ConfigError(
-            f"`{name}` has gradient hooks, which would never run on its shards. Remove them, or register a hook on the "
-            "module."
+            f"`{name}` has gradient hooks, which would never run on its shards. Remove them. Read `grad`, change it "
+            "and step optimizers after the backward, or register a hook on the module's outputs."
         )
 
 
