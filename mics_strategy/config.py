@@ -45,6 +45,10 @@ _COARSENESS = {"n": 0, "i": 1, "g": 2}
 _PARO_LETTERS = tuple(
     p + g + os for p in "nig" for g in "nig" for os in "nig" if _COARSENESS[os] >= max(_COARSENESS[p], _COARSENESS[g])
 )
+_NUMBERS = (  # fields, the least number and the word in place of one
+    *(("micro_steps", 1, "unknown"), ("training_steps", 1, "unknown")),
+    *(("activation_bytes", 0, "auto"), ("world_size", 1, "any")),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,24 +209,15 @@ class ShardConfig:
         check = self.replica_check
         if check not in ("start", "never") and (isinstance(check, bool) or not isinstance(check, int) or check < 1):
             raise ConfigError(f"`replica_check={check!r}` is not available. Use 'start', 'never' or a number of steps.")
-        size = self.world_size
-        if size != "any" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ConfigError(f"`world_size={size!r}` is not a number of ranks. Use 1 or more, or 'any'.")
-        steps, until = self.training_steps, self.grad_codec_until
-        if steps != "unknown" and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise ConfigError(f"`training_steps={steps!r}` is not a number of steps. Use 1 or more, or 'unknown'.")
+        until = self.grad_codec_until
         if isinstance(until, bool) or not isinstance(until, (int, float)) or not 0.0 <= until <= 1.0:
-            raise ConfigError(
-                f"`grad_codec_until={self.grad_codec_until!r}` is not a share of the training. Use 0.0 to 1.0."
-            )
+            raise ConfigError(f"`grad_codec_until={until!r}` is not a share of the training. Use 0.0 to 1.0.")
 
     def _check_hints(self) -> None:
         """Check what ``"auto"`` scopes and partitions depend on."""
         if not isinstance(self.cluster, str) or not self.cluster:
-            raise ConfigError(
-                f"`cluster={self.cluster!r}` is no name of a cluster and no path. Use for example 'p4d.24xlarge'."
-            )
-        for name, least, word in (("micro_steps", 1, "unknown"), ("activation_bytes", 0, "auto")):
+            raise ConfigError(f"`cluster={self.cluster!r}` is no cluster's name or path. Use e.g. 'p4d.24xlarge'.")
+        for name, least, word in _NUMBERS:
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if not is_count and value != word:

@@ -123,6 +123,18 @@ def digest_weight(index: int, count: int) -> int:
     return count - 1 if index == 0 else -1
 
 
+def is_replicated(tensor: DTensor) -> bool:
+    """Whether every rank holds the whole tensor."""
+    return all(placement.is_replicate() for placement in tensor.placements)
+
+
+def like_tensor(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor of the shape and placements of `like`, with local part `local`."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def full_tensor(tensor: DTensor) -> torch.Tensor:
     """The full tensor on every rank, bitwise equal to torch's `full_tensor`.
 
@@ -148,7 +160,9 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
 
 
 def mean_over_ranks(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The mean of the ranks' tensors of one shape. Collective over the ranks of the mesh.
+    """The mean of the ranks' tensors of one shape. Collective.
+
+    The ranks are those of the mesh.
 
     Cost: an all-reduce of the tensor over each axis of the mesh.
     """

@@ -1,4 +1,4 @@
-"""A DTensor on which every operation has the result that it has on the whole tensor.
+"""DTensors whose operations have the results of whole tensors.
 
 torch's DTensor leaves three things to its user, each of which is wrong without an error where a script does not know
 that its tensor is sharded: a reduction to a scalar holds this rank's part of it, a view of sharded rows is a copy whose
@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from mics_strategy.comm.placement import full_tensor, mean_over_ranks
+from mics_strategy.comm.placement import full_tensor, is_replicated, like_tensor, mean_over_ranks
+from mics_strategy.engine.op_schema import is_view, tensors_in, written_arguments, written_by
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class WriteCount:
 
 
 class ExactDTensor(DTensor):
-    """A DTensor whose operations have the results of the whole tensor; see the module's docstring.
+    """A DTensor whose operations have the results of the whole tensor.
 
     Attributes:
         mics_random: Seeds for random numbers drawn into it, the same on all replicas of a shard.
@@ -176,7 +177,7 @@ class _FullTensor(torch.autograd.Function):
 
 
 def mean_gradient(grad: torch.Tensor, like: ExactDTensor) -> torch.Tensor:
-    """The gradient of a parameter, in its placements. Collective if the gradient is plain.
+    """The gradient of a parameter, in its placements. Collective if it is plain.
 
     Args:
         grad: A DTensor, which is the same gradient on all ranks; or a plain tensor, which is this rank's own: the mean
@@ -257,17 +258,17 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = _run_on_whole(func, args, kwargs, exact[0])
     else:
         result = _run_on_shards(func, args, kwargs, exact[0])
-    for tensor in _written(func, args, kwargs):
+    for tensor in written_by(func, args, kwargs):
         if tensor.mics_writes is not None:
             tensor.mics_writes.num += 1
         if tensor.mics_gathered is not None:
             tensor.mics_gathered.write_back()
-    written = _written_arguments(func, args, kwargs)
-    return result if written is None else written
+    returned = written_arguments(func, args, kwargs)
+    return result if returned is None else returned
 
 
 class _Operations(TorchDispatchMode):
-    """Operations of a function of torch, for a version that does not pass them to a kind of DTensor."""
+    """Operations of a function of torch 2.11, which passes them to no kind of DTensor."""
 
     @override
     def __torch_dispatch__(
@@ -339,8 +340,8 @@ def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lik
         placements = [Replicate() if placement.is_partial() else placement for placement in result.placements]
         result = result.redistribute(placements=placements)
     result = tree_map_only(DTensor, lambda tensor: as_exact(tensor, like.mics_random), result)
-    if _is_view(func):
-        for view in _tensors(result):
+    if is_view(func):
+        for view in tensors_in(result):
             view.mics_writes, view.mics_gathered = like.mics_writes, like.mics_gathered
     return result
 
@@ -355,11 +356,11 @@ def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like
     has_common_seed = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
     with like.mics_random.drawing(is_whole=True) if has_common_seed else nullcontext():
         result = func(*whole_args, **whole_kwargs)
-    wholes.keep_parts(_written(func, args, kwargs))
+    wholes.keep_parts(written_by(func, args, kwargs))
     result = tree_map_only(torch.Tensor, lambda whole: _replicated(whole, like), result)
-    if _is_view(func):
+    if is_view(func):
         gathered = like.mics_gathered or GatheredBase(like, wholes.of(like), version_of(like))
-        for view in _tensors(result):
+        for view in tensors_in(result):
             view.mics_gathered = gathered
     return result
 
@@ -372,7 +373,7 @@ def _run_with_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Raises:
         LifecycleError: A backward writes a gradient of this rank's into a tensor of all ranks.
     """
-    if _in_backward() and any(True for _ in _written(func, args, kwargs)):
+    if _in_backward() and any(True for _ in written_by(func, args, kwargs)):
         raise LifecycleError(
             f"`{func._schema.name}` in a backward would mix gradients of this rank with a sharded tensor. In the "
             "loss, use `parameter.full_tensor()` instead of the parameter; write to a parameter after the backward."
@@ -383,18 +384,18 @@ def _run_with_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     wholes = _Wholes()
     whole_args, whole_kwargs = tree_map_only(DTensor, wholes.of, (args, kwargs))
     result = func(*whole_args, **whole_kwargs)
-    wholes.keep_parts(_written(func, args, kwargs))
+    wholes.keep_parts(written_by(func, args, kwargs))
     return result
 
 
 def _fills_with_random_numbers(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation draws one number for each element, with the default generator."""
+    """Whether an operation draws a number for each element, without a generator."""
     is_seeded = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
     return is_seeded and func._schema.name.endswith(("_", "_like"))
 
 
 def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:
-    """Draw random numbers into shards: equal ones on replicas, different ones on shards."""
+    """Draw numbers into shards: equal ones on replicas, others on other shards."""
     local_args, local_kwargs = tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs))
     with like.mics_random.drawing(is_whole=is_replicated(like)):
         drawn = func(*local_args, **local_kwargs)
@@ -422,55 +423,11 @@ class _Wholes:
                 keep_part(tensor, self._wholes[id(tensor)])
 
 
-def is_replicated(tensor: DTensor) -> bool:
-    """Whether every rank holds the whole tensor."""
-    return all(placement.is_replicate() for placement in tensor.placements)
-
-
-def like_tensor(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor of the shape and placements of `like`, with local part `local`."""
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
 def _replicated(whole: torch.Tensor, like: ExactDTensor) -> torch.Tensor:
-    """A tensor that is the same on all ranks, over the mesh of `like`; a sparse one stays plain."""
+    """A tensor that is the same on all ranks; a sparse one stays plain."""
     if whole.layout is not torch.strided:
         return whole
     return as_exact(DTensor.from_local(whole, like.device_mesh, run_check=False), like.mics_random)
-
-
-def _tensors(tree: Any) -> list[Any]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _is_view(func: Any) -> bool:
-    """Whether the results share memory with the first tensor."""
-    return any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[ExactDTensor]:
-    """The tensors that an operation writes to."""
-    if func._schema.is_mutable:
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                yield from (tensor for tensor in _tensors(value) if isinstance(tensor, ExactDTensor))
-
-
-def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation that writes in place, or into `out=`, returns; None for any other."""
-    if not func._schema.is_mutable or not func._schema.returns:
-        return None
-    written = [
-        args[position] if position < len(args) else kwargs.get(argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    if len(written) < len(func._schema.returns):
-        return None
-    return written[0] if len(func._schema.returns) == 1 else tuple(written)
 
 
 def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
-from mics_strategy.engine.exact_dtensor import ExactDTensor, WriteCount, as_exact, like_tensor, mean_gradient
+from mics_strategy.comm.placement import like_tensor
+from mics_strategy.engine.exact_dtensor import ExactDTensor, WriteCount, as_exact, mean_gradient
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ def full_state_dict(model: nn.Module) -> StateDict:
 def load_full_values(model: nn.Module) -> None:
     """Let `load_state_dict` of each module load full tensors.
 
-    It copies this rank's part. Every rank must pass the same values. With ``assign=True`` values are copied as well: the
+    It copies this rank's part. Every rank must pass the same values. With ``assign=True`` it copies as well: the
     parameters stay.
     """
     for module in model.modules():

@@ -1,0 +1,43 @@
+"""What the schema of an operation of torch says of its arguments and results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+
+def tensors_in(tree: Any) -> list[Any]:
+    """The tensors in nested containers."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def is_view(func: Any) -> bool:
+    """Whether the results share memory with the first tensor."""
+    return any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The DTensors that an operation writes to."""
+    if func._schema.is_mutable:
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                yield from (tensor for tensor in tensors_in(value) if isinstance(tensor, DTensor))
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation that writes in place, or to `out=`, returns; else None."""
+    if not func._schema.is_mutable or not func._schema.returns:
+        return None
+    written = [
+        args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    if len(written) < len(func._schema.returns):
+        return None
+    return written[0] if len(func._schema.returns) == 1 else tuple(written)
