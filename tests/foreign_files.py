@@ -100,17 +100,17 @@ class Reader:
     is_equal: bool = False
 
 
-RECIPE = """
-name: own
-model: {family: llama, hidden_size: 64, num_layers: 2, num_heads: 2, tie_embeddings: false}
-data: {source: text, path: [a, b], sequence_length: 64}
-optimizer: {lr: 5e-3, betas: [0.9, 0.95]}
-strategy: {name: mics, shard: {partition_size: 2, overlap: [gather]}, ranks_per_node: 2}
-trainer: {accelerator: auto, precision: bf16-mixed, loggers: [wandb]}
-sample: {prompt: "The old king"}
-ci: {data: {source: grammar, path: []}, trainer: {max_steps: 2}}
-cuda: {model: {num_layers: 4}, trainer: {devices: auto}}
-"""
+RECIPE = {
+    "name": "own",
+    "model": {"family": "llama", "hidden_size": 64, "num_layers": 2, "num_heads": 2, "tie_embeddings": False},
+    "data": {"source": "text", "path": ["a", "b"], "sequence_length": 64},
+    "optimizer": {"lr": 0.005, "betas": [0.9, 0.95]},
+    "strategy": {"name": "mics", "shard": {"partition_size": 2, "overlap": ["gather"]}, "ranks_per_node": 2},
+    "trainer": {"accelerator": "auto", "precision": "bf16-mixed", "loggers": ["wandb"]},
+    "sample": {"prompt": "The old king"},
+    "ci": {"data": {"source": "grammar", "path": []}, "trainer": {"max_steps": 2}},
+    "cuda": {"model": {"num_layers": 4}, "trainer": {"devices": "auto"}},
+}
 
 
 def read_recipe(folder: Path) -> Any:
@@ -274,7 +274,7 @@ def text_file(name: str, text: str) -> Callable[[Path], None]:
 
 
 READERS = {
-    "a recipe": Reader(text_file("recipe.yaml", RECIPE), {"recipe.yaml": False}, read_recipe),
+    "a recipe": Reader(text_file("recipe.yaml", json.dumps(RECIPE, indent=1)), {"recipe.yaml": True}, read_recipe),
     "a checkpoint": Reader(write_checkpoint, {METADATA: False, "__0_0.distcp": False}, read_checkpoint, is_equal=True),
     "a manifest": Reader(write_checkpoint, {"manifest.json": True}, read_checkpoint),
     "a distributed checkpoint": Reader(save_dcp, {METADATA: False, "__0_0.distcp": False}, read_weights),
