@@ -42,6 +42,10 @@ def key_by_key(player: Player) -> Iterator[str]:
         yield STEP
 
 
+def no_unit(_: nn.Module) -> bool:
+    return False
+
+
 def module_list() -> nn.Module:
     return nn.ModuleList(MLP(6) for _ in range(3))
 
@@ -58,6 +62,13 @@ SCENARIOS = {
         build=module_list,
         inputs=Vectors((4, 6)),
         units=(MLP,),
+        body=module_by_module,
+        fsdp2_raises="does not support containers that do not implement forward",
+    ),
+    "a ModuleList that is one unit": Scenario(
+        build=module_list,
+        inputs=Vectors((4, 6)),
+        units=no_unit,
         body=module_by_module,
         fsdp2_raises="does not support containers that do not implement forward",
     ),
@@ -111,17 +122,6 @@ def deep_copy(ctx: RankContext) -> None:
     copy.deepcopy(mlp())
 
 
-def list_without_units(ctx: RankContext) -> None:
-    forget_meshes()
-    model = module_list()
-    shard(model, "zero3", units=_no_unit)
-    model[0](torch.ones(2, 6))
-
-
-def _no_unit(_: nn.Module) -> bool:
-    return False
-
-
 REFUSED = {
     "`shard()` twice": (shard_again, ConfigError, "is sharded already. Call `shard()` once, on the outermost model."),
     "block by block, then the model": (
@@ -138,10 +138,5 @@ REFUSED = {
         deep_copy,
         LifecycleError,
         "A sharded model cannot be pickled or copied, because each rank has only its shards.",
-    ),
-    "a ModuleList that is one unit": (
-        list_without_units,
-        LifecycleError,
-        "In a forward, use a parameter inside of the module that owns it, where it is unsharded.",
     ),
 }

@@ -38,7 +38,7 @@ class Area:
 
 
 AREAS = {
-    "training": Area(training.SCENARIOS, refused=training.REFUSED),
+    "training": Area(training.SCENARIOS),
     "hybrid": Area(hybrid.SCENARIOS),
     "autograd": Area(autograd.SCENARIOS, refused=autograd.REFUSED),
     "frozen": Area(frozen.SCENARIOS),

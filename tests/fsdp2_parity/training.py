@@ -7,13 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from mics_strategy import LifecycleError, shard
-from tests.engine.training import forget_meshes
 from tests.fsdp2_parity import models
 from tests.fsdp2_parity.models import MLP, ChunkedHead
 from tests.fsdp2_parity.runner import LOOK, STEP, STEPS, Player, Scenario, Tokens, Vectors
 from tests.models import VOCABULARY, Block
-from tests.rank_report import RankContext
 
 
 def root_only(_: nn.Module) -> bool:
@@ -26,6 +23,15 @@ def then_a_part(player: Player) -> Iterator[str]:
         player.backward(player.model(player.inputs(step)).square().mean())
         yield STEP
         player.backward(player.model[0](player.inputs(step, 1)).square().mean())
+        yield STEP
+
+
+def then_a_layer(player: Player) -> Iterator[str]:
+    """The root, and afterwards a layer of its second module alone."""
+    for step in range(STEPS):
+        player.backward(player.model(player.inputs(step)).square().mean())
+        yield STEP
+        player.backward(player.model[1].in_proj(player.inputs(step, 1)).square().mean())
         yield STEP
 
 
@@ -163,6 +169,19 @@ SCENARIOS = {
     "head on chunks, recomputed": Scenario(
         build=partial(ChunkedHead, recompute=True), inputs=WORDS, body=head_on_chunks
     ),
+    "head on chunks, tied": Scenario(
+        build=partial(ChunkedHead, tie=True),
+        inputs=WORDS,
+        body=head_on_chunks,
+        fsdp2_raises="is shared with a parameter already managed",
+    ),
+    "a layer of a unit, called without the unit": Scenario(
+        build=models.mlps,
+        inputs=Vectors((4, 6)),
+        units=(MLP,),
+        body=then_a_layer,
+        fsdp2_raises="got mixed torch.Tensor and DTensor",
+    ),
     "head on chunks of micro-batches": Scenario(build=ChunkedHead, inputs=WORDS, body=head_on_chunks_of_micro_batches),
     "head left out twice": Scenario(build=ChunkedHead, inputs=WORDS, body=head_left_out_twice),
     "two forwards": Scenario(build=models.transformer, inputs=WORDS, units=(Block,), body=two_forwards),
@@ -193,20 +212,4 @@ SCENARIOS = {
     ),
     "compiled": Scenario(build=models.compiled_mlps, inputs=Vectors((2, 6)), units=(MLP,), is_slow=True),
     "one rank": Scenario(build=models.mlps, inputs=Vectors((2, 6)), units=(MLP,), ranks=1),
-}
-
-
-def layer_of_a_unit(ctx: RankContext) -> None:
-    forget_meshes()
-    model = models.mlps()
-    shard(model, "zero3", units=[MLP])
-    model[1].in_proj(torch.ones(2, 6))
-
-
-REFUSED = {
-    "a layer of a unit, called without the unit": (
-        layer_of_a_unit,
-        LifecycleError,
-        "In a forward, use a parameter inside of the module that owns it, where it is unsharded.",
-    ),
 }
