@@ -58,6 +58,9 @@ SCENARIOS = {
     "biases only, recomputed": Scenario(
         build=partial(frozen_before, models.recomputed_mlps), inputs=VECTORS, units=(MLP,)
     ),
+    "biases only, recomputed composably": Scenario(
+        build=partial(frozen_before, models.composable_mlps), inputs=VECTORS, units=(MLP,)
+    ),
     "weights frozen after sharding": Scenario(build=models.mlps, inputs=VECTORS, units=(MLP,), body=frozen_after),
     "weights frozen after sharding, recomputed": Scenario(
         build=models.recomputed_mlps, inputs=VECTORS, units=(MLP,), body=frozen_after

@@ -51,6 +51,9 @@ SCENARIOS = {
         body=accumulated_and_read,
         **TWO_NODES,
     ),
+    "recomputed composably": Scenario(
+        build=models.composable_mlps, inputs=Vectors((4, 6)), units=(MLP,), body=accumulated, **TWO_NODES
+    ),
     "recomputed": Scenario(
         build=models.recomputed_mlps, inputs=Vectors((4, 6)), units=(MLP,), body=accumulated, **TWO_NODES
     ),

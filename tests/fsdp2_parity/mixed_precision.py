@@ -70,6 +70,8 @@ SCENARIOS = {
         )
         for name, container in {
             "named tuple": models.in_pair,
+            "dataclass": models.in_record,
+            "dataclass of dataclasses": models.in_nested,
         }.items()
     },
 }

@@ -163,6 +163,13 @@ SCENARIOS = {
     "recomputed, two forwards": Scenario(
         build=partial(models.transformer, "utils"), inputs=WORDS, units=(Block, nn.Linear), body=two_forwards
     ),
+    "recomputed composably": Scenario(build=partial(models.transformer, "composable"), inputs=WORDS, units=(Block,)),
+    "recomputed composably, tied": Scenario(
+        build=partial(models.transformer, "composable", tie=True), inputs=WORDS, units=(Block,)
+    ),
+    "recomputed composably, two forwards": Scenario(
+        build=partial(models.transformer, "composable"), inputs=WORDS, units=(Block, nn.Linear), body=two_forwards
+    ),
     "head on chunks": Scenario(
         build=ChunkedHead, inputs=WORDS, body=head_on_chunks, units=(nn.Embedding, nn.Linear, nn.RMSNorm)
     ),
