@@ -346,3 +346,29 @@ def compiled_mlps() -> nn.Module:
     for mlp in model:
         mlp.compile(backend="aot_eager")
     return model
+
+
+class Patches(nn.Module):
+    """Projects images to features; its forward adds them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Conv2d(3, 8, kernel_size=2, stride=2)
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.projection(images).flatten(2).transpose(1, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.features(images).sum(dim=1)
+
+
+class Captioner(nn.Module):
+    """Calls a method of its encoder that is not the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Patches()
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.encoder.features(images))

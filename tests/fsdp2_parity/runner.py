@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -56,6 +56,13 @@ class Player:
 
     def inputs(self, step: int, micro: int = 0) -> Tensor:
         return self.batch(step, micro, self.rank)
+
+    def register_forward_method(self, module: nn.Module, name: str) -> None:
+        """Let a method of a module count as its forward."""
+        if self.handle is not None:
+            self.handle.register_forward_method(module, name)
+        else:
+            register_fsdp_forward_method(module, name)  # does nothing for a plain module
 
     def backward(self, loss: Tensor) -> None:
         self.losses.append(loss.item())

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.fsdp2_parity import models
 from tests.fsdp2_parity.models import MLP, ChunkedHead
-from tests.fsdp2_parity.runner import LOOK, STEP, STEPS, Player, Scenario, Tokens, Vectors
+from tests.fsdp2_parity.runner import LOOK, STEP, STEPS, Player, Scenario, Tokens, Vectors, each_step
 from tests.models import VOCABULARY, Block
 
 
@@ -24,6 +24,12 @@ def then_a_part(player: Player) -> Iterator[str]:
         yield STEP
         player.backward(player.model[0](player.inputs(step, 1)).square().mean())
         yield STEP
+
+
+def by_a_method(player: Player) -> Iterator[str]:
+    """A module is entered by another method than its forward."""
+    player.register_forward_method(player.model.encoder, "features")
+    yield from each_step(player)
 
 
 def then_a_layer(player: Player) -> Iterator[str]:
@@ -169,6 +175,9 @@ SCENARIOS = {
     ),
     "recomputed composably, two forwards": Scenario(
         build=partial(models.transformer, "composable"), inputs=WORDS, units=(Block, nn.Linear), body=two_forwards
+    ),
+    "a method that counts as a forward": Scenario(
+        build=models.Captioner, inputs=Vectors((2, 3, 4, 4)), units=(models.Patches, nn.Linear), body=by_a_method
     ),
     "head on chunks": Scenario(
         build=ChunkedHead, inputs=WORDS, body=head_on_chunks, units=(nn.Embedding, nn.Linear, nn.RMSNorm)
