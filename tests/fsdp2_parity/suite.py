@@ -47,6 +47,6 @@ AREAS = {
     "clip grad norm": Area(clip_grad_norm.SCENARIOS),
     "init": Area(init.SCENARIOS, init.FACTS, init.REFUSED),
     "state": Area(state.SCENARIOS, state.FACTS, state.REFUSED),
-    "state dict": Area(facts=state_dict.FACTS, refused=state_dict.REFUSED),
+    "state dict": Area(facts=state_dict.FACTS),
     "communication": Area(facts=communication.FACTS),
 }
