@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 if TYPE_CHECKING:
     from mics_strategy.comm.communicator import AnyCommunicator
@@ -154,7 +154,8 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
     shardings = [(dim, placement) for dim, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
     is_partial = any(isinstance(placement, Partial) for placement in tensor.placements)
     if tensor.device.type != "cpu" or is_partial or len(shardings) != 1:
-        return DTensor.full_tensor(tensor)
+        replicated = DTensor.redistribute(tensor, placements=[Replicate()] * tensor.device_mesh.ndim)
+        return DTensor.to_local(replicated)
     ((mesh_dim, placement),) = shardings
     return _all_gather(tensor, tensor.device_mesh.get_group(mesh_dim), placement.dim)
 

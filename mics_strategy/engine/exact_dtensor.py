@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from mics_strategy.comm.placement import full_tensor, is_replicated, like_tensor, mean_over_ranks
+from mics_strategy.engine.grad_scaler import unscale
 from mics_strategy.engine.op_schema import is_view, tensors_in, written_arguments, written_by
 from mics_strategy.errors import LifecycleError
 
@@ -239,12 +240,9 @@ def keep_part(tensor: ExactDTensor, whole: torch.Tensor) -> None:
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on shards if that is possible, else on whole tensors."""
     if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
-        return _unscale(*args)
+        return unscale(*args)
     if torch.Tag.inplace_view in func.tags:
-        raise LifecycleError(
-            f"`{func._schema.name}` changes the shape of a sharded tensor in place, for which it has no memory. "
-            "Compute a new tensor: call the operation without the trailing underscore."
-        )
+        return _view_in_place(func, args, kwargs)
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     exact = [tensor for tensor in tensors if isinstance(tensor, ExactDTensor)]
     for tensor in exact:
@@ -265,6 +263,26 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             tensor.mics_gathered.write_back()
     returned = written_arguments(func, args, kwargs)
     return result if returned is None else returned
+
+
+def _view_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Change the shape of a tensor that shares no memory of the engine.
+
+    Raises:
+        LifecycleError: It does.
+    """
+    tensor = args[0]
+    if tensor.mics_writes is not None or tensor.mics_gathered is not None:
+        raise LifecycleError(
+            f"`{func._schema.name}` would change the shape of a sharded tensor in place, for which it has no memory. "
+            "Compute a new tensor: call the operation without the trailing underscore."
+        )
+    tensor.__class__ = DTensor  # torch changes the shape of the object itself
+    try:
+        func(*args, **kwargs)
+    finally:
+        tensor.__class__ = ExactDTensor
+    return tensor
 
 
 class _Operations(TorchDispatchMode):
@@ -428,17 +446,3 @@ def _replicated(whole: torch.Tensor, like: ExactDTensor) -> torch.Tensor:
     if whole.layout is not torch.strided:
         return whole
     return as_exact(DTensor.from_local(whole, like.device_mesh, run_check=False), like.mics_random)
-
-
-def _unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Unscale gradients for a `GradScaler`, with overflows of all ranks. Collective.
-
-    DTensor's own implementation shares them along the placements of the first gradient only, and not at all if that is
-    a scalar's.
-    """
-    unscale = _aten._amp_foreach_non_finite_check_and_unscale_.default
-    unscale([grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads], found_inf, inv_scale)
-    mesh = next(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
-    names = mesh.mesh_dim_names or ()
-    placements = [Partial("max") if name == "shard" else Replicate() for name in names]
-    found_inf.copy_(DTensor.from_local(found_inf, mesh, placements, run_check=False).full_tensor())

@@ -154,7 +154,9 @@ def make_sharded_parameter(
 
 def grad_as_dtensor(local: torch.Tensor, param_slice: ParamSlice, placement: ShardPlacement) -> ExactDTensor:
     """Wrap this rank's part of a gradient; see `as_dtensor`."""
-    return as_exact(as_dtensor(local, param_slice, placement), placement.random)
+    grad = as_exact(as_dtensor(local, param_slice, placement), placement.random)
+    grad.mics_writes = WriteCount()  # of no use but to tell that its memory is the engine's
+    return grad
 
 
 def as_dtensor(local: torch.Tensor, param_slice: ParamSlice, placement: ShardPlacement) -> DTensor:

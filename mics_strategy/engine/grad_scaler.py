@@ -1,0 +1,22 @@
+"""The operation of a `GradScaler` on sharded gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+
+def unscale(grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Unscale gradients for a `GradScaler`, with overflows of all ranks. Collective.
+
+    DTensor's own implementation shares them along the placements of the first gradient only, and not at all if that is
+    a scalar's.
+    """
+    run = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    run([grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads], found_inf, inv_scale)
+    mesh = next(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
+    names = mesh.mesh_dim_names or ()
+    placements = [Partial("max") if name == "shard" else Replicate() for name in names]
+    found_inf.copy_(DTensor.from_local(found_inf, mesh, placements, run_check=False).full_tensor())
