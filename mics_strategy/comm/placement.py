@@ -174,6 +174,12 @@ def mean_over_ranks(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return total
 
 
+def are_equal(one: DTensor, other: DTensor) -> bool:
+    """Whether tensors of one placement are equal on all ranks. Collective."""
+    differs = not (one.shape == other.shape and torch.equal(one._local_tensor, other._local_tensor))
+    return not mean_over_ranks(torch.tensor(float(differs), device=one.device), one.device_mesh).item()
+
+
 def _all_gather(tensor: DTensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """Gather shards as bytes, since gloo does not support every dtype.
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from mics_strategy.comm.placement import full_tensor, is_replicated, like_tensor, mean_over_ranks
+from mics_strategy.comm.placement import are_equal, full_tensor, is_replicated, like_tensor, mean_over_ranks
 from mics_strategy.engine.grad_scaler import unscale
 from mics_strategy.engine.op_schema import is_view, tensors_in, written_arguments, written_by
 from mics_strategy.errors import LifecycleError
@@ -241,6 +241,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on shards if that is possible, else on whole tensors."""
     if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
         return unscale(*args)
+    if func is _aten.equal.default and all(isinstance(a, DTensor) for a in args) and args[0]._spec == args[1]._spec:
+        return are_equal(*args)
     if torch.Tag.inplace_view in func.tags:
         return _view_in_place(func, args, kwargs)
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
