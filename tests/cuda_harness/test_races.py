@@ -49,6 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "prefetch": 2,
     },
     "every backward": {"second_hop": "micro_step"},
+    "poison": {"check": "poison", "prefetch": 2},
 }
 WAYS: list[tuple[Loop, str]] = [(loop, "") for loop in LOOPS]
 WAYS += [(LOOPS[0], "reentrant"), (LOOPS[1], "non_reentrant"), (LOOPS[6], "reentrant")]

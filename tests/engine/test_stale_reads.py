@@ -5,11 +5,13 @@ slots, so the first ones have lost theirs by the time they are read.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
 
 from mics_strategy import ShardConfig, Sharded, shard
 from mics_strategy.errors import ConfigError
@@ -266,6 +268,20 @@ def _config(fields: dict[str, Any], check: str) -> ShardConfig:
     return ShardConfig.preset(fields["preset"], check=check, hierarchical=True, **rest)
 
 
+def recomputed() -> models.Case:
+    """Every unit is recomputed."""
+    case = models.mlp()
+
+    def build() -> nn.Module:
+        model = case.build()
+        for module in model.modules():
+            if isinstance(module, models.Residual):
+                checkpoint(module)
+        return model
+
+    return replace(case, build=build)
+
+
 PRODUCT: dict[str, dict[str, Any]] = {
     "zero1": {"preset": "zero1"},
     "mics": {"preset": "mics", "case": models.frozen},
@@ -274,6 +290,7 @@ PRODUCT: dict[str, dict[str, Any]] = {
     "bf16": {"preset": "zero3", "param_dtype": "bfloat16"},
     "zeropp": {"preset": "zeropp", "partition_size": 2},
     "paro-nig": {"preset": "paro-nig", "overlap": "none", "case": models.tied},
+    "recomputed": {"preset": "zero3", "case": recomputed},
     "scalar": {"preset": "zero3", "case": models.scalar},
 }
 
