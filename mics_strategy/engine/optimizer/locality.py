@@ -96,8 +96,14 @@ def locality_by_group(optimizer: Optimizer, declared: str) -> list[UpdateLocalit
     return [_locality_of(optimizer, group, declared) for group in optimizer.param_groups]
 
 
-def _locality_of(optimizer: Optimizer, group: dict[str, Any], declared: str) -> UpdateLocality:
+def kind_of(optimizer: Optimizer) -> type[Optimizer]:
+    """The optimizer's own class, where Fabric has derived another one from it."""
     cls = type(optimizer)
+    return cls.__bases__[-1] if cls.__module__.endswith("fabric.wrappers") else cls
+
+
+def _locality_of(optimizer: Optimizer, group: dict[str, Any], declared: str) -> UpdateLocality:
+    cls = kind_of(optimizer)
     known = _known_locality(cls)
     if known is UpdateLocality.GLOBAL:
         return known
@@ -125,7 +131,7 @@ def _known_locality(cls: type[Optimizer]) -> UpdateLocality | None:
 
 def _unknown_option(optimizer: Optimizer, group: dict[str, Any], known: UpdateLocality) -> str | None:
     """An option, as ``name=value``, with which a class was not verified, or None."""
-    cls = type(optimizer)
+    cls = kind_of(optimizer)
     if cls.__module__.partition(".")[0] in _ANY_OPTIONS:
         return None
     is_elementwise = known is UpdateLocality.ELEMENTWISE
