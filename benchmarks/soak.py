@@ -18,7 +18,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -210,19 +210,29 @@ EVERY = {  # steps between two, of each event
 }
 
 
-def soak(steps: int, samples: int, folder: Path, events: Sequence[str] = tuple(EVERY)) -> list[Sample]:
-    """Train on a rank of a job, and count what it holds at equal distances."""
+def soak(
+    steps: int, samples: int, folder: Path, report: Callable[[Sample], None] = lambda _sample: None
+) -> list[Sample]:
+    """Train on a rank of a job, and count what it holds at equal distances.
+
+    Args:
+        steps: Optimizer steps.
+        samples: How often to count.
+        folder: Shared folder for checkpoints.
+        report: Called with each sample, so that a run which is ended early leaves something.
+    """
     for _ in range(RECORDED):  # otherwise memory grows until as many have run
         dist.barrier()
     training = Soak(folder)
     counted = []
     for number in range(1, steps + 1):
         training.step(number)
-        for event in events:
-            if number % EVERY[event] == 0:
+        for event, every in EVERY.items():
+            if number % every == 0:
                 getattr(training, event)(number)
         if number % max(1, steps // samples) == 0:
             counted.append(take_sample(number))
+            report(counted[-1])
     return counted
 
 
@@ -236,13 +246,20 @@ def growth(samples: Sequence[Sample], field: str) -> float:
     return statistics.median(slopes)
 
 
-def table(samples: Sequence[Sample]) -> str:
-    """One line for each sample, and what a step added."""
-    names = [field.name for field in dataclasses.fields(Sample)]
-    lines = ["".join(f"{name:>17}" for name in names)]
-    lines += ["".join(f"{getattr(sample, name):17,}" for name in names) for sample in samples]
-    added = "".join(f"{growth(samples, name):17,.3f}" for name in names[1:])
-    return "\n".join([*lines, f"{'added by a step':>17}{added}"])
+def header() -> str:
+    """The names of the columns."""
+    return "".join(f"{field.name:>17}" for field in dataclasses.fields(Sample))
+
+
+def line(sample: Sample) -> str:
+    """One line of the table."""
+    return "".join(f"{value:17,}" for value in dataclasses.astuple(sample))
+
+
+def last_line(samples: Sequence[Sample]) -> str:
+    """What a step added to every column."""
+    names = [field.name for field in dataclasses.fields(Sample)][1:]
+    return f"{'added by a step':>17}" + "".join(f"{growth(samples, name):17,.3f}" for name in names)
 
 
 def draw(samples: Sequence[Sample], path: Path) -> None:
@@ -270,10 +287,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shared = [tempfile.mkdtemp(prefix="soak-") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(shared)
     folder = Path(str(shared[0]))
-    samples = soak(options.steps, options.samples, folder)
+    is_first = dist.get_rank() == 0
+
+    def report(text: str) -> None:
+        if is_first:
+            print(text, flush=True)
+
+    report(header())
+    samples = soak(options.steps, options.samples, folder, lambda sample: report(line(sample)))
+    report(last_line(samples))
     dist.barrier()
-    if dist.get_rank() == 0:
-        print(table(samples))
+    if is_first:
         if options.picture is not None:
             draw(samples, options.picture)
         shutil.rmtree(folder)
