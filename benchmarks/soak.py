@@ -52,12 +52,12 @@ class Sample:
 
     Attributes:
         step: Optimizer steps so far.
-        resident_bytes: Of the process, without what it shares with files.
+        resident_bytes: Memory of the process, without what it shares with files.
         allocated_bytes: Handed out by the C library's allocator, which torch's CPU tensors come from.
         objects: Python objects that the collector tracks.
         descriptors: Open ones.
         store_keys: Entries of the job's store.
-        threads: Of the process, those of libraries included.
+        threads: Number of threads of the process, those of libraries included.
     """
 
     step: int

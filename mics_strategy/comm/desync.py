@@ -207,7 +207,7 @@ class DesyncWatchdog:
         """Check that ranks may still come to where this rank waits without a collective.
 
         Args:
-            problem: What it means that they do not come, for errors.
+            problem: Meaning of their absence, for errors.
             ranks: Ranks for which this one waits.
 
         Raises:

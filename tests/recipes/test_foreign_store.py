@@ -85,7 +85,7 @@ def test_a_manifest_that_no_preparation_writes_is_refused(kind: str, store: Path
         open_store(store)
 
 
-@pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "a/b", "..", "", ".hidden", "a\x00b"], ids=repr)
+@pytest.mark.parametrize("name", ["../outside", "/outside", "a/b", "..", "", ".hidden", "a\x00b"], ids=repr)
 def test_the_name_of_a_part_stays_inside_the_folder(name: str, store: Path, tmp_path: Path):
     if name == "../outside":
         name_part(store, name)
