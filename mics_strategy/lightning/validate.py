@@ -114,9 +114,3 @@ def add_advice(exception: BaseException) -> None:
             "mics_strategy: under mixed precision, parameters are gathered in 16 bits. A module that computes in fp32 "
             "must cast its weights, or use `param_dtype='float32'` for autocast over parameters gathered in fp32."
         )
-    if "mixed torch.Tensor and DTensor" in str(exception):
-        exception.add_note(
-            "mics_strategy: a parameter was used outside the forward of its module, where it is a shard. Call the "
-            "module (its forward) instead of its parameters or other methods. With manual optimization, use parameters "
-            "of the LightningModule itself inside its forward, as `self(...)`."
-        )
