@@ -148,6 +148,33 @@ def plain_state_is_loaded(model: Model) -> None:
     model.load_state_dict(state)
 
 
+@torch.no_grad()
+def small_values_are_pruned(model: Model) -> None:
+    for weight in (model.layers[0].weight, model.head.weight):
+        threshold = weight.abs().flatten().kthvalue(5).values
+        weight.mul_(weight.abs() > threshold)
+    model.layers[2].weight[model.layers[2].weight.abs().argmin() // 7] *= 0.5
+
+
+@torch.no_grad()
+def average_is_kept_and_used(model: Model) -> None:
+    average = model.__dict__.setdefault("average", [parameter.detach().clone() for parameter in model.parameters()])
+    for kept, parameter in zip(average, model.parameters(), strict=True):
+        kept.mul_(0.5).add_(parameter, alpha=0.5)
+        parameter.add_(kept - parameter, alpha=0.3)
+        kept.view(-1)[:1].copy_(parameter.view(-1)[:1])
+
+
+def gradients_are_projected(model: Model) -> None:
+    first, second = model.layers[0].weight.grad, model.layers[2].weight.grad
+    flat = torch.cat([first.flatten(), second.flatten()])
+    direction = flat / flat.norm()
+    first.sub_((first * direction[: first.numel()].view_as(first)).sum() * 0.5 * first)
+    mask = torch.arange(first.numel(), dtype=first.dtype).view(first.shape) % 2
+    first.mul_(mask)  # plain, the same on all ranks
+    second[second.abs().max(dim=0).indices[0]].neg_()
+
+
 LOSSES = (full_tensor_in_a_loss, weight_in_a_loss, norm_times_data, penalty_of_rows, rows_looked_up, fast_weights)
 BEFORE_STEPS = (
     rows_of_gradients_are_cleared,
@@ -155,6 +182,7 @@ BEFORE_STEPS = (
     plain_gradients_are_set,
     step_is_skipped_by_a_guard,
     gradients_are_clipped_by_hand,
+    gradients_are_projected,
 )
 AFTER_STEPS = (
     rows_are_written,
@@ -163,6 +191,8 @@ AFTER_STEPS = (
     weights_are_renormalised,
     values_are_initialised,
     plain_state_is_loaded,
+    small_values_are_pruned,
+    average_is_kept_and_used,
 )
 Loop = tuple[Callable[[Model, Tensor], Tensor], Callable[[Model], None] | None, Callable[[Model], None] | None]
 LOOPS: dict[str, Loop] = {
