@@ -60,22 +60,39 @@ def find_aliases(model: nn.Module) -> Iterator[tuple[Alias, nn.Parameter]]:
 
 
 def _aliases_in(container: list[Any] | dict[Any, Any], depth: int) -> Iterator[tuple[Alias, nn.Parameter]]:
+    for alias, tensor in _tensors_in(container, depth):
+        if isinstance(tensor, nn.Parameter):
+            yield alias, tensor
+
+
+def _tensors_in(container: list[Any] | dict[Any, Any], depth: int) -> Iterator[tuple[Alias, torch.Tensor]]:
     for key, value in container.items() if isinstance(container, dict) else enumerate(container):
-        if isinstance(value, nn.Parameter):
+        if isinstance(value, torch.Tensor):
             yield Alias(container, key), value
         elif isinstance(value, list | dict) and depth > 1:
-            yield from _aliases_in(value, depth - 1)
+            yield from _tensors_in(value, depth - 1)
+
+
+def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in attributes of modules, except what a hook computes before each forward."""
+    for prefix, module in model.named_modules():
+        computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}  # `spectral_norm`
+        attributes = {name: vars(module)[name] for name in vars(module).keys() - computed - set(_REGISTERED)}
+        for name, value in sorted(attributes.items()):
+            for _, tensor in _tensors_in({name: value}, _MAX_DEPTH + 1):
+                if not isinstance(tensor, nn.Parameter):
+                    yield f"{prefix}.{name}".removeprefix("."), tensor
 
 
 def check_memory(model: nn.Module) -> None:
     """Raise where a trainable parameter shares memory with another tensor.
 
-    Other parameters and buffers are compared with it.
+    Other parameters, buffers, and tensors in attributes of modules are compared with it.
 
     Raises:
         ConfigError: Two tensors share memory. The error names the first pair.
     """
-    named = [*model.named_parameters(), *model.named_buffers()]
+    named = [*model.named_parameters(), *model.named_buffers(), *_kept_tensors(model)]
     in_memory = sorted(
         (*_address_range(tensor), index) for index, (_, tensor) in enumerate(named) if _has_memory(tensor)
     )
@@ -84,7 +101,8 @@ def check_memory(model: nn.Module) -> None:
             if other_start >= end:
                 break
             tensor, other = named[index][1], named[other_index][1]
-            if (tensor.requires_grad or other.requires_grad) and _shares_element(tensor, other, start):
+            is_trained = any(isinstance(each, nn.Parameter) and each.requires_grad for each in (tensor, other))
+            if is_trained and _shares_element(tensor, other, start):
                 _raise_on_shared_memory(*(named[number] for number in sorted((index, other_index))))
 
 
@@ -97,7 +115,7 @@ def _raise_on_shared_memory(first_named: tuple[str, torch.Tensor], second_named:
             "`.data`), or give one of them memory of its own (`.clone()`)."
         )
     raise ConfigError(
-        f"The buffer `{second}` is a view of the parameter `{first}` and would keep its old values. Compute it from "
+        f"`{second}` is a view of the parameter `{first}` and would keep its old values. Compute it from "
         "the parameter in the forward, or give it memory of its own (`.clone()`)."
     )
 

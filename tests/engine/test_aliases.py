@@ -1,5 +1,6 @@
 """References to parameters outside of `_parameters` follow the parameters, or are refused."""
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -94,6 +95,18 @@ def buffer_of_a_parameter(ctx: RankContext) -> None:
     shard(model)
 
 
+def attribute_of_a_parameter(ctx: RankContext) -> None:
+    model = linears()
+    model[1].transposed = model[1].weight.data.t()
+    shard(model)
+
+
+def rows_in_lists(ctx: RankContext) -> None:
+    model = linears()
+    model[1].parts = {"rows": [list(model[1].weight.data.chunk(2))]}
+    shard(model)
+
+
 def loss_of_before(ctx: RankContext) -> None:
     model = linears()
     weight = model[1].weight
@@ -127,7 +140,9 @@ def graph_of_before(ctx: RankContext) -> None:
 REFUSED: list[tuple[Callable[[RankContext], None], type[MiCSError], str]] = [
     (tied_by_data, ConfigError, "`1.weight` and `2.weight` are two parameters over one memory.*Tie them"),
     (tied_by_data_in_part, ConfigError, "`1.weight` and `2.weight` are two parameters over one memory"),
-    (buffer_of_a_parameter, ConfigError, "buffer `1.first` is a view of the parameter `1.weight`.*in the forward"),
+    (buffer_of_a_parameter, ConfigError, "`1.first` is a view of the parameter `1.weight`.*in the forward"),
+    (attribute_of_a_parameter, ConfigError, "`1.transposed` is a view of the parameter `1.weight`"),
+    (rows_in_lists, ConfigError, "`1.parts` is a view of the parameter `1.weight`"),
     (loss_of_before, LifecycleError, "plain parameter `1.weight` was used after `shard.*Read the parameter from"),
     (read_without_gradients, LifecycleError, "plain parameter `1.weight` was used"),
     (clipped_list_of_before, LifecycleError, "plain parameter `0.weight` was used"),
@@ -189,3 +204,24 @@ def test_scripts_may_change_the_containers(ranks: RankPool) -> None:
     plain[0].plain[0] = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
     for output in ranks(2, change_containers_after_shard):
         torch.testing.assert_close(output, plain(batch(0, 0)).detach())
+
+
+def shard_attributes_that_are_computed(ctx: RankContext) -> list[Tensor]:
+    differences = []
+    for normalized in (nn.utils.spectral_norm, nn.utils.weight_norm):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                models.append(nn.Sequential(normalized(linears()[0])))
+        model, plain = models
+        model[0].seen = [torch.ones(2, 4), torch.ones(2, 4).requires_grad_()]  # of no parameter
+        shard(model, "zero3")
+        differences.append((model(torch.ones(2, 4)) - plain(torch.ones(2, 4))).detach().abs().max())
+    return differences
+
+
+def test_attributes_that_a_hook_computes_are_allowed(ranks: RankPool) -> None:
+    for differences in ranks(2, shard_attributes_that_are_computed):
+        assert max(differences) < 1e-6
