@@ -74,7 +74,7 @@ def _tensors_in(container: list[Any] | dict[Any, Any], depth: int) -> Iterator[t
 
 
 def _kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in attributes of modules, except what a hook computes before each forward."""
+    """Tensors in attributes of modules, except those that a hook computes."""
     for prefix, module in model.named_modules():
         computed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}  # `spectral_norm`
         attributes = {name: vars(module)[name] for name in vars(module).keys() - computed - set(_REGISTERED)}
