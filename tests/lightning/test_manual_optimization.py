@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.lightning.modules import WIDTH, Layer, Regression, loader
-from tests.lightning.runs import assert_same, fitted, full, run, trainer
+from tests.lightning.runs import assert_same, fitted, full, run
 from tests.ranks import RankContext, RankPool
 
 
@@ -153,20 +153,17 @@ def test_a_manual_closure_equals_ddp(ranks: RankPool) -> None:
 
 
 class OwnParameter(Accumulating):
-    """Uses a parameter of the LightningModule outside `forward`, where it is a shard."""
+    """Uses a parameter of the LightningModule outside `forward`, where it is sharded."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.manual_backward((self(batch[0]) * self.offset).sum())
 
 
-def _misused(ctx: RankContext) -> list[str]:
-    try:
-        trainer(ctx, "mics").fit(OwnParameter(False), loader())
-    except Exception as error:
-        return error.__notes__
-    return []
+def _own_parameter(ctx: RankContext, strategy: str) -> dict[str, Tensor]:
+    return fitted(ctx, strategy, OwnParameter(False), loader())
 
 
-def test_a_parameter_used_outside_forward_is_explained(ranks: RankPool) -> None:
-    for notes in run(ranks, 2, _misused):
-        assert "outside the forward" in notes[0]
+def test_a_parameter_used_outside_forward_equals_ddp(ranks: RankPool) -> None:
+    expected = run(ranks, 2, _own_parameter, "ddp")
+    for found, reference in zip(run(ranks, 2, _own_parameter, "mics"), expected, strict=True):
+        assert_same(found, reference)

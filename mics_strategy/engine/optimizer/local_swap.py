@@ -155,7 +155,6 @@ class LocalParamSwap:
         groups = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         if groups == self._groups:
             return
-        _check_param_groups_only(optimizer)
         if not target.has_whole_states:
             localities = locality_by_group(optimizer, target.update_locality)
             _check_locality(optimizer, localities, target.optimizer_layout)
@@ -280,7 +279,7 @@ def deref(reference: weakref.ref[T]) -> T:
     return referent
 
 
-def _check_param_groups_only(optimizer: Optimizer) -> None:
+def check_param_groups_only(optimizer: Optimizer) -> None:
     """Raise for optimizers with references to parameters outside of `param_groups`.
 
     Args:

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mics_strategy.engine.optimizer.kinds import has_states_elsewhere, stepped_by
-from mics_strategy.engine.optimizer.local_swap import LocalParamSwap, deref
+from mics_strategy.engine.optimizer.local_swap import LocalParamSwap, check_param_groups_only, deref
 from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import ConfigError
 
@@ -175,6 +175,7 @@ def _before_body(optimizer: Optimizer, *_: Any) -> None:
     if not _has_sharded_params(optimizer):
         return
     _check_no_foreign_params(optimizer)
+    check_param_groups_only(optimizer)
     if not stepped_by(optimizer):
         pre_hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
         post_hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks)
@@ -310,6 +311,7 @@ def adopt(optimizer: Optimizer, target: OptimizerTarget, hooks: StepHooks) -> No
         ConfigError: The optimizer holds a parameter of another model, needs more than the tensors on a rank, or steps
             another optimizer.
     """
+    check_param_groups_only(optimizer)
     if has_states_elsewhere(optimizer):
         raise ConfigError(
             f"{type(optimizer).__name__} steps another optimizer, which holds states of its own. Build both after "
