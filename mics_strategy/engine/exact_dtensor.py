@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from mics_strategy.comm.placement import are_equal, full_tensor, is_replicated, like_tensor, mean_over_ranks
 from mics_strategy.engine.grad_scaler import unscale
-from mics_strategy.engine.op_schema import is_view, tensors_in, written_arguments, written_by
+from mics_strategy.engine.op_schema import is_view, tensors_in, written_arguments, written_by, writes_plain
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for tensor in exact:
         if tensor.mics_gathered is not None:
             tensor.mics_gathered.refresh()
-    if _is_mixed(tensors) or (func in _FILLED_BY_BACKWARDS and _in_backward()):
+    if _is_mixed(tensors) or writes_plain(func, args, kwargs) or (func in _FILLED_BY_BACKWARDS and _in_backward()):
         result = _run_with_plain(func, args, kwargs)
     elif _fills_with_random_numbers(func, kwargs) and exact[0].mics_gathered is None:
         result = _fill(func, args, kwargs, exact[0])

@@ -22,11 +22,19 @@ def is_view(func: Any) -> bool:
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """The DTensors that an operation writes to."""
+    return (tensor for tensor in _written(func, args, kwargs) if isinstance(tensor, DTensor))
+
+
+def writes_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation writes to a tensor that is no DTensor, as ``total += weight.norm()`` does."""
+    return any(not isinstance(tensor, DTensor) for tensor in _written(func, args, kwargs))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     if func._schema.is_mutable:
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                yield from (tensor for tensor in tensors_in(value) if isinstance(tensor, DTensor))
+                yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
-from mics_strategy.comm.placement import like_tensor
+from mics_strategy.comm.placement import full_tensor, like_tensor
 from mics_strategy.engine.exact_dtensor import ExactDTensor, WriteCount, as_exact, mean_gradient
 from mics_strategy.errors import LifecycleError
 
@@ -76,8 +76,9 @@ class ShardedParameter(ExactDTensor):
         if value is not None and value is self.raw_grad:
             return
         self.mics_link.clear_gradient(self.mics_position)
-        if value is not None and not isinstance(value, DTensor) and value.shape == self.shape:
-            value = self.like_self(self.mics_slice.narrow(value.detach(), self.mics_index).clone())
+        if value is not None and value.shape == self.shape and getattr(value, "placements", None) != self.placements:
+            whole = full_tensor(value) if isinstance(value, DTensor) else value
+            value = self.like_self(self.mics_slice.narrow(whole.detach(), self.mics_index).clone())
         self.raw_grad = value
 
     @grad.deleter

@@ -165,6 +165,24 @@ def average_is_kept_and_used(model: Model) -> None:
         kept.view(-1)[:1].copy_(parameter.view(-1)[:1])
 
 
+def norms_are_added_up(model: Model) -> None:
+    """In tensors that are plain."""
+    total, each = torch.zeros((), dtype=torch.float64), torch.zeros(9, dtype=torch.float64)
+    for position, parameter in enumerate(model.parameters()):
+        total += parameter.grad.norm() ** 2
+        each[position] = parameter.grad.abs().max()
+    total.lerp_(model.head.weight.grad.norm(), 0.5)
+    for position, parameter in enumerate(model.parameters()):
+        parameter.grad.mul_((0.01 / total).clamp(max=1) * each[position])
+
+
+def results_of_whole_tensors_are_set(model: Model) -> None:
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.flip(0)
+    grad = model.layers[0].weight.grad
+    model.layers[0].weight.grad = grad @ grad.t() @ grad
+
+
 def gradients_are_projected(model: Model) -> None:
     first, second = model.layers[0].weight.grad, model.layers[2].weight.grad
     flat = torch.cat([first.flatten(), second.flatten()])
@@ -182,6 +200,8 @@ BEFORE_STEPS = (
     plain_gradients_are_set,
     step_is_skipped_by_a_guard,
     gradients_are_clipped_by_hand,
+    norms_are_added_up,
+    results_of_whole_tensors_are_set,
     gradients_are_projected,
 )
 AFTER_STEPS = (
