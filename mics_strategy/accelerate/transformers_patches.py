@@ -20,18 +20,19 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import StateDictType
+from torch.func import functional_call
 
 from mics_strategy import CheckpointError, Sharded, load_weights
 from mics_strategy.accelerate import framework
 from mics_strategy.accelerate.plugin import MiCSPlugin
-from mics_strategy.comm.consensus import run_on_files
+from mics_strategy.comm.consensus import run_on_all_ranks, run_on_files
 
 if TYPE_CHECKING:
     from mics_strategy.accelerate.checkpoints import SaveRendezvous
@@ -62,15 +63,58 @@ def _save_full(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        is_checkpoint = _internal_call and output_dir is not None
-        if not isinstance(plugin, MiCSPlugin) or is_checkpoint:
+        if not isinstance(plugin, MiCSPlugin):
             stock(self, output_dir, _internal_call)
             return
-        with _with_full_state_dicts(plugin):
+        is_checkpoint = _internal_call and output_dir is not None
+        with nullcontext() if is_checkpoint else _with_full_state_dicts(plugin), _saving_whole_model(self):
             stock(self, output_dir, _internal_call)
 
     save_model.mics_stock = stock  # type: ignore[attr-defined]
     return save_model
+
+
+def _check_writer(args: Any) -> None:
+    if args.should_save and args.process_index > 0:
+        raise CheckpointError(
+            "`save_on_each_node=True` would write the model on every node, but it is gathered on rank 0 only. Save to "
+            "a shared file system without `save_on_each_node`, or copy the folder to the other nodes."
+        )
+
+
+@contextmanager
+def _saving_whole_model(trainer: Any) -> Iterator[None]:
+    """Let `_save` of `trainer` run on rank 0 alone, where the model has the plain parameters that were gathered for it.
+
+    A subclass may write files its own way, without the state dict that it gets: that of sentence-transformers calls
+    `save_pretrained` of its modules.
+    """
+    save = trainer._save
+
+    def save_whole(output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        run_on_all_ranks(lambda: _check_writer(trainer.args))
+        if trainer.args.process_index > 0:
+            return
+        model = _SavedModel(framework.unwrap_model(trainer.model))
+        tensors = {f"model.{k}": v for k, v in (state_dict or {}).items() if isinstance(v, torch.Tensor)}
+        functional_call(model, tensors, (lambda: save(output_dir, state_dict),))
+
+    trainer._save = save_whole
+    try:
+        yield
+    finally:
+        del trainer._save
+
+
+class _SavedModel(nn.Module):
+    """Module whose forward calls a function, so that `functional_call` gives `model` other tensors meanwhile."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, call: Callable[[], None]) -> None:
+        call()
 
 
 def _load_into_shards(stock: Callable[..., Any], sharded_of_model: HandleLookup) -> Callable[..., Any]:

@@ -4,15 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch import Tensor
-from transformers import LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, Trainer
 
 from mics_strategy import CheckpointError
 from tests.accelerate.runs import PLAIN, assert_same, run
 from tests.accelerate.trainer_runs import (
     FULL,
     SHARDED,
+    VOCABULARY,
     arguments,
     assert_same_logs,
     launched,
@@ -86,6 +89,67 @@ def saved(ctx: RankContext, kind: str, is_tied: bool) -> None:
 @pytest.mark.parametrize(("kind", "is_tied"), [(SHARDED, True), (FULL, False)], ids=["shards, tied", "whole, untied"])
 def test_save_model_leaves_what_from_pretrained_loads(ranks: RankPool, kind: str, is_tied: bool) -> None:
     run(ranks, 4, saved, kind, is_tied, ranks_per_node=2)
+
+
+class Encoder(nn.Module):
+    """A model of several modules that writes each into a folder of its own, as sentence-transformers does."""
+
+    def __init__(self) -> None:
+        """A language model, and a layer after it."""
+        super().__init__()
+        self.words = llama()
+        self.dense = nn.Linear(VOCABULARY, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """The loss of a batch."""
+        logits = self.dense(self.words(input_ids).logits)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    def save_pretrained(self, folder: str) -> None:
+        """Without a state dict as an argument."""
+        self.words.save_pretrained(f"{folder}/words")
+        save_file(self.dense.state_dict(), f"{folder}/dense.safetensors")
+
+
+class EncoderTrainer(Trainer):
+    """Whose `_save` calls `save_pretrained` of the model, and is meant for one process."""
+
+    def _save(self, output_dir: str, state_dict: dict[str, Any] | None = None) -> None:
+        Path(output_dir).mkdir(parents=True)
+        self.model.save_pretrained(output_dir)
+
+
+def saved_by_the_model(ctx: RankContext) -> None:
+    with launched("mics"):
+        torch.manual_seed(0)
+        made = trainer(Encoder(), arguments("out"), EncoderTrainer)
+        made.train()
+        made.save_model("final")
+        made.train()  # again, on what are shards again
+        made.save_model("later")
+        expected = values(made.model)
+    dist.barrier()
+    words = values(LlamaForCausalLM.from_pretrained("later/words"))
+    assert_same(words, {n.removeprefix("words."): v for n, v in expected.items() if n.startswith("words.")}, 0.0)
+    dense = load_file("later/dense.safetensors")
+    assert torch.equal(dense["weight"], expected["dense.weight"])
+    assert not torch.equal(dense["weight"], load_file("final/dense.safetensors")["weight"])
+
+
+def test_a_trainer_that_lets_the_model_write_itself_saves_it_whole(ranks: RankPool) -> None:
+    run(ranks, 2, saved_by_the_model)
+
+
+def saved_on_each_node(ctx: RankContext) -> None:
+    with launched("mics", state_dict_type=FULL):
+        trainer(llama(), arguments("out", save_on_each_node=True)).save_model("final")
+
+
+def test_a_model_on_each_node_is_refused(ranks: RankPool) -> None:
+    def attempt() -> None:
+        run(ranks, 2, saved_on_each_node, ranks_per_node=1)
+
+    raises_on_every_rank(attempt, CheckpointError, "gathered on rank 0 only")
 
 
 def compiled(ctx: RankContext) -> None:
