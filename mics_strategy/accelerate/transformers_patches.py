@@ -84,20 +84,19 @@ def _check_writer(args: Any) -> None:
 
 @contextmanager
 def _saving_whole_model(trainer: Any) -> Iterator[None]:
-    """Let `_save` of `trainer` run on rank 0 alone, where the model has the plain parameters that were gathered for it.
+    """Let `_save` of `trainer` run on rank 0 alone, on a model of plain tensors.
 
-    A subclass may write files its own way, without the state dict that it gets: that of sentence-transformers calls
-    `save_pretrained` of its modules.
+    These are the ones that were gathered for it. A subclass may write files its own way, without the state dict that
+    it gets: that of sentence-transformers calls `save_pretrained` of its modules.
     """
     save = trainer._save
 
     def save_whole(output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         run_on_all_ranks(lambda: _check_writer(trainer.args))
-        if trainer.args.process_index > 0:
-            return
         model = _SavedModel(framework.unwrap_model(trainer.model))
         tensors = {f"model.{k}": v for k, v in (state_dict or {}).items() if isinstance(v, torch.Tensor)}
-        functional_call(model, tensors, (lambda: save(output_dir, state_dict),))
+        arguments = (lambda: save(output_dir, state_dict),)
+        run_on_files(lambda: functional_call(model, tensors, arguments) if trainer.args.process_index == 0 else None)
 
     trainer._save = save_whole
     try:
@@ -107,7 +106,10 @@ def _saving_whole_model(trainer: Any) -> Iterator[None]:
 
 
 class _SavedModel(nn.Module):
-    """Module whose forward calls a function, so that `functional_call` gives `model` other tensors meanwhile."""
+    """Module whose forward calls a function.
+
+    So `functional_call` gives `model` other tensors while it runs.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

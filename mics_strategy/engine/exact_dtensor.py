@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from mics_strategy.comm.placement import are_equal, full_tensor, is_replicated, like_tensor, mean_over_ranks
 from mics_strategy.engine.grad_scaler import unscale
-from mics_strategy.engine.op_schema import is_view, tensors_in, written_arguments, written_by, writes_plain
+from mics_strategy.engine.op_schema import is_view, tensors_in, writes_plain, written_arguments, written_by
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:

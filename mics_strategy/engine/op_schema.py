@@ -26,7 +26,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 
 
 def writes_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation writes to a tensor that is no DTensor, as ``total += weight.norm()`` does."""
+    """Whether an operation writes to a plain tensor: ``total += weight.norm()``."""
     return any(not isinstance(tensor, DTensor) for tensor in _written(func, args, kwargs))
 
 
