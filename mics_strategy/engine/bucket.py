@@ -25,10 +25,10 @@ from torch import nn
 
 from mics_strategy.comm.placement import digest
 from mics_strategy.engine.autograd import SavedVersions, UnshardedParameter
-from mics_strategy.engine.exact_dtensor import WriteCount
 from mics_strategy.engine.parameter import fast_attributes
 from mics_strategy.engine.schedule import ParamVersions, full_numel, unshard_role
 from mics_strategy.engine.storage_guard import StorageGuard
+from mics_strategy.engine.tensor_memory import WriteCount
 from mics_strategy.engine.zero_copy import plan_in_place_gather
 from mics_strategy.errors import LifecycleError
 

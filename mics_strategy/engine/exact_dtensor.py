@@ -25,30 +25,22 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from mics_strategy.comm.placement import are_equal, full_tensor, is_replicated, like_tensor, mean_over_ranks
 from mics_strategy.engine.grad_scaler import unscale
+from mics_strategy.engine.op_locality import needs_other_rows
 from mics_strategy.engine.op_schema import is_view, tensors_in, writes_plain, written_arguments, written_by
+from mics_strategy.engine.torch_2_11 import run_function
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.comm.placement import ReplicaRandom
+    from mics_strategy.engine.tensor_memory import TensorMemory
 
 _aten = torch.ops.aten
-_COMMUNICATES = (_aten.equal.default, _aten._local_scalar_dense.default)  # without a tensor as their result
-
 _FILLED_BY_BACKWARDS = (_aten.zeros_like.default, _aten.new_zeros.default)  # with gradients of this rank, perhaps
-
-
-@dataclass(slots=True)
-class WriteCount:
-    """Number of writes to the parameters of one bucket, besides torch's counts."""
-
-    num: int = 0
 
 
 class ExactDTensor(DTensor):
@@ -56,12 +48,12 @@ class ExactDTensor(DTensor):
 
     Attributes:
         mics_random: Seeds for random numbers drawn into it, the same on all replicas of a shard.
-        mics_writes: Writes to the parameters whose memory it shares; None if it shares none.
+        mics_memory: Memory of the engine that it shares; None if it shares none.
         mics_gathered: Base whose gathered rows it views; None if it views none.
     """
 
     mics_random: ReplicaRandom
-    mics_writes: WriteCount | None = None
+    mics_memory: TensorMemory | None = None
     mics_gathered: GatheredBase | None = None
 
     @property
@@ -71,13 +63,40 @@ class ExactDTensor(DTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        """Behave as if this tensor were moved to the memory of `value`, though the engine's own tensors stay.
+
+        Aliases keep their values, as scripts expect that put averaged weights into a model, and the weights back. From
+        now on `value` is an alias of the engine's tensor; a plain one, and one of other placements, are copied.
+        """
         if value.shape != self.shape or value.dtype != self.dtype:
             raise LifecycleError(
                 f"{self.mics_label} is sharded as {tuple(self.shape)} {self.dtype} and cannot become "
                 f"{tuple(value.shape)} {value.dtype}. Change the model before `shard()`."
             )
+        memory, alike = (
+            self.mics_memory,
+            value if isinstance(value, ExactDTensor) and value._spec == self._spec else None,
+        )
+        if alike is not None and alike._local_tensor.data_ptr() == self._local_tensor.data_ptr():
+            return
+        if memory is None or id(self) in memory.shared:
+            self._local_tensor, self.mics_memory = torch.empty_like(self._local_tensor), None
+        elif alike is not None and alike.mics_memory is not None:
+            raise LifecycleError(
+                f"{self.mics_label} would share memory with another parameter or gradient, and follow its changes. "
+                "Copy the values: `.data.copy_(value)`, or assign `value.clone()`."
+            )
+        else:
+            memory.leave()
         with torch.no_grad():
             self.copy_(value)
+        if alike is not None and self.mics_memory is not None:
+            self.mics_memory.give(alike, self)
+
+    def mics_finish(self) -> None:
+        """End pending reductions into a gradient. Collective if there are any."""
+        if self.mics_memory is not None and self.mics_memory.finish is not None:
+            self.mics_memory.finish()
 
     @property
     def mics_label(self) -> str:
@@ -93,6 +112,7 @@ class ExactDTensor(DTensor):
         Args:
             grad_placements: Placements of the gradient, if it is not this rank's own. See torch's DTensor.
         """
+        self.mics_finish()
         if not (torch.is_grad_enabled() and self.requires_grad):
             return full_tensor(self)
         if grad_placements is not None:
@@ -102,6 +122,7 @@ class ExactDTensor(DTensor):
     @override
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part: its rows, or all of a replicated tensor."""
+        self.mics_finish()
         if grad_placements is None and torch.is_grad_enabled() and self.requires_grad and is_replicated(self):
             return self.full_tensor()
         return super().to_local(grad_placements=grad_placements)
@@ -112,6 +133,7 @@ class ExactDTensor(DTensor):
 
         It is gathered as in `full_tensor`, since torch's own gather is not safe on gloo (`comm.placement`).
         """
+        self.mics_finish()
         tensor: DTensor = self
         if placements is not None and tuple(placements) != self.placements and not is_replicated(self):
             tensor = DTensor.from_local(self.full_tensor(), self.device_mesh, run_check=False)
@@ -131,7 +153,7 @@ class ExactDTensor(DTensor):
             cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             """Run a function of torch, with its operations on an `ExactDTensor`."""
-            return _run_function(func, args, kwargs or {})
+            return run_function(cls, _run, func, args, kwargs or {})
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -223,7 +245,7 @@ class GatheredBase:
 def version_of(tensor: ExactDTensor) -> tuple[int, int]:
     """Numbers that grow when a tensor is written to."""
     number = 0 if tensor.is_inference() else tensor._version
-    return number, 0 if tensor.mics_writes is None else tensor.mics_writes.num
+    return number, 0 if tensor.mics_memory is None else tensor.mics_memory.writes.num
 
 
 def keep_part(tensor: ExactDTensor, whole: torch.Tensor) -> None:
@@ -243,24 +265,28 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return unscale(*args)
     if func is _aten.equal.default and all(isinstance(a, DTensor) for a in args) and args[0]._spec == args[1]._spec:
         return are_equal(*args)
+    if torch.is_inference_mode_enabled() and is_view(func) and not args[0].is_inference():
+        with torch.inference_mode(False), torch.no_grad():  # autograd gives a view the version counter of its base
+            return _run(func, args, kwargs)
     if torch.Tag.inplace_view in func.tags:
         return _view_in_place(func, args, kwargs)
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     exact = [tensor for tensor in tensors if isinstance(tensor, ExactDTensor)]
     for tensor in exact:
+        tensor.mics_finish()
         if tensor.mics_gathered is not None:
             tensor.mics_gathered.refresh()
     if _is_mixed(tensors) or writes_plain(func, args, kwargs) or (func in _FILLED_BY_BACKWARDS and _in_backward()):
         result = _run_with_plain(func, args, kwargs)
     elif _fills_with_random_numbers(func, kwargs) and exact[0].mics_gathered is None:
         result = _fill(func, args, kwargs, exact[0])
-    elif torch.Tag.nondeterministic_seeded in func.tags or _needs_other_rows(func, args, kwargs):
+    elif torch.Tag.nondeterministic_seeded in func.tags or needs_other_rows(func, args, kwargs):
         result = _run_on_whole(func, args, kwargs, exact[0])
     else:
         result = _run_on_shards(func, args, kwargs, exact[0])
     for tensor in written_by(func, args, kwargs):
-        if tensor.mics_writes is not None:
-            tensor.mics_writes.num += 1
+        if tensor.mics_memory is not None:
+            tensor.mics_memory.writes.num += 1
         if tensor.mics_gathered is not None:
             tensor.mics_gathered.write_back()
     returned = written_arguments(func, args, kwargs)
@@ -274,7 +300,7 @@ def _view_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         LifecycleError: It does.
     """
     tensor = args[0]
-    if tensor.mics_writes is not None or tensor.mics_gathered is not None:
+    if tensor.mics_memory is not None or tensor.mics_gathered is not None:
         raise LifecycleError(
             f"`{func._schema.name}` would change the shape of a sharded tensor in place, for which it has no memory. "
             "Compute a new tensor: call the operation without the trailing underscore."
@@ -285,34 +311,6 @@ def _view_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     finally:
         tensor.__class__ = ExactDTensor
     return tensor
-
-
-class _Operations(TorchDispatchMode):
-    """Operations of a function of torch 2.11, which passes them to no kind of DTensor."""
-
-    @override
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        has_exact = any(isinstance(leaf, ExactDTensor) for leaf in tree_leaves((args, kwargs)))
-        return _run(func, args, kwargs or {}) if has_exact else func(*args, **(kwargs or {}))
-
-
-def _run_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function of torch on an `ExactDTensor`.
-
-    The backward of an operation with a plain tensor cannot be followed there, so it gets differentiable whole tensors.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        if func.__name__ in ("__get__", "__set__"):  # of an attribute
-            return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        has_plain = any(not isinstance(tensor, DTensor) for tensor in tensors)
-        if has_plain and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            args, kwargs = tree_map_only(ExactDTensor, ExactDTensor.full_tensor, (args, kwargs))
-            return func(*args, **kwargs)
-        with _Operations():  # type: ignore[no-untyped-call]
-            return func(*args, **kwargs)
 
 
 def _is_mixed(tensors: list[torch.Tensor]) -> bool:
@@ -332,26 +330,6 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _needs_other_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether DTensor would gather to run an operation, or does not support it."""
-    dispatcher: Any = DTensor._op_dispatcher
-    is_tensor = any("Tensor" in str(value.type) for value in func._schema.returns)
-    has_handler = is_tensor and func in dispatcher._custom_op_handlers
-    if func in _COMMUNICATES or has_handler or any(argument.is_out for argument in func._schema.arguments):
-        return True
-    try:
-        info = dispatcher.unwrap_to_op_info(func, args, kwargs)
-        dispatcher.sharding_propagator.propagate(info)
-    except (NotImplementedError, RuntimeError, ValueError, AssertionError):  # it has no rule for these arguments
-        return True
-    sharding = info.output_sharding
-    if not sharding.needs_redistribute:
-        return False
-    wanted = tree_leaves(sharding.redistribute_schema.args_schema)
-    pairs = zip(info.flat_args_schema, wanted, strict=False)
-    return any(isinstance(have, DTensorSpec) and not have.is_replicated() and have != want for have, want in pairs)
-
-
 def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactDTensor) -> Any:
     """Run an operation as torch's DTensor does; finish a reduction."""
     shard_args, shard_kwargs = tree_map_only(ExactDTensor, as_torch_dtensor, (args, kwargs))
@@ -362,7 +340,9 @@ def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lik
     result = tree_map_only(DTensor, lambda tensor: as_exact(tensor, like.mics_random), result)
     if is_view(func):
         for view in tensors_in(result):
-            view.mics_writes, view.mics_gathered = like.mics_writes, like.mics_gathered
+            view.mics_gathered = like.mics_gathered
+            if like.mics_memory is not None:
+                like.mics_memory.add(view)
     return result
 
 

@@ -16,15 +16,17 @@ wire in fp16, gradients are divided before they are summed (see `predivisor_of`)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from mics_strategy.engine.backward_grads import BackwardGrads, GradStaging, sparse_gradients
+from mics_strategy.engine.exact_dtensor import ExactDTensor
 from mics_strategy.engine.feedback import GradFeedback, predivisor_of
 from mics_strategy.engine.lifecycle import (
     ACCUMULATOR_TRANSITIONS,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from mics_strategy.comm.work import Work
     from mics_strategy.engine.bucket import Bucket
     from mics_strategy.engine.streams import Op
+    from mics_strategy.engine.tensor_memory import TensorMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +109,11 @@ class GradBucket:
         self.collected = BackwardGrads(self.name, self.flags, staging)
         self._copies = GradCopies(bucket.layout)
         self._padding_views: dict[int, list[torch.Tensor]] = {}
-        shards = groups.trainable_placement
-        self._dtensors: list[DTensor] = [
-            grad_as_dtensor(param_slice.view_in(memory.result_cast, shards.index), param_slice, shards)
-            for param_slice in bucket.layout.param_slices
-        ]
+        self._dtensors = [self._new_dtensor(position) for position in range(len(bucket.layout.param_slices))]
+
+    def _new_dtensor(self, position: int) -> ExactDTensor:
+        param_slice, shards = self.bucket.layout.param_slices[position], self.bucket.groups.trainable_placement
+        return grad_as_dtensor(param_slice.view_in(self._result_cast, shards.index), param_slice, shards)
 
     @property
     def name(self) -> str:
@@ -366,19 +369,33 @@ class GradBucket:
         with fast_attributes():
             for position in positions:
                 parameter, exposed = self.bucket.sharded_params[position], self._dtensors[position]
-                stored = parameter.raw_grad
+                stored, memory = parameter.raw_grad, cast("TensorMemory", exposed.mics_memory)
                 if stored is not None and stored is not exposed:
-                    exposed.to_local().add_(stored.to_local() if isinstance(stored, DTensor) else stored)
+                    exposed._local_tensor.add_(stored._local_tensor if isinstance(stored, DTensor) else stored)
+                    if isinstance(stored, ExactDTensor) and stored._spec == exposed._spec:
+                        memory.give(stored, exposed)  # more is added to it, as autograd would
+                memory.finish = parameter.mics_link.finish_gradients
                 parameter.raw_grad = exposed
 
     def zero_grad(self, position: int) -> None:
         """Drop one parameter's gradient, but not what the flat buffer is collecting."""
         if self.collected.kept and self.collected.flat is None:
             self.collected.kept.pop(position, None)
+        self._leave_to_script(position)
         self.feedback.drop(position)
         self.flags.apply("zero_grad", [position])
         if not self.flags.any(GradFlag.MAYBE_USED):
             self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "zero_grad", self.name)
+
+    def _leave_to_script(self, position: int) -> None:
+        """Copy the gradient if a script has kept it, or a view of it: the memory is written again."""
+        exposed = self._dtensors[position]
+        memory = cast("TensorMemory", exposed.mics_memory)
+        if sys.getrefcount(exposed) > 3:  # this list, the variable, the argument
+            self._dtensors[position] = self._new_dtensor(position)
+            memory.add(exposed)
+        if memory.shared:
+            memory.leave()
 
     def _zero(self, buffer: torch.Tensor, positions: list[int]) -> None:
         if not positions:

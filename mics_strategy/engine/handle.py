@@ -156,7 +156,7 @@ class Sharded:
         The engine detects all others.
         """
         for parameter in self.parameters:
-            parameter.mics_writes.num += 1
+            parameter.mics_memory.writes.num += 1
 
     def reset_after_error(self) -> None:
         """Clean up after a backward that raised, before the model's parameters are read."""

@@ -15,12 +15,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
 from mics_strategy.comm.placement import full_tensor, like_tensor
-from mics_strategy.engine.exact_dtensor import ExactDTensor, WriteCount, as_exact, mean_gradient
+from mics_strategy.engine.exact_dtensor import ExactDTensor, as_exact, mean_gradient
+from mics_strategy.engine.tensor_memory import TensorMemory
 from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.comm.placement import ShardPlacement
     from mics_strategy.engine.layout import ParamSlice
+    from mics_strategy.engine.tensor_memory import WriteCount
 
 _raw_grad: Any = torch.Tensor.grad  # the descriptor under the property below
 fast_attributes: Any = torch._C.DisableTorchFunctionSubclass
@@ -53,7 +55,7 @@ class ShardedParameter(ExactDTensor):
         mics_name: Name of the parameter in the model.
         mics_link: Link to the engine and to the gradient.
         mics_position: Position of the parameter in its bucket.
-        mics_writes: Writes to the parameters of the bucket that torch's version counters may miss.
+        mics_memory: Its memory, with the writes to the parameters of the bucket that torch's version counters may miss.
         mics_slice: Slice of the parameter in its bucket.
         mics_index: Index of this rank's shard.
     """
@@ -61,7 +63,7 @@ class ShardedParameter(ExactDTensor):
     mics_name: str
     mics_link: GradientLink
     mics_position: int
-    mics_writes: WriteCount
+    mics_memory: TensorMemory
     mics_slice: ParamSlice
     mics_index: int
 
@@ -75,10 +77,15 @@ class ShardedParameter(ExactDTensor):
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None and value is self.raw_grad:
             return
+        self.raw_grad = None
         self.mics_link.clear_gradient(self.mics_position)
-        if value is not None and value.shape == self.shape and getattr(value, "placements", None) != self.placements:
+        if value is None:
+            return
+        if value.shape == self.shape and getattr(value, "placements", None) != self.placements:
             whole = full_tensor(value) if isinstance(value, DTensor) else value
             value = self.like_self(self.mics_slice.narrow(whole.detach(), self.mics_index).clone())
+        if isinstance(value, ExactDTensor) and value.mics_memory is None:
+            value.mics_memory = TensorMemory(finish=self.mics_link.finish_gradients)
         self.raw_grad = value
 
     @grad.deleter
@@ -143,20 +150,20 @@ def make_sharded_parameter(
     sharded = cast("ShardedParameter", parameter)
     sharded.__class__ = ShardedParameter
     sharded.mics_name = slice_.name
-    sharded.mics_writes = writes
     sharded.mics_slice = slice_
     sharded.mics_index = placement.index
     sharded.mics_random = placement.random
     if requires_grad:
         like = sharded.detach()  # a hook that refers to the parameter would keep it alive
         cast("Any", torch.Tensor).register_hook(sharded, lambda grad: mean_gradient(grad, cast("ExactDTensor", like)))
+    sharded.mics_memory = TensorMemory(writes)
     return sharded
 
 
 def grad_as_dtensor(local: torch.Tensor, param_slice: ParamSlice, placement: ShardPlacement) -> ExactDTensor:
     """Wrap this rank's part of a gradient; see `as_dtensor`."""
     grad = as_exact(as_dtensor(local, param_slice, placement), placement.random)
-    grad.mics_writes = WriteCount()  # of no use but to tell that its memory is the engine's
+    grad.mics_memory = TensorMemory()
     return grad
 
 

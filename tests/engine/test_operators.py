@@ -19,7 +19,7 @@ RESHAPES = {
     "swapaxes_",
     "squeeze",
 }
-REFUSED = RESHAPES | {"stft", "nanquantile"}  # which use one of them inside
+REFUSED = RESHAPES | {"stft", "nanquantile", "nn.functional.dropout3d_"}  # which use one of them inside
 REFUSED_IN_BACKWARDS = {"cumprod", "nanquantile", "stft"}  # written for this rank's gradient
 
 

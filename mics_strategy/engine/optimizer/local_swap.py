@@ -228,7 +228,7 @@ class LocalParamSwap:
                     param.wrap(state)
                     states[param.sharded] = state
                 if param.is_stepped:
-                    param.sharded.mics_writes.num += 1
+                    param.sharded.mics_memory.writes.num += 1
         self._is_sync_due = bool(self.exchanges)
 
     def sync_owned(self) -> None:

@@ -1,0 +1,88 @@
+"""Which operations on DTensors need the rows of other ranks?
+
+The answer is the same on all ranks, also where it hangs on the parts of some of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from mics_strategy.engine.op_schema import tensors_in
+
+_aten = torch.ops.aten
+_COMMUNICATES = (_aten.equal.default, _aten._local_scalar_dense.default)  # without a tensor as their result
+_MISTAKEN = (_aten.squeeze_copy.default,)  # by DTensor, which squeezes a dimension of which a rank has one row
+
+
+def needs_other_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether DTensor would gather to run an operation, or does not support it, or not rightly.
+
+    Args:
+        func: Operation of torch.
+        args: Its positional arguments, at least one of which is a DTensor.
+        kwargs: Its other arguments.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    is_tensor = any("Tensor" in str(value.type) for value in func._schema.returns)
+    has_handler = is_tensor and func in dispatcher._custom_op_handlers
+    if (
+        func in (*_COMMUNICATES, *_MISTAKEN)
+        or has_handler
+        or any(a.is_out or a.name == "reduction" for a in func._schema.arguments)
+    ):
+        return True  # the mean of a loss divides by the rows of this rank
+    if any(isinstance(argument, list) and not argument for argument in args):
+        return True  # no dimensions, by which DTensor does not understand all of them
+    if _fails_on_an_empty_part(func, args, kwargs):
+        return True
+    try:
+        info = dispatcher.unwrap_to_op_info(func, args, kwargs)
+        dispatcher.sharding_propagator.propagate(info)
+    except (NotImplementedError, RuntimeError, ValueError, AssertionError):  # it has no rule for these arguments
+        return True
+    sharding = info.output_sharding
+    if not sharding.needs_redistribute:
+        return False
+    wanted = tree_leaves(sharding.redistribute_schema.args_schema)
+    pairs = zip(info.flat_args_schema, wanted, strict=False)
+    return any(isinstance(have, DTensorSpec) and not have.is_replicated() and have != want for have, want in pairs)
+
+
+def _fails_on_an_empty_part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a rank has no rows, and the operation raises for such a part: a maximum, a pooling."""
+    if not any(_has_empty_part(tensor) for tensor in tensors_in((args, kwargs)) if isinstance(tensor, DTensor)):
+        return False
+    empty_args, empty_kwargs = tree_map_only(torch.Tensor, _smallest_part, (args, kwargs))
+    try:
+        func(*empty_args, **empty_kwargs)
+    except (NotImplementedError, RuntimeError, IndexError):
+        return True
+    return False
+
+
+def _has_empty_part(tensor: DTensor) -> bool:
+    return any(
+        isinstance(placement, Shard) and _num_on_last_rank(tensor.shape[placement.dim], size) == 0
+        for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    )
+
+
+def _smallest_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of the last rank, without values."""
+    if not isinstance(tensor, DTensor):
+        return tensor.to("meta")
+    shape = list(tensor.shape)
+    for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = _num_on_last_rank(shape[placement.dim], size)
+    return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+
+def _num_on_last_rank(num: int, num_ranks: int) -> int:
+    return max(0, num - math.ceil(num / num_ranks) * (num_ranks - 1))

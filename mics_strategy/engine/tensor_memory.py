@@ -1,0 +1,65 @@
+"""Memory of the engine that tensors of a script share.
+
+The engine keeps the memory of a parameter and of its gradient for as long as the model lives. A script expects what it
+has of torch: that setting `data` or `grad` moves a tensor to other memory, so that aliases and views that it has kept
+stay as they are. They get a copy at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.exact_dtensor import ExactDTensor
+
+
+@dataclass(slots=True)
+class WriteCount:
+    """Number of writes to the parameters of one bucket, besides torch's counts."""
+
+    num: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class TensorMemory:
+    """Memory of one parameter or gradient.
+
+    Attributes:
+        writes: Count of writes to it, and to what else the engine counts with it.
+        finish: Ends pending reductions into a gradient, before it is read. Collective.
+        shared: Living aliases and views, by id; not the engine's own tensor.
+    """
+
+    writes: WriteCount = field(default_factory=WriteCount)
+    finish: Callable[[], None] | None = None
+    shared: WeakValueDictionary[int, ExactDTensor] = field(default_factory=WeakValueDictionary)
+
+    def add(self, tensor: ExactDTensor) -> None:
+        """Note an alias or view."""
+        tensor.mics_memory = self
+        self.shared[id(tensor)] = tensor
+
+    def give(self, tensor: ExactDTensor, own: ExactDTensor) -> None:
+        """Let a tensor be an alias of the engine's own one, without its values.
+
+        Args:
+            tensor: Tensor of the same shape and placements.
+            own: The engine's tensor.
+        """
+        tensor._local_tensor = own._local_tensor.detach()
+        self.add(tensor)
+
+    def leave(self) -> None:
+        """Move all aliases and views to a copy, which they share."""
+        tensors = list(self.shared.values())
+        self.shared.clear()
+        if not tensors:
+            return
+        copied = tensors[0]._local_tensor.untyped_storage().clone()
+        for tensor in tensors:
+            local = tensor._local_tensor
+            tensor.mics_memory = None
+            tensor._local_tensor = local.new_empty(0).set_(copied, local.storage_offset(), local.shape, local.stride())

@@ -1,0 +1,57 @@
+"""Operations of DTensors of our own class on torch 2.11, which runs those of any DTensor by itself.
+
+torch 2.12 passes them to ``__torch_dispatch__`` of the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
+
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def run_function(cls: type[DTensor], run: Run, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function of torch on a DTensor of our own class.
+
+    The backward of an operation with a plain tensor cannot be followed there, so it gets differentiable whole tensors.
+
+    Args:
+        cls: The class.
+        run: What runs an operation of which at least one argument is of the class.
+        func: The function.
+        args: Its positional arguments.
+        kwargs: Its other arguments.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if func.__name__ in ("__get__", "__set__"):  # of an attribute
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        has_plain = any(not isinstance(tensor, DTensor) for tensor in tensors)
+        if has_plain and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            args, kwargs = tree_map_only(cls, cls.full_tensor, (args, kwargs))
+            return func(*args, **kwargs)
+        with _Operations(cls, run):
+            return func(*args, **kwargs)
+
+
+class _Operations(TorchDispatchMode):
+    """Passes operations with a DTensor of a class to a function."""
+
+    def __init__(self, cls: type[DTensor], run: Run) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cls = cls
+        self._run = run
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_ours = any(isinstance(leaf, self._cls) for leaf in tree_leaves((args, kwargs)))
+        return self._run(func, args, kwargs or {}) if is_ours else func(*args, **(kwargs or {}))
