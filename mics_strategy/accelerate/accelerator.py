@@ -318,7 +318,11 @@ class MiCSAccelerator(Accelerator):  # type: ignore[misc]
             CheckpointError: A rank failed; the error names it. Raised on every rank. An older checkpoint of that name
                 is unchanged.
         """
-        with checkpoints.saving(self, output_dir) as (draft, target), framework.with_own_checkpoint_paths(self):
+        with (
+            checkpoints.saving(self, output_dir) as (draft, target),
+            framework.with_own_checkpoint_paths(self),
+            framework.with_whole_custom_states(self),
+        ):
             super().save_state(str(draft), safe_serialization, **save_model_func_kwargs)
         return str(target)
 

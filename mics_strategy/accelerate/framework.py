@@ -34,6 +34,7 @@ from typing_extensions import override
 from mics_strategy import ConfigError
 from mics_strategy.accelerate import launch
 from mics_strategy.accelerate.plugin import MiCSPlugin
+from mics_strategy.engine.state_dict import whole_tensors
 
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
 _IMPORTERS = ("accelerate.utils.fsdp_utils", "accelerate.utils", "accelerate.accelerator", "transformers.trainer")
@@ -217,6 +218,25 @@ def with_own_checkpoint_paths(accelerator: Any) -> Iterator[None]:
         yield
     finally:
         configuration.automatic_checkpoint_naming, accelerator._models = previous
+
+
+@contextmanager
+def with_whole_custom_states(accelerator: Any) -> Iterator[None]:
+    """Save whole tensors in place of sharded ones in what `register_for_checkpointing` was given."""
+    custom = accelerator._custom_objects
+    accelerator._custom_objects = [_WholeState(registered) for registered in custom]
+    try:
+        yield
+    finally:
+        accelerator._custom_objects = custom
+
+
+class _WholeState:
+    def __init__(self, registered: Any) -> None:
+        self._registered = registered
+
+    def state_dict(self) -> Any:
+        return whole_tensors(self._registered.state_dict())
 
 
 def patch_constructor(choose: Callable[[type[Any], tuple[Any, ...], dict[str, Any]], type[Any]]) -> None:

@@ -33,6 +33,7 @@ from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlann
 from mics_strategy.checkpoint.shard_report import ShardReport, StoreChannel
 from mics_strategy.checkpoint.state import SOLE, Optimizers, by_key, local_state
 from mics_strategy.comm.consensus import check_same_keys_across_ranks, gather_objects, run_on_all_ranks
+from mics_strategy.engine.state_dict import whole_tensors
 from mics_strategy.errors import CheckpointError, MiCSError
 from mics_strategy.version import package_version
 
@@ -108,7 +109,7 @@ def save_checkpoint(
         sharded: Model.
         optimizers: Optimizers, in order or by key, as for loading. Random states are saved only with optimizers.
         extra: Other state of rank 0, such as schedulers, counters or the position in the data. Plain data and tensors
-            load without running code.
+            load without running code. Sharded tensors become whole ones; then all ranks must pass them.
         model_state: State dict that replaces the model's own, such as a part of it, with equal names on all ranks.
         asynchronous: Return when everything is copied, and write in the background.
 
@@ -126,7 +127,8 @@ def save_checkpoint(
     sharded.synchronize_buffers()
     check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # otherwise a name may have no writer
     planner = _on_all_ranks(lambda: _make_planner(sharded, optimizers, model_state, asynchronous))
-    rank_extra = _on_all_ranks(lambda: _copy_extra(extra or {}, asynchronous))
+    whole_extra = whole_tensors(dict(extra or {}))
+    rank_extra = _on_all_ranks(lambda: _copy_extra(whole_extra, asynchronous))
     check_replica_counts(planner, sharded.index)
     draft, target = begin(path)
     job = _SaveJob(

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
@@ -32,6 +33,7 @@ from mics_strategy.comm.placement import are_equal, full_tensor, is_replicated, 
 from mics_strategy.engine.grad_scaler import unscale
 from mics_strategy.engine.op_locality import needs_other_rows
 from mics_strategy.engine.op_schema import is_view, tensors_in, writes_plain, written_arguments, written_by
+from mics_strategy.engine.pickled_parts import part_of_rank
 from mics_strategy.engine.torch_2_11 import run_function
 from mics_strategy.errors import LifecycleError
 
@@ -93,10 +95,10 @@ class ExactDTensor(DTensor):
         if alike is not None and self.mics_memory is not None:
             self.mics_memory.give(alike, self)
 
-    def mics_finish(self) -> None:
-        """End pending reductions into a gradient. Collective if there are any."""
-        if self.mics_memory is not None and self.mics_memory.finish is not None:
-            self.mics_memory.finish()
+    def mics_before_read(self) -> None:
+        """See `TensorMemory.before_read`."""
+        if self.mics_memory is not None:
+            self.mics_memory.before_read()
 
     @property
     def mics_label(self) -> str:
@@ -112,7 +114,7 @@ class ExactDTensor(DTensor):
         Args:
             grad_placements: Placements of the gradient, if it is not this rank's own. See torch's DTensor.
         """
-        self.mics_finish()
+        self.mics_before_read()
         if not (torch.is_grad_enabled() and self.requires_grad):
             return full_tensor(self)
         if grad_placements is not None:
@@ -122,7 +124,7 @@ class ExactDTensor(DTensor):
     @override
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part: its rows, or all of a replicated tensor."""
-        self.mics_finish()
+        self.mics_before_read()
         if grad_placements is None and torch.is_grad_enabled() and self.requires_grad and is_replicated(self):
             return self.full_tensor()
         return super().to_local(grad_placements=grad_placements)
@@ -133,7 +135,7 @@ class ExactDTensor(DTensor):
 
         It is gathered as in `full_tensor`, since torch's own gather is not safe on gloo (`comm.placement`).
         """
-        self.mics_finish()
+        self.mics_before_read()
         tensor: DTensor = self
         if placements is not None and tuple(placements) != self.placements and not is_replicated(self):
             tensor = DTensor.from_local(self.full_tensor(), self.device_mesh, run_check=False)
@@ -163,7 +165,8 @@ class ExactDTensor(DTensor):
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as torch's DTensor, with this rank's part."""
-        return as_torch_dtensor(self).__reduce_ex__(protocol)
+        tensor = as_torch_dtensor(self)
+        return tensor.__reduce_ex__(protocol) if is_replicated(self) else (part_of_rank, (tensor, dist.get_rank()))
 
 
 def as_exact(tensor: DTensor, random: ReplicaRandom) -> ExactDTensor:
@@ -273,7 +276,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     exact = [tensor for tensor in tensors if isinstance(tensor, ExactDTensor)]
     for tensor in exact:
-        tensor.mics_finish()
+        if func is not _aten.detach.default:
+            tensor.mics_before_read()
         if tensor.mics_gathered is not None:
             tensor.mics_gathered.refresh()
     if _is_mixed(tensors) or writes_plain(func, args, kwargs) or (func in _FILLED_BY_BACKWARDS and _in_backward()):

@@ -140,6 +140,8 @@ class GradBucket:
         """
         if grad.layout is not torch.strided:
             raise sparse_gradients(self.bucket.layout.param_slices[position].name)
+        if grad.requires_grad:
+            cast("TensorMemory", self._dtensors[position].mics_memory).has_lost_graph = True
         collected = self.collected
         earlier = collected.kept.pop(position, None)
         if earlier is None and not self.flags.has(GradFlag.ARRIVED, position):
@@ -391,6 +393,7 @@ class GradBucket:
         """Copy the gradient if a script has kept it, or a view of it: the memory is written again."""
         exposed = self._dtensors[position]
         memory = cast("TensorMemory", exposed.mics_memory)
+        memory.has_lost_graph = False
         if sys.getrefcount(exposed) > 3:  # this list, the variable, the argument
             self._dtensors[position] = self._new_dtensor(position)
             memory.add(exposed)

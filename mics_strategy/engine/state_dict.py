@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
 from mics_strategy.comm.placement import full_tensor
@@ -45,6 +45,24 @@ def full_state_dict(model: nn.Module) -> StateDict:
             value = whole[id(value)]
         result[name] = value
     return result if dist.get_rank() == 0 else {}
+
+
+def whole_tensors(state: Any) -> Any:
+    """Nested containers with whole tensors in place of sharded ones, on rank 0's CPU. Collective.
+
+    Args:
+        state: State that a script saves beside model and optimizers: averages of weights, for example.
+
+    Raises:
+        CheckpointError: Ranks pass different numbers of sharded tensors. Raised on every rank.
+    """
+    nums = gather_objects(sum(isinstance(leaf, DTensor) for leaf in tree_leaves(state)))
+    if len(set(nums)) > 1:
+        raise CheckpointError(
+            f"The state to save holds {min(nums)} sharded tensors on one rank and {max(nums)} on another. They are "
+            "gathered for the file, so pass the same state on all ranks."
+        )
+    return tree_map_only(DTensor, _to_rank_zero, state) if nums[0] else state
 
 
 def load_full_values(model: nn.Module) -> None:

@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+import torch
+
+from mics_strategy.errors import LifecycleError
+
 if TYPE_CHECKING:
     from mics_strategy.engine.exact_dtensor import ExactDTensor
 
@@ -30,12 +34,30 @@ class TensorMemory:
     Attributes:
         writes: Count of writes to it, and to what else the engine counts with it.
         finish: Ends pending reductions into a gradient, before it is read. Collective.
+        has_lost_graph: Whether the backward that filled it had `create_graph=True`: reductions are not differentiable.
         shared: Living aliases and views, by id; not the engine's own tensor.
     """
 
     writes: WriteCount = field(default_factory=WriteCount)
     finish: Callable[[], None] | None = None
+    has_lost_graph: bool = False
     shared: WeakValueDictionary[int, ExactDTensor] = field(default_factory=WeakValueDictionary)
+
+    def before_read(self) -> None:
+        """End pending reductions. Collective if there are any.
+
+        Raises:
+            LifecycleError: The result would be taken for a constant in a loss, where torch differentiates a gradient.
+        """
+        if self.finish is not None:
+            self.finish()
+        if self.has_lost_graph and torch.is_grad_enabled():
+            raise LifecycleError(
+                "A gradient of `backward(create_graph=True)` is the mean over ranks, which cannot be differentiated "
+                "again. For a loss of gradients, take those of whole parameters: `w = parameter.full_tensor()`, "
+                "`torch.func.functional_call(model, {name: w}, inputs)`, `torch.autograd.grad(loss, w, "
+                "create_graph=True)`. To look at it, use `torch.no_grad()` or `parameter.grad.detach()`."
+            )
 
     def add(self, tensor: ExactDTensor) -> None:
         """Note an alias or view."""

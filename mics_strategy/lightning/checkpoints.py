@@ -30,6 +30,7 @@ from mics_strategy import (
     save_checkpoint,
 )
 from mics_strategy.comm.consensus import Rendezvous
+from mics_strategy.engine.state_dict import whole_tensors
 from mics_strategy.lightning import validate
 from mics_strategy.lightning.checkpoint_file import CheckpointFileMixin, as_path, check_not_folder, is_local
 from mics_strategy.lightning.framework import TrainerFramework, unwrap_optimizer
@@ -145,7 +146,7 @@ class TrainerCheckpointMixin(RandomStatesMixin, CheckpointFileMixin):
         if "optimizer_states" in checkpoint:
             self.sharded.warn_pending_gradients()
             checkpoint = {**checkpoint, RNG_KEY: self.random_states()}
-        self.write_file(checkpoint, path, storage_options)
+        self.write_file(whole_tensors(checkpoint), path, storage_options)
 
     def _save_shards(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
         """Save on all ranks; the state dict is taken as the hooks have changed it."""

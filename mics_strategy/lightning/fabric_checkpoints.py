@@ -31,6 +31,7 @@ from mics_strategy import (
     save_checkpoint,
 )
 from mics_strategy.comm.consensus import run_on_all_ranks
+from mics_strategy.engine.state_dict import whole_tensors
 from mics_strategy.lightning.checkpoint_file import CheckpointFileMixin, as_path, check_not_folder, is_local
 
 Filters = Mapping[str, Callable[[str, Any], bool]]
@@ -93,7 +94,7 @@ class FabricCheckpointMixin(CheckpointFileMixin):
         if self._state_dict_type == "sharded":
             self._save_folder(path, state, storage_options, filters)
             return
-        full_state = {key: self._whole(value) for key, value in state.items()}
+        full_state = whole_tensors({key: self._whole(value) for key, value in state.items()})
         self.write_file(_filtered(full_state, filters), path, storage_options)
 
     def _whole(self, value: Any) -> Any:

@@ -183,6 +183,31 @@ def results_of_whole_tensors_are_set(model: Model) -> None:
     model.layers[0].weight.grad = grad @ grad.t() @ grad
 
 
+def gradients_are_kept_across_a_second_backward(model: Model) -> None:
+    """Without copies, as gradient surgery does."""
+    kept, views = [parameter.grad for parameter in model.parameters()], model.head.weight.grad[1:]
+    model.zero_grad()
+    plain_loss(model, torch.ones(2, 4, dtype=torch.float64)).backward()
+    for first, parameter in zip(kept, model.parameters(), strict=True):
+        if parameter.grad is None:
+            parameter.grad = first
+        else:
+            parameter.grad = first - (first * parameter.grad).sum().clamp(max=0) * parameter.grad
+    model.head.weight.grad[1:].add_(views)
+
+
+def gradients_are_read_by_another_name(model: Model) -> None:
+    """After more was added to them."""
+    kept = {name: parameter.grad for name, parameter in model.named_parameters() if name.startswith("layers")}
+    plain_loss(model, torch.ones(2, 4, dtype=torch.float64)).backward()
+    kept["layers.0.weight"].mul_(kept["layers.0.bias"].norm())
+    model.zero_grad()
+    for name, parameter in model.named_parameters():
+        parameter.grad = kept.get(name, torch.zeros_like(parameter))
+    plain_loss(model, torch.ones(2, 4, dtype=torch.float64)).backward()
+    kept["layers.2.bias"].mul_(kept["layers.0.weight"].abs().max())
+
+
 def gradients_are_projected(model: Model) -> None:
     first, second = model.layers[0].weight.grad, model.layers[2].weight.grad
     flat = torch.cat([first.flatten(), second.flatten()])
@@ -191,6 +216,24 @@ def gradients_are_projected(model: Model) -> None:
     mask = torch.arange(first.numel(), dtype=first.dtype).view(first.shape) % 2
     first.mul_(mask)  # plain, the same on all ranks
     second[second.abs().max(dim=0).indices[0]].neg_()
+
+
+@torch.no_grad()
+def averages_are_put_in_and_weights_back(model: Model) -> None:
+    """By `data`, without copies."""
+    named = dict(model.named_parameters())
+    shadow = model.__dict__.setdefault("shadow", {name: p.data.clone() for name, p in named.items()})
+    backup = {}
+    for name, parameter in named.items():
+        shadow[name] = 0.5 * parameter.data + 0.5 * shadow[name]
+        backup[name], parameter.data = parameter.data, shadow[name]
+    evaluated = model(torch.ones(2, 4, dtype=torch.float64)).mean()
+    shadow["head.weight"].mul_(1 + 0.01 * evaluated.detach())
+    evaluated = evaluated + model.head.weight.norm()
+    for name, parameter in named.items():
+        parameter.data = backup[name]
+    model.head.weight.mul_(1 + 0.01 * evaluated.detach())
+    named["scale"].data, shadow["scale"] = shadow["scale"], named["scale"].data
 
 
 LOSSES = (full_tensor_in_a_loss, weight_in_a_loss, norm_times_data, penalty_of_rows, rows_looked_up, fast_weights)
@@ -202,6 +245,8 @@ BEFORE_STEPS = (
     gradients_are_clipped_by_hand,
     norms_are_added_up,
     results_of_whole_tensors_are_set,
+    gradients_are_kept_across_a_second_backward,
+    gradients_are_read_by_another_name,
     gradients_are_projected,
 )
 AFTER_STEPS = (
@@ -213,6 +258,7 @@ AFTER_STEPS = (
     plain_state_is_loaded,
     small_values_are_pruned,
     average_is_kept_and_used,
+    averages_are_put_in_and_weights_back,
 )
 Loop = tuple[Callable[[Model, Tensor], Tensor], Callable[[Model], None] | None, Callable[[Model], None] | None]
 LOOPS: dict[str, Loop] = {

@@ -2,15 +2,17 @@
 
 import copy
 import pickle
+import warnings
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mics_strategy import ShardConfig, shard
+from mics_strategy import CheckpointError, LifecycleError, ShardConfig, shard
 from mics_strategy.comm import placement
 from mics_strategy.engine.exact_dtensor import ExactDTensor
-from tests.ranks import RankContext, RankPool
+from tests.ranks import RankContext, RankPool, raises_on_every_rank
 from tests.torch_versions import kinds_of_dtensors
 
 
@@ -83,3 +85,38 @@ def _computed_with(ctx: RankContext) -> None:
 
 def test_results_computed_from_a_gradient_are_sharded_or_whole(ranks: RankPool) -> None:
     ranks(4, _computed_with, ranks_per_node=2)
+
+
+def _saved_on_rank_0(ctx: RankContext) -> None:
+    _, sharded = _trained()
+    if ctx.rank == 0:
+        torch.save(sharded.state_dict(), "weights.pt")
+    torch.save({"weight": sharded[0].weight, "grad": sharded[0].weight.grad}, f"part-{ctx.rank}.pt")
+    torch.distributed.barrier()
+    part = torch.load(f"part-{ctx.rank}.pt")
+    assert torch.equal(part["weight"].to_local(), sharded[0].weight.to_local())
+    assert torch.equal(part["grad"].to_local(), sharded[0].weight.grad.to_local())
+    if ctx.rank > 0:
+        with pytest.raises(CheckpointError, match="part of rank 0 of a sharded tensor, but this is rank 1"):
+            torch.load("weights.pt")
+    else:
+        torch.load("weights.pt")
+
+
+def test_the_part_of_a_rank_is_not_loaded_as_that_of_another(ranks: RankPool) -> None:
+    ranks(2, _saved_on_rank_0)
+
+
+def _in_a_loss(ctx: RankContext) -> None:
+    _, sharded = _trained()
+    sharded.zero_grad()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward.. with create_graph", UserWarning)
+        sharded(torch.ones(2, 3)).square().sum().backward(create_graph=True)
+    assert sharded[0].weight.grad.detach().norm() > 0
+    torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+    sharded[0].weight.grad.norm()
+
+
+def test_a_gradient_whose_graph_is_lost_is_refused_in_a_loss(ranks: RankPool) -> None:
+    raises_on_every_rank(lambda: ranks(2, _in_a_loss), LifecycleError, "create_graph=True.*full_tensor")
