@@ -90,17 +90,24 @@ class Trace:
             yield
 
     def watch(self, name: str, block: nn.Module) -> None:
-        """Note when the forward of a block begins and ends, and when its backward begins.
+        """Note when the forward and the backward of a block begin and end.
 
         Before the engine is told of an end, and after it was told of a beginning: what is gathered only when it is
-        needed then comes after the end of the block before.
+        needed then comes after the end of the block before. A backward ends when the gradient of the block's input is
+        there, of a view that the engine does not watch.
         """
+
+        def before(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            self.mark("forward begins", name)
+            viewed = args[0].view_as(args[0])
+            viewed.register_hook(lambda _: self.mark("backward ends", name))
+            return (viewed, *args[1:])
 
         def after(_: nn.Module, __: Any, output: torch.Tensor) -> None:
             self.mark("forward ends", name)
             output.register_hook(lambda _: self.mark("backward begins", name))
 
-        block.register_forward_pre_hook(lambda *_: self.mark("forward begins", name))
+        block.register_forward_pre_hook(before)
         block.register_forward_hook(after, prepend=True)
 
 
@@ -150,9 +157,7 @@ def overlap_rows(marks: list[Mark], meter: Meter) -> Iterator[Row]:
     turn = next(index for index, mark in enumerate(marks) if mark.event == "backward begins")
     for phase, of_phase in (("forward", marks[:turn]), ("backward", marks[turn:])):
         begins = {mark.unit: index for index, mark in enumerate(of_phase) if mark.event == f"{phase} begins"}
-        ends = {mark.unit: index for index, mark in enumerate(of_phase) if mark.event == "forward ends"}
-        if phase == "backward":  # a block ends when the gradient of the one before it in the model is there
-            ends = dict(zip(begins, list(begins.values())[1:], strict=False))
+        ends = {mark.unit: index for index, mark in enumerate(of_phase) if mark.event == f"{phase} ends"}
         gathers = {
             mark.unit: index for index, mark in reversed([*enumerate(of_phase)]) if mark.event == "gather begins"
         }
