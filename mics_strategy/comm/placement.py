@@ -180,6 +180,15 @@ def are_equal(one: DTensor, other: DTensor) -> bool:
     return not mean_over_ranks(torch.tensor(float(differs), device=one.device), one.device_mesh).item()
 
 
+def have_equal_values(tensor: DTensor) -> bool:
+    """Whether a replicated tensor has the values on all ranks that it should have. Collective."""
+    local = full_tensor(tensor).reshape(-1)
+    bounds = torch.cat([local, -local])
+    for dim in range(tensor.device_mesh.ndim):
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, tensor.device_mesh.get_group(dim))
+    return not bool((bounds != torch.cat([local, -local])).logical_and(bounds == bounds).any())
+
+
 def _all_gather(tensor: DTensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     """Gather shards as bytes, since gloo does not support every dtype.
 

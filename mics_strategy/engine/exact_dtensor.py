@@ -18,9 +18,9 @@ Operations that gather are collective. Like every DTensor operation that communi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,7 +29,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from mics_strategy.comm.placement import are_equal, full_tensor, is_replicated, like_tensor, mean_over_ranks
+from mics_strategy.comm.placement import (
+    are_equal,
+    full_tensor,
+    have_equal_values,
+    is_replicated,
+    like_tensor,
+    mean_over_ranks,
+)
+from mics_strategy.engine.gathered_views import GatheredBase, gathered_of, keep_part, version_of
 from mics_strategy.engine.grad_scaler import unscale
 from mics_strategy.engine.op_locality import needs_other_rows
 from mics_strategy.engine.op_schema import is_view, tensors_in, writes_plain, written_arguments, written_by
@@ -104,6 +112,26 @@ class ExactDTensor(DTensor):
     def mics_label(self) -> str:
         """Name of the tensor in errors."""
         return "The tensor"
+
+    @override
+    def backward(self, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients of a loss that was computed of sharded tensors alone. Collective.
+
+        Raises:
+            LifecycleError: Ranks have other losses, of which no mean would be taken.
+        """
+        if gradient is None and not have_equal_values(self):
+            raise LifecycleError(
+                "This loss of sharded tensors alone differs between ranks, perhaps by a factor, and no mean of its "
+                "gradients is taken. Make the factor a tensor (`torch.tensor(factor)`), or compute the loss of "
+                "`parameter.full_tensor()`."
+            )
+        super().backward(gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def apply_(self, function: Callable[[Any], Any]) -> ExactDTensor:
+        """Apply a function of Python to each element. Collective."""
+        self.copy_(self.full_tensor().detach().clone().apply_(function))
+        return self
 
     @override
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -215,59 +243,17 @@ def mean_gradient(grad: torch.Tensor, like: ExactDTensor) -> torch.Tensor:
     return as_exact(cast("DTensor", grad), like.mics_random).redistribute(placements=like.placements)
 
 
-@dataclass(slots=True, eq=False)
-class GatheredBase:
-    """A tensor and its gathered values, of which views were made.
-
-    The views share the memory of `whole`. A write to one of them is copied to this rank's part of the base; a write to
-    the base gathers again, before the next operation on a view.
-
-    Attributes:
-        base: Tensor that the views are of.
-        whole: Its values on this rank, [base.shape].
-        version: Version of the base whose values `whole` holds.
-    """
-
-    base: ExactDTensor
-    whole: torch.Tensor
-    version: tuple[int, int]
-
-    def refresh(self) -> None:
-        """Gather again if the base was written to. Collective if it was."""
-        if self.version != version_of(self.base):
-            self.whole.copy_(full_tensor(self.base))
-            self.version = version_of(self.base)
-
-    def write_back(self) -> None:
-        """Copy this rank's part of `whole` to the base."""
-        keep_part(self.base, self.whole)
-        number, writes = version_of(self.base)
-        self.version = (number + 1, writes)  # torch counts the operation, through the view, when it has ended
-
-
-def version_of(tensor: ExactDTensor) -> tuple[int, int]:
-    """Numbers that grow when a tensor is written to."""
-    number = 0 if tensor.is_inference() else tensor._version
-    return number, 0 if tensor.mics_memory is None else tensor.mics_memory.writes.num
-
-
-def keep_part(tensor: ExactDTensor, whole: torch.Tensor) -> None:
-    """Copy this rank's part of a whole tensor into it. Sends nothing.
-
-    Args:
-        tensor: Tensor that is sharded or replicated, not partial.
-        whole: Its new values, the same on all ranks, [tensor.shape].
-    """
-    replicated = DTensor.from_local(whole, tensor.device_mesh, run_check=False)
-    tensor._local_tensor.copy_(replicated.redistribute(placements=tensor.placements)._local_tensor)
-
-
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on shards if that is possible, else on whole tensors."""
     if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
         return unscale(*args)
     if func is _aten.equal.default and all(isinstance(a, DTensor) for a in args) and args[0]._spec == args[1]._spec:
         return are_equal(*args)
+    if func.namespace == "c10d":
+        raise LifecycleError(
+            f"`{func._schema.name}` got a sharded tensor. Replicas are kept equal, and gradients are means over all "
+            "ranks already: leave the collective out. For one of whole values, pass `tensor.full_tensor()`."
+        )
     if torch.is_inference_mode_enabled() and is_view(func) and not args[0].is_inference():
         with torch.inference_mode(False), torch.no_grad():  # autograd gives a view the version counter of its base
             return _run(func, args, kwargs)
@@ -363,7 +349,9 @@ def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like
     wholes.keep_parts(written_by(func, args, kwargs))
     result = tree_map_only(torch.Tensor, lambda whole: _replicated(whole, like), result)
     if is_view(func):
-        gathered = like.mics_gathered or GatheredBase(like, wholes.of(like), version_of(like))
+        gathered = like.mics_gathered or gathered_of(like) or GatheredBase(like, wholes.of(like), version_of(like))
+        if like.mics_memory is not None:
+            like.mics_memory.gathered = weakref.ref(gathered)
         for view in tensors_in(result):
             view.mics_gathered = gathered
     return result
@@ -417,7 +405,8 @@ class _Wholes:
         if isinstance(tensor, ExactDTensor) and tensor.mics_gathered is not None:
             return tensor._local_tensor
         if id(tensor) not in self._wholes:
-            self._wholes[id(tensor)] = full_tensor(tensor)
+            gathered = gathered_of(tensor)
+            self._wholes[id(tensor)] = full_tensor(tensor) if gathered is None else gathered.whole
         return self._wholes[id(tensor)]
 
     def keep_parts(self, written: Iterator[ExactDTensor]) -> None:

@@ -18,6 +18,7 @@ from mics_strategy.errors import LifecycleError
 
 if TYPE_CHECKING:
     from mics_strategy.engine.exact_dtensor import ExactDTensor
+    from mics_strategy.engine.gathered_views import GatheredBase
 
 
 @dataclass(slots=True)
@@ -35,12 +36,14 @@ class TensorMemory:
         writes: Count of writes to it, and to what else the engine counts with it.
         finish: Ends pending reductions into a gradient, before it is read. Collective.
         has_lost_graph: Whether the backward that filled it had `create_graph=True`: reductions are not differentiable.
+        gathered: Returns the gathered values that views of it share, or None.
         shared: Living aliases and views, by id; not the engine's own tensor.
     """
 
     writes: WriteCount = field(default_factory=WriteCount)
     finish: Callable[[], None] | None = None
     has_lost_graph: bool = False
+    gathered: Callable[[], GatheredBase | None] = lambda: None
     shared: WeakValueDictionary[int, ExactDTensor] = field(default_factory=WeakValueDictionary)
 
     def before_read(self) -> None:

@@ -48,14 +48,20 @@ class OwnedBucket:
 
 
 def assign_owners_by_bucket(
-    buckets: list[Bucket], selected: set[ShardedParameter], owner_bytes: list[int]
+    buckets: list[Bucket],
+    selected: set[ShardedParameter],
+    owner_bytes: list[int],
+    owners: dict[ShardedParameter, int],
 ) -> list[OwnedBucket]:
     """Assign owners to the selected parameters of `buckets`.
+
+    A parameter of an earlier optimizer keeps its owner: states may be loaded from that one.
 
     Args:
         buckets: Buckets in the order that all ranks share.
         selected: Parameters to update as whole tensors.
         owner_bytes: Bytes that each rank of the optimizer scope owns already. Updated in place.
+        owners: Owners of parameters. Updated in place.
 
     Returns:
         The buckets that hold a selected parameter, with those parameters only.
@@ -64,16 +70,15 @@ def assign_owners_by_bucket(
     members_by_bucket = [
         [parameter for parameter in bucket.sharded_params if parameter in selected] for bucket in buckets
     ]
-    owners = iter(
-        assign_owners([p.numel() * p.element_size() for members in members_by_bucket for p in members], owner_bytes)
-    )
+    new = [parameter for members in members_by_bucket for parameter in members if parameter not in owners]
+    owners.update(zip(new, assign_owners([p.numel() * p.element_size() for p in new], owner_bytes), strict=True))
     return [
         OwnedBucket(
             name=bucket.spec.name,
             parameters=tuple(members),
             assignment=OwnerAssignment(
                 param_slices=tuple(parameter.mics_slice for parameter in members),
-                owners=tuple(next(owners) for _ in members),
+                owners=tuple(owners[parameter] for parameter in members),
                 ranks=len(owner_bytes),
             ),
         )

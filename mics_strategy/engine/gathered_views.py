@@ -1,0 +1,73 @@
+"""Views of gathered rows, which write to the sharded tensor that they are of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mics_strategy.comm.placement import full_tensor
+
+if TYPE_CHECKING:
+    from mics_strategy.engine.exact_dtensor import ExactDTensor
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class GatheredBase:
+    """A tensor and its gathered values, of which views were made.
+
+    The views share the memory of `whole`. A write to one of them is copied to this rank's part of the base; a write to
+    the base gathers again, before the next operation on a view.
+
+    Attributes:
+        base: Tensor that the views are of.
+        whole: Its values on this rank, [base.shape].
+        version: Version of the base whose values `whole` holds.
+    """
+
+    base: ExactDTensor
+    whole: torch.Tensor
+    version: tuple[int, int]
+
+    def refresh(self) -> None:
+        """Gather again if the base was written to. Collective if it was."""
+        if self.version != version_of(self.base):
+            self.whole.copy_(full_tensor(self.base))
+            self.version = version_of(self.base)
+
+    def write_back(self) -> None:
+        """Copy this rank's part of `whole` to the base."""
+        keep_part(self.base, self.whole)
+        number, writes = version_of(self.base)
+        self.version = (number + 1, writes)  # torch counts the operation, through the view, when it has ended
+
+
+def gathered_of(tensor: DTensor) -> GatheredBase | None:
+    """The gathered values that views of the tensor share, or of an alias of it; None if there are no such views."""
+    memory = getattr(tensor, "mics_memory", None)
+    gathered = None if memory is None else memory.gathered()
+    if gathered is None or gathered.base._local_tensor.data_ptr() != tensor._local_tensor.data_ptr():
+        return None
+    if gathered.base._spec != tensor._spec:
+        return None
+    gathered.refresh()
+    return cast("GatheredBase", gathered)
+
+
+def version_of(tensor: ExactDTensor) -> tuple[int, int]:
+    """Numbers that grow when a tensor is written to."""
+    number = 0 if tensor.is_inference() else tensor._version
+    return number, 0 if tensor.mics_memory is None else tensor.mics_memory.writes.num
+
+
+def keep_part(tensor: ExactDTensor, whole: torch.Tensor) -> None:
+    """Copy this rank's part of a whole tensor into it. Sends nothing.
+
+    Args:
+        tensor: Tensor that is sharded or replicated, not partial.
+        whole: Its new values, the same on all ranks, [tensor.shape].
+    """
+    replicated = DTensor.from_local(whole, tensor.device_mesh, run_check=False)
+    tensor._local_tensor.copy_(replicated.redistribute(placements=tensor.placements)._local_tensor)
