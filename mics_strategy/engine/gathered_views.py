@@ -33,6 +33,7 @@ class GatheredBase:
 
     def refresh(self) -> None:
         """Gather again if the base was written to. Collective if it was."""
+        self.base.mics_before_read()
         if self.version != version_of(self.base):
             self.whole.copy_(full_tensor(self.base))
             self.version = version_of(self.base)

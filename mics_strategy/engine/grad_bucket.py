@@ -377,6 +377,7 @@ class GradBucket:
                     if isinstance(stored, ExactDTensor) and stored._spec == exposed._spec:
                         memory.give(stored, exposed)  # more is added to it, as autograd would
                 memory.finish = parameter.mics_link.finish_gradients
+                memory.writes.num += 1
                 parameter.raw_grad = exposed
 
     def zero_grad(self, position: int) -> None:

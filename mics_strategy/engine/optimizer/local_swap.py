@@ -65,6 +65,19 @@ class _SwappedParam:
             self.shown_grad = grad._local_tensor if isinstance(grad, DTensor) else grad  # `to_local` costs more
             self.local.grad = self.shown_grad
 
+    def copy_aliases(self, state: dict[Any, Any]) -> None:
+        """Copy states that are the gradient itself, or values that ``parameter.data = ...`` has replaced.
+
+        ``state["previous"] = parameter.grad`` keeps it in torch, but the engine writes to this memory again.
+        """
+        grad = self.local.grad
+        written = {0 if grad is None else grad.data_ptr()}
+        if self.local.data_ptr() != self.storage.data_ptr():
+            written.add(self.storage.data_ptr())
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.data_ptr() in written:
+                state[key] = value.clone()
+
     def swap_grad_out(self) -> None:
         """Set the gradient to that of the local tensor if this is another one, or None.
 
@@ -221,9 +234,11 @@ class LocalParamSwap:
         states = self._optimizer.state
         with fast_attributes():
             for param in self._params.values():
+                state = states.pop(param.local, None)
+                if state is not None:
+                    param.copy_aliases(state)
                 param.swap_grad_out()
                 param.restore_storage()
-                state = states.pop(param.local, None)
                 if state is not None:
                     param.wrap(state)
                     states[param.sharded] = state
