@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from mics_strategy.comm.placement import full_tensor
 from mics_strategy.engine.optimizer.locality import UpdateLocality, locality_by_group
 from mics_strategy.engine.parameter import fast_attributes
 from mics_strategy.errors import ConfigError, LifecycleError
@@ -95,11 +96,17 @@ class _SwappedParam:
             self.local.data = self.storage
 
     def unwrap(self, state: dict[Any, Any]) -> None:
-        """Replace DTensors by their local tensors, in place."""
+        """Replace DTensors by their local tensors, in place, and whole tensors that a script has set by their rows."""
+        sharded = self.sharded
         for key, value in state.items():
-            if isinstance(value, DTensor):
+            if isinstance(value, DTensor) and (value.placements == sharded.placements or not value.dim()):
                 self.states[key] = value
                 state[key] = value._local_tensor
+            elif (
+                self.owner is None and isinstance(value, torch.Tensor) and value.shape == sharded.shape and value.dim()
+            ):
+                whole = full_tensor(value) if isinstance(value, DTensor) else value
+                state[key] = sharded.mics_slice.narrow(whole, sharded.mics_index).clone()
 
     def wrap(self, state: dict[Any, Any]) -> None:
         """Replace local tensors by DTensors like the parameter, in place.
