@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from mics_strategy.comm.forks import check_not_forked
+
 if TYPE_CHECKING:
     from mics_strategy.comm.communicator import AnyCommunicator
 
@@ -156,6 +158,7 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
     if tensor.device.type != "cpu" or is_partial or len(shardings) != 1:
         replicated = DTensor.redistribute(tensor, placements=[Replicate()] * tensor.device_mesh.ndim)
         return DTensor.to_local(replicated)
+    check_not_forked()
     ((mesh_dim, placement),) = shardings
     return _all_gather(tensor, tensor.device_mesh.get_group(mesh_dim), placement.dim)
 
@@ -167,6 +170,7 @@ def mean_over_ranks(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
     Cost: an all-reduce of the tensor over each axis of the mesh.
     """
+    check_not_forked()
     total = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     total.copy_(tensor).div_(mesh.size())  # a gradient may have no memory (autograd's zeros) or expanded dimensions
     for dim in range(mesh.ndim):
@@ -182,6 +186,7 @@ def are_equal(one: DTensor, other: DTensor) -> bool:
 
 def have_equal_values(tensor: DTensor) -> bool:
     """Whether a replicated tensor has the values on all ranks that it should have. Collective."""
+    check_not_forked()
     local = full_tensor(tensor).reshape(-1)
     bounds = torch.cat([local, -local])
     for dim in range(tensor.device_mesh.ndim):

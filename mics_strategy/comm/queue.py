@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from mics_strategy.comm.forks import check_not_forked
 from mics_strategy.comm.work import BackendWork, Steps, Work
 
 if TYPE_CHECKING:
@@ -369,6 +370,7 @@ class CollectiveQueue(ABC):
 
     def next_op(self, kind: str, label: str, numel: int, dtype: torch.dtype) -> OpRequest:
         """Add the next collective to the fingerprints, and give it a tag."""
+        check_not_forked()
         for transport in self._binding.transports:
             transport.fingerprint.update(label)
         count = self._binding.transports[0].fingerprint.count

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
+from mics_strategy.comm.forks import check_not_forked
 from mics_strategy.comm.placement import (
     are_equal,
     full_tensor,
@@ -325,6 +326,7 @@ def _run_on_shards(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], lik
     shard_args, shard_kwargs = tree_map_only(ExactDTensor, as_torch_dtensor, (args, kwargs))
     result = func(*shard_args, **shard_kwargs)
     if isinstance(result, DTensor) and any(placement.is_partial() for placement in result.placements):
+        check_not_forked()
         placements = [Replicate() if placement.is_partial() else placement for placement in result.placements]
         result = result.redistribute(placements=placements)
     result = tree_map_only(DTensor, lambda tensor: as_exact(tensor, like.mics_random), result)
