@@ -208,6 +208,14 @@ def gradients_are_read_by_another_name(model: Model) -> None:
     kept["layers.2.bias"].mul_(kept["layers.0.weight"].abs().max())
 
 
+def penalties_of_parameters_alone_are_added(model: Model) -> None:
+    """Of extreme values, which some ranks do not have, and of a mean over rows that are cut unevenly."""
+    weight, bias = model.layers[0].weight, model.layers[2].bias
+    penalty = weight.abs().amax() + weight.norm(float("inf")) + bias.amin() + bias.max() + model.scale.amax()
+    (penalty + nn.functional.mse_loss(weight, torch.zeros_like(weight))).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=float("inf"))
+
+
 def gradients_are_projected(model: Model) -> None:
     first, second = model.layers[0].weight.grad, model.layers[2].weight.grad
     flat = torch.cat([first.flatten(), second.flatten()])
@@ -216,6 +224,21 @@ def gradients_are_projected(model: Model) -> None:
     mask = torch.arange(first.numel(), dtype=first.dtype).view(first.shape) % 2
     first.mul_(mask)  # plain, the same on all ranks
     second[second.abs().max(dim=0).indices[0]].neg_()
+
+
+@torch.no_grad()
+def several_views_are_written_at_once(model: Model) -> None:
+    weight = model.layers[0].weight
+    torch._foreach_mul_([weight[0], weight[1], weight[3:5]], 0.5)
+    model.head.weight.data.apply_(lambda value: value / 2 if value > 0 else value)
+
+
+@torch.inference_mode()
+def values_are_written_in_inference_mode(model: Model) -> None:
+    state = {name: whole(value).clone() for name, value in model.state_dict().items()}
+    model.layers[0].weight[2].mul_(0.5)
+    model.head.weight.data.add_(state["head.weight"], alpha=0.1)
+    model.layers[2].load_state_dict({"weight": state["layers.2.weight"] * 0.9, "bias": state["layers.2.bias"]})
 
 
 @torch.no_grad()
@@ -247,6 +270,7 @@ BEFORE_STEPS = (
     results_of_whole_tensors_are_set,
     gradients_are_kept_across_a_second_backward,
     gradients_are_read_by_another_name,
+    penalties_of_parameters_alone_are_added,
     gradients_are_projected,
 )
 AFTER_STEPS = (
@@ -259,6 +283,8 @@ AFTER_STEPS = (
     small_values_are_pruned,
     average_is_kept_and_used,
     averages_are_put_in_and_weights_back,
+    several_views_are_written_at_once,
+    values_are_written_in_inference_mode,
 )
 Loop = tuple[Callable[[Model, Tensor], Tensor], Callable[[Model], None] | None, Callable[[Model], None] | None]
 LOOPS: dict[str, Loop] = {

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -210,6 +211,21 @@ def saved_whole(ctx: RankContext) -> None:
     torch.save({"model": _mlp()}, ctx.tmp_path / "model.pt")
 
 
+def reduced_by_hand(ctx: RankContext) -> None:
+    model = _mlp()
+    model[0](torch.ones(2, model[0].in_features)).sum().backward()
+    dist.all_reduce(model[0].weight.grad)
+
+
+def gathered_by_hand(ctx: RankContext) -> None:
+    weight = _mlp()[0].weight
+    dist.all_gather([torch.empty(weight.shape) for _ in range(ctx.world_size)], weight.data)
+
+
+def other_factor_of_a_penalty(ctx: RankContext) -> None:
+    (_mlp()[0].weight.square().sum() * (1 + ctx.rank)).backward()
+
+
 def part_copied(ctx: RankContext) -> None:
     copy.deepcopy(_mlp()[2])
 
@@ -401,6 +417,9 @@ REFUSED: list[tuple[Job, type[MiCSError], str]] = [
     (gradient_hook_after, LifecycleError, r"hook on the sharded parameter `0.weight` would never run"),
     (accumulated_hook_after, LifecycleError, r"would never run"),
     (deep_copy, LifecycleError, r"cannot be pickled or copied.*`full_state_dict"),
+    (reduced_by_hand, LifecycleError, r"`c10d::allreduce_` got a sharded tensor.*leave the collective out"),
+    (gathered_by_hand, LifecycleError, r"`c10d::allgather_` got a sharded tensor.*`tensor.full_tensor\(\)`"),
+    (other_factor_of_a_penalty, LifecycleError, r"differs between ranks.*`torch.tensor\(factor\)`"),
     (part_copied, LifecycleError, r"cannot be (pickled or copied|deep-copied)"),
     (pickled, LifecycleError, r"cannot be pickled or copied"),
     (saved_whole, LifecycleError, r"cannot be pickled or copied"),

@@ -36,6 +36,23 @@ class NewData(Simple):
         p.data = p.data - group["lr"] * p.grad
 
 
+class KeepingGradients(Simple):
+    """Keeps the gradient itself until the next step, as diffGrad does."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        previous = self.state[p].get("previous", p.grad)
+        p.add_((p.grad - previous).sigmoid() * p.grad, alpha=-group["lr"])
+        self.state[p]["previous"] = p.grad
+
+
+class KeepingValues(Simple):
+    """Keeps the values of the step before, by replacing them."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        before = self.state[p].get("before", p.data)
+        self.state[p]["before"], p.data = p.data, p.data - group["lr"] * p.grad + 0.5 * (p.data - before)
+
+
 class Freeing(Simple):
     """Drops each gradient that it has used."""
 
@@ -110,6 +127,8 @@ def saved_after_raising(loop: Loop) -> Seen:
 BODIES: dict[str, Body] = {
     "states that are rebound": partial(stepping, make=Rebinding, zeroes=True),
     "new memory": partial(stepping, make=NewData, zeroes=True),
+    "gradients kept": partial(stepping, make=KeepingGradients, zeroes=True),
+    "values kept": partial(stepping, make=KeepingValues, zeroes=True),
     "gradients dropped": partial(stepping, make=Freeing, zeroes=False),
     "gradients dropped by a subclass": partial(stepping, make=partial(FreeingAfterwards, lr=0.1), zeroes=False),
     "after a step that raised": partial(after_raising, zeroes_first=False),

@@ -105,3 +105,25 @@ def adopt_after_steps(ctx: RankContext, config: ShardConfig, make: Make) -> dict
 def test_adopted_states_go_to_the_owners(ranks: RankPool) -> None:
     found = ranks(4, adopt_after_steps, layout("zero3"), adafactor)
     assert_same(found[1], plain_with(Run(case=models.transformer, config=layout()), 4, adafactor), 1e-5)
+
+
+def go_on_with_another(ctx: RankContext, config: ShardConfig, make: Make) -> dict[str, Tensor]:
+    """Another optimizer of the same model takes over the states of the first."""
+    forget_meshes()
+    case = models.transformer()
+    model = case.build()
+    shard(model, config, units=case.units)
+    optimizer = make(list(model.parameters()))
+    for step in range(3):
+        case.loss(model, case.batch(step, 0, ctx.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step < 2:
+            state, optimizer = optimizer.state_dict(), make(list(model.parameters()))
+            optimizer.load_state_dict(state)
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def test_a_second_optimizer_has_the_owners_of_the_first(ranks: RankPool) -> None:
+    found = ranks(4, go_on_with_another, layout("zero3"), adafactor)
+    assert_same(found[1], plain_with(Run(case=models.transformer, config=layout()), 4, adafactor), 1e-5)
