@@ -236,7 +236,7 @@ class _WholeState:
         self._registered = registered
 
     def state_dict(self) -> Any:
-        return whole_tensors(self._registered.state_dict())
+        return whole_tensors(self._registered.state_dict)
 
 
 def patch_constructor(choose: Callable[[type[Any], tuple[Any, ...], dict[str, Any]], type[Any]]) -> None:

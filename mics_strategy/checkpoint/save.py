@@ -127,7 +127,7 @@ def save_checkpoint(
     sharded.synchronize_buffers()
     check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # otherwise a name may have no writer
     planner = _on_all_ranks(lambda: _make_planner(sharded, optimizers, model_state, asynchronous))
-    whole_extra = whole_tensors(dict(extra or {}))
+    whole_extra = whole_tensors(lambda: dict(extra or {}))
     rank_extra = _on_all_ranks(lambda: _copy_extra(whole_extra, asynchronous))
     check_replica_counts(planner, sharded.index)
     draft, target = begin(path)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
+from mics_strategy.comm.consensus import gather_objects, run_and_gather, run_on_all_ranks
 from mics_strategy.comm.placement import full_tensor
 from mics_strategy.engine.optimizer.kinds import check_same_kind
 from mics_strategy.engine.optimizer.quantized import concat_quantized, is_quantized, slice_quantized, to_local
@@ -47,16 +47,24 @@ def full_state_dict(model: nn.Module) -> StateDict:
     return result if dist.get_rank() == 0 else {}
 
 
-def whole_tensors(state: Any) -> Any:
+def whole_tensors(make_state: Callable[[], Any]) -> Any:
     """Nested containers with whole tensors in place of sharded ones, on rank 0's CPU. Collective.
 
     Args:
-        state: State that a script saves beside model and optimizers: averages of weights, for example.
+        make_state: Returns the state that a script saves beside model and optimizers: averages of weights, for example.
 
     Raises:
-        CheckpointError: Ranks pass different numbers of sharded tensors. Raised on every rank.
+        CheckpointError: Ranks have different numbers of sharded tensors, or `make_state` raised on another rank. Raised
+            on every rank.
     """
-    nums = gather_objects(sum(isinstance(leaf, DTensor) for leaf in tree_leaves(state)))
+
+    def count() -> tuple[Any, int]:
+        state = make_state()
+        return state, sum(isinstance(leaf, DTensor) for leaf in tree_leaves(state))
+
+    if not dist.is_initialized():  # nothing is sharded
+        return make_state()
+    state, nums = run_and_gather(count, CheckpointError, "whole_tensors")
     if len(set(nums)) > 1:
         raise CheckpointError(
             f"The state to save holds {min(nums)} sharded tensors on one rank and {max(nums)} on another. They are "

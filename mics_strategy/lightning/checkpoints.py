@@ -146,7 +146,7 @@ class TrainerCheckpointMixin(RandomStatesMixin, CheckpointFileMixin):
         if "optimizer_states" in checkpoint:
             self.sharded.warn_pending_gradients()
             checkpoint = {**checkpoint, RNG_KEY: self.random_states()}
-        self.write_file(whole_tensors(checkpoint), path, storage_options)
+        self.write_file(whole_tensors(lambda: checkpoint), path, storage_options)
 
     def _save_shards(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
         """Save on all ranks; the state dict is taken as the hooks have changed it."""

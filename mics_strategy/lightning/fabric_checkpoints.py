@@ -94,8 +94,9 @@ class FabricCheckpointMixin(CheckpointFileMixin):
         if self._state_dict_type == "sharded":
             self._save_folder(path, state, storage_options, filters)
             return
-        full_state = whole_tensors({key: self._whole(value) for key, value in state.items()})
-        self.write_file(_filtered(full_state, filters), path, storage_options)
+        states = {key: self._whole(value) for key, value in state.items()}
+        full_state = whole_tensors(lambda: _filtered(states, filters))
+        self.write_file(full_state, path, storage_options)
 
     def _whole(self, value: Any) -> Any:
         """Return the state of one object, full on rank 0. Collective."""

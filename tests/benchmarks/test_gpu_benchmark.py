@@ -257,7 +257,7 @@ def test_times_on_the_device_say_what_was_hidden() -> None:
         *(("forward ends", "a", 4.0), ("forward begins", "b", 5.0), ("forward ends", "b", 6.0)),
     ]
     backward = [
-        *(("backward begins", "b", 7.0), ("backward begins", "a", 9.0)),
+        *(("backward begins", "b", 7.0), ("backward ends", "b", 9.0), ("backward begins", "a", 9.0)),
         *(("gather begins", "a", 9.0), ("gather ends", "a", 10.0)),
     ]
     first, second = overlap_rows([Mark(*each) for each in (*forward, *backward)], Streamed())

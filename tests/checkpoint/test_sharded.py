@@ -344,6 +344,24 @@ def test_names_that_not_all_ranks_have_are_refused(ranks: RankPool, tmp_path: Pa
     )
 
 
+def save_averages(ctx: RankContext, path: Path, on_all_ranks: bool) -> None:
+    training = start(ctx, run_of("mics"))
+    average = {name: parameter.detach().clone() for name, parameter in training.model.named_parameters()}
+    extra = {"average": average if on_all_ranks or ctx.rank == 0 else {}}
+    save_checkpoint(path, training.sharded, extra=extra, asynchronous=on_all_ranks)
+    finish_saves(training.sharded)
+    loaded = load_checkpoint(path, training.sharded)["average"]
+    for name, value in average.items():
+        assert torch.equal(loaded[name], value.full_tensor())
+
+
+def test_sharded_extras_are_saved_whole_and_passed_by_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, save_averages, tmp_path / "one", True)
+    raises_on_every_rank(
+        lambda: ranks(2, save_averages, tmp_path / "two", False), CheckpointError, "pass the same state on all ranks"
+    )
+
+
 def save_what_cannot_be_pickled(ctx: RankContext, path: Path) -> None:
     training = start(ctx, run_of("mics"))
     extra = {"hook": lambda: None} if ctx.rank == 0 else {}

@@ -190,31 +190,37 @@ def _address(leaf: object) -> int:
 
 @_quiet()
 def sweep_gradients(ctx: RankContext, preset: str, every: int) -> Found:
-    """Each operator in a loss in which every rank weighs its results differently."""
+    """Each operator in a loss in which every rank weighs its results differently, and in one of parameters alone."""
     chosen = samples(every, in_place=False, differentiable=True)
     model = Holder(chosen)
     shard(model, ShardConfig.preset(preset))
     found = Found()
     for sample, parameter in zip(chosen, model.held, strict=True):
-        plain = sample.values.clone().requires_grad_()
-        losses = [_weighted(sample.on(plain), rank) for rank in range(ctx.world_size)]
-        if not isinstance(losses[0], Tensor):
-            continue  # it has no differentiable result
-        (sum(losses) / ctx.world_size).backward()
-        try:
-            _weighted(sample.on(parameter), ctx.rank).backward()
-            is_right = _equal(parameter.grad, plain.grad)
-        except (MiCSError, RuntimeError, NotImplementedError) as error:
-            found.refused[sample.name] = f"{type(error).__name__}: {error}"
-            continue
-        found.num_right += is_right
-        if not is_right:
-            found.wrong.append(f"gradient of {sample.name} {tuple(plain.shape)}")
+        for is_alone in (False, True):
+            plain = sample.values.clone().requires_grad_()
+            ranks = [None] if is_alone else [*range(ctx.world_size)]
+            losses = [_weighted(sample.on(plain), rank) for rank in ranks]
+            if not isinstance(losses[0], Tensor):
+                continue  # it has no differentiable result
+            (sum(losses) / len(losses)).backward()
+            parameter.grad = None
+            try:
+                _weighted(sample.on(parameter), None if is_alone else ctx.rank).backward()
+                is_right = _equal(parameter.grad, plain.grad)
+            except (MiCSError, RuntimeError, NotImplementedError) as error:
+                found.refused[sample.name] = f"{type(error).__name__}: {error}"
+                continue
+            found.num_right += is_right
+            if not is_right:
+                found.wrong.append(f"gradient of {sample.name} {tuple(plain.shape)}{' alone' * is_alone}")
     return found
 
 
-def _weighted(result: Any, rank: int) -> Any:
-    generator = torch.Generator().manual_seed(rank)
+def _weighted(result: Any, rank: int | None) -> Any:
+    """The sum of results times random numbers of a rank; without a rank, of their squares."""
+    generator = torch.Generator().manual_seed(rank or 0)
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
     real = [leaf for leaf in outputs if leaf.is_floating_point()]
+    if rank is None:
+        return sum(leaf.square().sum() for leaf in real)
     return sum((leaf * torch.randn(leaf.shape, dtype=leaf.dtype, generator=generator)).sum() for leaf in real)

@@ -1,6 +1,7 @@
 """Uses of a sharded parameter's gradient other than stepping on it."""
 
 import copy
+import os
 import pickle
 import warnings
 
@@ -120,3 +121,34 @@ def _in_a_loss(ctx: RankContext) -> None:
 
 def test_a_gradient_whose_graph_is_lost_is_refused_in_a_loss(ranks: RankPool) -> None:
     raises_on_every_rank(lambda: ranks(2, _in_a_loss), LifecycleError, "create_graph=True.*full_tensor")
+
+
+def _in_a_child(ctx: RankContext, what: str) -> None:
+    _, sharded = _trained()
+    uses = {"forward": lambda: sharded(torch.ones(2, 3)), "norm": lambda: sharded[0].weight.norm()}
+    with torch.no_grad():
+        sharded[0].weight.mul_(2)  # so that a forward gathers
+    child = os.fork()
+    if child == 0:
+        try:
+            uses[what]()
+        except LifecycleError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert sharded(torch.ones(2, 3)).isfinite().all()
+
+
+@pytest.mark.parametrize("what", ["forward", "norm"])
+def test_a_forked_child_is_refused_instead_of_waiting_for_ever(ranks: RankPool, what: str) -> None:
+    ranks(2, _in_a_child, what)
+
+
+def _swapped(ctx: RankContext) -> None:
+    _, sharded = _trained()
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(sharded[0].weight, sharded[1].weight)
+
+
+def test_parameters_are_not_swapped_in_silence(ranks: RankPool) -> None:
+    ranks(2, _swapped)

@@ -20,7 +20,7 @@ RESHAPES = {
     "squeeze",
 }
 REFUSED = RESHAPES | {"stft", "nanquantile", "nn.functional.dropout3d_"}  # which use one of them inside
-REFUSED_IN_BACKWARDS = {"cumprod", "nanquantile", "stft"}  # written for this rank's gradient
+REFUSED_IN_BACKWARDS = {"cumprod", "nanquantile", "nn.functional.pad", "stft"}  # written for this rank's gradient
 
 
 def _check(found: list[Found], refused: set[str], least: int) -> None:

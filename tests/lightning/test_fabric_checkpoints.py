@@ -392,6 +392,22 @@ def _asynchronous(ctx: RankContext) -> None:
     assert_same(values(model), expected, tolerance=0)
 
 
+def _averaged(ctx: RankContext, kind: str) -> None:
+    fabric, state = _ready(ctx, kind)
+    model = state["net"]
+    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    fabric.save(ctx.tmp_path / "saved", {**state, "average": average})
+    loaded = {**state, "average": None}
+    fabric.load(ctx.tmp_path / "saved", loaded)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded["average"][name], parameter.full_tensor())
+
+
+@pytest.mark.parametrize("kind", ["mics", "sharded"])
+def test_sharded_tensors_beside_a_model_are_saved_whole(ranks: RankPool, kind: str) -> None:
+    run(ranks, 2, _averaged, kind)
+
+
 def test_before_launch_lightning_says_what_to_call(tmp_path: Path) -> None:
     fabric, path = Fabric(accelerator="cpu", devices=1, strategy="mics"), tmp_path / "plain.ckpt"
     with pytest.raises(RuntimeError, match=r"you must call `.launch\(\)`"):
