@@ -17,7 +17,7 @@ MAX_ATTRIBUTES = 15
 # Tables of fields: what a user may set, what Lightning has.
 HAVE_MORE_ATTRIBUTES = ("ShardConfig", "TrainerConfig", "Framework")
 MAX_FIRST_LINE = 80  # of a docstring, without quotes and indentation
-MAX_CHAIN = 16  # modules that an import loads one after the other
+MAX_CHAIN = 17  # modules that an import loads one after the other
 
 # A module may import its own layer and those above it in this table. The longest prefix counts;
 # "" is mics_strategy/__init__.py. `config` stands with the pure files: it holds a Topology.
@@ -45,8 +45,8 @@ PLANNER_IMPORTED_BY = (  # the engine, for "auto" only
     *("planner", "cli", "calibrate_cli", "estimate_cli", "run", "engine.setup.resolve"),
 )
 # These folders may import the package's public names (mics_strategy itself) and their framework.
-# One way to raise on all ranks together, and one meaning of mixed precision.
-ADAPTERS_MAY_IMPORT = ("checkpoint.random_states", "comm.consensus", "mixed_precision")
+# One way to raise on all ranks together, to save sharded tensors, and one meaning of mixed precision.
+ADAPTERS_MAY_IMPORT = ("checkpoint.random_states", "checkpoint.whole_tensors", "comm.consensus", "mixed_precision")
 FRAMEWORKS = {
     "lightning": ("lightning", "pytorch_lightning", "lightning_fabric"),
     "accelerate": ("accelerate", "transformers"),

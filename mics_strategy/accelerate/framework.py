@@ -34,7 +34,7 @@ from typing_extensions import override
 from mics_strategy import ConfigError
 from mics_strategy.accelerate import launch
 from mics_strategy.accelerate.plugin import MiCSPlugin
-from mics_strategy.engine.state_dict import whole_tensors
+from mics_strategy.checkpoint.whole_tensors import whole_tensors
 
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
 _IMPORTERS = ("accelerate.utils.fsdp_utils", "accelerate.utils", "accelerate.accelerator", "transformers.trainer")
@@ -222,7 +222,7 @@ def with_own_checkpoint_paths(accelerator: Any) -> Iterator[None]:
 
 @contextmanager
 def with_whole_custom_states(accelerator: Any) -> Iterator[None]:
-    """Save whole tensors in place of sharded ones in what `register_for_checkpointing` was given."""
+    """Save whole tensors, not shards, of what was registered for checkpointing."""
     custom = accelerator._custom_objects
     accelerator._custom_objects = [_WholeState(registered) for registered in custom]
     try:

@@ -22,8 +22,9 @@ from torch.optim import Optimizer
 from torch.serialization import get_safe_globals
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mics_strategy.comm.placement import is_sharded
 from mics_strategy.engine.optimizer.quantized import is_quantized, requantize_like, to_local
-from mics_strategy.engine.parameter import ShardedParameter, is_sharded
+from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import CheckpointError
 
 KEY = "kept"

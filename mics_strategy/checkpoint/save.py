@@ -32,8 +32,8 @@ from mics_strategy.checkpoint.references import references_of
 from mics_strategy.checkpoint.save_planner import HostCopyPool, ShardedSavePlanner, check_replica_counts
 from mics_strategy.checkpoint.shard_report import ShardReport, StoreChannel
 from mics_strategy.checkpoint.state import SOLE, Optimizers, by_key, local_state
+from mics_strategy.checkpoint.whole_tensors import whole_tensors
 from mics_strategy.comm.consensus import check_same_keys_across_ranks, gather_objects, run_on_all_ranks
-from mics_strategy.engine.state_dict import whole_tensors
 from mics_strategy.errors import CheckpointError, MiCSError
 from mics_strategy.version import package_version
 
@@ -109,7 +109,7 @@ def save_checkpoint(
         sharded: Model.
         optimizers: Optimizers, in order or by key, as for loading. Random states are saved only with optimizers.
         extra: Other state of rank 0, such as schedulers, counters or the position in the data. Plain data and tensors
-            load without running code. Sharded tensors become whole ones; then all ranks must pass them.
+            load without running code. Sharded tensors, which all ranks must pass, become whole ones.
         model_state: State dict that replaces the model's own, such as a part of it, with equal names on all ranks.
         asynchronous: Return when everything is copied, and write in the background.
 
@@ -121,14 +121,14 @@ def save_checkpoint(
 
     Cost:
         Disk: with error feedback also every rank's residuals. If asynchronous, host memory for a copy of what this rank
-        writes: about 1 / world_size of the state. For quantized states, it also holds the values. The memory is reused.
+        writes, which is used again: about 1 / world_size of the state, and the values of quantized states.
     """
     finish_saves(sharded)
     sharded.synchronize_buffers()
     check_same_keys_across_ranks("The names in `model_state`", model_state or ())  # otherwise a name may have no writer
     planner = _on_all_ranks(lambda: _make_planner(sharded, optimizers, model_state, asynchronous))
-    whole_extra = whole_tensors(lambda: dict(extra or {}))
-    rank_extra = _on_all_ranks(lambda: _copy_extra(whole_extra, asynchronous))
+    whole = whole_tensors(lambda: dict(extra or {}))
+    whole = _on_all_ranks(lambda: _copy_extra(whole, asynchronous))
     check_replica_counts(planner, sharded.index)
     draft, target = begin(path)
     job = _SaveJob(
@@ -136,13 +136,12 @@ def save_checkpoint(
         path=target,
         planner=planner,
         manifest=_manifest_of(sharded, optimizers),
-        extra=rank_extra if dist.get_rank() == 0 else {},
+        extra=whole if dist.get_rank() == 0 else {},
         channel=StoreChannel(dist.distributed_c10d._get_default_store(), draft.name, dist.get_rank()),
         previous_channel=_channels.get(sharded),
         rank=dist.get_rank(),
     )
-    _channels[sharded] = job.channel
-    pending = PendingSave(target)
+    _channels[sharded], pending = job.channel, PendingSave(target)
     if asynchronous:
         _pending[sharded] = pending
         threading.Thread(target=pending.run, args=(job.write,), name=f"save {target.name}").start()

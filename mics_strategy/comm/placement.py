@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from mics_strategy.comm.forks import check_not_forked
-
 if TYPE_CHECKING:
     from mics_strategy.comm.communicator import AnyCommunicator
 
@@ -130,6 +128,11 @@ def is_replicated(tensor: DTensor) -> bool:
     return all(placement.is_replicate() for placement in tensor.placements)
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether ranks hold different parts of a tensor."""
+    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+
+
 def like_tensor(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor of the shape and placements of `like`, with local part `local`."""
     return DTensor.from_local(
@@ -158,7 +161,6 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
     if tensor.device.type != "cpu" or is_partial or len(shardings) != 1:
         replicated = DTensor.redistribute(tensor, placements=[Replicate()] * tensor.device_mesh.ndim)
         return DTensor.to_local(replicated)
-    check_not_forked()
     ((mesh_dim, placement),) = shardings
     return _all_gather(tensor, tensor.device_mesh.get_group(mesh_dim), placement.dim)
 
@@ -170,7 +172,6 @@ def mean_over_ranks(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
     Cost: an all-reduce of the tensor over each axis of the mesh.
     """
-    check_not_forked()
     total = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     total.copy_(tensor).div_(mesh.size())  # a gradient may have no memory (autograd's zeros) or expanded dimensions
     for dim in range(mesh.ndim):
@@ -185,8 +186,7 @@ def are_equal(one: DTensor, other: DTensor) -> bool:
 
 
 def have_equal_values(tensor: DTensor) -> bool:
-    """Whether a replicated tensor has the values on all ranks that it should have. Collective."""
-    check_not_forked()
+    """Whether a replicated tensor is the same on all ranks. Collective."""
     local = full_tensor(tensor).reshape(-1)
     bounds = torch.cat([local, -local])
     for dim in range(tensor.device_mesh.ndim):

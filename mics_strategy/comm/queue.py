@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from mics_strategy.comm.forks import check_not_forked
+from mics_strategy.comm.process import check_not_forked
 from mics_strategy.comm.work import BackendWork, Steps, Work
 
 if TYPE_CHECKING:

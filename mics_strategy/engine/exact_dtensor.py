@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from mics_strategy.comm.forks import check_not_forked
 from mics_strategy.comm.placement import (
     are_equal,
     full_tensor,
@@ -38,6 +37,7 @@ from mics_strategy.comm.placement import (
     like_tensor,
     mean_over_ranks,
 )
+from mics_strategy.comm.process import check_not_forked
 from mics_strategy.engine.gathered_views import GatheredBase, gathered_of, keep_part, version_of
 from mics_strategy.engine.grad_scaler import unscale
 from mics_strategy.engine.op_locality import needs_other_rows
@@ -74,7 +74,9 @@ class ExactDTensor(DTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Behave as if this tensor were moved to the memory of `value`, though the engine's own tensors stay.
+        """Behave as if this tensor were moved to the memory of `value`.
+
+        The engine's own tensors stay where they are.
 
         Aliases keep their values, as scripts expect that put averaged weights into a model, and the weights back. From
         now on `value` is an alias of the engine's tensor; a plain one, and one of other placements, are copied.
@@ -116,7 +118,7 @@ class ExactDTensor(DTensor):
 
     @override
     def backward(self, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients of a loss that was computed of sharded tensors alone. Collective.
+        """Compute gradients of a loss of sharded tensors alone. Collective.
 
         Raises:
             LifecycleError: Ranks have other losses, of which no mean would be taken.
@@ -145,7 +147,7 @@ class ExactDTensor(DTensor):
         """
         self.mics_before_read()
         if not (torch.is_grad_enabled() and self.requires_grad):
-            return full_tensor(self)
+            return _gather(self)
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
         return cast("torch.Tensor", _FullTensor.apply(self))  # type: ignore[no-untyped-call]
@@ -223,7 +225,7 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ExactDTensor) -> torch.Tensor:
         ctx.like = tensor.detach()
-        whole = full_tensor(tensor)
+        whole = _gather(tensor)
         return whole.view_as(whole)  # where nothing is sharded it is the local part, which autograd must not mark
 
     @staticmethod
@@ -240,6 +242,7 @@ def mean_gradient(grad: torch.Tensor, like: ExactDTensor) -> torch.Tensor:
         like: The parameter.
     """
     if not isinstance(grad, DTensor):
+        check_not_forked()
         grad = _replicated(mean_over_ranks(grad, like.device_mesh), like)
     return as_exact(cast("DTensor", grad), like.mics_random).redistribute(placements=like.placements)
 
@@ -396,6 +399,11 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: ExactD
     return as_exact(like_tensor(drawn, like), like.mics_random)
 
 
+def _gather(tensor: DTensor) -> torch.Tensor:
+    check_not_forked()
+    return full_tensor(tensor)
+
+
 class _Wholes:
     """The gathered values of the arguments of one operation."""
 
@@ -408,7 +416,7 @@ class _Wholes:
             return tensor._local_tensor
         if id(tensor) not in self._wholes:
             gathered = gathered_of(tensor)
-            self._wholes[id(tensor)] = full_tensor(tensor) if gathered is None else gathered.whole
+            self._wholes[id(tensor)] = _gather(tensor) if gathered is None else gathered.whole
         return self._wholes[id(tensor)]
 
     def keep_parts(self, written: Iterator[ExactDTensor]) -> None:

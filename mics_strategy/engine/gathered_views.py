@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from mics_strategy.comm.placement import full_tensor
-
-if TYPE_CHECKING:
-    from mics_strategy.engine.exact_dtensor import ExactDTensor
+ExactDTensor: TypeAlias = Any  # whose module imports this one
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -35,7 +32,8 @@ class GatheredBase:
         """Gather again if the base was written to. Collective if it was."""
         self.base.mics_before_read()
         if self.version != version_of(self.base):
-            self.whole.copy_(full_tensor(self.base))
+            with torch.no_grad():
+                self.whole.copy_(self.base.full_tensor())
             self.version = version_of(self.base)
 
     def write_back(self) -> None:
@@ -46,7 +44,7 @@ class GatheredBase:
 
 
 def gathered_of(tensor: DTensor) -> GatheredBase | None:
-    """The gathered values that views of the tensor share, or of an alias of it; None if there are no such views."""
+    """The gathered values that views of a tensor or an alias share, or None."""
     memory = getattr(tensor, "mics_memory", None)
     gathered = None if memory is None else memory.gathered()
     if gathered is None or gathered.base._local_tensor.data_ptr() != tensor._local_tensor.data_ptr():

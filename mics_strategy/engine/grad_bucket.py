@@ -391,7 +391,10 @@ class GradBucket:
             self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "zero_grad", self.name)
 
     def _leave_to_script(self, position: int) -> None:
-        """Copy the gradient if a script has kept it, or a view of it: the memory is written again."""
+        """Copy the gradient if a script has kept it, or a view of it.
+
+        The engine writes to its memory again.
+        """
         exposed = self._dtensors[position]
         memory = cast("TensorMemory", exposed.mics_memory)
         memory.has_lost_graph = False

@@ -21,7 +21,7 @@ _MISTAKEN = (_aten.squeeze_copy.default,)  # by DTensor, which squeezes a dimens
 
 
 def needs_other_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether DTensor would gather to run an operation, or does not support it, or not rightly.
+    """Whether DTensor would gather for an operation, or has no right rule for it.
 
     Args:
         func: Operation of torch.
@@ -55,7 +55,7 @@ def needs_other_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _fails_on_an_empty_part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a rank has no rows, and the operation raises for such a part: a maximum, a pooling."""
+    """Whether a rank has no rows, for which the operation raises: a maximum."""
     if not any(_has_empty_part(tensor) for tensor in tensors_in((args, kwargs)) if isinstance(tensor, DTensor)):
         return False
     empty_args, empty_kwargs = tree_map_only(torch.Tensor, _smallest_part, (args, kwargs))

@@ -128,11 +128,6 @@ class ShardedParameter(ExactDTensor):
     register_post_accumulate_grad_hook = _refuse_hook
 
 
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether ranks hold different parts of a parameter."""
-    return isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
-
-
 def make_sharded_parameter(
     master: torch.Tensor, slice_: ParamSlice, placement: ShardPlacement, writes: WriteCount, *, requires_grad: bool
 ) -> ShardedParameter:

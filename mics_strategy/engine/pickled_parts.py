@@ -10,7 +10,7 @@ from mics_strategy.errors import CheckpointError
 
 
 def part_of_rank(tensor: DTensor, rank: int) -> DTensor:
-    """The part that a rank has pickled, on that rank again, or in a process without process groups.
+    """A part that this rank has pickled. Also in a process without groups.
 
     Args:
         tensor: The part.

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from mics_strategy.comm.consensus import gather_objects, run_and_gather, run_on_all_ranks
-from mics_strategy.comm.placement import full_tensor
+from mics_strategy.comm.consensus import gather_objects, run_on_all_ranks
+from mics_strategy.comm.placement import full_tensor, is_sharded
 from mics_strategy.engine.optimizer.kinds import check_same_kind
 from mics_strategy.engine.optimizer.quantized import concat_quantized, is_quantized, slice_quantized, to_local
-from mics_strategy.engine.parameter import ShardedParameter, is_sharded
+from mics_strategy.engine.parameter import ShardedParameter
 from mics_strategy.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -41,36 +41,10 @@ def full_state_dict(model: nn.Module) -> StateDict:
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor):
             if id(value) not in whole:
-                whole[id(value)] = _to_rank_zero(value)
+                whole[id(value)] = to_rank_zero(value)
             value = whole[id(value)]
         result[name] = value
     return result if dist.get_rank() == 0 else {}
-
-
-def whole_tensors(make_state: Callable[[], Any]) -> Any:
-    """Nested containers with whole tensors in place of sharded ones, on rank 0's CPU. Collective.
-
-    Args:
-        make_state: Returns the state that a script saves beside model and optimizers: averages of weights, for example.
-
-    Raises:
-        CheckpointError: Ranks have different numbers of sharded tensors, or `make_state` raised on another rank. Raised
-            on every rank.
-    """
-
-    def count() -> tuple[Any, int]:
-        state = make_state()
-        return state, sum(isinstance(leaf, DTensor) for leaf in tree_leaves(state))
-
-    if not dist.is_initialized():  # nothing is sharded
-        return make_state()
-    state, nums = run_and_gather(count, CheckpointError, "whole_tensors")
-    if len(set(nums)) > 1:
-        raise CheckpointError(
-            f"The state to save holds {min(nums)} sharded tensors on one rank and {max(nums)} on another. They are "
-            "gathered for the file, so pass the same state on all ranks."
-        )
-    return tree_map_only(DTensor, _to_rank_zero, state) if nums[0] else state
 
 
 def load_full_values(model: nn.Module) -> None:
@@ -121,7 +95,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, owner_of: OwnerOf, groups: P
             states[index] = {
                 key: _quantized_on_rank_zero(value, parameters[index], groups)
                 if (index, key) in quantized
-                else _to_rank_zero(value)
+                else to_rank_zero(value)
                 if isinstance(value, torch.Tensor)
                 else value
                 for key, value in entry.items()
@@ -175,7 +149,7 @@ def _quantized_on_rank_zero(value: torch.Tensor, parameter: ShardedParameter, gr
     """The whole quantized state on rank 0; an empty tensor on other ranks. Collective."""
     local, dim = to_local(value).detach().cpu(), parameter.mics_slice.dim
     if groups.shard_group is None or dim is None or not is_sharded(parameter):
-        return _to_rank_zero(local)
+        return to_rank_zero(local)
     pieces = []
     for source in range(groups.trainable_placement.degree):
         piece = groups.shard_group.broadcast_object(
@@ -229,7 +203,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state: StateDict, owner
     optimizer.load_state_dict({**state, "state": pieces})
 
 
-def _to_rank_zero(value: torch.Tensor) -> torch.Tensor:
+def to_rank_zero(value: torch.Tensor) -> torch.Tensor:
     """The whole tensor on rank 0's CPU; an empty tensor on others.
 
     Collective for DTensors.

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 
 from mics_strategy.errors import LifecycleError
 
-if TYPE_CHECKING:
-    from mics_strategy.engine.exact_dtensor import ExactDTensor
-    from mics_strategy.engine.gathered_views import GatheredBase
+ExactDTensor: TypeAlias = Any  # whose module imports this one
 
 
 @dataclass(slots=True)
@@ -43,7 +41,7 @@ class TensorMemory:
     writes: WriteCount = field(default_factory=WriteCount)
     finish: Callable[[], None] | None = None
     has_lost_graph: bool = False
-    gathered: Callable[[], GatheredBase | None] = lambda: None
+    gathered: Callable[[], Any] = lambda: None
     shared: WeakValueDictionary[int, ExactDTensor] = field(default_factory=WeakValueDictionary)
 
     def before_read(self) -> None:

@@ -1,6 +1,6 @@
-"""Operations of DTensors of our own class on torch 2.11, which runs those of any DTensor by itself.
+"""Operations of DTensors of our own class on torch 2.11.
 
-torch 2.12 passes them to ``__torch_dispatch__`` of the class.
+torch 2.11 runs the operations of any DTensor by itself; torch 2.12 passes them to ``__torch_dispatch__`` of the class.
 """
 
 from __future__ import annotations

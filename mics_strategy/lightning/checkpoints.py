@@ -29,8 +29,8 @@ from mics_strategy import (
     remove_checkpoint,
     save_checkpoint,
 )
+from mics_strategy.checkpoint.whole_tensors import whole_tensors
 from mics_strategy.comm.consensus import Rendezvous
-from mics_strategy.engine.state_dict import whole_tensors
 from mics_strategy.lightning import validate
 from mics_strategy.lightning.checkpoint_file import CheckpointFileMixin, as_path, check_not_folder, is_local
 from mics_strategy.lightning.framework import TrainerFramework, unwrap_optimizer

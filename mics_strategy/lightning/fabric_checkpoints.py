@@ -30,8 +30,8 @@ from mics_strategy import (
     newest_checkpoint,
     save_checkpoint,
 )
+from mics_strategy.checkpoint.whole_tensors import whole_tensors
 from mics_strategy.comm.consensus import run_on_all_ranks
-from mics_strategy.engine.state_dict import whole_tensors
 from mics_strategy.lightning.checkpoint_file import CheckpointFileMixin, as_path, check_not_folder, is_local
 
 Filters = Mapping[str, Callable[[str, Any], bool]]

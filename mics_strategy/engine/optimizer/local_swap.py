@@ -67,7 +67,7 @@ class _SwappedParam:
             self.local.grad = self.shown_grad
 
     def copy_aliases(self, state: dict[Any, Any]) -> None:
-        """Copy states that are the gradient itself, or values that ``parameter.data = ...`` has replaced.
+        """Copy states that are the gradient, or values that were replaced.
 
         ``state["previous"] = parameter.grad`` keeps it in torch, but the engine writes to this memory again.
         """
@@ -96,7 +96,10 @@ class _SwappedParam:
             self.local.data = self.storage
 
     def unwrap(self, state: dict[Any, Any]) -> None:
-        """Replace DTensors by their local tensors, in place, and whole tensors that a script has set by their rows."""
+        """Replace DTensors by their local tensors, in place.
+
+        Whole tensors that a script has set are replaced by their rows.
+        """
         sharded = self.sharded
         for key, value in state.items():
             if isinstance(value, DTensor) and (value.placements == sharded.placements or not value.dim()):

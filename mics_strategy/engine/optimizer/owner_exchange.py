@@ -48,10 +48,7 @@ class OwnedBucket:
 
 
 def assign_owners_by_bucket(
-    buckets: list[Bucket],
-    selected: set[ShardedParameter],
-    owner_bytes: list[int],
-    owners: dict[ShardedParameter, int],
+    buckets: list[Bucket], selected: set[ShardedParameter], owners: dict[ShardedParameter, int], num_ranks: int
 ) -> list[OwnedBucket]:
     """Assign owners to the selected parameters of `buckets`.
 
@@ -60,8 +57,8 @@ def assign_owners_by_bucket(
     Args:
         buckets: Buckets in the order that all ranks share.
         selected: Parameters to update as whole tensors.
-        owner_bytes: Bytes that each rank of the optimizer scope owns already. Updated in place.
-        owners: Owners of parameters. Updated in place.
+        owners: Owners of the parameters that have one already. Updated in place.
+        num_ranks: Ranks of the optimizer scope.
 
     Returns:
         The buckets that hold a selected parameter, with those parameters only.
@@ -71,6 +68,9 @@ def assign_owners_by_bucket(
         [parameter for parameter in bucket.sharded_params if parameter in selected] for bucket in buckets
     ]
     new = [parameter for members in members_by_bucket for parameter in members if parameter not in owners]
+    owner_bytes = [0] * num_ranks
+    for parameter, owner in owners.items():
+        owner_bytes[owner] += parameter.numel() * parameter.element_size()
     owners.update(zip(new, assign_owners([p.numel() * p.element_size() for p in new], owner_bytes), strict=True))
     return [
         OwnedBucket(
@@ -79,7 +79,7 @@ def assign_owners_by_bucket(
             assignment=OwnerAssignment(
                 param_slices=tuple(parameter.mics_slice for parameter in members),
                 owners=tuple(owners[parameter] for parameter in members),
-                ranks=len(owner_bytes),
+                ranks=num_ranks,
             ),
         )
         for bucket, members in zip(buckets, members_by_bucket, strict=True)

@@ -78,7 +78,6 @@ class OptimizerTarget:
         self._groups = context.groups
         self._memory = context.memory
         self._sharded_params = sharded_params
-        self._owner_bytes = [0] * context.groups.scopes.optimizer  # bytes of whole tensors, by owner
         self._owners: dict[ShardedParameter, int] = {}
 
     def owns(self, parameter: torch.Tensor) -> bool:
@@ -106,7 +105,7 @@ class OptimizerTarget:
                 "report it."
             )
         buckets = [bucket for unit in self.engine.units for bucket in unit.trainable_buckets]
-        owned = assign_owners_by_bucket(buckets, set(parameters), self._owner_bytes, self._owners)
+        owned = assign_owners_by_bucket(buckets, set(parameters), self._owners, self._groups.scopes.optimizer)
         return OwnerExchange(owned, comm, self._groups.trainable_placement.index, self._memory, self.device)
 
     def post_step(self, parameters: Iterable[ShardedParameter], exchanges: list[OwnerExchange]) -> None:

@@ -1,4 +1,7 @@
-"""Collectives in a forked child, which has none of the parent's connections and threads."""
+"""Refuses collectives in a forked child.
+
+It has none of the parent's connections and threads.
+"""
 
 from __future__ import annotations
 
