@@ -47,6 +47,17 @@ if TYPE_CHECKING:
     from mics_strategy.engine.tensor_memory import TensorMemory
 
 
+def _references_of_slot() -> int:
+    """References to a gradient's object that a parameter's slot holds, which is torch's affair."""
+    parameter, grad = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1)
+    num = sys.getrefcount(grad)
+    parameter.grad = grad
+    return sys.getrefcount(grad) - num
+
+
+_REFERENCES_OF_SLOT = _references_of_slot()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradMemory:
     """Memory of one bucket's gradient, which lives as long as the model.
@@ -390,18 +401,27 @@ class GradBucket:
         if not self.flags.any(GradFlag.MAYBE_USED):
             self.state = transition(ACCUMULATOR_TRANSITIONS, self.state, "zero_grad", self.name)
 
+    def is_kept(self, position: int) -> bool:
+        """Whether a script has kept the gradient, or a view of it."""
+        exposed = self._dtensors[position]
+        is_in_slot = self.bucket.sharded_params[position].raw_grad is exposed
+        if exposed._use_count() > 1 + is_in_slot:  # in a graph, or the gradient of another parameter as well
+            return True
+        num_own = 3 + (_REFERENCES_OF_SLOT if is_in_slot else 0)  # the list, the variable, the argument
+        return sys.getrefcount(exposed) > num_own or bool(cast("TensorMemory", exposed.mics_memory).shared)
+
     def _leave_to_script(self, position: int) -> None:
-        """Copy the gradient if a script has kept it, or a view of it.
+        """Give a gradient that a script has kept memory of its own.
 
         The engine writes to its memory again.
         """
+        is_kept = self.is_kept(position)
         exposed = self._dtensors[position]
         memory = cast("TensorMemory", exposed.mics_memory)
         memory.has_lost_graph = False
-        if sys.getrefcount(exposed) > 3:  # this list, the variable, the argument
+        if is_kept:
             self._dtensors[position] = self._new_dtensor(position)
             memory.add(exposed)
-        if memory.shared:
             memory.leave()
 
     def _zero(self, buffer: torch.Tensor, positions: list[int]) -> None:

@@ -327,6 +327,8 @@ class EngineLink:
         """See `parameter.GradientLink`."""
         engine, gradient = self._engine(), None if self._gradient is None else self._gradient()
         if engine is not None and gradient is not None:
+            if gradient.is_kept(position):  # with all that was added to it
+                engine.finish_gradients()
             engine.reducer.zero_grad(gradient, position)
 
     def settle_gradient(self, position: int) -> None:

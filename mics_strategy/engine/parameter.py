@@ -83,10 +83,12 @@ class ShardedParameter(ExactDTensor):
         if value is not None and value.shape == self.shape and getattr(value, "placements", None) != self.placements:
             whole = full_tensor(value) if isinstance(value, DTensor) else value
             value = self.like_self(self.mics_slice.narrow(whole.detach(), self.mics_index).clone())
-        self.raw_grad = value  # torch refuses another shape or dtype before anything is cleared
+        if value is not None and (value.shape != self.shape or value.dtype != self.dtype):
+            self.raw_grad = value  # torch refuses it, before anything is cleared
         self.mics_link.clear_gradient(self.mics_position)
         if isinstance(value, ExactDTensor) and value.mics_memory is None:
             value.mics_memory = TensorMemory(finish=self.mics_link.finish_gradients)
+        self.raw_grad = value
 
     @grad.deleter
     def grad(self) -> None:

@@ -206,6 +206,11 @@ def gradients_are_read_by_another_name(model: Model) -> None:
         parameter.grad = kept.get(name, torch.zeros_like(parameter))
     plain_loss(model, torch.ones(2, 4, dtype=torch.float64)).backward()
     kept["layers.2.bias"].mul_(kept["layers.0.weight"].abs().max())
+    before = [parameter.grad for parameter in model.parameters()]
+    plain_loss(model, torch.full((2, 4), 2.0, dtype=torch.float64)).backward()
+    model.zero_grad()  # what was added belongs to `before`
+    for parameter, grad in zip(model.parameters(), before, strict=True):
+        parameter.grad = grad * 0.5
 
 
 def penalties_of_parameters_alone_are_added(model: Model) -> None:

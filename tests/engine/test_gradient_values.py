@@ -152,3 +152,20 @@ def _swapped(ctx: RankContext) -> None:
 
 def test_parameters_are_not_swapped_in_silence(ranks: RankPool) -> None:
     ranks(2, _swapped)
+
+
+def _objects_of_gradients(ctx: RankContext) -> list[bool]:
+    _, sharded = _trained()
+    same = []
+    for keeps in (False, True, False):
+        first = id(sharded[0].weight.grad)
+        kept = sharded[0].weight.grad if keeps else None
+        sharded.zero_grad()
+        sharded(torch.ones(2, 3)).square().sum().backward()
+        same.append(id(sharded[0].weight.grad) == first)
+        del kept
+    return same
+
+
+def test_only_a_gradient_that_is_kept_is_copied(ranks: RankPool) -> None:
+    assert ranks(2, _objects_of_gradients) == [[True, False, True]] * 2
