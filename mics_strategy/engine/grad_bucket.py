@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def _references_of_slot() -> int:
-    """References to a gradient's object that a parameter's slot holds, which is torch's affair."""
+    """References to a tensor's object that `grad` of a parameter holds, by torch."""
     parameter, grad = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1)
     num = sys.getrefcount(grad)
     parameter.grad = grad
@@ -403,12 +403,12 @@ class GradBucket:
 
     def is_kept(self, position: int) -> bool:
         """Whether a script has kept the gradient, or a view of it."""
-        exposed = self._dtensors[position]
+        exposed: Any = self._dtensors[position]
         is_in_slot = self.bucket.sharded_params[position].raw_grad is exposed
         if exposed._use_count() > 1 + is_in_slot:  # in a graph, or the gradient of another parameter as well
             return True
         num_own = 3 + (_REFERENCES_OF_SLOT if is_in_slot else 0)  # the list, the variable, the argument
-        return sys.getrefcount(exposed) > num_own or bool(cast("TensorMemory", exposed.mics_memory).shared)
+        return sys.getrefcount(exposed) > num_own or bool(exposed.mics_memory.shared)
 
     def _leave_to_script(self, position: int) -> None:
         """Give a gradient that a script has kept memory of its own.
